@@ -1,0 +1,68 @@
+"""What an engine can be told. One frozen dataclass; the docstring under a field is its help text.
+
+Names are vLLM's where vLLM has one. The command line flags are made from these fields.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine. `None` means: decided at start from the model and the device, and logged."""
+
+    model: str
+    """Folder, or Hugging Face hub id, of a checkpoint; `demo` is the small model that ships with jpaged."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; the model's own by default."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+
+    dtype: str = "auto"
+    """auto, bfloat16, float16 or float32. auto takes the checkpoint's (float32 on CPU with JAX 0.10)."""
+
+    seed: int = 0
+    """Seeds the engine's own draws: the seeds of requests that bring none."""
+
+    max_model_len: int | None = None
+    """Most tokens of one request, prompt and output together. Default: the model's own, or less if memory is short."""
+
+    max_num_seqs: int | None = None
+    """Most requests that run at once (rows of the request table). Default 32 on CPU, 256 elsewhere."""
+
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step; longer prompts advance in chunks. Default 512 on CPU, 2048 elsewhere."""
+
+    block_size: int | None = None
+    """Tokens in one block of the KV cache: a power of two from 8 to 128. Default 16, on TPU 64."""
+
+    enable_prefix_caching: bool = True
+    """Keep the KV of finished prompts and reuse it for requests that begin alike."""
+
+    gpu_memory_utilization: float = 0.9
+    """Share of the accelerator's memory that the engine may take, all in all. No meaning on CPU."""
+
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for the KV cache. Default: what is free on an accelerator; at most 1 GiB on CPU."""
+
+    attention_implementation: str | None = None
+    """Attention implementation, by the kernel package's name; chosen by platform and shape by default."""
+
+    mask_unknown_tokens: bool = True
+    """Never sample ids that the tokenizer does not have."""
+
+    trust_remote_code: bool = False
+    """Accepted for models that need no code of their own; code from a checkpoint is never run."""
+
+    max_logprobs: int = 20
+    """Most log-probabilities a request may ask for, per token."""
+
+    compilation_cache_dir: str | None = None
+    """Folder of compiled programs, kept between starts. Default: the platform's cache folder."""
+
+    row_buckets: tuple[int, ...] | None = None
+    """Row counts that decode programs are compiled for. Default: powers of two up to max_num_seqs."""
+
+    token_buckets: tuple[int, ...] | None = None
+    """Token counts that mixed programs are compiled for. Default: powers of two up to max_num_batched_tokens."""

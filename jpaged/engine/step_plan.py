@@ -1,0 +1,93 @@
+"""StepPlan: what one step computes. Made by the scheduler, packed and run by the runner; host data only."""
+
+import dataclasses
+import enum
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class SamplerVariant(enum.IntEnum):
+    """What the sampler of a step must be able to do; the largest need of any row that samples. A program each."""
+
+    GREEDY = 0    # argmax only
+    RANDOM = 1    # temperature and min_p
+    FULL = 2      # top_k, top_p and log-probabilities as well
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowInit:
+    """The state of a table row whose request (re)starts: sent once, kept on the device from then on."""
+
+    row: int
+    num_computed: int       # tokens whose KV is already there (a prefix hit); the next token has this position
+    prompt_len: int         # tokens of the user's prompt
+    block_table: np.ndarray # int32[B]  all blocks the row holds now
+    temperature: float      # 0 = greedy
+    top_p: float            # (0, 1]
+    top_k: int              # 0 = all
+    min_p: float            # [0, 1]
+    seed: int               # 0 <= seed < 2**64
+    sample_index: int = 0   # which of `n` parallel samples this is
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one engine step computes. Rows are distinct; decodes come first."""
+
+    rows: np.ndarray          # int32[R]     row of the request table
+    num_tokens: np.ndarray    # int32[R]     tokens this row advances by; 1 for a decode
+    num_decodes: int          #              the first so many rows take their one token from the table (last sampled)
+    samples: np.ndarray       # bool[R]      the row reaches the end of its known tokens, so it samples one more
+    prompt_tokens: np.ndarray # int32[P]     known ids for rows num_decodes.. in order; P = their num_tokens summed
+    block_updates: np.ndarray # int32[U, 3]  (row, index in its block table, physical block): rows that run on
+    row_inits: tuple[RowInit, ...] = ()  # rows that (re)start in this step; their blocks are not in block_updates
+    sampler: SamplerVariant = SamplerVariant.GREEDY
+    # int32[C, 2] (from, to) blocks to copy before the step; copy-on-write is not built yet, so always empty
+    copies: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return int(self.num_tokens.sum())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, row by row in the plan's order; rows that do not sample hold garbage."""
+
+    token_ids: np.ndarray                # int32[R]
+    # Only from SamplerVariant.FULL, else None. Natural logarithms of the model's own distribution (raw, float32).
+    logprobs: np.ndarray | None = None      # float32[R]     of the sampled token
+    ranks: np.ndarray | None = None         # int32[R]       1 = most likely
+    top_ids: np.ndarray | None = None       # int32[R, K]    most likely first; K = max_logprobs
+    top_logprobs: np.ndarray | None = None  # float32[R, K]
+
+
+class Runner(Protocol):
+    """The device, as the engine sees it. `runtime.runner.ModelRunner` is the real one."""
+
+    num_blocks: int              # blocks of the KV pool; ids 0 .. num_blocks - 1 are all usable
+    block_size: int
+    max_num_seqs: int            # rows of the request table
+    max_num_batched_tokens: int  # most tokens in one plan
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    compiles_after_ready: int    # programs compiled after ready: 0, or something is wrong
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        """Start a step; returns at once with a handle for collect. Steps run in the order of dispatch."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a dispatched step and fetch what it gave."""
+        ...
+
+    def prefix_cacheable(self, prompt_len: int) -> bool:
+        """Whether KV of a prompt of this length may be shared (not beyond a dynamic-rope model's first range)."""
+        ...
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        ...

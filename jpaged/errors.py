@@ -1,0 +1,39 @@
+"""The errors a user can meet. Every one says what to change."""
+
+
+class JPagedError(Exception):
+    """Base of all errors that jpaged raises on purpose."""
+
+
+class RequestError(JPagedError, ValueError):
+    """A request that cannot be served as asked: the caller's fault (HTTP 400).
+
+    parameter: name of the offending field, as the caller wrote it.
+    value:     what was given.
+    accepted:  what would have been accepted, or what to change; completes the message.
+    """
+
+    def __init__(self, parameter: str, value: object, accepted: str):
+        self.parameter = parameter
+        self.value = value
+        self.accepted = accepted
+        shown = repr(value)
+        if len(shown) > 200:
+            shown = shown[:200] + "…"
+        super().__init__(f"{parameter}={shown}: {accepted}")
+
+
+class CapacityError(JPagedError):
+    """The engine is full at the moment (HTTP 503). `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0):
+        self.retry_after = retry_after
+        super().__init__(message)
+
+
+class ModelLoadError(JPagedError):
+    """A model cannot be loaded. The message names the file, the tensor or key, and the remedy."""
+
+
+class EngineError(JPagedError):
+    """The engine cannot go on: a bug in jpaged, or a device that failed."""

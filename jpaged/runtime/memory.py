@@ -1,0 +1,184 @@
+"""How many bytes everything takes, and how many KV blocks fit."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_BYTES = 2**30  # the KV pool on CPU, where all memory belongs to somebody else
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Sizes of an engine, decided."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks of the longest request."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Where the bytes go."""
+
+    limits: Limits
+    num_blocks: int
+    block_bytes: int   # one block in all layers
+    weight_bytes: int
+    temp_bytes: int    # of the largest program; 0 = not known yet
+    table_bytes: int   # request table and block tables
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV pool."""
+        return self.num_blocks * self.block_bytes
+
+    def __str__(self) -> str:
+        rows = [
+            ("weights", self.weight_bytes, ""),
+            ("KV pool", self.kv_bytes, f"{self.num_blocks} blocks of {self.limits.block_size} tokens"),
+            ("request table", self.table_bytes, f"{self.limits.max_num_seqs} rows of {self.limits.max_model_len} tokens"),
+            ("temporaries", self.temp_bytes, "of the largest program"),
+        ]
+        rows.append(("in all", sum(size for _, size, _ in rows), ""))
+        return "\n".join(f"{name:14} {size / 2**20:10.1f} MiB  {note}".rstrip() for name, size, note in rows)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays (or ShapeDtypeStructs) in a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
+    """Fill in what the caller left open, and check what was said. platform: "cpu", "gpu" or "tpu"."""
+    on_cpu = platform == "cpu"
+    max_model_len = _positive("max_model_len", config.max_model_len, spec.max_position)
+    if max_model_len > spec.max_position:
+        raise ModelLoadError(
+            f"max_model_len={max_model_len}: the model takes at most {spec.max_position} tokens; leave it out or lower it"
+        )
+    if max_model_len < 2:
+        raise ModelLoadError(f"max_model_len={max_model_len}: must be at least 2, a prompt token and an output token")
+    default_seqs = 32 if on_cpu else 256
+    if config.max_num_batched_tokens is not None:
+        default_seqs = max(1, min(default_seqs, config.max_num_batched_tokens))
+    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, default_seqs)
+    budget = _positive("max_num_batched_tokens", config.max_num_batched_tokens, max(512 if on_cpu else 2048, max_num_seqs))
+    if budget < max_num_seqs:
+        raise ModelLoadError(
+            f"max_num_batched_tokens={budget}: must be at least max_num_seqs={max_num_seqs}, so that every running "
+            "request advances in each step; raise it or lower max_num_seqs"
+        )
+    block_size = _positive("block_size", config.block_size, 64 if platform == "tpu" else 16)
+    if block_size & (block_size - 1) or not 8 <= block_size <= 128:
+        raise ModelLoadError(f"block_size={block_size}: must be 8, 16, 32, 64 or 128")
+    return Limits(max_model_len, max_num_seqs, budget, block_size)
+
+
+def _positive(name: str, value: int | None, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelLoadError(f"{name}={value!r}: must be a whole number of at least 1")
+    return value
+
+
+def block_bytes(spec: DecoderSpec, block_size: int, dtype: Any) -> int:
+    """Bytes of one KV block in all layers: keys and values."""
+    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * jnp.dtype(dtype).itemsize
+
+
+def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_bytes: int | None) -> int:
+    """Bytes the KV pool may take. free_bytes: what an accelerator has left after weights and temporaries; None on CPU.
+
+    On CPU the smaller of 1 GiB and twice what `max_num_seqs` requests of `max_model_len` need, so that a small model
+    does not hold memory it can never use.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        wanted = _positive("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 0)
+        return wanted if free_bytes is None else min(wanted, free_bytes)
+    if free_bytes is not None:
+        return free_bytes
+    return min(CPU_POOL_BYTES, 2 * limits.max_num_seqs * limits.blocks_per_request * bytes_per_block)
+
+
+def fit(
+    spec: DecoderSpec,
+    config: EngineConfig,
+    limits: Limits,
+    *,
+    dtype: Any,
+    weight_bytes: int,
+    temp_bytes: int = 0,
+    free_bytes: int | None = None,
+) -> MemoryPlan:
+    """The memory plan. An explicit max_model_len that cannot fit is refused, the default shrinks to what fits."""
+    per_block = block_bytes(spec, limits.block_size, dtype)
+    available = pool_bytes(config, limits, per_block, free_bytes)
+    num_blocks = round_down(available // per_block)
+    if num_blocks < limits.blocks_per_request:
+        longest = num_blocks * limits.block_size
+        need = limits.blocks_per_request * per_block
+        shortage = (
+            f"a request of max_model_len={limits.max_model_len} tokens needs {need} bytes of KV cache "
+            f"({need / 2**20:.1f} MiB), but only {available} ({available / 2**20:.1f} MiB) are there"
+        )
+        remedy = "raise kv_cache_memory_bytes" if free_bytes is None else "free memory on the device"
+        if longest < 2:
+            raise ModelLoadError(f"{shortage}: not one block of {per_block} bytes fits; {remedy}")
+        if config.max_model_len is not None:
+            raise ModelLoadError(f"{shortage}: lower max_model_len to at most {longest}, or {remedy}")
+        logger.warning("%s: max_model_len is now %d", shortage, longest)
+        limits = dataclasses.replace(limits, max_model_len=longest)
+    table_bytes = limits.max_num_seqs * 4 * (10 + limits.blocks_per_request)
+    return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes)
+
+
+def round_down(num_blocks: int) -> int:
+    """Keep the 5 most significant bits: the pool's size is part of every program's shape, so that a few free
+    megabytes more or less at the next start would compile everything anew."""
+    spare = max(0, num_blocks.bit_length() - 5)
+    return num_blocks >> spare << spare
+
+
+def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
+    """Bytes that the engine may still take on an accelerator; None on CPU and where the back end does not tell."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        return None
+    share = config.gpu_memory_utilization
+    if not 0 < share <= 1:
+        raise ModelLoadError(f"gpu_memory_utilization={share}: must be above 0 and at most 1")
+    return max(0, int(stats["bytes_limit"] * share) - stats["bytes_in_use"])
+
+
+def remembered_blocks(folder: pathlib.Path, key: str, num_blocks: int) -> int:
+    """The pool size of an earlier start with the same key if it still fits and wastes less than an eighth, else this
+    one, which is remembered. Keeps the programs in the compile cache usable when free memory differs a little."""
+    file = folder / f"pool-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    try:
+        before = int(json.loads(file.read_text())["num_blocks"])
+        if num_blocks * 7 // 8 <= before <= num_blocks:
+            return before
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # nothing remembered, or a file cut short: remember anew
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"num_blocks": num_blocks, "key": key}))
+    return num_blocks

@@ -1,0 +1,148 @@
+"""The finite table of programs: which shapes, compiled before ready, and which of them runs a plan."""
+
+import concurrent.futures
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.runtime.step import ProgramShape
+
+# All programs of an engine by default. Three are not steps: upload_row, and room for copying blocks.
+MAX_PROGRAMS = 24
+MAX_STEP_PROGRAMS = MAX_PROGRAMS - 3
+# Below 8 rows XLA's CPU products give other bits, and bf16 is 5 to 18 times slower; 8 rows cost what 2 do.
+MIN_BUCKET = 8
+
+
+def bucket_shapes(
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+    row_buckets: Sequence[int] | None = None,
+    token_buckets: Sequence[int] | None = None,
+) -> list[ProgramShape]:
+    """The step programs of an engine, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
+
+    Decode programs come one a row bucket, mixed programs one a token bucket with rows at the maximum. Greedy and full
+    sampling have every bucket; plain random sampling has what is left, and uses the full sampler's programs elsewhere.
+    """
+    max_rows = max(max_num_seqs, MIN_BUCKET)
+    max_tokens = max(max_num_batched_tokens, MIN_BUCKET)
+    buckets = MAX_STEP_PROGRAMS * 2 // 5
+    rows = _checked(row_buckets, max_rows) if row_buckets else _thin(_powers(MIN_BUCKET, max_rows), buckets // 2)
+    if token_buckets:
+        tokens = _checked(token_buckets, max_tokens)
+    else:
+        tokens = _thin(_powers(2 * MIN_BUCKET, max_tokens), buckets - len(rows))
+
+    def shapes(variant: SamplerVariant, rows: Sequence[int], tokens: Sequence[int]) -> list[ProgramShape]:
+        decodes = [ProgramShape(True, n, n, block_size, variant) for n in rows]
+        return decodes + [ProgramShape(False, n, max_rows, block_size, variant) for n in tokens]
+
+    greedy, full = (shapes(v, rows, tokens) for v in (SamplerVariant.GREEDY, SamplerVariant.FULL))
+    left = MAX_STEP_PROGRAMS - len(greedy) - len(full)
+    if row_buckets or token_buckets or left >= len(greedy):
+        random = shapes(SamplerVariant.RANDOM, rows, tokens)
+    else:
+        random_rows = _thin(rows, max(1, left - 2))
+        random = shapes(SamplerVariant.RANDOM, random_rows, _thin(tokens, max(1, left - len(random_rows))))
+    return greedy + random + full
+
+
+def _powers(low: int, high: int) -> list[int]:
+    """Powers of two from low, ending with high itself."""
+    values = [low << i for i in range(32) if low << i < high]
+    return [*values, high]
+
+
+def _thin(values: Sequence[int], most: int) -> list[int]:
+    """At most so many of the values, evenly spread; the largest is always among them."""
+    if len(values) <= most:
+        return list(values)
+    if most == 1:
+        return [values[-1]]
+    return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
+
+
+def _checked(values: Sequence[int], largest: int) -> list[int]:
+    """Buckets that a caller named: at least MIN_BUCKET, sorted, the largest added where it is missing."""
+    return sorted({max(MIN_BUCKET, min(int(v), largest)) for v in values} | {largest})
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled program and what making it took."""
+
+    shape: ProgramShape
+    run: Callable[..., Any]  # the compiled step
+    seconds: float           # to trace, lower and compile, or to read it from the disk cache
+    temp_bytes: int          # device memory that it takes while it runs, beside arguments and results
+
+
+class ProgramTable:
+    """All programs of an engine, compiled."""
+
+    def __init__(self, programs: Sequence[Program]):
+        self.programs = list(programs)
+        self._by_need = sorted(self.programs, key=lambda p: (p.shape.tokens, p.shape.variant))
+
+    @classmethod
+    def compile(
+        cls, shapes: Sequence[ProgramShape], compile_one: Callable[[ProgramShape], Any], *, progress: bool
+    ) -> "ProgramTable":
+        """Compile every shape, in as many threads as there are cores: XLA compiles outside Python's lock."""
+
+        def make(shape: ProgramShape) -> Program:
+            start = time.perf_counter()
+            run = compile_one(shape)
+            return Program(shape, run, time.perf_counter() - start, temp_bytes(run))
+
+        # The largest programs take longest: begun first, so that none is left running alone at the end.
+        order = sorted(shapes, key=lambda s: (-s.tokens, -s.variant))
+        with (
+            concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
+            tqdm(total=len(shapes), desc="Compiling", unit="program", disable=not progress, leave=False) as bar,
+        ):
+            futures = [pool.submit(make, shape) for shape in order]
+            for _ in concurrent.futures.as_completed(futures):
+                bar.update()
+            programs = [future.result() for future in futures]
+        return cls(sorted(programs, key=lambda p: (not p.shape.is_decode, p.shape.tokens, p.shape.variant)))
+
+    def choose(self, plan: StepPlan) -> Program:
+        """The smallest program that can run the plan."""
+        decode_only = plan.num_decodes == len(plan.rows)
+        tokens = plan.total_tokens
+        for program in self._by_need:
+            shape = program.shape
+            if (
+                shape.tokens >= tokens
+                and shape.variant >= plan.sampler
+                and (shape.is_decode == decode_only)
+                and shape.rows >= len(plan.rows)
+            ):
+                return program
+        raise ValueError(f"no program takes {tokens} tokens in {len(plan.rows)} rows")
+
+    @property
+    def temp_bytes(self) -> int:
+        """The most temporary memory that any program takes."""
+        return max(program.temp_bytes for program in self.programs)
+
+    def __str__(self) -> str:
+        lines = [f"{'program':32} {'seconds':>8} {'temporaries':>12}"]
+        lines += [f"{p.shape!s:32} {p.seconds:8.2f} {p.temp_bytes / 1e6:9.1f} MB" for p in self.programs]
+        return "\n".join(lines)
+
+
+def temp_bytes(compiled: Any) -> int:
+    """Temporary device memory of a compiled program; 0 where the back end does not tell."""
+    analysis = compiled.memory_analysis()
+    return int(analysis.temp_size_in_bytes) if analysis is not None else 0

@@ -1,0 +1,235 @@
+"""ModelRunner: the device, as the engine sees it. Packs a plan, picks a program, dispatches, collects one step late.
+
+`create` decides the sizes, compiles the program table and makes the state; then `dispatch` returns at once with a
+handle, and `collect` waits for what that step sampled. Between the two the engine makes the next plan: the device
+never waits for the host.
+"""
+
+import dataclasses
+import functools
+import logging
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import StepPlan, StepResult
+from jpaged.errors import EngineError, ModelLoadError
+from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.runtime import memory
+from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
+from jpaged.runtime.programs import ProgramTable, bucket_shapes, temp_bytes
+from jpaged.runtime.sampler import Sampled
+from jpaged.runtime.state import DeviceState, create_state, state_shapes
+from jpaged.runtime.step import ProgramShape, block_updates, compile_step, pack, upload_row
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """A step under way."""
+
+    num_rows: int
+    sampled: Sampled
+
+
+class ModelRunner:
+    """A model on a device, with its KV pool and its compiled programs. See `engine.step_plan.Runner`."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        params: Any,
+        allowed: Any,
+        plan: memory.MemoryPlan,
+        programs: ProgramTable,
+        upload: Any,
+        counter: CompileCounter,
+        make_state: Any,
+        num_logprobs: int,
+    ):
+        self.spec = spec
+        self.memory_plan = plan
+        self.programs = programs
+        self.num_blocks = plan.num_blocks
+        self.block_size = plan.limits.block_size
+        self.max_num_seqs = plan.limits.max_num_seqs
+        self.max_num_batched_tokens = plan.limits.max_num_batched_tokens
+        self.max_model_len = plan.limits.max_model_len
+        self.vocab_size = spec.vocab_size
+        self.max_logprobs = num_logprobs
+        self._params = params
+        self._allowed = allowed
+        self._upload = upload
+        self._counter = counter
+        self._make_state = make_state
+        self._state: DeviceState | None = make_state()
+        self._device = next(iter(self._state.table.devices()))
+
+    @classmethod
+    def create(
+        cls,
+        spec: DecoderSpec,
+        params: Any,
+        config: EngineConfig,
+        *,
+        layout: WeightLayout = WeightLayout(),
+        tokenizer_ids: np.ndarray | None = None,
+        progress: bool = False,
+    ) -> "ModelRunner":
+        """Size the pool, compile every program, make the state: after this nothing compiles.
+
+        params:        the tree of `spec.param_shapes` (or as `layout` says), on one device, used without a copy.
+        tokenizer_ids: bool[vocab_size]; ids that may be sampled. None = all.
+        progress:      show a bar while compiling.
+
+        Raises ModelLoadError where an option does not fit the model or the memory.
+        """
+        device = _only_device(params)
+        implementation = config.attention_implementation or choose_implementation(device.platform)
+        if implementation not in IMPLEMENTATIONS:
+            raise ModelLoadError(
+                f"attention_implementation={implementation!r}: there are {', '.join(IMPLEMENTATIONS)}; "
+                "leave it out to have one chosen"
+            )
+        num_logprobs = min(config.max_logprobs, spec.vocab_size)
+        if num_logprobs < 0:
+            raise ModelLoadError(f"max_logprobs={config.max_logprobs}: must be at least 0")
+        limits = memory.decide_limits(spec, config, device.platform)
+        dtype = params["embed"].dtype
+        sharding = jax.sharding.SingleDeviceSharding(device)
+
+        def abstract(tree: Any) -> Any:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+        allowed = None
+        if tokenizer_ids is not None and not tokenizer_ids.all():
+            allowed = jax.device_put(np.asarray(tokenizer_ids, bool), sharding)
+
+        def compile_one(shape: ProgramShape, limits: memory.Limits, num_blocks: int) -> Any:
+            state = state_shapes(spec, dtype=dtype, num_blocks=num_blocks, **_table_sizes(limits))
+            return compile_step(
+                abstract(params), abstract(allowed), abstract(state), spec=spec, layout=layout, shape=shape,
+                implementation=implementation, num_logprobs=num_logprobs, sharding=sharding,
+            )  # fmt: skip
+
+        def shapes(limits: memory.Limits) -> list[ProgramShape]:
+            return bucket_shapes(
+                max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
+                block_size=limits.block_size, row_buckets=config.row_buckets, token_buckets=config.token_buckets,
+            )  # fmt: skip
+
+        with persistent_cache(config.compilation_cache_dir) as folder:
+            fit = functools.partial(
+                memory.fit, spec, config, limits, dtype=dtype, weight_bytes=memory.tree_bytes(params)
+            )
+            free = memory.free_device_bytes(device, config)
+            if free is None:
+                plan = fit()
+            else:
+                # Temporaries do not depend on the pool's size: read them off the largest program over a tiny pool.
+                largest = max(shapes(limits), key=lambda s: (s.tokens, s.variant))
+                temporaries = temp_bytes(compile_one(largest, limits, limits.blocks_per_request))
+                plan = fit(temp_bytes=temporaries, free_bytes=max(0, free - temporaries))
+                key = f"{device.device_kind} {spec} {config} {jax.__version__}"
+                blocks = memory.remembered_blocks(folder, key, plan.num_blocks)
+                plan = dataclasses.replace(plan, num_blocks=max(blocks, plan.limits.blocks_per_request))
+            start = time.perf_counter()
+            table = ProgramTable.compile(
+                shapes(plan.limits), lambda s: compile_one(s, plan.limits, plan.num_blocks), progress=progress
+            )
+            sizes = _table_sizes(plan.limits)
+            state = abstract(state_shapes(spec, dtype=dtype, num_blocks=plan.num_blocks, **sizes))
+            row = jax.ShapeDtypeStruct((1 + sizes["width"],), np.dtype(np.int32), sharding=sharding)
+            upload = jax.jit(upload_row, donate_argnums=0).lower(state, row).compile()
+            logger.info("compiled %d programs in %.1f s:\n%s", len(table.programs) + 1, time.perf_counter() - start, table)
+            plan = dataclasses.replace(plan, temp_bytes=table.temp_bytes)
+            logger.info("device memory:\n%s", plan)
+            make_state = functools.partial(
+                create_state, spec, dtype=dtype, num_blocks=plan.num_blocks, device=sharding, **sizes
+            )
+            return cls(spec, params, allowed, plan, table, upload, CompileCounter(), make_state, num_logprobs)
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Programs compiled in a step: 0, or the program table has a hole."""
+        return self._counter.count
+
+    def dispatch(self, plan: StepPlan) -> Handle:
+        """Start a step; returns at once. Raises EngineError when the device refuses; the KV pool is empty after that."""
+        program = self.programs.choose(plan)
+        updates = block_updates(plan)
+        with self._counter.watching():
+            try:
+                # What the packed plan has no room for goes first, a row at a time, longest tables first.
+                for init in sorted(plan.row_inits, key=lambda i: -len(i.block_table)):
+                    if len(updates) <= program.shape.max_updates:
+                        break
+                    row = np.zeros(1 + self._live_state.blocks.shape[1], np.int32)
+                    row[0], row[1 : 1 + len(init.block_table)] = init.row, init.block_table
+                    self._state = self._upload(self._live_state, jax.device_put(row, self._device))
+                    updates = updates[updates[:, 0] != init.row]
+                packed = jax.device_put(pack(plan, updates, program.shape), self._device)
+                self._state, sampled = program.run(self._params, self._allowed, self._live_state, packed)
+            except Exception as error:
+                self._recover()
+                raise EngineError(f"the device failed a step of {program.shape}: {error}") from error
+        jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
+        return Handle(len(plan.rows), sampled)
+
+    def collect(self, handle: Handle) -> StepResult:
+        """Wait for a step and fetch what it sampled."""
+        with self._counter.watching():
+            try:
+                host = jax.tree.map(lambda x: np.asarray(x)[: handle.num_rows], handle.sampled)
+            except Exception as error:
+                self._recover()
+                raise EngineError(f"the device failed a step: {error}") from error
+        return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs)
+
+    def prefix_cacheable(self, prompt_len: int) -> bool:
+        """Whether KV of such a prompt may be shared: with dynamic rope, keys beyond the first range depend on it."""
+        rope = self.spec.rope
+        if rope is None or rope.scaling != "dynamic":
+            return True
+        return prompt_len <= (rope.original_max_position or self.spec.max_position)
+
+    def close(self) -> None:
+        """Give the KV pool back and let go of the weights."""
+        if self._state is not None:
+            for leaf in jax.tree.leaves(self._state):
+                if not leaf.is_deleted():
+                    leaf.delete()
+        self._state = self._params = self._allowed = None
+        self._counter.close()
+
+    @property
+    def _live_state(self) -> DeviceState:
+        if self._state is None:
+            raise EngineError("the engine is closed: make a new one")
+        return self._state
+
+    def _recover(self) -> None:
+        """After a failed step the donated state is gone: make an empty one, so that new requests can be served."""
+        if self._state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+            self._state = self._make_state()
+
+
+def _table_sizes(limits: memory.Limits) -> dict[str, int]:
+    return {
+        "block_size": limits.block_size,
+        "rows": limits.max_num_seqs,
+        "width": limits.blocks_per_request,
+    }
+
+
+def _only_device(params: Any) -> Any:
+    """The device that all parameters are on."""
+    devices = {device for leaf in jax.tree.leaves(params) for device in leaf.devices()}
+    if len(devices) != 1:
+        raise ModelLoadError(f"the parameters are on {len(devices)} devices: put them on one")
+    return devices.pop()

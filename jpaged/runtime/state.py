@@ -1,0 +1,84 @@
+"""DeviceState: what lives on the device between steps. Donated to every step and given back by it."""
+
+import enum
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.engine.step_plan import RowInit
+from jpaged.models.spec import DecoderSpec
+from pallas_kernels import KVPages
+
+
+class Field(enum.IntEnum):
+    """Columns of the request table. Floats and the two halves of the seed are kept as the bits of an int32."""
+
+    LENGTH = 0         # tokens whose KV is in the pages; the next token has this position
+    LAST_TOKEN = 1     # id that was sampled last: what a decode computes next
+    PROMPT_LEN = 2     # tokens of the user's prompt (dynamic rope goes by it)
+    TEMPERATURE = 3    # float32; 0 = greedy
+    TOP_P = 4          # float32
+    TOP_K = 5          # 0 = all
+    MIN_P = 6          # float32
+    SEED_LOW = 7       # uint32
+    SEED_HIGH = 8      # uint32
+    SAMPLE_INDEX = 9   # which of n parallel samples
+
+
+NUM_FIELDS = len(Field)
+
+
+@flax.struct.dataclass
+class DeviceState:
+    """KV pages and the request table. A row of the table is one running request's place."""
+
+    pages: tuple[KVPages, ...]  # one a layer
+    table: Any                  # int32[max_num_seqs, NUM_FIELDS]
+    blocks: Any                 # int32[max_num_seqs, width]  block tables; entries past a row's end are stale or 0
+
+
+def create_state(
+    spec: DecoderSpec, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any, device: Any = None
+) -> DeviceState:
+    """Empty pages and an empty table on the device (a jax Device or Sharding)."""
+    pages = tuple(
+        KVPages.create(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, device=device)
+        for _ in range(spec.num_layers)
+    )
+    return DeviceState(
+        pages=pages,
+        table=jnp.zeros((rows, NUM_FIELDS), jnp.int32, device=device),
+        blocks=jnp.zeros((rows, width), jnp.int32, device=device),
+    )
+
+
+def state_shapes(
+    spec: DecoderSpec, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any
+) -> DeviceState:
+    """The same as ShapeDtypeStructs: to compile without taking memory."""
+    page = jax.ShapeDtypeStruct((num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim), np.dtype(dtype))
+    return DeviceState(
+        pages=tuple(KVPages(page) for _ in range(spec.num_layers)),
+        table=jax.ShapeDtypeStruct((rows, NUM_FIELDS), np.dtype(np.int32)),
+        blocks=jax.ShapeDtypeStruct((rows, width), np.dtype(np.int32)),
+    )
+
+
+def row_values(init: RowInit) -> np.ndarray:
+    """int32[NUM_FIELDS]: a row's fields as the table holds them."""
+    values = np.zeros(NUM_FIELDS, np.int32)
+    values[Field.LENGTH] = init.num_computed
+    values[Field.PROMPT_LEN] = init.prompt_len
+    values[Field.TOP_K] = init.top_k
+    values[Field.SAMPLE_INDEX] = init.sample_index
+    floats = values.view(np.float32)
+    floats[Field.TEMPERATURE] = init.temperature
+    floats[Field.TOP_P] = init.top_p
+    floats[Field.MIN_P] = init.min_p
+    unsigned = values.view(np.uint32)
+    unsigned[Field.SEED_LOW] = init.seed & 0xFFFFFFFF
+    unsigned[Field.SEED_HIGH] = init.seed >> 32
+    return values

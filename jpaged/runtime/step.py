@@ -1,0 +1,273 @@
+"""THE step: what one call of a compiled program does, from the packed plan to the sampled tokens.
+
+1. Unpack: block-table changes and restarted rows go into the request table.
+2. Build ids, positions, KV slots and lengths from the table: the host never sends them.
+3. Forward: the decoder over all tokens, writing keys and values into the pages and attending through block tables.
+4. Sample: logits of each row's last token, a token a row, written into the table for the next step.
+
+`state` is donated: pages and table are updated in place.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.models import decoder
+from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.runtime import sampler
+from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, row_values
+from pallas_kernels import KVPages, paged_attention, write_kv
+
+# Block-table changes that a packed plan has room for beyond those its own tokens can need.
+SPARE_UPDATES = 64
+SAMPLES, FROM_TABLE = 1, 2  # flags of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramShape:
+    """Shapes of one compiled program: a key of the program table."""
+
+    is_decode: bool  # every row is one token, taken from the table; then tokens == rows
+    tokens: int      # token places
+    rows: int        # row places
+    block_size: int
+    variant: SamplerVariant
+
+    @property
+    def max_updates(self) -> int:
+        """Block-table entries that fit: what the tokens can fill, one a row for a begun block, and some to spare."""
+        return self.tokens // self.block_size + self.rows + SPARE_UPDATES
+
+    @property
+    def cuts(self) -> dict[str, slice]:
+        """Where each part lies in the packed int32 array."""
+        sizes = {"rows": self.rows, "flags": self.rows, "updates": 3 * self.max_updates}
+        if not self.is_decode:
+            sizes |= {
+                "num_tokens": self.rows,
+                "init_rows": self.rows,
+                "init_values": self.rows * NUM_FIELDS,
+                "prompt_tokens": self.tokens,
+            }
+        ends = np.cumsum(list(sizes.values()))
+        return {name: slice(int(end) - size, int(end)) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+
+    @property
+    def packed_size(self) -> int:
+        """int32s in the packed plan."""
+        return max(cut.stop for cut in self.cuts.values())
+
+    def __str__(self) -> str:
+        kind = f"decode {self.rows} rows" if self.is_decode else f"mixed {self.tokens} tokens"
+        return f"{kind}, {self.variant.name.lower()}"
+
+
+def block_updates(plan: StepPlan) -> np.ndarray:
+    """int32[U, 3]: all block-table entries that the plan changes, those of restarted rows included."""
+    parts = [plan.block_updates.reshape(-1, 3)]
+    for init in plan.row_inits:
+        count = len(init.block_table)
+        parts.append(np.stack([np.full(count, init.row), np.arange(count), init.block_table], axis=1))
+    return np.concatenate(parts).astype(np.int32)
+
+
+def pack(plan: StepPlan, updates: np.ndarray, shape: ProgramShape) -> np.ndarray:
+    """int32[packed_size]: the plan as the step reads it. updates: int32[U, 3], at most shape.max_updates."""
+    packed = np.full(shape.packed_size, -1, np.int32)  # -1: padding
+    cuts, rows = shape.cuts, len(plan.rows)
+    packed[cuts["rows"]][:rows] = plan.rows
+    flags = packed[cuts["flags"]]
+    flags[:] = 0
+    flags[:rows] = np.where(plan.samples, SAMPLES, 0)
+    flags[: plan.num_decodes] |= FROM_TABLE
+    packed[cuts["updates"]][: updates.size] = updates.ravel()
+    if not shape.is_decode:
+        counts = packed[cuts["num_tokens"]]
+        counts[:] = 0
+        counts[:rows] = plan.num_tokens
+        for i, init in enumerate(plan.row_inits):
+            packed[cuts["init_rows"]][i] = init.row
+            packed[cuts["init_values"]][i * NUM_FIELDS : (i + 1) * NUM_FIELDS] = row_values(init)
+        prompt = packed[cuts["prompt_tokens"]]
+        prompt[:] = 0
+        prompt[plan.num_decodes : plan.num_decodes + len(plan.prompt_tokens)] = plan.prompt_tokens
+    return packed
+
+
+@flax.struct.dataclass
+class Batch:
+    """What the step computes, built on the device. Padding rows have no tokens; padding tokens have slot -1."""
+
+    rows: Int[Array, " rows"]              # row of the table; padding points past its end
+    num_tokens: Int[Array, " rows"]
+    samples: Bool[Array, " rows"]
+    query_start_loc: Int[Array, " rows_plus_1"]
+    context_lens: Int[Array, " rows"]
+    block_tables: Int[Array, "rows width"]
+    fields: Int[Array, "rows num_fields"]  # the rows' fields, as they were before the step
+    token_ids: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    slots: Int[Array, " tokens"]
+    rope_lens: Int[Array, " tokens"]       # max(prompt length, position + 1)
+
+
+def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: ProgramShape) -> tuple[DeviceState, Batch]:
+    """Unpack the plan, apply its changes to the table, and build everything the forward pass needs."""
+    part = {name: packed[cut] for name, cut in shape.cuts.items()}
+    capacity = state.table.shape[0]
+
+    def drop_padding(rows: Array) -> Array:
+        """Padding (-1) must point past the end: a negative index would count from it."""
+        return jnp.where(rows < 0, capacity, rows)
+
+    updates = part["updates"].reshape(-1, 3)
+    blocks = state.blocks.at[drop_padding(updates[:, 0]), updates[:, 1]].set(updates[:, 2], mode="drop")
+    table = state.table
+    rows, flags = drop_padding(part["rows"]), part["flags"]
+    if shape.is_decode:
+        num_tokens = (rows < capacity).astype(jnp.int32)
+    else:
+        values = part["init_values"].reshape(-1, NUM_FIELDS)
+        table = table.at[drop_padding(part["init_rows"])].set(values, mode="drop")
+        num_tokens = part["num_tokens"]
+
+    fields = jnp.take(table, rows, axis=0, mode="clip")
+    block_tables = jnp.take(blocks, rows, axis=0, mode="clip")
+    length = fields[:, Field.LENGTH]
+    query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens, dtype=jnp.int32)])
+    token = jnp.arange(shape.tokens)
+    if shape.is_decode:
+        token_row, real, positions = token, num_tokens > 0, length
+        token_ids = fields[:, Field.LAST_TOKEN]
+    else:
+        token_row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), shape.rows - 1)
+        real = token < query_start_loc[-1]
+        positions = length[token_row] + token - query_start_loc[token_row]
+        from_table = (flags & FROM_TABLE)[token_row] > 0
+        token_ids = jnp.where(from_table, fields[token_row, Field.LAST_TOKEN], part["prompt_tokens"])
+    positions = jnp.where(real, positions, 0)
+    block = block_tables[token_row, jnp.minimum(positions // shape.block_size, block_tables.shape[1] - 1)]
+    slots = jnp.where(real, block * shape.block_size + positions % shape.block_size, -1)
+    batch = Batch(
+        rows=rows,
+        num_tokens=num_tokens,
+        samples=(flags & SAMPLES) > 0,
+        query_start_loc=query_start_loc,
+        context_lens=jnp.where(num_tokens > 0, length + num_tokens, 0),
+        block_tables=block_tables,
+        fields=fields,
+        token_ids=jnp.where(real, token_ids, 0),
+        positions=positions,
+        slots=slots,
+        rope_lens=jnp.maximum(fields[token_row, Field.PROMPT_LEN], positions + 1),
+    )
+    return DeviceState(pages=state.pages, table=table, blocks=blocks), batch
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttend:
+    """The decoder's `attend` when serving: write keys and values into the pages, attend through block tables."""
+
+    max_query_len: int
+    implementation: str
+
+    def __call__(
+        self,
+        q: Float[Array, "tokens heads head_dim"],
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads head_dim"],
+        pages: KVPages,
+        metadata: Batch,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:
+        pages = write_kv(pages, k, v, metadata.slots)
+        out = paged_attention(
+            q, pages, metadata.block_tables, metadata.context_lens, metadata.query_start_loc,
+            scale=scale, max_query_len=self.max_query_len, sliding_window=window, implementation=self.implementation,
+        )  # fmt: skip
+        return out, pages
+
+
+def forward(
+    params: Any,
+    state: DeviceState,
+    packed: Int[Array, " packed"],
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    shape: ProgramShape,
+    implementation: str,
+) -> tuple[DeviceState, Batch, Float[Array, "rows vocab"]]:
+    """The model over one plan: the state with the new KV, the batch, and float32 logits of each row's last token."""
+    state, batch = build_batch(state, packed, shape)
+    hidden, pages = decoder.decode(
+        spec, params, batch.token_ids, batch.positions, state.pages, batch,
+        PagedAttend(1 if shape.is_decode else shape.tokens, implementation),
+        layout=layout, rope_lens=batch.rope_lens,
+    )  # fmt: skip
+    last = hidden if shape.is_decode else jnp.take(hidden, batch.query_start_loc[1:] - 1, axis=0, mode="clip")
+    return state.replace(pages=pages), batch, decoder.head(spec, params, last, layout=layout)
+
+
+def step(
+    params: Any,
+    allowed: Bool[Array, " vocab"] | None,
+    state: DeviceState,
+    packed: Int[Array, " packed"],
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    shape: ProgramShape,
+    implementation: str,
+    num_logprobs: int,
+) -> tuple[DeviceState, sampler.Sampled]:
+    """One step. Donate `state`. Rows that do not sample get a token too, which goes nowhere."""
+    state, batch, logits = forward(
+        params, state, packed, spec=spec, layout=layout, shape=shape, implementation=implementation
+    )
+    sampled = sampler.sample(
+        logits, batch.fields, batch.context_lens, allowed, variant=shape.variant, num_logprobs=num_logprobs
+    )
+    length = batch.fields[:, Field.LENGTH] + batch.num_tokens
+    last_token = jnp.where(batch.samples, sampled.token_ids, batch.fields[:, Field.LAST_TOKEN])
+    table = state.table.at[batch.rows, Field.LENGTH].set(length, mode="drop")
+    table = table.at[batch.rows, Field.LAST_TOKEN].set(last_token, mode="drop")
+    return state.replace(table=table), sampled
+
+
+def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:
+    """Set one row's whole block table: packed is the row, then the table's width of blocks. Donate `state`.
+
+    For changes that the step's packed plan has no room for: a prefix hit or a resume of a long request.
+    """
+    return state.replace(blocks=state.blocks.at[packed[0]].set(packed[1:], mode="drop"))
+
+
+def compile_step(
+    params: Any,
+    allowed: Any,
+    state: Any,
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    shape: ProgramShape,
+    implementation: str,
+    num_logprobs: int,
+    sharding: Any = None,
+) -> Any:
+    """Compile one program from ShapeDtypeStructs (or arrays): `compiled(params, allowed, state, packed)`."""
+    call = functools.partial(
+        step, spec=spec, layout=layout, shape=shape, implementation=implementation, num_logprobs=num_logprobs
+    )
+    packed = jax.ShapeDtypeStruct((shape.packed_size,), np.dtype(np.int32), sharding=sharding)
+    # keep_unused: every program of the table takes the same arguments
+    return jax.jit(call, donate_argnums=2, keep_unused=True).lower(params, allowed, state, packed).compile()

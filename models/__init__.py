@@ -1,0 +1,1 @@
+"""The transformer and its families. Imported as `jpaged.models`."""

@@ -1,0 +1,94 @@
+"""Frequencies of rotary position embeddings, with every scaling that `spec.Rope` names.
+
+Fixed scalings are computed once, on the host, in the float32 steps that Transformers takes, so that positions far out
+turn by the same angle. Dynamic scaling depends on how long the sequence is, so it is computed in the step.
+Papers: rotary embedding, Su et al. 2021 (arXiv:2104.09864); YaRN, Peng et al. 2023 (arXiv:2309.00071).
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jpaged.models.spec import Rope
+
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def inv_freq(rope: Rope, head_dim: int, max_position: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies float32[head_dim / 2], and the factor that cos and sin are multiplied by.
+
+    A position p turns pair i by p * inv_freq[i] radians. `max_position` stands in for `rope.original_max_position`
+    where that is 0. Raises ValueError for dynamic scaling, which has no fixed frequencies, and for unknown ones.
+    """
+    original = rope.original_max_position or max_position
+    plain = _powers(rope.theta, head_dim)
+    if rope.scaling == "default":
+        return np.float32(1) / plain, 1.0
+    if rope.scaling == "linear":
+        return np.float32(1) / plain / np.float32(rope.factor), 1.0
+    if rope.scaling == "llama3":
+        return _llama3(rope, np.float32(1) / plain, original), 1.0
+    if rope.scaling == "yarn":
+        return _yarn(rope, plain, original), _yarn_attention_factor(rope)
+    raise ValueError(f"rope scaling {rope.scaling!r} has no fixed frequencies")
+
+
+def dynamic_inv_freq(rope: Rope, head_dim: int, seq_len: Int[Array, " tokens"]) -> Float[Array, "tokens half"]:
+    """Inverse frequencies of each token under dynamic (NTK) scaling, float32[tokens, head_dim / 2].
+
+    seq_len: length of the sequence when the token is computed: max(prompt length, position + 1). Up to
+    `rope.original_max_position` nothing is scaled; beyond it the base grows with the length.
+    """
+    stretch = rope.factor * seq_len.astype(jnp.float32) / rope.original_max_position - (rope.factor - 1)
+    base = rope.theta * jnp.maximum(stretch, 1.0) ** (head_dim / (head_dim - 2))
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    return 1.0 / base[:, None] ** exponents
+
+
+def _powers(theta: float, head_dim: int) -> np.ndarray:
+    """theta ** (2i / head_dim), float32[head_dim / 2]."""
+    return np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+
+
+def _llama3(rope: Rope, freq: np.ndarray, original: int) -> np.ndarray:
+    """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    wavelength = np.float32(2 * math.pi) / freq
+    slowed = freq / np.float32(rope.factor)
+    low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
+    blend = (np.float32(original) / wavelength - low) / (high - low)
+    between = (1 - blend) * slowed + blend * freq
+    return np.select([wavelength < original / high, wavelength > original / low], [freq, slowed], between)
+
+
+def _yarn(rope: Rope, plain: np.ndarray, original: int) -> np.ndarray:
+    """Dimensions that turn often keep their frequency, those that turn rarely are slowed, a ramp between (YaRN 3.2)."""
+    half = len(plain)
+
+    def dimension(rotations: float) -> float:
+        """The dimension (fractional) that makes so many full turns within the original length."""
+        return half * math.log(original / (rotations * 2 * math.pi)) / math.log(rope.theta)
+
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    width = last - first if last != first else 0.001  # a step, where the range is empty
+    ramp = np.clip((np.arange(half, dtype=np.float32) - np.float32(first)) / np.float32(width), 0, 1)
+    keep = 1 - ramp
+    kept, slowed = np.float32(1) / plain, np.float32(1) / (np.float32(rope.factor) * plain)
+    return slowed * (1 - keep) + kept * keep
+
+
+def _yarn_attention_factor(rope: Rope) -> float:
+    """What cos and sin are multiplied by, which scales q.k by its square (YaRN 3.4)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,84 @@
+"""The specification of paged_attention in plain jnp: gathers every key of every token. Slow, and easy to read."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_pages import KVPages
+
+
+def paged_attention(
+    q: Float[Array, "tokens q_heads head_dim"],
+    pages: KVPages,
+    block_tables: Int[Array, "rows width"],
+    context_lens: Int[Array, " rows"],
+    query_start_loc: Int[Array, " rows_plus_1"],
+    *,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+    sinks: Float[Array, " q_heads"] | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """As `pallas_kernels.paged_attention` says, all in float32; padding tokens give zeros."""
+    del max_query_len
+    tokens, q_heads, _ = q.shape
+    rows = context_lens.shape[0]
+    group = q_heads // pages.num_kv_heads
+    token = jnp.arange(tokens)
+    row = jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1)  # rows that end at or before this token
+    real = row < rows
+    row = jnp.minimum(row, rows - 1)
+    # position of a token in its sequence: the row's last token is at context_len - 1
+    position = context_lens[row] - query_start_loc[row + 1] + token
+
+    keys, values = (a[row].astype(jnp.float32) for a in pages.gather(block_tables))  # [tokens, kv_heads, keys, dim]
+    keys, values = (jnp.repeat(a, group, axis=1) for a in (keys, values))
+    key_position = jnp.arange(keys.shape[2])
+    distance = position[:, None] - key_position  # [tokens, keys]
+    seen = (distance >= 0) & real[:, None]
+    if sliding_window is not None:
+        seen &= distance < sliding_window
+
+    scores = jnp.einsum("thd,thkd->thk", q.astype(jnp.float32), keys, precision="highest") * scale
+    if logit_softcap is not None:
+        scores = logit_softcap * jnp.tanh(scores / logit_softcap)
+    if alibi_slopes is not None:
+        scores -= alibi_slopes[None, :, None] * distance[:, None, :]
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    top = scores.max(axis=2, keepdims=True)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks[None, :, None])
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=2, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sinks[None, :, None] - top)
+    weights /= jnp.where(total == 0, 1.0, total)
+    # a value that is not seen may be anything, NaN included: 0 * NaN would spoil the sum
+    values = jnp.where(seen[:, None, :, None], values, 0.0)
+    return jnp.einsum("thk,thkd->thd", weights, values, precision="highest").astype(q.dtype)
+
+
+def check_indices(
+    q: Array,
+    pages: KVPages,
+    block_tables: Array,
+    context_lens: Array,
+    query_start_loc: Array,
+    max_query_len: int,
+) -> None:
+    """Raise ValueError where an index argument breaks the contract: JAX would clamp or drop it silently."""
+    tables, lens, starts = (np.asarray(a) for a in (block_tables, context_lens, query_start_loc))
+    counts = np.diff(starts)
+    if starts[0] != 0 or (counts < 0).any() or starts[-1] > q.shape[0]:
+        raise ValueError(f"query_start_loc={starts}: must rise from 0 to at most {q.shape[0]} tokens")
+    if (counts > max_query_len).any():
+        raise ValueError(f"query_start_loc={starts}: a row has more than max_query_len={max_query_len} tokens")
+    if (lens < counts).any() or (lens > tables.shape[1] * pages.block_size).any():
+        raise ValueError(f"context_lens={lens}: must be between the row's tokens {counts} and the table's width")
+    for row, length in enumerate(lens):
+        used = tables[row, : -(-int(length) // pages.block_size)]
+        if ((used < 0) | (used >= pages.num_blocks)).any():
+            raise ValueError(f"block_tables[{row}]={used}: blocks are 0 to {pages.num_blocks - 1}")

@@ -1,0 +1,163 @@
+"""paged_attention in XLA operations: online softmax over fixed blocks of keys. A supported path on every platform.
+
+1. The tokens are cut into tiles: at most `tile` tokens, all of one row. A row of one token is a tile of one.
+2. A group of tiles goes through the keys, KEYS_PER_STEP at a time counted from position 0 of each sequence, keeping
+   the running maximum, sum and output of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
+3. The tiles' results are put back into token order.
+
+Keys are summed in the same blocks whatever the tile, the chunk or the neighbours, and no product has fewer than 8
+rows: so a query's result is the same to the bit in float32 on CPU, alone or in any batch (`tests/kernels`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_pages import KVPages
+
+# 128 keys: 0.91 ms against 1.13 (64) and 1.39 (32) for 32 rows of 200 tokens, 4 KV heads of 64, bf16, 2 CPU cores.
+KEYS_PER_STEP = 128
+MASKED = -1e30  # finite: -inf - -inf would be NaN
+# Fewer rows take another code path in XLA's CPU products, with other bits (and 5 to 18 times slower in bf16).
+MIN_PRODUCT_ROWS = 8
+TILE = 32        # tokens of a tile where rows are longer than one token
+TILE_GROUP = 8   # tiles that go through the keys together where loops may depend on the device's data
+
+
+def paged_attention(
+    q: Float[Array, "tokens q_heads head_dim"],
+    pages: KVPages,
+    block_tables: Int[Array, "rows width"],
+    context_lens: Int[Array, " rows"],
+    query_start_loc: Int[Array, " rows_plus_1"],
+    *,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+    sinks: Float[Array, " q_heads"] | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    device_loops: bool,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """As `pallas_kernels.paged_attention` says.
+
+    device_loops: loops may end where the data says (CPU). Elsewhere they run over the whole table: a loop whose end
+    the device decides makes XLA read its condition back to the host every turn on GPU.
+    """
+    tokens, q_heads, head_dim = q.shape
+    rows, kv_heads = context_lens.shape[0], pages.num_kv_heads
+    group = q_heads // kv_heads
+    tile = 1 if max_query_len == 1 else min(TILE, max_query_len)
+
+    # --- tiles: which row, which of its tokens -----------------------------------------------------------------
+    counts = query_start_loc[1:] - query_start_loc[:-1]
+    if tile == 1:
+        num_tiles = rows
+        tile_row, tile_first, used_tiles = jnp.arange(rows), jnp.zeros(rows, jnp.int32), rows
+    else:
+        num_tiles = -(-tokens // tile) + rows  # every row ends in at most one tile that is not full
+        if device_loops:
+            num_tiles = -(-num_tiles // TILE_GROUP) * TILE_GROUP
+        ends = jnp.cumsum(-(-counts // tile))
+        index = jnp.arange(num_tiles)
+        tile_row = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1), rows - 1)
+        tile_first = (index - (ends[tile_row] - -(-counts[tile_row] // tile))) * tile
+        used_tiles = ends[-1]
+    offset = tile_first[:, None] + jnp.arange(tile)  # [tiles, tile] place in the row's tokens
+    start = query_start_loc[tile_row][:, None]
+    real = (offset >= 0) & (offset < counts[tile_row][:, None])
+    query_position = jnp.where(real, (context_lens - counts)[tile_row][:, None] + offset, -1)
+    tile_end = query_position.max(axis=1) + 1  # keys that the tile needs; 0 for an empty one
+    queries = jnp.take(q, start + offset, axis=0, mode="clip")  # [tiles, tile, q_heads, head_dim]
+
+    # [tiles, kv_heads, tile * group padded to 8, head_dim]
+    padded = max(tile * group, MIN_PRODUCT_ROWS)
+    queries = queries.reshape(num_tiles, tile, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    queries = queries.reshape(num_tiles, kv_heads, tile * group, head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded - tile * group), (0, 0)))
+
+    blocks_per_step = max(1, KEYS_PER_STEP // pages.block_size)
+    keys_per_step = blocks_per_step * pages.block_size
+    steps = -(-block_tables.shape[1] // blocks_per_step)
+    tables = jnp.pad(block_tables, ((0, 0), (0, steps * blocks_per_step - block_tables.shape[1])))
+
+    def per_query(x: Float[Array, " q_heads"]) -> Float[Array, "1 kv_heads padded"]:
+        """A value a query head, laid out as the rows of `queries`."""
+        x = jnp.tile(x.reshape(kv_heads, 1, group), (1, tile, 1)).reshape(kv_heads, tile * group)
+        return jnp.pad(x, ((0, 0), (0, padded - tile * group)))[None]
+
+    def attend(first: Array | int, size: int) -> Float[Array, "size kv_heads padded head_dim"]:
+        """Tiles first .. first + size - 1 over all the keys they need."""
+
+        def cut(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, first, size)
+
+        x, row, end = cut(queries), cut(tile_row), cut(tile_end)
+        position = jnp.repeat(cut(query_position), group, axis=1)
+        position = jnp.pad(position, ((0, 0), (0, padded - tile * group)), constant_values=-1)  # [size, padded]
+        own_tables = tables[row]
+
+        def over_keys(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            out, top, total = carry
+            k, v = pages.gather(lax.dynamic_slice_in_dim(own_tables, step * blocks_per_step, blocks_per_step, axis=1))
+            key_position = step * keys_per_step + jnp.arange(keys_per_step)
+            # beyond the row's end a page may hold anything, NaN included, and 0 * NaN would spoil the sum
+            v = jnp.where((key_position < end[:, None])[:, None, :, None], v, 0)
+            scores = _product("thqd,thkd->thqk", x, k.astype(x.dtype)) * scale
+            distance = position[:, :, None] - key_position
+            seen = distance >= 0
+            if sliding_window is not None:
+                seen &= distance < sliding_window
+            if logit_softcap is not None:
+                scores = logit_softcap * jnp.tanh(scores / logit_softcap)
+            if alibi_slopes is not None:
+                scores -= per_query(alibi_slopes)[..., None] * distance[:, None]
+            scores = jnp.where(seen[:, None], scores, MASKED)
+            new_top = jnp.maximum(top, scores.max(axis=3))
+            weights = jnp.exp(scores - new_top[..., None])
+            shrink = jnp.exp(top - new_top)
+            added = _product("thqk,thkd->thqd", weights.astype(x.dtype), v.astype(x.dtype))
+            return out * shrink[..., None] + added, new_top, total * shrink + weights.sum(axis=3)
+
+        zeros = jnp.zeros((size, kv_heads, padded), jnp.float32)
+        carry = (jnp.zeros((size, kv_heads, padded, head_dim), jnp.float32), zeros + MASKED, zeros)
+        if device_loops:
+            low = jnp.int32(0)
+            if sliding_window is not None:
+                # the first key that any query of the group sees; empty tiles have none
+                first_seen = jnp.where(cut(real), cut(query_position), jnp.iinfo(jnp.int32).max).min() - sliding_window + 1
+                low = jnp.maximum(first_seen, 0) // keys_per_step
+            out, top, total = lax.fori_loop(low, -(-end.max() // keys_per_step), over_keys, carry)
+        else:
+            out, top, total = lax.fori_loop(0, steps, over_keys, carry)
+        if sinks is not None:
+            total += jnp.exp(per_query(sinks.astype(jnp.float32)) - top)
+        return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)
+
+    if not device_loops or num_tiles <= TILE_GROUP or tile == 1:
+        result = attend(0, num_tiles)
+    else:
+
+        def over_groups(i: Array, result: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(result, attend(i * TILE_GROUP, TILE_GROUP), i * TILE_GROUP, axis=0)
+
+        empty = jnp.zeros((num_tiles, kv_heads, padded, head_dim), q.dtype)
+        result = lax.fori_loop(0, -(-used_tiles // TILE_GROUP), over_groups, empty)
+
+    # --- back into token order ---------------------------------------------------------------------------------
+    result = result[:, :, : tile * group].reshape(num_tiles, kv_heads, tile, group, head_dim)
+    result = result.transpose(0, 2, 1, 3, 4).reshape(num_tiles * tile, q_heads, head_dim)
+    token = jnp.arange(tokens)
+    row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), rows - 1)
+    place = token - query_start_loc[row]
+    if tile == 1:
+        return jnp.take(result, row, axis=0, mode="clip")
+    first_tile = (jnp.cumsum(-(-counts // tile)) - -(-counts // tile))[row]
+    return jnp.take(result, (first_tile + place // tile) * tile + place % tile, axis=0, mode="clip")
+
+
+def _product(pattern: str, a: Array, b: Array) -> Array:
+    """A batched product with float32 sums; float32 operands are multiplied as such on every platform."""
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(pattern, a, b, precision=exact, preferred_element_type=jnp.float32)
