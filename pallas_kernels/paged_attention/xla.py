@@ -5,8 +5,9 @@
    the running maximum, sum and output of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
 3. The tiles' results are put back into token order.
 
-Keys are summed in the same blocks whatever the tile, the chunk or the neighbours, and no product has fewer than 8
-rows: so a query's result is the same to the bit in float32 on CPU, alone or in any batch (`tests/kernels`).
+A tile has the same number of query rows (tokens x heads of one group, padded) in every call, and keys are summed in
+the same blocks: so on CPU a query's result is the same to the bit, alone or in any batch, in a chunk or as a decode
+(`tests/kernels`). Tiles of other heights gave other bits: 56 rows and more where head_dim was 32.
 """
 
 import jax
@@ -19,10 +20,12 @@ from pallas_kernels.kv_pages import KVPages
 # 128 keys: 0.91 ms against 1.13 (64) and 1.39 (32) for 32 rows of 200 tokens, 4 KV heads of 64, bf16, 2 CPU cores.
 KEYS_PER_STEP = 128
 MASKED = -1e30  # finite: -inf - -inf would be NaN
-# Fewer rows take another code path in XLA's CPU products, with other bits (and 5 to 18 times slower in bf16).
-MIN_PRODUCT_ROWS = 8
-TILE = 32        # tokens of a tile where rows are longer than one token
-TILE_GROUP = 8   # tiles that go through the keys together where loops may depend on the device's data
+# Query rows of a tile. 16 cost a decode what 8 do (2.2 ms a call of the case above, 32 rows cost 2.8 and 64 cost 4.6),
+# and halve what a prompt chunk reads. Fewer than 8 take another code path in XLA's CPU products, with other bits.
+TILE_ROWS = 16
+# Tiles that go through the keys together where loops may depend on the device's data, and the fewest in any call:
+# sums over less than 4,096 scores in all came out with other bits.
+TILE_GROUP = 8
 
 
 def paged_attention(
@@ -48,17 +51,19 @@ def paged_attention(
     tokens, q_heads, head_dim = q.shape
     rows, kv_heads = context_lens.shape[0], pages.num_kv_heads
     group = q_heads // kv_heads
-    tile = 1 if max_query_len == 1 else min(TILE, max_query_len)
+    # tokens of a tile, and its rows: a group larger than a tile makes tiles of one token
+    tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // group)
+    padded = max(TILE_ROWS, -(-group // 8) * 8)
 
     # --- tiles: which row, which of its tokens -----------------------------------------------------------------
     counts = query_start_loc[1:] - query_start_loc[:-1]
-    if tile == 1:
-        num_tiles = rows
-        tile_row, tile_first, used_tiles = jnp.arange(rows), jnp.zeros(rows, jnp.int32), rows
+    if max_query_len == 1:
+        num_tiles = used_tiles = max(rows, TILE_GROUP)
+        index = jnp.arange(num_tiles)
+        tile_row, tile_first = jnp.minimum(index, rows - 1), jnp.where(index < rows, 0, tile)  # place `tile` is no token
     else:
         num_tiles = -(-tokens // tile) + rows  # every row ends in at most one tile that is not full
-        if device_loops:
-            num_tiles = -(-num_tiles // TILE_GROUP) * TILE_GROUP
+        num_tiles = -(-num_tiles // TILE_GROUP) * TILE_GROUP
         ends = jnp.cumsum(-(-counts // tile))
         index = jnp.arange(num_tiles)
         tile_row = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1), rows - 1)
@@ -71,8 +76,7 @@ def paged_attention(
     tile_end = query_position.max(axis=1) + 1  # keys that the tile needs; 0 for an empty one
     queries = jnp.take(q, start + offset, axis=0, mode="clip")  # [tiles, tile, q_heads, head_dim]
 
-    # [tiles, kv_heads, tile * group padded to 8, head_dim]
-    padded = max(tile * group, MIN_PRODUCT_ROWS)
+    # [tiles, kv_heads, padded, head_dim]
     queries = queries.reshape(num_tiles, tile, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     queries = queries.reshape(num_tiles, kv_heads, tile * group, head_dim)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded - tile * group), (0, 0)))
@@ -135,7 +139,7 @@ def paged_attention(
             total += jnp.exp(per_query(sinks.astype(jnp.float32)) - top)
         return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)
 
-    if not device_loops or num_tiles <= TILE_GROUP or tile == 1:
+    if not device_loops or num_tiles <= TILE_GROUP or max_query_len == 1:
         result = attend(0, num_tiles)
     else:
 
@@ -151,7 +155,7 @@ def paged_attention(
     token = jnp.arange(tokens)
     row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), rows - 1)
     place = token - query_start_loc[row]
-    if tile == 1:
+    if max_query_len == 1:
         return jnp.take(result, row, axis=0, mode="clip")
     first_tile = (jnp.cumsum(-(-counts // tile)) - -(-counts // tile))[row]
     return jnp.take(result, (first_tile + place // tile) * tile + place % tile, axis=0, mode="clip")
