@@ -23,9 +23,12 @@ MASKED = -1e30  # finite: -inf - -inf would be NaN
 # Query rows of a tile. 16 cost a decode what 8 do (2.2 ms a call of the case above, 32 rows cost 2.8 and 64 cost 4.6),
 # and halve what a prompt chunk reads. Fewer than 8 take another code path in XLA's CPU products, with other bits.
 TILE_ROWS = 16
-# Tiles that go through the keys together where loops may depend on the device's data, and the fewest in any call:
-# sums over less than 4,096 scores in all came out with other bits.
-TILE_GROUP = 8
+# Tiles that go through the keys together where loops may depend on the device's data. 8 took 6.8 ms where 16 took 5.0
+# (a prompt of 512 tokens, as above); 32 was no better and waits for the longest of more rows.
+TILE_GROUP = 16
+# The fewest tiles in a call, and the fewest scores that go through the softmax together: XLA's CPU reductions over
+# less than this in all came out with other bits.
+MIN_TILES, MIN_SCORES = 8, 4096
 
 
 def paged_attention(
@@ -53,17 +56,21 @@ def paged_attention(
     group = q_heads // kv_heads
     # tokens of a tile, and its rows: a group larger than a tile makes tiles of one token
     tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // group)
-    padded = max(TILE_ROWS, -(-group // 8) * 8)
+    padded = max(TILE_ROWS, _up(group, 8))
+    # rows of a tile that go through the softmax: not the padding that only the products need
+    soft_rows = min(padded, max(tile * group, -(-MIN_SCORES // (MIN_TILES * kv_heads * KEYS_PER_STEP))))
 
     # --- tiles: which row, which of its tokens -----------------------------------------------------------------
     counts = query_start_loc[1:] - query_start_loc[:-1]
     if max_query_len == 1:
-        num_tiles = used_tiles = max(rows, TILE_GROUP)
-        index = jnp.arange(num_tiles)
-        tile_row, tile_first = jnp.minimum(index, rows - 1), jnp.where(index < rows, 0, tile)  # place `tile` is no token
+        num_tiles = used_tiles = _up(rows, TILE_GROUP if rows > TILE_GROUP else MIN_TILES)
+        # longest rows first, so that those which go through the keys together need about as many
+        order = jnp.argsort(-context_lens) if device_loops else jnp.arange(rows)
+        place_of_row = jnp.argsort(order)
+        tile_row = jnp.pad(order, (0, num_tiles - rows))
+        tile_first = jnp.where(jnp.arange(num_tiles) < rows, 0, tile)  # place `tile` is no token
     else:
-        num_tiles = -(-tokens // tile) + rows  # every row ends in at most one tile that is not full
-        num_tiles = -(-num_tiles // TILE_GROUP) * TILE_GROUP
+        num_tiles = _up(-(-tokens // tile) + rows, TILE_GROUP)  # every row ends in at most one tile that is not full
         ends = jnp.cumsum(-(-counts // tile))
         index = jnp.arange(num_tiles)
         tile_row = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1), rows - 1)
@@ -86,12 +93,12 @@ def paged_attention(
     steps = -(-block_tables.shape[1] // blocks_per_step)
     tables = jnp.pad(block_tables, ((0, 0), (0, steps * blocks_per_step - block_tables.shape[1])))
 
-    def per_query(x: Float[Array, " q_heads"]) -> Float[Array, "1 kv_heads padded"]:
+    def per_query(x: Float[Array, " q_heads"]) -> Float[Array, "1 kv_heads soft_rows"]:
         """A value a query head, laid out as the rows of `queries`."""
         x = jnp.tile(x.reshape(kv_heads, 1, group), (1, tile, 1)).reshape(kv_heads, tile * group)
-        return jnp.pad(x, ((0, 0), (0, padded - tile * group)))[None]
+        return jnp.pad(x, ((0, 0), (0, soft_rows - tile * group)))[None]
 
-    def attend(first: Array | int, size: int) -> Float[Array, "size kv_heads padded head_dim"]:
+    def attend(first: Array | int, size: int) -> Float[Array, "size kv_heads soft_rows head_dim"]:
         """Tiles first .. first + size - 1 over all the keys they need."""
 
         def cut(x: Array) -> Array:
@@ -99,7 +106,7 @@ def paged_attention(
 
         x, row, end = cut(queries), cut(tile_row), cut(tile_end)
         position = jnp.repeat(cut(query_position), group, axis=1)
-        position = jnp.pad(position, ((0, 0), (0, padded - tile * group)), constant_values=-1)  # [size, padded]
+        position = jnp.pad(position, ((0, 0), (0, soft_rows - tile * group)), constant_values=-1)  # [size, soft_rows]
         own_tables = tables[row]
 
         def over_keys(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -108,7 +115,7 @@ def paged_attention(
             key_position = step * keys_per_step + jnp.arange(keys_per_step)
             # beyond the row's end a page may hold anything, NaN included, and 0 * NaN would spoil the sum
             v = jnp.where((key_position < end[:, None])[:, None, :, None], v, 0)
-            scores = _product("thqd,thkd->thqk", x, k.astype(x.dtype)) * scale
+            scores = _product("thqd,thkd->thqk", x, k.astype(x.dtype))[:, :, :soft_rows] * scale
             distance = position[:, :, None] - key_position
             seen = distance >= 0
             if sliding_window is not None:
@@ -121,11 +128,12 @@ def paged_attention(
             new_top = jnp.maximum(top, scores.max(axis=3))
             weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
-            added = _product("thqk,thkd->thqd", weights.astype(x.dtype), v.astype(x.dtype))
+            factors = jnp.pad(weights.astype(x.dtype), ((0, 0), (0, 0), (0, padded - soft_rows), (0, 0)))
+            added = _product("thqk,thkd->thqd", factors, v.astype(x.dtype))[:, :, :soft_rows]
             return out * shrink[..., None] + added, new_top, total * shrink + weights.sum(axis=3)
 
-        zeros = jnp.zeros((size, kv_heads, padded), jnp.float32)
-        carry = (jnp.zeros((size, kv_heads, padded, head_dim), jnp.float32), zeros + MASKED, zeros)
+        zeros = jnp.zeros((size, kv_heads, soft_rows), jnp.float32)
+        carry = (jnp.zeros((size, kv_heads, soft_rows, head_dim), jnp.float32), zeros + MASKED, zeros)
         if device_loops:
             low = jnp.int32(0)
             if sliding_window is not None:
@@ -139,14 +147,14 @@ def paged_attention(
             total += jnp.exp(per_query(sinks.astype(jnp.float32)) - top)
         return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)
 
-    if not device_loops or num_tiles <= TILE_GROUP or max_query_len == 1:
+    if not device_loops or num_tiles <= TILE_GROUP:
         result = attend(0, num_tiles)
     else:
 
         def over_groups(i: Array, result: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(result, attend(i * TILE_GROUP, TILE_GROUP), i * TILE_GROUP, axis=0)
 
-        empty = jnp.zeros((num_tiles, kv_heads, padded, head_dim), q.dtype)
+        empty = jnp.zeros((num_tiles, kv_heads, soft_rows, head_dim), q.dtype)
         result = lax.fori_loop(0, -(-used_tiles // TILE_GROUP), over_groups, empty)
 
     # --- back into token order ---------------------------------------------------------------------------------
@@ -156,9 +164,14 @@ def paged_attention(
     row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), rows - 1)
     place = token - query_start_loc[row]
     if max_query_len == 1:
-        return jnp.take(result, row, axis=0, mode="clip")
+        return jnp.take(result, place_of_row[row], axis=0, mode="clip")
     first_tile = (jnp.cumsum(-(-counts // tile)) - -(-counts // tile))[row]
     return jnp.take(result, (first_tile + place // tile) * tile + place % tile, axis=0, mode="clip")
+
+
+def _up(n: int, multiple: int) -> int:
+    """n, rounded up."""
+    return -(-n // multiple) * multiple
 
 
 def _product(pattern: str, a: Array, b: Array) -> Array:
