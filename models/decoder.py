@@ -11,7 +11,7 @@ Every layer is the same jitted function, so tracing and lowering cost one layer 
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jpaged.models.spec import Activation, DecoderSpec, Norm, WeightLayout
 Params = dict[str, Any]  # the tree of spec.param_shapes
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention of one layer. Must be hashable and the same object from call to call: it is a static argument."""
 
@@ -176,10 +177,8 @@ def _qkv(
             for n in ("q", "k", "v")
         ]
         if bias is not None:
-            parts = [
-                _add(part, bias[:, cut])
-                for part, cut in zip(parts, (slice(group), slice(group, group + 1), slice(group + 1, None)), strict=True)
-            ]
+            cuts = (slice(group), slice(group, group + 1), slice(group + 1, None))
+            parts = [_add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
         q, k, v = parts[0], parts[1][:, :, 0], parts[2][:, :, 0]
     else:
         weight = matrices["qkv"]

@@ -90,7 +90,7 @@ class KVPages:
         return KVPages(data)
 
     def copy_blocks(self, from_to: Int[Array, "copies 2"]) -> "KVPages":
-        """Pages with block from_to[i, 0] copied to block from_to[i, 1]; a negative target is dropped. Reads come first."""
+        """Pages with block from_to[i, 0] copied to from_to[i, 1], all read first; a negative target is dropped."""
         source = jnp.take(self.data, from_to[:, 0], axis=0, mode="clip")
         target = jnp.where(from_to[:, 1] < 0, self.num_blocks, from_to[:, 1])
         return KVPages(self.data.at[target].set(source, mode="drop"))

@@ -54,7 +54,7 @@ class MemoryPlan:
         rows = [
             ("weights", self.weight_bytes, ""),
             ("KV pool", self.kv_bytes, f"{self.num_blocks} blocks of {self.limits.block_size} tokens"),
-            ("request table", self.table_bytes, f"{self.limits.max_num_seqs} rows of {self.limits.max_model_len} tokens"),
+            ("request table", self.table_bytes, f"{self.limits.max_num_seqs} rows"),
             ("temporaries", self.temp_bytes, "of the largest program"),
         ]
         rows.append(("in all", sum(size for _, size, _ in rows), ""))
@@ -71,16 +71,15 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     on_cpu = platform == "cpu"
     max_model_len = _positive("max_model_len", config.max_model_len, spec.max_position)
     if max_model_len > spec.max_position:
-        raise ModelLoadError(
-            f"max_model_len={max_model_len}: the model takes at most {spec.max_position} tokens; leave it out or lower it"
-        )
+        raise ModelLoadError(f"max_model_len={max_model_len}: the model takes at most {spec.max_position}; lower it")
     if max_model_len < 2:
         raise ModelLoadError(f"max_model_len={max_model_len}: must be at least 2, a prompt token and an output token")
     default_seqs = 32 if on_cpu else 256
     if config.max_num_batched_tokens is not None:
         default_seqs = max(1, min(default_seqs, config.max_num_batched_tokens))
     max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, default_seqs)
-    budget = _positive("max_num_batched_tokens", config.max_num_batched_tokens, max(512 if on_cpu else 2048, max_num_seqs))
+    default_budget = max(512 if on_cpu else 2048, max_num_seqs)
+    budget = _positive("max_num_batched_tokens", config.max_num_batched_tokens, default_budget)
     if budget < max_num_seqs:
         raise ModelLoadError(
             f"max_num_batched_tokens={budget}: must be at least max_num_seqs={max_num_seqs}, so that every running "

@@ -146,7 +146,8 @@ class ModelRunner:
             state = abstract(state_shapes(spec, dtype=dtype, num_blocks=plan.num_blocks, **sizes))
             row = jax.ShapeDtypeStruct((1 + sizes["width"],), np.dtype(np.int32), sharding=sharding)
             upload = jax.jit(upload_row, donate_argnums=0).lower(state, row).compile()
-            logger.info("compiled %d programs in %.1f s:\n%s", len(table.programs) + 1, time.perf_counter() - start, table)
+            seconds = time.perf_counter() - start
+            logger.info("compiled %d programs in %.1f s:\n%s", len(table.programs) + 1, seconds, table)
             plan = dataclasses.replace(plan, temp_bytes=table.temp_bytes)
             logger.info("device memory:\n%s", plan)
             make_state = functools.partial(
@@ -160,7 +161,7 @@ class ModelRunner:
         return self._counter.count
 
     def dispatch(self, plan: StepPlan) -> Handle:
-        """Start a step; returns at once. Raises EngineError when the device refuses; the KV pool is empty after that."""
+        """Start a step; returns at once. Raises EngineError when the device fails; the KV pool is empty after that."""
         program = self.programs.choose(plan)
         updates = block_updates(plan)
         with self._counter.watching():

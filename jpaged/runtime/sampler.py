@@ -7,6 +7,7 @@ and without a sort of the vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -27,11 +28,12 @@ GREEDY_BELOW = 1e-5
 class Sampled:
     """What a step samples. The last four only from SamplerVariant.FULL, else None."""
 
-    token_ids: Int[Array, " rows"]
-    logprobs: Float[Array, " rows"] | None = None
-    ranks: Int[Array, " rows"] | None = None
-    top_ids: Int[Array, "rows k"] | None = None
-    top_logprobs: Float[Array, "rows k"] | None = None
+    # Any: JAX rebuilds pytrees with whatever leaves it has in hand, shapes and None among them
+    token_ids: Any            # int32[rows]
+    logprobs: Any = None      # float32[rows]
+    ranks: Any = None         # int32[rows]
+    top_ids: Any = None       # int32[rows, num_logprobs]
+    top_logprobs: Any = None  # float32[rows, num_logprobs]
 
 
 def sample(

@@ -105,17 +105,17 @@ def pack(plan: StepPlan, updates: np.ndarray, shape: ProgramShape) -> np.ndarray
 class Batch:
     """What the step computes, built on the device. Padding rows have no tokens; padding tokens have slot -1."""
 
-    rows: Int[Array, " rows"]              # row of the table; padding points past its end
-    num_tokens: Int[Array, " rows"]
-    samples: Bool[Array, " rows"]
-    query_start_loc: Int[Array, " rows_plus_1"]
-    context_lens: Int[Array, " rows"]
-    block_tables: Int[Array, "rows width"]
-    fields: Int[Array, "rows num_fields"]  # the rows' fields, as they were before the step
-    token_ids: Int[Array, " tokens"]
-    positions: Int[Array, " tokens"]
-    slots: Int[Array, " tokens"]
-    rope_lens: Int[Array, " tokens"]       # max(prompt length, position + 1)
+    rows: Any             # int32[rows]  row of the table; padding points past its end
+    num_tokens: Any       # int32[rows]
+    samples: Any          # bool[rows]
+    query_start_loc: Any  # int32[rows + 1]
+    context_lens: Any     # int32[rows]
+    block_tables: Any     # int32[rows, width]
+    fields: Any           # int32[rows, NUM_FIELDS]  the rows' fields, as they were before the step
+    token_ids: Any        # int32[tokens]
+    positions: Any        # int32[tokens]
+    slots: Any            # int32[tokens]
+    rope_lens: Any        # int32[tokens]  max(prompt length, position + 1)
 
 
 def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: ProgramShape) -> tuple[DeviceState, Batch]:

@@ -10,7 +10,6 @@ the same blocks: so on CPU a query's result is the same to the bit, alone or in 
 (`tests/kernels`). Tiles of other heights gave other bits: 56 rows and more where head_dim was 32.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -138,8 +137,9 @@ def paged_attention(
             low = jnp.int32(0)
             if sliding_window is not None:
                 # the first key that any query of the group sees; empty tiles have none
-                first_seen = jnp.where(cut(real), cut(query_position), jnp.iinfo(jnp.int32).max).min() - sliding_window + 1
-                low = jnp.maximum(first_seen, 0) // keys_per_step
+                nobody = jnp.iinfo(jnp.int32).max
+                first_query = jnp.where(cut(real), cut(query_position), nobody).min()
+                low = jnp.maximum(first_query - sliding_window + 1, 0) // keys_per_step
             out, top, total = lax.fori_loop(low, -(-end.max() // keys_per_step), over_keys, carry)
         else:
             out, top, total = lax.fori_loop(0, steps, over_keys, carry)

@@ -192,7 +192,7 @@ def test_wrong_arguments_are_named(change, message):
 
 def test_write_kv_names_wrong_arguments():
     pages = KVPages.create(2, 8, 2, 4, jnp.float32)
-    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match="kv_heads|tokens, 2, 4"):
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=r"kv_heads|tokens, 2, 4"):
         write_kv(pages, jnp.zeros((3, 1, 4)), jnp.zeros((3, 1, 4)), jnp.zeros(3, jnp.int32))
     with pytest.raises(ValueError, match="implementation='triton'"):
         write_kv(pages, jnp.zeros((3, 2, 4)), jnp.zeros((3, 2, 4)), jnp.zeros(3, jnp.int32), implementation="triton")

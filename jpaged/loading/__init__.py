@@ -1,0 +1,6 @@
+"""Checkpoints in: from a folder, a hub id or live arrays to a model on the device."""
+
+from jpaged.loading.model import LoadedModel, load_model
+from jpaged.loading.tokenizer import load_tokenizer, valid_token_mask
+
+__all__ = ["LoadedModel", "load_model", "load_tokenizer", "valid_token_mask"]

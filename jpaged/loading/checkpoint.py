@@ -1,0 +1,141 @@
+"""A checkpoint folder: its JSON files, and its tensors wherever in the shards they lie."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.safetensors_file import SafetensorsFile, TensorEntry
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """A JSON object; {} where the file is not there. Raises ModelLoadError for anything else."""
+    if not path.is_file():
+        if required:
+            raise ModelLoadError(f"{path} is missing: model must be a folder with a Hugging Face checkpoint")
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+class Checkpoint:
+    """All tensors of a checkpoint folder, by name. A context manager: leaving it unmaps the files."""
+
+    def __init__(self, folder: Path):
+        """Open every shard and check every header. Raises ModelLoadError that names the file and the remedy."""
+        self.folder = folder
+        self._files: list[SafetensorsFile] = []
+        self._file_of: dict[str, SafetensorsFile] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of all tensors."""
+        return self._file_of.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def entry(self, name: str) -> TensorEntry:
+        """Shape, dtype and place of a tensor."""
+        return self._file_of[name].entries[name]
+
+    def path(self, name: str) -> Path:
+        """The file that a tensor lies in."""
+        return self._file_of[name].path
+
+    def array(self, name: str) -> np.ndarray:
+        """A tensor, a view of the mapped file: drop it before the checkpoint is closed."""
+        return self._file_of[name].array(name)
+
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor that is done with back to the system."""
+        self._file_of[name].release(name)
+
+    def close(self) -> None:
+        """Unmap and close all files."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # While an exception is under way its frames may still hold views, and a map with views cannot be closed:
+        # it goes with the last of them.
+        if error is None:
+            self.close()
+
+    def _open(self) -> None:
+        index = self.folder / _INDEX
+        if (self.folder / _SINGLE).is_file():
+            self._add(self.folder / _SINGLE)
+        elif index.is_file():
+            self._open_shards(index)
+        else:
+            self._open_only_file()
+
+    def _open_shards(self, index: Path) -> None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ModelLoadError(f"{index}: weight_map must map the names of tensors to the names of files")
+        for shard in sorted(set(weight_map.values())):
+            if Path(shard).name != shard:
+                raise ModelLoadError(f"{index}: shard {shard!r} must be a file in the same folder")
+            if not (self.folder / shard).is_file():
+                name = next(n for n, s in weight_map.items() if s == shard)
+                raise ModelLoadError(
+                    f"{self.folder / shard} is missing; {_INDEX} says that it holds {name}: fetch the checkpoint again"
+                )
+            self._add(self.folder / shard)
+        for name, shard in weight_map.items():
+            if name not in self._file_of or self._file_of[name].path.name != shard:
+                raise ModelLoadError(
+                    f"{self.folder / shard} has no tensor {name}, though {_INDEX} says so: index and shards are of "
+                    "different checkpoints, fetch them again"
+                )
+
+    def _open_only_file(self) -> None:
+        found = sorted(self.folder.glob("*.safetensors"))
+        if len(found) == 1:
+            self._add(found[0])
+        elif found:
+            raise ModelLoadError(f"{self.folder} has {len(found)} safetensors files but no {_INDEX}: fetch it as well")
+        else:
+            others = [p.name for p in sorted(self.folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+            pickled = f", only {others[0]}, a pickle that could run code" if others else ""
+            raise ModelLoadError(
+                f"{self.folder} has no safetensors file{pickled}. Supported are {_SINGLE} and shards with {_INDEX}; "
+                "convert other formats with Transformers: model.save_pretrained(folder)"
+            )
+
+    def _add(self, path: Path) -> None:
+        file = SafetensorsFile(path)
+        self._files.append(file)
+        for name in file.entries:
+            if name in self._file_of:
+                raise ModelLoadError(f"{path}: tensor {name} is in {self._file_of[name].path.name} as well")
+            self._file_of[name] = file

@@ -1,0 +1,38 @@
+"""Which dtype the weights are held in."""
+
+import logging
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jpaged.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+BY_NAME = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+
+def resolve_dtype(requested: str, checkpoint: np.dtype | None) -> np.dtype:
+    """The dtype to hold weights in: as requested, or for "auto" the checkpoint's (float32 if that is unknown).
+
+    On CPU before JAX 0.11, auto holds 16-bit weights in float32, and logs why. Raises RequestError.
+    """
+    if requested != "auto":
+        if requested not in BY_NAME:
+            raise RequestError("dtype", requested, f"must be auto, {', '.join(BY_NAME)}")
+        return BY_NAME[requested]
+    if checkpoint is None or checkpoint not in BY_NAME.values():
+        return BY_NAME["float32"]
+    if checkpoint.itemsize == 2 and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
+        logger.info(
+            "dtype=auto: the checkpoint's %s weights are held in float32, because JAX %s on CPU converts every 16-bit "
+            "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) holds them as they are.",
+            checkpoint.name, jax.__version__,
+        )  # fmt: skip
+        return BY_NAME["float32"]
+    return checkpoint

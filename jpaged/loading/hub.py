@@ -1,0 +1,89 @@
+"""From what a user calls a model to a folder: a path, a Hugging Face hub id, or the demo model.
+
+The hub client reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT itself; a snapshot that is in its cache is used
+when there is no network.
+"""
+
+import logging
+import re
+from pathlib import Path
+
+from jpaged.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+DEMO = "demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+)  # fmt: skip
+_MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+# Other formats in sub-folders, and the same weights once more under other names.
+_UNWANTED = ("*/*", "consolidated*")
+
+
+def find_model(model: str, revision: str | None = None) -> Path:
+    """The folder of a model, fetched first if it is a hub id. Raises ModelLoadError with what to do."""
+    if model == DEMO:
+        folder = Path(__file__).parent.parent / "demo_model"
+        if not folder.is_dir():
+            raise ModelLoadError(
+                f"{folder} is missing: this installation of jpaged has no demo model, install it again"
+            )
+        return folder
+    return _find(model, revision, _MODEL_FILES + _TOKENIZER_FILES)
+
+
+def find_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
+    """The folder of a tokenizer, fetched first if it is a hub id."""
+    return _find(tokenizer, revision, ("config.json", *_TOKENIZER_FILES))
+
+
+def _find(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelLoadError(f"{name} is a file: give the folder that holds config.json and the safetensors files")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelLoadError(f"there is no folder {name!r}, and it is no hub id (owner/name) either")
+    return _fetch(name, revision, patterns)
+
+
+def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    # Imported here: it takes a quarter of a second, and a folder needs none of it.
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_UNWANTED)
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise ModelLoadError(
+            f"{repo}: the hub gives it only to those who accepted its terms: do so on its page, and set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"{repo}: no such folder here and no such model on the hub; if it is private, set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelLoadError(f"{repo}: the hub's model has no revision {revision!r}") from error
+    except errors.LocalEntryNotFoundError as error:
+        # A snapshot that another program fetched may lack files that are not needed: what is needed and not there is
+        # found, and named, when the folder is opened.
+        if snapshot := getattr(error, "snapshot_path", None):
+            logger.warning("%s: the hub cannot be reached, and its cached snapshot lacks files; trying it", repo)
+            return Path(snapshot)
+        raise ModelLoadError(
+            f"{repo}: no such folder here, it is not in the cache ({huggingface_hub.constants.HF_HUB_CACHE}), and the "
+            "hub cannot be reached (or HF_HUB_OFFLINE is set): fetch it where there is a network, or give a folder"
+        ) from error
+    except Exception as error:  # the client's HTTP library, and with it its errors, change from version to version
+        raise ModelLoadError(
+            f"{repo}: cannot be fetched from the hub ({type(error).__name__}: {error}); "
+            "files that are complete are kept, try again to fetch the rest"
+        ) from error

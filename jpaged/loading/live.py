@@ -1,0 +1,154 @@
+"""Live arrays as a model: checked against the spec, and used as they are, without a copy."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.dtypes import BY_NAME
+from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
+
+_SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+_LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+_TOP_MATRICES = ("lm_head", "project_in", "project_out")
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveParams:
+    """A checked tree: the caller's own arrays, how they are stored, and their dtype."""
+
+    params: dict[str, Any]
+    layout: WeightLayout
+    dtype: np.dtype
+
+
+def config_values(model_config: Any) -> dict[str, Any]:
+    """The dictionary of a Hugging Face config: given as one, or as an object with `to_dict()`."""
+    if isinstance(model_config, Mapping):
+        return dict(model_config)
+    if hasattr(model_config, "to_dict"):
+        return dict(model_config.to_dict())
+    raise ModelLoadError(
+        f"the config of live arrays must be a DecoderSpec, a Hugging Face config or its dictionary, "
+        f"not a {type(model_config).__name__}"
+    )
+
+
+def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = None) -> LiveParams:
+    """Check a tree of JAX arrays against the spec; the arrays that come back are the ones that went in.
+
+    Accepted: the tree of `param_shapes(spec, dtype)`; q, k, v ("q" [heads * head_dim, in], …) and gate, up
+    ([intermediate, in]) in leaves of their own; matrices in either orientation. Orientation is read off the shapes;
+    square matrices of the layers go with the others of the layers. `layout` states it where shapes cannot tell.
+    Raises ModelLoadError that names the leaf.
+    """
+    if not isinstance(params, Mapping):
+        raise ModelLoadError(f"live params must be a dictionary of arrays, not a {type(params).__name__}")
+    layers = params.get("layers")
+    if isinstance(layers, Mapping) or hasattr(layers, "shape"):
+        raise ModelLoadError(
+            "params['layers'] is stacked over layers: give a tuple with one dictionary of arrays a layer. A stacked "
+            "tree cannot be used without copying each layer's matrices: slice it first, for example "
+            "tuple(jax.tree.map(lambda a: a[i], stacked) for i in range(num_layers))"
+        )
+    if not isinstance(layers, Sequence) or not all(isinstance(layer, Mapping) for layer in layers):
+        raise ModelLoadError("params['layers'] must be a tuple with one dictionary of arrays a layer")
+    if len(layers) != spec.num_layers:
+        raise ModelLoadError(f"params['layers'] has {len(layers)} layers, the config calls for {spec.num_layers}")
+
+    dtype = _dtype(params)
+    found = _detect_layout(spec, params, layers) if layout is None else layout
+    expected = layout_shapes(spec, dtype, found)
+    for i, (layer, shapes) in enumerate(zip(layers, expected["layers"], strict=True)):
+        _check_leaves(f"layers[{i}]", layer, shapes, dtype)
+    _check_leaves("", params, expected, dtype)
+    checked = {name: params[name] for name in expected} | {"layers": tuple(dict(layer) for layer in layers)}
+    return LiveParams(checked, found, dtype)
+
+
+def layout_shapes(spec: DecoderSpec, dtype: Any, layout: WeightLayout) -> dict[str, Any]:
+    """`param_shapes` as `layout` stores it: a tree of ShapeDtypeStructs."""
+    tree = param_shapes(spec, dtype)
+
+    def turned(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape[::-1], leaf.dtype) if name in layout.transposed else leaf
+
+    layers = []
+    for fused in tree["layers"]:
+        layer = dict(fused)
+        if layout.split_qkv:
+            qkv = layer.pop("qkv")
+            rows = {"q": spec.num_heads * spec.head_dim} | dict.fromkeys("kv", spec.num_kv_heads * spec.head_dim)
+            layer |= {n: jax.ShapeDtypeStruct((rows[n], spec.hidden_size), qkv.dtype) for n in _SPLITS["qkv"]}
+        if layout.split_gate_up and "gate_up" in layer:
+            both = layer.pop("gate_up")
+            layer |= {n: jax.ShapeDtypeStruct(both.shape[1:], both.dtype) for n in _SPLITS["gate_up"]}
+        layers.append({name: turned(name, leaf) for name, leaf in layer.items()})
+    return {name: turned(name, leaf) for name, leaf in tree.items() if name != "layers"} | {"layers": tuple(layers)}
+
+
+def _dtype(params: Mapping[str, Any]) -> np.dtype:
+    """The one dtype of all arrays, which must be JAX arrays."""
+    dtype, first = None, ""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params), is_leaf=lambda x: x is None):
+        name = "params" + jax.tree_util.keystr(path)
+        if not isinstance(leaf, jax.Array):
+            raise ModelLoadError(f"{name} is a {type(leaf).__name__}, not a JAX array: put it on the device first")
+        if np.dtype(leaf.dtype) not in BY_NAME.values():
+            raise ModelLoadError(f"{name} is {leaf.dtype}; supported are {', '.join(BY_NAME)}")
+        if dtype is not None and leaf.dtype != dtype:
+            raise ModelLoadError(f"{name} is {leaf.dtype}, but {first} is {dtype}: all arrays must have one dtype")
+        dtype, first = np.dtype(leaf.dtype), name
+    if dtype is None:
+        raise ModelLoadError("params holds no arrays")
+    return dtype
+
+
+def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> WeightLayout:
+    """How the tree is stored, by its leaves' names and shapes; by the first layer, which the others must equal."""
+    first = layers[0] if layers else {}
+    plain = WeightLayout(split_qkv="q" in first, split_gate_up="gate" in first)
+    expected = layout_shapes(spec, np.float32, plain)
+
+    def is_turned(leaf: Any, shape: tuple[int, ...]) -> bool | None:
+        """Whether the leaf is stored [in, out]; None where a square matrix does not tell."""
+        if len(shape) != 2 or shape[0] == shape[1]:
+            return None
+        return tuple(leaf.shape) == shape[::-1]
+
+    wanted = expected["layers"][0] if layers else {}
+    seen = {n: is_turned(first[n], wanted[n].shape) for n in _LAYER_MATRICES if n in first and n in wanted}
+    known = {turned for turned in seen.values() if turned is not None}
+    unknown = [name for name, turned in seen.items() if turned is None]
+    if unknown and len(known) > 1:
+        raise ModelLoadError(
+            f"params['layers'][0][{unknown[0]!r}] is square, and the layers' other matrices are stored in both "
+            "orientations: store them all [out, in], or all [in, out]"
+        )
+    if known == {True}:
+        seen |= dict.fromkeys(unknown, True)
+    top = {n: is_turned(params[n], expected[n].shape) for n in _TOP_MATRICES if n in params and n in expected}
+    return dataclasses.replace(plain, transposed=frozenset(n for n, turned in (seen | top).items() if turned))
+
+
+def _check_leaves(path: str, leaves: Mapping[str, Any], shapes: Mapping[str, Any], dtype: np.dtype) -> None:
+    def name(leaf: str) -> str:
+        return f"params.{path}.{leaf}" if path else f"params.{leaf}"
+
+    for leaf in shapes.keys() - {"layers"}:
+        if leaf not in leaves:
+            raise ModelLoadError(
+                f"{name(leaf)} is missing; the config calls for {dtype.name}{list(shapes[leaf].shape)}"
+            )
+        if tuple(leaves[leaf].shape) != shapes[leaf].shape:
+            raise ModelLoadError(
+                f"{name(leaf)} has shape {list(leaves[leaf].shape)}, the config calls for {list(shapes[leaf].shape)}"
+            )
+    extra = sorted(leaves.keys() - shapes.keys() - {"layers"})
+    if extra:
+        size = math.prod(leaves[extra[0]].shape)
+        raise ModelLoadError(f"{name(extra[0])} ({size:,} elements) has no place in a model of this config")

@@ -1,0 +1,170 @@
+"""load_model: everything that makes up a model, checked and on the device.
+
+1. Find the folder: a path, a hub id, the demo model (hub.py).
+2. config.json -> family, DecoderSpec (jpaged.models.families).
+3. Check every tensor by the files' headers, then put leaf after leaf on the device (checkpoint.py, weights.py); or
+   check a tree of live arrays and use it as it is (live.py).
+4. generation_config.json and the tokenizer.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.loading.checkpoint import Checkpoint, read_json
+from jpaged.loading.dtypes import BY_NAME, resolve_dtype
+from jpaged.loading.hub import find_model, find_tokenizer
+from jpaged.loading.live import check_live, config_values
+from jpaged.loading.tokenizer import load_tokenizer
+from jpaged.loading.weights import load_weights, plan_weights
+from jpaged.models.families import family_of
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import DecoderSpec, WeightLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run."""
+
+    spec: DecoderSpec
+    params: dict[str, Any]             # on the device: the tree of `param_shapes(spec, dtype)`, or as `layout` says
+    layout: WeightLayout               # how live arrays differ from that tree
+    dtype: np.dtype                    # of all params
+    config: dict[str, Any]             # config.json; {} where only a DecoderSpec was given
+    generation_config: dict[str, Any]  # generation_config.json; without the file, what config.json says of generation
+    tokenizer: Any | None              # transformers.PreTrainedTokenizerBase
+    source: str                        # where it came from, for people
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
+        ids = self.generation_config.get("eos_token_id")
+        return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def load_model(
+    config: EngineConfig,
+    params: Any = None,
+    model_config: Any = None,
+    layout: WeightLayout | None = None,
+) -> LoadedModel:
+    """Load the model that `config.model` names, or take live arrays.
+
+    params:       arrays to use as they are, without a copy: the tree of `param_shapes`; q, k, v and gate, up may lie
+                  apart, and matrices may be [in, out]. None: read the checkpoint.
+    model_config: of live arrays: a DecoderSpec, or a Hugging Face config (or its dictionary).
+                  None: `config.json` of `config.model`.
+    layout:       how live arrays are stored. None: as their names and shapes say.
+    Raises ModelLoadError that names the file, the tensor and the remedy, before device memory is taken.
+    """
+    if params is None:
+        return _from_checkpoint(config)
+    return _from_live(config, params, model_config, layout)
+
+
+def _from_checkpoint(config: EngineConfig) -> LoadedModel:
+    folder = find_model(config.model, config.revision)
+    values = read_json(folder / "config.json", required=True)
+    family = family_of(values)
+    _log_remote_code(config, values, folder)
+    reader = CheckpointConfig(values)
+    started = time.perf_counter()
+    with Checkpoint(folder) as checkpoint:
+        plan = plan_weights(family, family.spec(reader), family.constants(reader), checkpoint)
+        dtype = resolve_dtype(config.dtype, _checkpoint_dtype(reader, checkpoint))
+        tokenizer = _tokenizer(config, folder)
+        params = load_weights(plan, checkpoint, dtype)
+        read = checkpoint.num_bytes
+    seconds = time.perf_counter() - started
+    logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", read / 1e6, folder, dtype.name, seconds)
+    return LoadedModel(
+        spec=plan.spec,
+        params=params,
+        layout=WeightLayout(),
+        dtype=dtype,
+        config=values,
+        generation_config=_generation_config(folder, values),
+        tokenizer=tokenizer,
+        source=str(folder),
+    )
+
+
+def _from_live(
+    config: EngineConfig, params: Any, model_config: Any, layout: WeightLayout | None
+) -> LoadedModel:
+    folder = find_model(config.model, config.revision) if model_config is None else None
+    if folder is not None:
+        model_config = read_json(folder / "config.json", required=True)
+    if isinstance(model_config, DecoderSpec):
+        values, spec = {}, model_config
+    else:
+        values = config_values(model_config)
+        spec = family_of(values).spec(CheckpointConfig(values))
+    live = check_live(spec, params, layout)
+    if config.dtype not in ("auto", live.dtype.name):
+        resolve_dtype(config.dtype, None)
+        raise ModelLoadError(
+            f"dtype={config.dtype!r}, but the arrays are {live.dtype.name}: live arrays are used as they are, "
+            "convert them first or leave dtype at auto"
+        )
+    return LoadedModel(
+        spec=spec,
+        params=live.params,
+        layout=live.layout,
+        dtype=live.dtype,
+        config=values,
+        generation_config=_generation_config(folder, values),
+        tokenizer=_tokenizer(config, folder),
+        source="live arrays",
+    )
+
+
+def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Path) -> None:
+    """A checkpoint of a known family needs no code of its own: say so where somebody might think that it was run."""
+    if config.trust_remote_code or values.get("auto_map"):
+        logger.info(
+            "%s: jpaged has its own code for %s; no code of the checkpoint is needed and none is run",
+            folder, ", ".join(values.get("architectures") or [str(values.get("model_type"))]),
+        )  # fmt: skip
+
+
+def _checkpoint_dtype(config: CheckpointConfig, checkpoint: Checkpoint) -> np.dtype | None:
+    """What config.json says (`dtype`, formerly `torch_dtype`), else what most of the weights' bytes are."""
+    named = config.get("dtype", "torch_dtype")
+    if named in BY_NAME:
+        return BY_NAME[named]
+    by_file = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+    sizes = dict.fromkeys(by_file, 0)
+    for name in checkpoint.names:
+        entry = checkpoint.entry(name)
+        if entry.dtype in sizes:
+            sizes[entry.dtype] += entry.end - entry.begin
+    return by_file[max(sizes, key=lambda name: sizes[name])]
+
+
+def _tokenizer(config: EngineConfig, folder: Path | None) -> Any | None:
+    if config.tokenizer is not None:
+        return load_tokenizer(find_tokenizer(config.tokenizer))
+    return None if folder is None else load_tokenizer(folder)
+
+
+def _generation_config(folder: Path | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of generation: the file's; what config.json has of the end and the beginning fills the gaps."""
+    found = read_json(folder / "generation_config.json") if folder is not None else {}
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        if found.get(key) is None and values.get(key) is not None:
+            found[key] = values[key]
+    ends = found.get("eos_token_id")
+    if ends is not None and not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
+        raise ModelLoadError(f"{folder or 'config'}: eos_token_id={ends!r} must be a token id or a list of token ids")
+    return found

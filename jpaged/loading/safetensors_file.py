@@ -1,0 +1,130 @@
+"""One safetensors file, memory-mapped: its header is checked against the file before a tensor is looked at.
+
+Format: eight bytes of header length (little-endian), a JSON header of {name: {dtype, shape, data_offsets}}, the data.
+"""
+
+import dataclasses
+import json
+import math
+import mmap
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+
+_DTYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
+    "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F64": np.float64, "F32": np.float32, "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}  # fmt: skip
+_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies. `begin` and `end` count from the start of the file."""
+
+    name: str
+    dtype: str  # the format's name of it
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """A safetensors file open for reading. `array` gives views of the mapped file: drop them before `close`."""
+
+    def __init__(self, path: Path):
+        """Read and check the header. Raises ModelLoadError that names the file, the tensor and what to do."""
+        self.path = path
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            self.size = self._file.seek(0, 2)
+            self.entries = self._read_header()
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def array(self, name: str) -> np.ndarray:
+        """The tensor, a read-only view of the mapped file: no byte is read until it is used."""
+        entry = self.entries[name]
+        dtype = np.dtype(_DTYPES[entry.dtype])
+        count = math.prod(entry.shape)
+        return np.frombuffer(self._map, dtype, count, entry.begin).reshape(entry.shape)
+
+    def release(self, name: str) -> None:
+        """Give the tensor's pages back to the system; they are read again if used again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            entry = self.entries[name]
+            begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+
+    def close(self) -> None:
+        """Unmap and close the file."""
+        self._map.close()
+        self._file.close()
+
+    def _read_header(self) -> dict[str, TensorEntry]:
+        self._file.seek(0)
+        length = int.from_bytes(self._file.read(8), "little")
+        if self.size < 8 or length > _MAX_HEADER:
+            raise self._damaged("it is no safetensors file")
+        start = 8 + length
+        if start > self.size:
+            raise self._damaged(f"its header should end at byte {start:,}, the file ends at {self.size:,}: truncated")
+        try:
+            header = json.loads(self._file.read(length), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"its header cannot be read ({error})") from error
+        if not isinstance(header, dict):
+            raise self._damaged("its header is no JSON object")
+        header.pop("__metadata__", None)
+        entries = {name: self._entry(name, fields, start) for name, fields in header.items()}
+        self._check_layout(entries, start)
+        return entries
+
+    def _entry(self, name: str, fields: Any, start: int) -> TensorEntry:
+        try:
+            dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+        except (TypeError, KeyError, ValueError) as error:
+            raise self._damaged(f"the header's entry of tensor {name} is not valid") from error
+        if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+            raise self._damaged(f"the header's entry of tensor {name} is not valid")
+        if dtype in _DTYPES and end - begin != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
+            raise self._damaged(
+                f"tensor {name} has {end - begin:,} bytes, which {dtype} of shape {list(shape)} has not"
+            )
+        return TensorEntry(name, dtype, shape, start + begin, start + end)
+
+    def _check_layout(self, entries: dict[str, TensorEntry], start: int) -> None:
+        """Tensors must follow each other without gap or overlap, from the header to the end of the file."""
+        expected, before = start, "the header"
+        for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):
+            if entry.begin != expected or entry.end < entry.begin:
+                kind = "overlaps" if entry.begin < expected else "leaves a gap to"
+                raise self._damaged(f"tensor {entry.name} {kind} {before}")
+            if entry.end > self.size:
+                raise self._damaged(
+                    f"tensor {entry.name} should end at byte {entry.end:,}, the file ends at {self.size:,}: truncated"
+                )
+            expected, before = entry.end, f"tensor {entry.name}"
+        if expected != self.size:
+            raise self._damaged(f"{self.size - expected:,} bytes follow the last tensor")
+
+    def _damaged(self, what: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: {what}; the file is damaged: fetch it again")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return values

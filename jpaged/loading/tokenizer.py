@@ -1,0 +1,57 @@
+"""The tokenizer of a model."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.checkpoint import read_json
+
+logger = logging.getLogger(__name__)
+
+_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+
+
+def load_tokenizer(folder: Path) -> Any | None:
+    """The folder's tokenizer (transformers.PreTrainedTokenizerBase); None where the folder has no tokenizer files.
+
+    Code that a checkpoint brings is not run. Raises ModelLoadError.
+    """
+    if not any((folder / name).is_file() for name in _FILES):
+        logger.warning("%s has no tokenizer: only prompts of token ids are taken, and outputs have no text", folder)
+        return None
+    # Imported here: it takes seconds, and prompts of token ids need none of it.
+    import transformers
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it warns that PyTorch is not there, which is no news
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever a damaged tokenizer file makes it raise
+        if "AutoTokenizer" in read_json(folder / "tokenizer_config.json").get("auto_map", {}):
+            raise ModelLoadError(
+                f"{folder / 'tokenizer_config.json'}: the tokenizer needs code of its own (auto_map), which jpaged "
+                "does not run: convert it to tokenizer.json, or name another one with tokenizer="
+            ) from error
+        raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def valid_token_mask(tokenizer: Any | None, vocab_size: int) -> np.ndarray | None:
+    """bool[vocab_size]: which ids the tokenizer has; None where it has all of them, or there is no tokenizer.
+
+    Vocabularies are padded for speed (151,646 tokens in 151,936 rows for Qwen2): sampling a padding id gives no text.
+    """
+    if tokenizer is None:
+        return None
+    ids = np.fromiter(tokenizer.get_vocab().values(), np.int64)
+    mask = np.zeros(vocab_size, bool)
+    mask[ids[(ids >= 0) & (ids < vocab_size)]] = True
+    return None if mask.all() else mask

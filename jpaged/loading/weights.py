@@ -1,0 +1,192 @@
+"""From a checkpoint's tensors to the parameter tree on the device.
+
+1. `plan_weights` goes by the headers alone: every leaf's tensors must be there in the right shape and in a dtype that
+   can be converted, and nothing may be left over. Whatever is wrong is found here, before device memory is taken.
+2. `load_weights` assembles one leaf at a time on the host, in the dtype it will have, and puts it on the device before
+   it begins the next: host memory holds one fused leaf above the mapped files.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.checkpoint import Checkpoint
+from jpaged.models.families.base import Family, LeafTensors
+from jpaged.models.spec import DecoderSpec, param_shapes
+
+logger = logging.getLogger(__name__)
+
+_CONVERTIBLE = ("F64", "F32", "F16", "BF16")
+_HEAD, _EMBED = "lm_head.weight", "embed"
+_ALIGNMENT = 64  # bytes; from here JAX on CPU uses a buffer as it is instead of copying it
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """One leaf of the parameter tree and where it comes from."""
+
+    leaf: LeafTensors
+    shape: tuple[int, ...]
+    files: tuple[str, ...]  # names in the checkpoint, one for each of leaf.tensors
+    constant: float | None  # value of a leaf that has no tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPlan:
+    """A checked assignment of all tensors. `spec` may differ from the config's in whether embeddings are tied."""
+
+    spec: DecoderSpec
+    leaves: tuple[LeafPlan, ...]
+
+
+def plan_weights(
+    family: Family, spec: DecoderSpec, constants: Mapping[str, float], checkpoint: Checkpoint
+) -> WeightPlan:
+    """Assign every tensor of the checkpoint to a leaf. Raises ModelLoadError that names file, tensor and remedy."""
+    names = _Names(family, checkpoint)
+    if spec.tie_embeddings:
+        spec = _check_tied(names, family, spec, checkpoint)
+    leaves, missing = [], []
+    tree = param_shapes(spec, np.float32)
+    for leaf in family.tensors(tree):
+        shape = (tree["layers"][leaf.layer] if leaf.layer is not None else tree)[leaf.leaf].shape
+        if leaf.leaf in constants:
+            leaves.append(LeafPlan(dataclasses.replace(leaf, tensors=()), shape, (), constants[leaf.leaf]))
+            continue
+        blank = np.broadcast_to(np.float32(0), shape)  # a shape to cut views from, without memory
+        files = []
+        for tensor in leaf.tensors:
+            name = names.find(tensor.name)
+            if name is None:
+                missing.append(tensor.name)
+            else:
+                _check_tensor(checkpoint, name, tensor.rule.shape(leaf.block(blank, tensor)))
+                files.append(name)
+        leaves.append(LeafPlan(leaf, shape, tuple(files), None))
+    if missing:
+        raise ModelLoadError(
+            f"{checkpoint.folder}: {_some(missing)} missing, which config.json calls for: "
+            "the checkpoint is incomplete or config.json is of another model"
+        )
+    used = {name for plan in leaves for name in plan.files}
+    extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
+    if spec.tie_embeddings:
+        extra = [n for n in extra if n != _HEAD]  # checked to be the embedding's own copy
+    if extra:
+        raise ModelLoadError(
+            f"{checkpoint.path(extra[0])}: {_some(extra)} more than config.json calls for: "
+            "config.json is of another model, or the checkpoint has a part that jpaged does not know"
+        )
+    return WeightPlan(spec, tuple(leaves))
+
+
+def load_weights(plan: WeightPlan, checkpoint: Checkpoint, dtype: np.dtype) -> dict[str, Any]:
+    """The parameter tree of `param_shapes(plan.spec, dtype)` on the default device."""
+    tree: dict[str, Any] = {"layers": [{} for _ in range(plan.spec.num_layers)]}
+    with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", delay=2) as progress:
+        for leaf_plan in plan.leaves:
+            leaf = leaf_plan.leaf
+            host = _empty(leaf_plan.shape, dtype)
+            if leaf_plan.constant is not None:
+                host[...] = leaf_plan.constant
+            for tensor, name in zip(leaf.tensors, leaf_plan.files, strict=True):
+                with np.errstate(over="ignore"):  # looked for below
+                    tensor.rule.store(checkpoint.array(name), leaf.block(host, tensor))
+                checkpoint.release(name)
+                entry = checkpoint.entry(name)
+                progress.update(entry.end - entry.begin)
+            if dtype == np.float16 and not np.isfinite(host).all():
+                raise ModelLoadError(
+                    f"{checkpoint.path(leaf_plan.files[0])}: {leaf_plan.files[0]} has values beyond the range of "
+                    "float16 (65,504): use dtype bfloat16 or float32"
+                )
+            place = tree["layers"][leaf.layer] if leaf.layer is not None else tree
+            place[leaf.leaf] = jax.block_until_ready(jax.device_put(host))
+            del host
+    tree["layers"] = tuple(tree["layers"])
+    return tree
+
+
+class _Names:
+    """Names of tensors as the family's table has them -> as the checkpoint has them."""
+
+    def __init__(self, family: Family, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+        # A file saved from the bare base model lacks the prefix of the causal language model.
+        self._bare = family.prefix if not any(n.startswith(family.prefix) for n in checkpoint.names) else ""
+        self._renamed: dict[str, str] = {}
+
+    def find(self, name: str) -> str | None:
+        """The checkpoint's name, or None where it has no such tensor."""
+        name = self._renamed.get(name, name.removeprefix(self._bare))
+        return name if name in self._checkpoint else None
+
+    def rename(self, name: str, to: str) -> None:
+        """Take `to` for `name` from now on."""
+        self._renamed[name] = to
+
+
+def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
+    """Settle what tied embeddings mean for this file, as Transformers does.
+
+    One of the two matrices serves for both, whichever is there. Where both are there and differ, they are not tied.
+    """
+    embed_rule = next(rule.name for rule in family.rules if rule.leaf == _EMBED)
+    head, embed = names.find(_HEAD), names.find(embed_rule)
+    if head is None:
+        return spec
+    if embed is None:
+        names.rename(embed_rule, head)
+        return spec
+    a, b = checkpoint.entry(head), checkpoint.entry(embed)
+    if (a.dtype, a.shape) == (b.dtype, b.shape):
+        same = _equal(checkpoint.array(head), checkpoint.array(embed))
+        checkpoint.release(head)
+        checkpoint.release(embed)
+        if same:
+            return spec
+    logger.warning(
+        "config.json ties the embeddings, but %s and %s differ: they are used as two matrices", a.name, b.name
+    )
+    return dataclasses.replace(spec, tie_embeddings=False)
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays hold the same bytes."""
+    return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(a, b, strict=True))
+
+
+def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    entry = checkpoint.entry(name)
+    if entry.shape != shape:
+        raise ModelLoadError(
+            f"{checkpoint.path(name)}: {name} has shape {list(entry.shape)}, config.json calls for {list(shape)}: "
+            "config and weights are of different models"
+        )
+    if entry.dtype not in _CONVERTIBLE:
+        raise ModelLoadError(
+            f"{checkpoint.path(name)}: {name} is {entry.dtype}; supported are {', '.join(_CONVERTIBLE)}: "
+            "use a checkpoint that is not quantized"
+        )
+
+
+def _some(names: list[str]) -> str:
+    """'x is' or 'x, y, z and 7 others are'."""
+    if len(names) == 1:
+        return f"tensor {names[0]} is"
+    others = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    return f"tensors {', '.join(names[:3])}{others} are"
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that begins at a multiple of _ALIGNMENT bytes."""
+    count = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(count + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + count].view(dtype).reshape(shape)

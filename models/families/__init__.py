@@ -1,0 +1,44 @@
+"""The families of models: a Hugging Face config in, a DecoderSpec and the table of tensor names out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jpaged.errors import ModelLoadError
+from jpaged.models.families.base import Family
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.gpt2 import GPT2
+from jpaged.models.families.llama import LLAMA
+from jpaged.models.families.mistral import MISTRAL
+from jpaged.models.families.opt import OPT
+from jpaged.models.families.qwen2 import QWEN2
+from jpaged.models.families.qwen3 import QWEN3
+from jpaged.models.spec import DecoderSpec
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, OPT)
+ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
+
+__all__ = ["ARCHITECTURES", "FAMILIES", "Family", "family_of", "spec_of"]
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json: by its architecture, by its model_type where it names none.
+
+    Raises ModelLoadError that lists what is supported.
+    """
+    architectures = config.get("architectures") or []
+    model_type = config.get("model_type")
+    for name in architectures:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    by_type = {family.model_type: family for family in FAMILIES}
+    if not architectures and model_type in by_type:
+        return by_type[model_type]
+    asked = f"architecture {', '.join(map(str, architectures))}" if architectures else f"model_type {model_type!r}"
+    supported = ", ".join(family.architectures[0] for family in FAMILIES)
+    own_code = " (nor is code that a checkpoint brings: auto_map)" if config.get("auto_map") else ""
+    raise ModelLoadError(f"config.json: {asked} is not supported by jpaged{own_code}; supported: {supported}")
+
+
+def spec_of(config: Mapping[str, Any]) -> DecoderSpec:
+    """DecoderSpec of a config.json. Raises ModelLoadError that names the key it cannot honour."""
+    return family_of(config).spec(CheckpointConfig(config))

@@ -1,0 +1,138 @@
+"""What a family is, and how a checkpoint's tensors map onto the parameter tree: data that works in both directions."""
+
+import dataclasses
+import enum
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import DecoderSpec
+
+
+class Part(enum.Enum):
+    """Which part of a leaf a tensor fills. Heads of the fused qkv leaf lie [kv_heads, group + 2, head_dim, …]."""
+
+    WHOLE = "whole"
+    Q = "q"
+    K = "k"
+    V = "v"
+    GATE = "gate"
+    UP = "up"
+
+    def view(self, leaf: np.ndarray) -> np.ndarray:
+        """The leaf's elements of this part, a view."""
+        match self:
+            case Part.WHOLE:
+                return leaf
+            case Part.Q:
+                return leaf[:, :-2]
+            case Part.K:
+                return leaf[:, -2]
+            case Part.V:
+                return leaf[:, -1]
+            case Part.GATE:
+                return leaf[0]
+            case Part.UP:
+                return leaf[1]
+
+    @property
+    def output_axes(self) -> int:
+        """So many leading axes of the view are one axis, the output features, in a checkpoint's tensor."""
+        return {Part.Q: 3, Part.K: 2, Part.V: 2}.get(self, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRule:
+    """One tensor of a checkpoint, and the leaf of the parameter tree that it fills."""
+
+    name: str                            # the tensor's name; {layer} stands for the layer's number
+    leaf: str                            # name in `spec.param_shapes`
+    parts: tuple[Part, ...] = (Part.WHOLE,)  # what its output features are, in this order
+    transposed: bool = False             # stored [in, out]
+
+    def shape(self, leaf: np.ndarray) -> tuple[int, ...]:
+        """The shape that the checkpoint's tensor must have. leaf: of one layer, if it is stacked over layers."""
+        shapes = [_flat_shape(part, part.view(leaf)) for part in self.parts]
+        shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+        return shape[::-1] if self.transposed else shape
+
+    def store(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
+        """Write the checkpoint's tensor into the leaf, converted to the leaf's dtype, without a temporary copy."""
+        rows = tensor.T if self.transposed else tensor
+        start = 0
+        for part in self.parts:
+            view = part.view(leaf)
+            count = _flat_shape(part, view)[0]
+            np.copyto(view, rows[start : start + count].reshape(view.shape), casting="unsafe")
+            start += count
+
+    def gather(self, leaf: np.ndarray) -> np.ndarray:
+        """The checkpoint's tensor out of the leaf: what `store` undoes."""
+        views = [(part, part.view(leaf)) for part in self.parts]
+        rows = np.concatenate([view.reshape(_flat_shape(part, view)) for part, view in views])
+        return np.ascontiguousarray(rows.T if self.transposed else rows)
+
+
+def _flat_shape(part: Part, view: np.ndarray) -> tuple[int, ...]:
+    axes = part.output_axes
+    return (int(np.prod(view.shape[:axes])), *view.shape[axes:])
+
+
+def _no_constants(_: CheckpointConfig) -> Mapping[str, float]:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Models of one architecture: how to read their config and their tensors' names."""
+
+    model_type: str
+    architectures: tuple[str, ...]   # the causal language model first, then the bare base model
+    spec: Callable[[CheckpointConfig], DecoderSpec]
+    rules: tuple[TensorRule, ...]    # rules whose leaf the spec's tree does not have do not apply
+    prefix: str                      # of all tensors but lm_head; a file of the bare base model lacks it
+    ignored: re.Pattern[str]         # tensors that Transformers does not read either: buffers of old versions
+    constants: Callable[[CheckpointConfig], Mapping[str, float]] = _no_constants  # leaves no tensor fills
+
+    def tensors(self, tree: Mapping[str, Any]) -> Iterator["LeafTensors"]:
+        """Every leaf of a parameter tree with the tensors that fill it; a tree of arrays or of their shapes."""
+        for number, layer in enumerate(tree["layers"]):
+            for leaf in layer:
+                yield LeafTensors(leaf, number, self._rules_of(leaf, number))
+        for leaf, value in tree.items():
+            if leaf == "layers":
+                continue
+            rules = [rule for rule in self.rules if rule.leaf == leaf]
+            if rules and "{layer}" in rules[0].name:
+                named = tuple(pair for n in range(value.shape[0]) for pair in self._rules_of(leaf, n))
+            else:
+                named = self._rules_of(leaf, None)
+            yield LeafTensors(leaf, None, named)
+
+    def _rules_of(self, leaf: str, layer: int | None) -> tuple["NamedRule", ...]:
+        return tuple(NamedRule(rule.name.format(layer=layer), rule, layer) for rule in self.rules if rule.leaf == leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedRule:
+    """A rule for one tensor."""
+
+    name: str
+    rule: TensorRule
+    layer: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafTensors:
+    """One leaf of the tree and its tensors."""
+
+    leaf: str
+    layer: int | None            # of a matrix: the layer that holds it. None: the leaf lies at the top of the tree
+    tensors: tuple[NamedRule, ...]
+
+    def block(self, leaf: np.ndarray, tensor: NamedRule) -> np.ndarray:
+        """What the tensor's rule applies to: the leaf, or its row where it is stacked over layers. A view."""
+        return leaf if self.layer is not None or tensor.layer is None else leaf[tensor.layer]

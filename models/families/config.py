@@ -1,0 +1,218 @@
+"""Reading a Hugging Face config.json: typed look-ups whose errors name the key, and the rope keys in both spellings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jpaged.errors import ModelLoadError
+from jpaged.models.rope import SCALINGS
+from jpaged.models.spec import Activation, Rope
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_python": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+}
+
+# Keys of a rope dictionary that each scaling reads; `finetuned` says how a model was made and changes nothing.
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "finetuned", "partial_rotary_factor"}
+_SCALING_KEYS = {
+    "default": set(),
+    "linear": {"factor", "original_max_position_embeddings"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+        "mscale", "mscale_all_dim", "truncate",
+    },
+}  # fmt: skip
+
+
+class CheckpointConfig:
+    """A config.json as read. Look-ups take a key that is null for one that is absent."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self.values = values
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The first of these keys that is there."""
+        return next((self.values[n] for n in names if self.values.get(n) is not None), default)
+
+    def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number; required unless there is a default. The names are aliases."""
+        value = self.get(*names, default=default)
+        if value is None:
+            raise ModelLoadError(f"config.json: {names[0]} is missing: the checkpoint's config is incomplete")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ModelLoadError(f"config.json: {names[0]}={value!r} must be a whole number of at least {minimum}")
+        return value
+
+    def with_defaults(self, **defaults: Any) -> "CheckpointConfig":
+        """The same config with values for keys that are absent; a key that is there keeps its value, null too."""
+        return CheckpointConfig({**defaults, **self.values})
+
+    def number(self, *names: str, default: float) -> float:
+        """A finite number."""
+        return _number("config.json: " + names[0], self.get(*names, default=default))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self.get(name, default=default)
+        if not isinstance(value, bool):
+            raise ModelLoadError(f"config.json: {name}={value!r} must be true or false")
+        return value
+
+    def activation(self, name: str, default: str) -> Activation:
+        """The feed-forward layer's non-linearity, by Transformers' name."""
+        value = self.get(name, default=default)
+        if value not in _ACTIVATIONS:
+            raise ModelLoadError(
+                f"config.json: {name}={value!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+            )
+        return _ACTIVATIONS[value]
+
+    def refuse(self, name: str, *harmless: Any) -> None:
+        """Refuse a checkpoint that sets this option to anything but null or a harmless value."""
+        value = self.get(name)
+        if value is not None and value not in harmless:
+            usual = f" (only {', '.join(map(repr, harmless))})" if harmless else ""
+            raise ModelLoadError(
+                f"config.json: {name}={value!r} is not supported by jpaged{usual}: use another checkpoint"
+            )
+
+    def refuse_common(self) -> None:
+        """Refuse what no family here can honour."""
+        self.refuse("quantization_config")
+        self.refuse("compression_config")
+        self.refuse("partial_rotary_factor", 1, 1.0)
+        self.refuse("attention_chunk_size")
+        self.refuse("is_encoder_decoder", False)
+        self.refuse("add_cross_attention", False)
+
+    def heads(self) -> tuple[int, int]:
+        """Query heads and KV heads."""
+        heads = self.integer("num_attention_heads")
+        kv_heads = self.integer("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise ModelLoadError(
+                f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+            )
+        return heads, kv_heads
+
+    def rope(self) -> Rope:
+        """Rotary embedding, from `rope_parameters` (new) or from `rope_theta` and `rope_scaling` (old)."""
+        old, new = self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters")
+        values = old or new
+        thetas = [d["rope_theta"] for d in (old, new) if d.get("rope_theta") is not None]
+        if self.get("rope_theta") is not None:
+            thetas.append(self.get("rope_theta"))
+        if len(set(thetas)) > 1:
+            raise ModelLoadError(
+                f"config.json: rope_theta is given with different values, {thetas}: keep the right one"
+            )
+        theta = _number("config.json: rope_theta", thetas[0] if thetas else 10000.0)
+
+        kind = values.get("rope_type") or values.get("type") or "default"
+        if kind not in SCALINGS:
+            raise ModelLoadError(
+                f"config.json: rope scaling {kind!r} is not supported by jpaged; supported: {', '.join(SCALINGS)}"
+            )
+        unknown = sorted(k for k in values.keys() - _ROPE_KEYS - _SCALING_KEYS[kind] if values[k] is not None)
+        if unknown:
+            raise ModelLoadError(
+                f"config.json: {unknown[0]}={values[unknown[0]]!r} has no meaning for {kind} rope scaling"
+            )
+        if values.get("partial_rotary_factor", 1) not in (None, 1):
+            raise ModelLoadError(
+                f"config.json: partial_rotary_factor={values['partial_rotary_factor']!r} is not supported (only 1)"
+            )
+        if kind == "default":
+            return Rope(theta=theta)
+
+        def number(name: str, default: float | None = None) -> float:
+            value = values.get(name)
+            if value is None and default is None:
+                raise ModelLoadError(f"config.json: {name} is missing, {kind} rope scaling needs it")
+            return _number(f"config.json: {name}", default if value is None else value)
+
+        max_position = self.integer("max_position_embeddings")
+        # Dynamic scaling goes by max_position_embeddings even where the trained length is given as well.
+        trained = self.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
+        original = max_position
+        if kind != "dynamic" and trained is not None:
+            original = int(_number("config.json: original_max_position_embeddings", trained))
+        if kind == "linear":
+            return Rope(theta=theta, scaling=kind, factor=number("factor"))
+        if kind == "dynamic":
+            return Rope(theta=theta, scaling=kind, factor=number("factor"), original_max_position=original)
+        if kind == "llama3":
+            return Rope(
+                theta=theta, scaling=kind, factor=number("factor"), original_max_position=original,
+                low_freq_factor=number("low_freq_factor"), high_freq_factor=number("high_freq_factor"),
+            )  # fmt: skip
+
+        def optional(name: str) -> float | None:
+            return None if values.get(name) is None else number(name)
+
+        return Rope(
+            theta=theta, scaling=kind, factor=number("factor", max_position / original), original_max_position=original,
+            beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0),
+            attention_factor=optional("attention_factor"), mscale=optional("mscale"),
+            mscale_all_dim=optional("mscale_all_dim"), truncate=values.get("truncate") is not False,
+        )  # fmt: skip
+
+    def _rope_dict(self, name: str) -> dict[str, Any]:
+        """A rope dictionary; one that is nested by layer type counts as flat if all types say the same."""
+        value = self.get(name, default={})
+        if not isinstance(value, Mapping):
+            raise ModelLoadError(f"config.json: {name}={value!r} must be an object")
+        nested = [v for v in value.values() if isinstance(v, Mapping)]
+        if not nested:
+            return dict(value)
+        if len(nested) < len(value) or any(v != nested[0] for v in nested):
+            raise ModelLoadError(f"config.json: {name} differs from layer to layer, which is not supported by jpaged")
+        return dict(nested[0])
+
+    def max_position(self, rope: Rope) -> int:
+        """The longest sequence: scaling that stretches positions stretches the length the model takes."""
+        given = self.integer("max_position_embeddings")
+        if rope.scaling in ("linear", "dynamic"):
+            return int(given * rope.factor)
+        if rope.scaling == "yarn":
+            return max(given, int(rope.original_max_position * rope.factor))
+        return given
+
+    def layer_windows(self, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
+        """Sliding window of every layer, `layer_types` overriding `sliding`; () where no layer has a window."""
+        types = self.get("layer_types")
+        if types is not None:
+            if not isinstance(types, list) or len(types) != len(sliding):
+                raise ModelLoadError(f"config.json: layer_types must name a type for each of the {len(sliding)} layers")
+            for kind in types:
+                if kind not in ("full_attention", "sliding_attention"):
+                    raise ModelLoadError(
+                        f"config.json: layer_types has {kind!r}, which is not supported by jpaged "
+                        "(only full_attention and sliding_attention)"
+                    )
+            sliding = [kind == "sliding_attention" for kind in types]
+        windows = [window if slides else None for slides in sliding]
+        if window is None and any(sliding):
+            raise ModelLoadError("config.json: layer_types has sliding_attention, but sliding_window is not set")
+        return tuple(windows) if any(w is not None for w in windows) else ()
+
+
+def head_share(hidden: int, heads: int) -> int:
+    """Width of a head where the heads share the hidden size."""
+    if hidden % heads:
+        raise ModelLoadError(f"config.json: hidden size {hidden} is no multiple of the number of heads, {heads}")
+    return hidden // heads
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise ModelLoadError(f"{name}={value!r} must be a finite number")
+    return float(value)

@@ -1,0 +1,67 @@
+"""GPT-2: layer norms, learned positions, a plain feed-forward layer; matrices stored [in, out] with q, k, v in one."""
+
+import re
+
+from jpaged.models.families.base import Family, Part, TensorRule
+from jpaged.models.families.config import CheckpointConfig, head_share
+from jpaged.models.spec import DecoderSpec, Norm
+
+_LAYER = "transformer.h.{layer}."
+_QKV = (Part.Q, Part.K, Part.V)
+
+RULES = (
+    TensorRule("transformer.wte.weight", "embed"),
+    TensorRule("transformer.wpe.weight", "pos_embed"),
+    TensorRule(_LAYER + "ln_1.weight", "attn_norm"),
+    TensorRule(_LAYER + "ln_1.bias", "attn_norm_bias"),
+    TensorRule(_LAYER + "attn.c_attn.weight", "qkv", _QKV, transposed=True),
+    TensorRule(_LAYER + "attn.c_attn.bias", "qkv_bias", _QKV),
+    TensorRule(_LAYER + "attn.c_proj.weight", "o", transposed=True),
+    TensorRule(_LAYER + "attn.c_proj.bias", "o_bias"),
+    TensorRule(_LAYER + "ln_2.weight", "mlp_norm"),
+    TensorRule(_LAYER + "ln_2.bias", "mlp_norm_bias"),
+    TensorRule(_LAYER + "mlp.c_fc.weight", "up", transposed=True),
+    TensorRule(_LAYER + "mlp.c_fc.bias", "up_bias"),
+    TensorRule(_LAYER + "mlp.c_proj.weight", "down", transposed=True),
+    TensorRule(_LAYER + "mlp.c_proj.bias", "down_bias"),
+    TensorRule("transformer.ln_f.weight", "final_norm"),
+    TensorRule("transformer.ln_f.bias", "final_norm_bias"),
+    TensorRule("lm_head.weight", "lm_head"),
+)
+
+
+def _gpt2(config: CheckpointConfig) -> DecoderSpec:
+    config.refuse_common()
+    config.refuse("scale_attn_by_inverse_layer_idx", False)
+    hidden = config.integer("n_embd", "hidden_size", default=768)
+    heads = config.integer("n_head", "num_attention_heads", default=12)
+    return DecoderSpec(
+        vocab_size=config.integer("vocab_size", default=50257),
+        hidden_size=hidden,
+        intermediate_size=config.integer("n_inner", default=4 * hidden),
+        num_layers=config.integer("n_layer", "num_hidden_layers", default=12),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_share(hidden, heads),
+        max_position=config.integer("n_positions", "max_position_embeddings", default=1024),
+        norm=Norm.LAYER,
+        norm_eps=config.number("layer_norm_epsilon", default=1e-5),
+        activation=config.activation("activation_function", "gelu_new"),
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        up_bias=True,
+        down_bias=True,
+        attention_scale=None if config.flag("scale_attn_weights", True) else 1.0,
+        tie_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+GPT2 = Family(
+    "gpt2",
+    ("GPT2LMHeadModel", "GPT2Model"),
+    _gpt2,
+    RULES,
+    "transformer.",
+    re.compile(r".*h\.\d+\.attn\.(bias|masked_bias)"),
+)

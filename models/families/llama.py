@@ -1,0 +1,76 @@
+"""Llama 2 and 3: RMS norms, gated SiLU, rotary embedding with any scaling, grouped KV heads, biases where asked for."""
+
+import re
+
+from jpaged.errors import ModelLoadError
+from jpaged.models.families.base import Family, Part, TensorRule
+from jpaged.models.families.config import CheckpointConfig, head_share
+from jpaged.models.spec import DecoderSpec, Norm
+
+_LAYER = "model.layers.{layer}."
+
+# Mistral and Qwen name their tensors alike.
+RULES = (
+    TensorRule("model.embed_tokens.weight", "embed"),
+    TensorRule(_LAYER + "input_layernorm.weight", "attn_norm"),
+    TensorRule(_LAYER + "self_attn.q_proj.weight", "qkv", (Part.Q,)),
+    TensorRule(_LAYER + "self_attn.k_proj.weight", "qkv", (Part.K,)),
+    TensorRule(_LAYER + "self_attn.v_proj.weight", "qkv", (Part.V,)),
+    TensorRule(_LAYER + "self_attn.q_proj.bias", "qkv_bias", (Part.Q,)),
+    TensorRule(_LAYER + "self_attn.k_proj.bias", "qkv_bias", (Part.K,)),
+    TensorRule(_LAYER + "self_attn.v_proj.bias", "qkv_bias", (Part.V,)),
+    TensorRule(_LAYER + "self_attn.q_norm.weight", "q_norm"),
+    TensorRule(_LAYER + "self_attn.k_norm.weight", "k_norm"),
+    TensorRule(_LAYER + "self_attn.o_proj.weight", "o"),
+    TensorRule(_LAYER + "self_attn.o_proj.bias", "o_bias"),
+    TensorRule(_LAYER + "post_attention_layernorm.weight", "mlp_norm"),
+    TensorRule(_LAYER + "mlp.gate_proj.weight", "gate_up", (Part.GATE,)),
+    TensorRule(_LAYER + "mlp.up_proj.weight", "gate_up", (Part.UP,)),
+    TensorRule(_LAYER + "mlp.gate_proj.bias", "up_bias", (Part.GATE,)),
+    TensorRule(_LAYER + "mlp.up_proj.bias", "up_bias", (Part.UP,)),
+    TensorRule(_LAYER + "mlp.down_proj.weight", "down"),
+    TensorRule(_LAYER + "mlp.down_proj.bias", "down_bias"),
+    TensorRule("model.norm.weight", "final_norm"),
+    TensorRule("lm_head.weight", "lm_head"),
+)
+PREFIX = "model."
+IGNORED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+
+
+def spec(config: CheckpointConfig) -> DecoderSpec:
+    """Spec of a Llama; what Mistral and Qwen have in common with it is read here too."""
+    config.refuse_common()
+    hidden = config.integer("hidden_size")
+    heads, kv_heads = config.heads()
+    head_dim = config.integer("head_dim") if config.get("head_dim") else head_share(hidden, heads)
+    if head_dim % 2:
+        raise ModelLoadError(f"config.json: head_dim={head_dim} must be even: rotary embedding turns pairs")
+    rope = config.rope()
+    return DecoderSpec(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position=config.max_position(rope),
+        norm=Norm.RMS,
+        norm_eps=config.number("rms_norm_eps", default=1e-6),
+        activation=config.activation("hidden_act", "silu"),
+        qkv_bias=config.flag("attention_bias"),
+        o_bias=config.flag("attention_bias"),
+        up_bias=config.flag("mlp_bias"),
+        down_bias=config.flag("mlp_bias"),
+        rope=rope,
+        tie_embeddings=config.flag("tie_word_embeddings"),
+    )
+
+
+def _llama(config: CheckpointConfig) -> DecoderSpec:
+    if set(config.get("layer_types", default=[])) - {"full_attention"}:
+        config.refuse("layer_types")
+    return spec(config)
+
+
+LLAMA = Family("llama", ("LlamaForCausalLM", "LlamaModel"), _llama, RULES, PREFIX, IGNORED)

@@ -1,0 +1,22 @@
+"""Mistral 7B and its kin: Llama with a sliding window on every layer."""
+
+import dataclasses
+
+from jpaged.models.families import llama
+from jpaged.models.families.base import Family
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import DecoderSpec
+
+
+def _mistral(config: CheckpointConfig) -> DecoderSpec:
+    config.refuse("attention_bias", False)
+    config.refuse("mlp_bias", False)
+    config = config.with_defaults(num_key_value_heads=8, sliding_window=4096)
+    base = llama.spec(config)
+    window = config.integer("sliding_window") if config.get("sliding_window") is not None else None
+    if set(config.get("layer_types", default=[])) - {"full_attention" if window is None else "sliding_attention"}:
+        config.refuse("layer_types")
+    return dataclasses.replace(base, sliding_window=() if window is None else (window,) * base.num_layers)
+
+
+MISTRAL = Family("mistral", ("MistralForCausalLM", "MistralModel"), _mistral, llama.RULES, llama.PREFIX, llama.IGNORED)

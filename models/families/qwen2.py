@@ -1,0 +1,28 @@
+"""Qwen1.5, Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window on upper layers if asked for."""
+
+import dataclasses
+
+from jpaged.models.families import llama
+from jpaged.models.families.base import Family
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import DecoderSpec
+
+
+def windows(config: CheckpointConfig, layers: int) -> tuple[int | None, ...]:
+    """Sliding windows of Qwen2 and Qwen3: from layer `max_window_layers` up, where `use_sliding_window` is set."""
+    config = config.with_defaults(sliding_window=4096)
+    window = None
+    if config.flag("use_sliding_window") and config.get("sliding_window") is not None:
+        window = config.integer("sliding_window")
+    first = config.integer("max_window_layers", default=28, minimum=0)
+    return config.layer_windows(window, [window is not None and i >= first for i in range(layers)])
+
+
+def _qwen2(config: CheckpointConfig) -> DecoderSpec:
+    config.refuse("mlp_bias", False)
+    base = llama.spec(config)
+    # The biases belong to the architecture, whatever attention_bias says.
+    return dataclasses.replace(base, qkv_bias=True, o_bias=False, sliding_window=windows(config, base.num_layers))
+
+
+QWEN2 = Family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), _qwen2, llama.RULES, llama.PREFIX, llama.IGNORED)

@@ -1,0 +1,254 @@
+"""Tiny random checkpoints of every family and variant, the same bits on every machine.
+
+Needs numpy only, so that the recorder (with torch) and the tests (without) make the same files. Weights come from
+integer hashes and single multiplications: no random number library, no transcendental function, no rounding to differ.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 131)
+NUM_TOKENS = 40  # greedy tokens of each answer
+GOLDEN = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One model to compare on. `config` is its config.json."""
+
+    name: str
+    config: dict[str, Any]
+
+    @property
+    def answers(self) -> Path:
+        """The file with the recorded answers."""
+        return GOLDEN / f"{self.name}.json"
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """One prompt of each length; ids 0 to 2 stay out, they are special in some families."""
+    return [(3 + _bits(1000 + n, n) % np.uint64(vocab_size - 3)).astype(int).tolist() for n in PROMPT_LENGTHS]
+
+
+def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
+    """Write config.json and model.safetensors into the folder; gives the SHA-256 of the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(variant.config, indent=1))
+    tensors = {name: _values(name, shape, seed) for name, shape in tensor_shapes(variant.config).items()}
+    return write_safetensors(folder / "model.safetensors", tensors)
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> str:
+    """Write float32 (or ml_dtypes bfloat16) tensors as a safetensors file; gives its SHA-256."""
+    codes = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "uint8": "U8"}
+    header, offset = {}, 0
+    for name, tensor in tensors.items():
+        shape, end = list(tensor.shape), offset + tensor.nbytes
+        header[name] = {"dtype": codes[tensor.dtype.name], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in (len(text).to_bytes(8, "little"), text, *(np.ascontiguousarray(t) for t in tensors.values())):
+            data = piece if isinstance(piece, bytes) else piece.tobytes()
+            digest.update(data)
+            file.write(data)
+    return digest.hexdigest()
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors, as Transformers saves them."""
+    family = {"gpt2": _gpt2_shapes, "opt": _opt_shapes}.get(config["model_type"], _llama_shapes)
+    return family(config)
+
+
+def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inter, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    dim = c.get("head_dim") or hidden // heads
+    q, kv = heads * dim, c["num_key_value_heads"] * dim
+    kind = c["model_type"]
+    shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        linears = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        for name, shape in linears.items():
+            shapes[f"{at}self_attn.{name}.weight"] = shape
+            if c.get("attention_bias") or (kind == "qwen2" and name != "o_proj"):
+                shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
+        if kind == "qwen3":
+            shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
+        linears = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
+        for name, shape in linears.items():
+            shapes[f"{at}mlp.{name}.weight"] = shape
+            if c.get("mlp_bias"):
+                shapes[f"{at}mlp.{name}.bias"] = shape[:1]
+        shapes |= {f"{at}input_layernorm.weight": (hidden,), f"{at}post_attention_layernorm.weight": (hidden,)}
+    shapes["model.norm.weight"] = (hidden,)
+    if not c.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (c["vocab_size"], hidden)
+    return shapes
+
+
+def _gpt2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden = c["n_embd"]
+    inter = c.get("n_inner") or 4 * hidden
+    shapes = {"transformer.wte.weight": (c["vocab_size"], hidden), "transformer.wpe.weight": (c["n_positions"], hidden)}
+    for i in range(c["n_layer"]):
+        at = f"transformer.h.{i}."
+        for name, (rows, columns) in {
+            "attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden),
+            "mlp.c_fc": (hidden, inter), "mlp.c_proj": (inter, hidden),
+        }.items():  # fmt: skip
+            shapes |= {f"{at}{name}.weight": (rows, columns), f"{at}{name}.bias": (columns,)}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"{at}{name}.weight": (hidden,), f"{at}{name}.bias": (hidden,)}
+    return shapes | {"transformer.ln_f.weight": (hidden,), "transformer.ln_f.bias": (hidden,)}
+
+
+def _opt_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inter, embed = c["hidden_size"], c["ffn_dim"], c["word_embed_proj_dim"]
+    bias, affine = c.get("enable_bias", True), c.get("layer_norm_elementwise_affine", True)
+    at = "model.decoder."
+    shapes = {f"{at}embed_tokens.weight": (c["vocab_size"], embed)}
+    shapes[f"{at}embed_positions.weight"] = (c["max_position_embeddings"] + 2, hidden)
+    if embed != hidden:
+        shapes |= {f"{at}project_in.weight": (hidden, embed), f"{at}project_out.weight": (embed, hidden)}
+    norms = [f"{at}final_layer_norm"] if c["do_layer_norm_before"] else []
+    for i in range(c["num_hidden_layers"]):
+        layer = f"{at}layers.{i}."
+        linears = {f"self_attn.{n}_proj": (hidden, hidden) for n in ("q", "k", "v", "out")}
+        for name, shape in (linears | {"fc1": (inter, hidden), "fc2": (hidden, inter)}).items():
+            shapes[f"{layer}{name}.weight"] = shape
+            if bias:
+                shapes[f"{layer}{name}.bias"] = shape[:1]
+        norms += [f"{layer}self_attn_layer_norm", f"{layer}final_layer_norm"]
+    if affine:
+        shapes |= {f"{norm}.{part}": (hidden,) for norm in norms for part in ("weight", "bias")}
+    if not c["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (c["vocab_size"], embed)
+    return shapes
+
+
+def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """float32 values of a tensor, scaled by what it is so that greedy output does not collapse to one token.
+
+    Gains inside the layers are about 2: with 1 such a model only repeats its last token, which hides errors in
+    attention. Embeddings and the output matrix give logits a standard deviation of about 2.
+    """
+    count = math.prod(shape)
+    # 24 bits a value: uniform in [-1, 1), exact in float32
+    bits = _bits(zlib.crc32(name.encode()) + (seed << 32), count) >> np.uint64(40)
+    uniform = (bits.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)).reshape(shape)
+    is_norm = "norm" in name or ".ln_" in name
+    if is_norm and name.endswith("weight"):
+        is_last = name in ("model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight")
+        centre = 1.0 if is_last else 2.0
+        return np.float32(centre) + np.float32(0.5) * uniform
+    if len(shape) == 1:
+        return np.float32(0.5) * uniform
+    if any(part in name for part in ("embed_tokens", "lm_head", "wte")):
+        deviation = 2 / math.sqrt(shape[1])
+    elif any(part in name for part in ("embed_positions", "wpe")):
+        deviation = 0.25
+    else:
+        deviation = 1 / math.sqrt(shape[0] if ".c_" in name else shape[1])
+    return np.float32(deviation * math.sqrt(3)) * uniform
+
+
+def _bits(seed: int, count: int) -> np.ndarray:
+    """uint64[count]: the splitmix64 sequence (Steele, Lea & Flood 2014), the seed mixed before it is counted on."""
+
+    def mix(z: np.ndarray) -> np.ndarray:
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    start = mix(np.array([seed], np.uint64))
+    return mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _llama(name: str, **changes: Any) -> Variant:
+    """A Llama of 2 layers and 4 heads over 2 KV heads of 16; `changes` to its config.json."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
+    }  # fmt: skip
+    return Variant(name, config | changes)
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+def _kin(name: str, architecture: str, model_type: str, **changes: Any) -> Variant:
+    return _llama(name, architectures=[architecture], model_type=model_type, **changes)
+
+
+def _opt(name: str, **changes: Any) -> Variant:
+    config = {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": 320, "hidden_size": 64, "ffn_dim": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256, "activation_function": "relu",
+        "do_layer_norm_before": True, "word_embed_proj_dim": 64, "bos_token_id": 2, "eos_token_id": 2,
+        "pad_token_id": 1, "tie_word_embeddings": True, "torch_dtype": "float32",
+    }  # fmt: skip
+    return Variant(name, config | changes)
+
+
+# Old and new spellings of config.json take turns. The dynamic model is trained for 64 positions: of the prompts, 33
+# outgrows them while it is answered and 131 has done so before. Windows of 20 are no multiple of a block.
+VARIANTS = (
+    _llama("llama"),
+    _llama("llama-theta", rope_theta=500000.0, num_hidden_layers=3, vocab_size=257),
+    _llama("llama-linear", rope_theta=10000.0, rope_scaling={"type": "linear", "factor": 2.0}),
+    _llama("llama-dynamic", max_position_embeddings=64, rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
+    _llama(
+        "llama-llama3",
+        **_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    _llama("llama-yarn", **_rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    _llama(
+        "llama-yarn-mscale", num_hidden_layers=3,
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5,
+                beta_fast=16.0, beta_slow=2.0, truncate=False),
+    ),
+    _llama("llama-attention-bias", attention_bias=True),
+    _llama("llama-mlp-bias", mlp_bias=True),
+    _llama("llama-all-bias-tied", attention_bias=True, mlp_bias=True, tie_word_embeddings=True, **_rope("default")),
+    _llama("llama-tied", tie_word_embeddings=True),
+    _llama("llama-head-dim-8", head_dim=8),
+    _llama("llama-head-dim-16", head_dim=16, hidden_size=48, num_attention_heads=6),
+    _llama("llama-head-dim-40", head_dim=40, num_key_value_heads=1),
+    _llama("llama-mqa", num_key_value_heads=1),
+    _llama("llama-mha", num_key_value_heads=4),
+    _kin("mistral-window", "MistralForCausalLM", "mistral", sliding_window=20),
+    _kin("mistral", "MistralForCausalLM", "mistral", sliding_window=None, head_dim=24, **_rope("default")),
+    _kin("qwen2", "Qwen2ForCausalLM", "qwen2", tie_word_embeddings=True, rope_theta=1000000.0, use_sliding_window=False,
+         sliding_window=20, max_window_layers=2),
+    _kin("qwen1.5", "Qwen2ForCausalLM", "qwen2", num_key_value_heads=4, rope_theta=1000000.0, use_sliding_window=False,
+         sliding_window=20, max_window_layers=1),
+    _kin("qwen2-window", "Qwen2ForCausalLM", "qwen2", num_hidden_layers=3, use_sliding_window=True, sliding_window=20,
+         max_window_layers=1),
+    _kin("qwen3", "Qwen3ForCausalLM", "qwen3", head_dim=24, tie_word_embeddings=True, **_rope("default")),
+    _kin("qwen3-bias-window", "Qwen3ForCausalLM", "qwen3", head_dim=16, attention_bias=True, num_hidden_layers=3,
+         use_sliding_window=True, sliding_window=20,
+         layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    Variant("gpt2", {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
+        "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "bos_token_id": 0, "eos_token_id": 0, "torch_dtype": "float32",
+    }),
+    _opt("opt-125m"),
+    _opt("opt-350m", do_layer_norm_before=False, word_embed_proj_dim=32),
+    _opt("opt-no-bias", enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False),
+)  # fmt: skip
+BY_NAME = {variant.name: variant for variant in VARIANTS}

@@ -1,0 +1,158 @@
+"""Live arrays: used as they are, in every layout that is promised; anything else is refused by leaf."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError, RequestError
+from jpaged.loading import LoadedModel, load_model
+from jpaged.models.decoder import decode, dense_causal_attend, head
+from jpaged.models.spec import DecoderSpec, WeightLayout
+from tests.golden.checkpoints import BY_NAME, Variant, write_checkpoint
+
+CONFIG = EngineConfig(model="live")
+
+
+def loaded(variant: Variant, folder: Path) -> LoadedModel:
+    write_checkpoint(variant, 0, folder)
+    return load_model(EngineConfig(model=str(folder), dtype="float32"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> LoadedModel:
+    return loaded(BY_NAME["llama"], tmp_path)
+
+
+def split(spec: DecoderSpec, params: dict[str, Any], turn: bool = False) -> dict[str, Any]:
+    """The same parameters with q, k, v and gate, up apart, and every matrix of the layers [in, out] if asked."""
+    layers = []
+    for layer in params["layers"]:
+        qkv = layer["qkv"]
+        out = {
+            "q": qkv[:, :-2].reshape(-1, spec.hidden_size),
+            "k": qkv[:, -2].reshape(-1, spec.hidden_size),
+            "v": qkv[:, -1].reshape(-1, spec.hidden_size),
+            "gate": layer["gate_up"][0],
+            "up": layer["gate_up"][1],
+            "o": layer["o"],
+            "down": layer["down"],
+        }
+        layers.append({name: jnp.array(a.T) if turn else a for name, a in out.items()})
+    return params | {"layers": tuple(layers)}
+
+
+def logits(model: LoadedModel) -> np.ndarray:
+    ids = jnp.arange(3, 20)
+    hidden, _ = decode(
+        model.spec, model.params, ids, jnp.arange(len(ids)), [None] * model.spec.num_layers, ids[None],
+        dense_causal_attend, layout=model.layout,
+    )  # fmt: skip
+    return np.asarray(head(model.spec, model.params, hidden, layout=model.layout))
+
+
+def pointers(params: dict[str, Any]) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)]
+
+
+@pytest.mark.parametrize("as_config", ["spec", "dict", "object"])
+def test_the_engines_own_tree_is_used_without_a_copy(model: LoadedModel, as_config: str) -> None:
+    class HuggingFaceConfig:
+        def to_dict(self) -> dict[str, Any]:
+            return model.config
+
+    config = {"spec": model.spec, "dict": model.config, "object": HuggingFaceConfig()}[as_config]
+    live = load_model(CONFIG, model.params, config)
+    assert live.spec == model.spec
+    assert live.layout == WeightLayout()
+    assert pointers(live.params) == pointers(model.params)
+    assert live.eos_token_ids == (() if as_config == "spec" else (2,))
+
+
+@pytest.mark.parametrize("turn", [False, True], ids=["out_in", "in_out"])
+def test_split_and_turned_trees_give_the_same_logits_without_a_copy(model: LoadedModel, turn: bool) -> None:
+    """`o` and `q` are square here: they go with the other matrices."""
+    params = split(model.spec, model.params, turn)
+    live = load_model(CONFIG, params, model.spec)
+    assert live.layout.split_qkv
+    assert live.layout.split_gate_up
+    assert live.layout.transposed == (frozenset({"q", "k", "v", "o", "gate", "up", "down"}) if turn else frozenset())
+    assert pointers(live.params) == pointers(params)
+    np.testing.assert_allclose(logits(live), logits(model), atol=1e-4)
+
+
+def test_an_output_matrix_of_the_other_orientation(model: LoadedModel) -> None:
+    params = model.params | {"lm_head": jnp.array(model.params["lm_head"].T), "layers": list(model.params["layers"])}
+    live = load_model(CONFIG, params, model.spec)
+    assert live.layout.transposed == {"lm_head"}
+    np.testing.assert_allclose(logits(live), logits(model), atol=1e-4)
+
+
+def test_square_matrices_between_two_orientations_need_a_layout(model: LoadedModel) -> None:
+    params = split(model.spec, model.params)
+    layers = tuple(layer | {"down": jnp.array(layer["down"].T)} for layer in params["layers"])
+    with pytest.raises(ModelLoadError, match="is square, and the layers' other matrices are stored in both"):
+        load_model(CONFIG, params | {"layers": layers}, model.spec)
+    layout = WeightLayout(split_qkv=True, split_gate_up=True, transposed=frozenset({"down"}))
+    live = load_model(CONFIG, params | {"layers": layers}, model.spec, layout)
+    np.testing.assert_allclose(logits(live), logits(model), atol=1e-4)
+
+
+def test_config_of_a_folder(model: LoadedModel, tmp_path: Path) -> None:
+    live = load_model(EngineConfig(model=str(tmp_path)), model.params)
+    assert live.spec == model.spec
+    assert live.config == model.config
+
+
+def change(params: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of the tree with one leaf of the top, or of layer 1, set; None takes it out."""
+    *where, leaf = path.split(".")
+    tree = params["layers"][1] if where else params
+    changed = {k: v for k, v in (tree | {leaf: value}).items() if v is not None}
+    return params | {"layers": (params["layers"][0], changed)} if where else changed
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("embed", None, r"params\.embed is missing"),
+        ("layers.down", None, r"params\.layers\[1\]\.down is missing"),
+        ("layers.down", jnp.zeros((3, 4)), r"\.layers\[1\]\.down has shape \[3, 4\], the config calls for \[64, 96\]"),
+        ("final_norm", jnp.zeros(63), r"params\.final_norm has shape \[63\]"),
+        ("surplus", jnp.zeros(3), r"params\.surplus \(3 elements\) has no place"),
+        ("layers.surplus", jnp.zeros(3), r"params\.layers\[1\]\.surplus \(3 elements\)"),
+        ("final_norm", jnp.zeros(64, jnp.bfloat16), "all arrays must have one dtype"),
+        ("embed", np.zeros((320, 64), np.float32), r"params\['embed'\] is a ndarray, not a JAX array"),
+        ("embed", jnp.zeros((320, 64), jnp.int32), r"params\['embed'\] is int32; supported are"),
+    ],
+)
+def test_refused_by_leaf(model: LoadedModel, path: str, value: Any, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(CONFIG, change(model.params, path, value), model.spec)
+
+
+def test_refused_trees(model: LoadedModel) -> None:
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *model.params["layers"])
+    for layers, message in [
+        (stacked, "stacked over layers: give a tuple"),
+        (model.params["layers"][:1], "has 1 layers, the config calls for 2"),
+        ((1, 2), "a tuple with one dictionary of arrays a layer"),
+        (None, "a tuple with one dictionary of arrays a layer"),
+    ]:
+        with pytest.raises(ModelLoadError, match=message):
+            load_model(CONFIG, model.params | {"layers": layers}, model.spec)
+    with pytest.raises(ModelLoadError, match="must be a dictionary of arrays"):
+        load_model(CONFIG, [1], model.spec)
+    with pytest.raises(ModelLoadError, match="must be a DecoderSpec, a Hugging Face config"):
+        load_model(CONFIG, model.params, 7)
+
+
+def test_a_dtype_that_the_arrays_have_not(model: LoadedModel) -> None:
+    with pytest.raises(ModelLoadError, match="dtype='bfloat16', but the arrays are float32"):
+        load_model(EngineConfig(model="live", dtype="bfloat16"), model.params, model.spec)
+    with pytest.raises(RequestError, match="dtype='int4'"):
+        load_model(EngineConfig(model="live", dtype="int4"), model.params, model.spec)

@@ -1,0 +1,61 @@
+"""Tokenizers of a folder, and which ids they have."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.loading import load_model, load_tokenizer, valid_token_mask
+from tests.golden.checkpoints import BY_NAME, write_checkpoint
+
+
+def write_tokenizer(folder: Path, words: list[str]) -> None:
+    folder.mkdir(exist_ok=True)
+    made = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+def test_mask_of_known_ids(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, ["<unk>", "a", "b"])
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    np.testing.assert_array_equal(valid_token_mask(tokenizer, 5), [True, True, True, False, False])
+    assert valid_token_mask(tokenizer, 3) is None
+    assert valid_token_mask(tokenizer, 2) is None
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    np.testing.assert_array_equal(valid_token_mask(tokenizer, 5), [True, True, True, True, False])
+    assert valid_token_mask(None, 5) is None
+
+
+def test_the_models_own_and_another(tmp_path: Path) -> None:
+    write_checkpoint(BY_NAME["llama"], 0, tmp_path / "model")
+    write_tokenizer(tmp_path / "model", ["<unk>", "own"])
+    write_tokenizer(tmp_path / "other", ["<unk>", "x", "other"])
+    own = load_model(EngineConfig(model=str(tmp_path / "model")))
+    assert own.tokenizer.encode("own") == [1]
+    other = load_model(EngineConfig(model=str(tmp_path / "model"), tokenizer=str(tmp_path / "other")))
+    assert other.tokenizer.encode("other") == [2]
+
+
+def test_damaged(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, ["<unk>"])
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_of_its_own(tmp_path: Path) -> None:
+    """The code is not run, and nobody is asked at the terminal whether to."""
+    (tmp_path / "tokenization_own.py").write_text("raise SystemExit('the code was run')")
+    config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"needs code of its own \(auto_map\), which jpaged does not run"):
+        load_tokenizer(tmp_path)

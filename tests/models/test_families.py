@@ -1,0 +1,110 @@
+"""Every family and variant against the recorded answers of Transformers: greedy tokens, and log-probabilities to 1e-4.
+
+The whole answer is fed at once: each position must choose the recorded next token. By induction that is what greedy
+decoding gives. Serving the same prompts in one batch through the engine is tested with the engine.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.loading import LoadedModel, load_model
+from jpaged.models.decoder import decode, dense_causal_attend, head
+from jpaged.models.spec import Rope
+from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS, VARIANTS, Variant, write_checkpoint
+
+TOLERANCE = 1e-4  # on natural logarithms
+_LENGTH = max(PROMPT_LENGTHS) + NUM_TOKENS
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "layout"))
+def _log_probabilities(params, ids, positions, rope_lens, *, spec, layout):
+    """float32[batch, length, vocab] of sequences padded on the right."""
+    shape = jnp.zeros(ids.shape, jnp.int32)
+    hidden, _ = decode(
+        spec, params, ids.ravel(), positions.ravel(), [None] * spec.num_layers, shape, dense_causal_attend,
+        layout=layout, rope_lens=rope_lens.ravel(),
+    )  # fmt: skip
+    return jax.nn.log_softmax(head(spec, params, hidden, layout=layout)).reshape(*ids.shape, -1)
+
+
+def answer_log_probabilities(model: LoadedModel, answers: list[dict]) -> list[np.ndarray]:
+    """float32[NUM_TOKENS, vocab] of each answer: the distribution that each of its tokens was chosen from."""
+    ids = np.zeros((len(answers), _LENGTH), np.int32)
+    positions = np.broadcast_to(np.arange(_LENGTH, dtype=np.int32), ids.shape)
+    starts = np.array([len(answer["prompt"]) for answer in answers])
+    for row, answer in zip(ids, answers, strict=True):
+        sequence = answer["prompt"] + answer["tokens"]
+        row[: len(sequence)] = sequence
+    rope_lens = np.maximum(starts[:, None], positions + 1)
+    logprobs = np.asarray(
+        _log_probabilities(model.params, ids, positions, rope_lens, spec=model.spec, layout=model.layout)
+    )
+    return [row[start - 1 : start - 1 + NUM_TOKENS] for row, start in zip(logprobs, starts, strict=True)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_answers_are_those_of_transformers(variant: Variant, tmp_path: Path) -> None:
+    golden = json.loads(variant.answers.read_text())
+    assert write_checkpoint(variant, golden["seed"], tmp_path) == golden["sha256"], "another checkpoint"
+    model = load_model(EngineConfig(model=str(tmp_path), dtype="float32"))
+    assert [len(a["prompt"]) for a in golden["answers"]] == list(PROMPT_LENGTHS)
+    for answer, logprobs in zip(golden["answers"], answer_log_probabilities(model, golden["answers"]), strict=True):
+        steps = np.arange(NUM_TOKENS)
+        assert logprobs.argmax(-1).tolist() == answer["tokens"]
+        assert np.abs(logprobs[steps, answer["tokens"]] - answer["logprobs"]).max() < TOLERANCE
+        top = np.array(answer["top_tokens"])
+        assert np.abs(logprobs[steps[:, None], top] - answer["top_logprobs"]).max() < TOLERANCE
+
+
+def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
+    """Dropping what makes a variant special must change its answers, or the comparison above shows nothing."""
+    changes = {
+        "llama-linear": {"rope": Rope()},
+        "llama-dynamic": {"rope": Rope()},
+        "llama-llama3": {"rope": Rope()},
+        "llama-yarn": {"rope": Rope()},
+        "mistral-window": {"sliding_window": ()},
+        "qwen2-window": {"sliding_window": (20, 20, 20)},
+        "qwen3": {"qk_norm": False},
+        "opt-350m": {"post_norm": False},
+        "gpt2": {"attention_scale": 1.0},
+    }
+    for variant in VARIANTS:
+        if variant.name not in changes:
+            continue
+        golden = json.loads(variant.answers.read_text())
+        write_checkpoint(variant, golden["seed"], tmp_path / variant.name)
+        model = load_model(EngineConfig(model=str(tmp_path / variant.name), dtype="float32"))
+        wrong = dataclasses.replace(model, spec=dataclasses.replace(model.spec, **changes[variant.name]))
+        long = golden["answers"][-1:]
+        assert answer_log_probabilities(wrong, long)[0].argmax(-1).tolist() != long[0]["tokens"], variant.name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_live_against_transformers(variant: Variant, tmp_path: Path) -> None:
+    """With torch installed: the same logits on a fresh seed, which no recorded answer has seen."""
+    import torch
+    import transformers
+
+    write_checkpoint(variant, 12345, tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float32).eval()
+    model = load_model(EngineConfig(model=str(tmp_path), dtype="float32"))
+    ids = np.random.default_rng(0).integers(3, variant.config["vocab_size"], 150)
+    with torch.no_grad():
+        wanted = reference(torch.tensor(ids[None])).logits[0].log_softmax(-1).numpy()
+    positions = np.arange(len(ids))
+    rope_lens = np.full(len(ids), len(ids))
+    got = _log_probabilities(
+        model.params, ids[None].astype(np.int32), positions[None], rope_lens[None], spec=model.spec, layout=model.layout
+    )
+    assert np.abs(np.asarray(got)[0] - wanted).max() < TOLERANCE

@@ -1,0 +1,155 @@
+"""config.json to DecoderSpec: both spellings, every default, and every option that is refused by name."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+
+from jpaged.errors import ModelLoadError
+from jpaged.models import rope
+from jpaged.models.families import family_of, spec_of
+from jpaged.models.spec import Rope
+from tests.golden.checkpoints import BY_NAME, VARIANTS, Variant
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    """A variant's config with changes; a change to ... takes the key out."""
+    return {k: v for k, v in (BY_NAME[name].config | changes).items() if v is not ...}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_a_config_that_transformers_read_and_wrote_again_says_the_same(variant: Variant) -> None:
+    rewritten = transformers.AutoConfig.for_model(**variant.config).to_dict()
+    assert spec_of(rewritten) == spec_of(variant.config)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}},
+            {"rope_type": "linear", "factor": 2, "rope_theta": 1e4},
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}},
+            {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+    ],
+)
+def test_old_and_new_spelling_of_rope(old: dict, new: dict) -> None:
+    assert spec_of(config("llama", **old)) == spec_of(config("llama", rope_parameters=new))
+    nested = {"full_attention": new, "sliding_attention": dict(new)}
+    assert spec_of(config("llama", **old)) == spec_of(config("llama", rope_parameters=nested))
+
+
+def test_longest_sequence() -> None:
+    assert spec_of(config("llama")).max_position == 256
+    assert spec_of(config("llama-linear")).max_position == 512
+    assert spec_of(config("llama-dynamic")).max_position == 256
+    assert spec_of(config("llama-yarn")).max_position == 256
+    assert spec_of(config("llama-llama3")).max_position == 256
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}  # trained for max_position_embeddings
+    assert spec_of(config("llama", rope_parameters=yarn)).max_position == 1024
+    assert spec_of(config("opt-125m")).max_position == 256
+    assert spec_of(config("gpt2")).max_position == 256
+
+
+def test_windows() -> None:
+    assert spec_of(config("mistral-window")).sliding_window == (20, 20)
+    assert spec_of(config("mistral")).sliding_window == ()
+    assert spec_of(config("mistral", sliding_window=...)).sliding_window == (4096, 4096)
+    assert spec_of(config("qwen2")).sliding_window == ()
+    assert spec_of(config("qwen2-window")).sliding_window == (None, 20, 20)
+    assert spec_of(config("qwen2-window", sliding_window=None)).sliding_window == ()
+    assert spec_of(config("qwen2-window", max_window_layers=0)).sliding_window == (20, 20, 20)
+    assert spec_of(config("qwen2-window", max_window_layers=...)).sliding_window == ()
+    assert spec_of(config("qwen3-bias-window")).sliding_window == (20, None, 20)
+
+
+def test_defaults() -> None:
+    assert spec_of(config("qwen3", head_dim=...)).head_dim == 128
+    assert spec_of(config("llama", num_key_value_heads=None)).num_kv_heads == 4
+    assert spec_of(config("llama", head_dim=None)).head_dim == 16
+    gpt2 = spec_of(config("gpt2", n_inner=None, tie_word_embeddings=...))
+    assert (gpt2.intermediate_size, gpt2.tie_embeddings) == (256, True)
+    assert spec_of(config("gpt2", scale_attn_weights=False)).scale == 1.0
+    assert spec_of(config("opt-350m")).embed_size == 32
+    assert not spec_of(config("opt-125m", _remove_final_layer_norm=True)).final_norm
+
+
+def test_family_by_architecture_then_by_model_type() -> None:
+    assert family_of({"architectures": ["Qwen2ForCausalLM"], "model_type": "llama"}).model_type == "qwen2"
+    assert family_of({"model_type": "opt"}).model_type == "opt"
+    assert family_of({"architectures": ["GPT2Model"]}).model_type == "gpt2"
+    classifier = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}
+    for values in ({}, {"architectures": ["BertModel"]}, classifier):
+        with pytest.raises(ModelLoadError, match="is not supported by jpaged; supported: LlamaForCausalLM, Mistral"):
+            family_of(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"hidden_size": ...}, "hidden_size is missing"),
+        ("llama", {"hidden_size": "64"}, "hidden_size='64' must be a whole number"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers=0 must be a whole number of at least 1"),
+        ("llama", {"num_hidden_layers": True}, "num_hidden_layers=True"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a finite number"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 6}, "hidden size 64 is no multiple"),
+        ("llama", {"head_dim": 7}, "head_dim=7 must be even"),
+        ("llama", {"hidden_act": "xielu"}, "hidden_act='xielu' is not supported; supported: silu"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias='yes' must be true or false"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config=.* is not supported"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("llama", {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ("llama", {"attention_chunk_size": 128}, "attention_chunk_size=128"),
+        ("llama", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types=.* is not supported"),
+        ("llama", {"rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' is not supported"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing, linear rope scaling needs it"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' must be a finite number"),
+        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8}}, "low_freq_factor is missing"),
+        ("llama", {"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section=.* has no meaning"),
+        ("llama", {"rope_scaling": [1]}, "rope_scaling=.* must be an object"),
+        ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is given with different"),
+        ("llama", {"rope_parameters": {"a": {"rope_theta": 1}, "b": {"rope_theta": 2}}}, "differs from layer to layer"),
+        ("mistral-window", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("mistral-window", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must name a type for each of the 2 layers"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention', which is not"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "but sliding_window is not set"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+        ("opt-125m", {"activation_function": "gelu_10"}, "activation_function='gelu_10'"),
+    ],
+)
+def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        spec_of(config(name, **changes))
+
+
+def test_harmless_options_are_taken() -> None:
+    spec = spec_of(config("llama"))
+    for changes in (
+        {"pretraining_tp": 2}, {"partial_rotary_factor": 1.0}, {"layer_types": ["full_attention"] * 2},
+        {"rope_scaling": None}, {"rope_scaling": {"type": "default"}}, {"use_cache": False}, {"attention_dropout": 0.1},
+    ):  # fmt: skip
+        assert spec_of(config("llama", **changes)) == spec
+
+
+def test_unknown_and_dynamic_rope_have_no_fixed_frequencies() -> None:
+    for scaling in ("dynamic", "other"):
+        with pytest.raises(ValueError, match="no fixed frequencies"):
+            rope.inv_freq(Rope(scaling=scaling), 64, 128)
+
+
+def test_dynamic_rope_is_plain_up_to_the_trained_length_and_slower_beyond() -> None:
+    dynamic = Rope(scaling="dynamic", factor=2.0, original_max_position=64)
+    plain, _ = rope.inv_freq(Rope(), 16, 64)
+    within, at, beyond = np.asarray(rope.dynamic_inv_freq(dynamic, 16, jnp.array([1, 64, 65])))
+    np.testing.assert_allclose(within, plain, rtol=1e-6)
+    np.testing.assert_allclose(at, plain, rtol=1e-6)
+    assert (beyond[1:] < plain[1:]).all()

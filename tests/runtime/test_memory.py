@@ -1,0 +1,82 @@
+"""Bytes: what fits, what is refused, and a pool that keeps its size from start to start."""
+
+import dataclasses
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.models.spec import DecoderSpec, Rope
+from jpaged.runtime import memory
+
+SPEC = DecoderSpec(
+    vocab_size=1000, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,
+    max_position=4096, rope=Rope(),
+)  # fmt: skip
+CONFIG = EngineConfig(model="test")
+BLOCK_BYTES = 2 * 4 * 16 * 2 * 16 * 4
+
+
+def plan(config=CONFIG, platform="cpu", **kwargs):
+    limits = memory.decide_limits(SPEC, config, platform)
+    return memory.fit(SPEC, config, limits, dtype=jnp.float32, weight_bytes=1000, **kwargs)
+
+
+def test_cpu_takes_twice_what_its_rows_can_use_and_at_most_a_gibibyte():
+    small = dataclasses.replace(CONFIG, max_num_seqs=2, max_model_len=100)
+    assert plan(small).num_blocks == 2 * 2 * 7
+    assert plan(small).kv_bytes == 28 * BLOCK_BYTES
+    large = plan(dataclasses.replace(CONFIG, max_num_seqs=512))
+    assert 0.9 * 2**30 < large.kv_bytes <= 2**30
+
+
+def test_platform_defaults():
+    assert memory.decide_limits(SPEC, CONFIG, "cpu") == memory.Limits(4096, 32, 512, 16)
+    assert memory.decide_limits(SPEC, CONFIG, "gpu") == memory.Limits(4096, 256, 2048, 16)
+    assert memory.decide_limits(SPEC, CONFIG, "tpu").block_size == 64
+    assert memory.decide_limits(SPEC, dataclasses.replace(CONFIG, max_num_batched_tokens=16), "cpu").max_num_seqs == 16
+
+
+def test_the_default_length_shrinks_and_an_explicit_one_is_refused(caplog):
+    few = dataclasses.replace(CONFIG, kv_cache_memory_bytes=40 * BLOCK_BYTES)
+    shrunk = plan(few)
+    assert shrunk.limits.max_model_len == 640
+    assert "max_model_len is now 640" in caplog.text
+    with pytest.raises(ModelLoadError, match=r"max_model_len=1000 .* at most 640, or raise kv_cache_memory_bytes"):
+        plan(dataclasses.replace(few, max_model_len=1000))
+    assert plan(dataclasses.replace(few, max_model_len=640)).num_blocks == 40
+
+
+def test_an_accelerator_gives_what_is_free():
+    def device(**stats):
+        return types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+
+    free = memory.free_device_bytes(device(bytes_limit=1000, bytes_in_use=300), CONFIG)
+    assert free == 600
+    assert memory.free_device_bytes(types.SimpleNamespace(platform="cpu"), CONFIG) is None
+    too_much = dataclasses.replace(CONFIG, gpu_memory_utilization=1.5)
+    with pytest.raises(ModelLoadError, match=r"gpu_memory_utilization=1\.5"):
+        memory.free_device_bytes(device(bytes_limit=1, bytes_in_use=0), too_much)
+    assert plan(platform="gpu", free_bytes=5000 * BLOCK_BYTES).num_blocks == memory.round_down(5000)
+    capped = dataclasses.replace(CONFIG, kv_cache_memory_bytes=10**12)
+    assert plan(capped, platform="gpu", free_bytes=512 * BLOCK_BYTES).num_blocks == 512
+
+
+def test_the_pool_keeps_its_size_where_it_still_fits(tmp_path):
+    assert memory.round_down(31) == 31
+    assert memory.round_down(1023) == 992
+    assert memory.remembered_blocks(tmp_path, "a", 992) == 992
+    assert memory.remembered_blocks(tmp_path, "a", 1024) == 992  # a little more is free: same programs
+    assert memory.remembered_blocks(tmp_path / "other", "b", 1024) == 1024
+    assert memory.remembered_blocks(tmp_path, "a", 800) == 800  # no longer fits
+    next(tmp_path.glob("pool-*.json")).write_text("{cut short")
+    assert memory.remembered_blocks(tmp_path, "a", 900) == 900
+
+
+def test_the_plan_says_where_the_bytes_go():
+    text = str(plan(dataclasses.replace(CONFIG, max_num_seqs=2, max_model_len=100)))
+    assert "28 blocks of 16 tokens" in text
+    for word in ("weights", "KV pool", "request table", "temporaries", "in all"):
+        assert word in text

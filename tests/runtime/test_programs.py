@@ -1,0 +1,67 @@
+"""The table of programs: finite, small, and a program for every plan an engine may make."""
+
+import numpy as np
+import pytest
+
+from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.runtime.programs import MAX_PROGRAMS, MAX_STEP_PROGRAMS, Program, ProgramTable, bucket_shapes
+from jpaged.runtime.step import ProgramShape
+
+
+def table(max_num_seqs, max_tokens, **options):
+    shapes = bucket_shapes(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, block_size=16, **options
+    )
+    return ProgramTable([Program(shape, lambda: None, 0.0, 0) for shape in shapes])
+
+
+def make_plan(decodes, chunk, variant):
+    rows = decodes + (1 if chunk else 0)
+    return StepPlan(
+        rows=np.arange(rows, dtype=np.int32),
+        num_tokens=np.asarray([1] * decodes + ([chunk] if chunk else []), np.int32),
+        num_decodes=decodes,
+        samples=np.ones(rows, bool),
+        prompt_tokens=np.zeros(chunk, np.int32),
+        block_updates=np.zeros((0, 3), np.int32),
+        sampler=variant,
+    )
+
+
+@pytest.mark.parametrize(
+    ("seqs", "tokens"), [(1, 1), (1, 64), (3, 100), (8, 8), (32, 512), (100, 777), (256, 2048), (1024, 8192)]
+)
+def test_at_most_24_programs_and_one_for_every_plan(seqs, tokens):
+    programs = table(seqs, tokens)
+    shapes = [p.shape for p in programs.programs]
+    assert len(set(shapes)) == len(shapes) <= MAX_STEP_PROGRAMS < MAX_PROGRAMS
+    assert all(shape.rows >= 8 and shape.tokens >= 8 for shape in shapes)
+    for variant in SamplerVariant:
+        for decodes in {1, seqs // 2, seqs} - {0}:
+            program = programs.choose(make_plan(decodes, 0, variant))
+            assert program.shape.is_decode
+            assert program.shape.variant >= variant
+        for decodes, chunk in ((0, 1), (0, tokens), (min(seqs, tokens) - 1, 1), (seqs - 1, tokens - seqs + 1)):
+            if chunk >= 1:
+                shape = programs.choose(make_plan(decodes, chunk, variant)).shape
+                assert not shape.is_decode
+                assert shape.tokens >= decodes + chunk
+                assert shape.variant >= variant
+
+
+def test_the_smallest_program_that_fits_is_chosen():
+    programs = table(32, 512)
+    assert programs.choose(make_plan(8, 0, SamplerVariant.GREEDY)).shape == ProgramShape(
+        True, 8, 8, 16, SamplerVariant.GREEDY
+    )
+    assert programs.choose(make_plan(9, 0, SamplerVariant.FULL)).shape.rows == 16
+    assert programs.choose(make_plan(3, 30, SamplerVariant.GREEDY)).shape.tokens == 64
+
+
+def test_buckets_that_a_caller_names():
+    shapes = [p.shape for p in table(8, 64, row_buckets=(8,), token_buckets=(64,)).programs]
+    assert {(s.is_decode, s.tokens, s.variant) for s in shapes} == {
+        (decode, tokens, variant) for decode, tokens in ((True, 8), (False, 64)) for variant in SamplerVariant
+    }
+    with pytest.raises(ValueError, match="no program"):
+        table(8, 64).choose(make_plan(0, 65, SamplerVariant.GREEDY))

@@ -1,0 +1,204 @@
+"""The runner on a small random model: against a dense forward pass, and at the edges of the packed plan."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import RowInit, SamplerVariant, StepPlan
+from jpaged.errors import EngineError, ModelLoadError
+from jpaged.models import decoder
+from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.step import block_updates
+
+SPEC = DecoderSpec(
+    vocab_size=256, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    max_position=2048, rope=Rope(), tie_embeddings=True,
+)  # fmt: skip
+BLOCK = 16
+CONFIG = EngineConfig(
+    model="test", max_num_seqs=8, max_num_batched_tokens=64, row_buckets=(8,), token_buckets=(64,), block_size=BLOCK
+)
+
+
+def random_params(spec=SPEC, seed=0):
+    """Random weights whose greedy output does not collapse to one token: norm gains about 2."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, shape):
+        values = rng.standard_normal(shape.shape) * 0.15
+        return jnp.asarray(values + (2 if "norm" in str(path[-1]) else 0), shape.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, param_shapes(spec, jnp.float32))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params()
+
+
+@pytest.fixture(scope="module")
+def runner(params):
+    runner = ModelRunner.create(SPEC, params, CONFIG)
+    yield runner
+    assert runner.compiles_after_ready == 0
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def dense_greedy(params):
+    """Greedy continuation by computing everything anew for every token, without pages."""
+
+    @jax.jit
+    def logits(ids):
+        shape = jnp.zeros((1, len(ids)), jnp.int32)
+        hidden, _ = decoder.decode(
+            SPEC, params, ids, jnp.arange(len(ids)), [None] * SPEC.num_layers, shape, decoder.dense_causal_attend
+        )
+        return decoder.head(SPEC, params, hidden)
+
+    def greedy(prompt, count):
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(np.argmax(logits(jnp.asarray(ids + [0] * (128 - len(ids)), jnp.int32))[len(ids) - 1])))
+        return ids[len(prompt) :]
+
+    return greedy
+
+
+def plan(rows, num_tokens, *, decodes=0, samples=None, prompt=(), updates=(), inits=(), sampler=SamplerVariant.GREEDY):
+    return StepPlan(
+        rows=np.asarray(rows, np.int32),
+        num_tokens=np.asarray(num_tokens, np.int32),
+        num_decodes=decodes,
+        samples=np.ones(len(rows), bool) if samples is None else np.asarray(samples),
+        prompt_tokens=np.asarray(prompt, np.int32),
+        block_updates=np.asarray(updates, np.int32).reshape(-1, 3),
+        row_inits=tuple(inits),
+        sampler=sampler,
+    )
+
+
+def start(row, blocks, *, computed=0, prompt_len=1, **sampling):
+    neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
+    return RowInit(row, computed, prompt_len, np.asarray(blocks, np.int32), **(neutral | sampling))
+
+
+def tokens_of(runner, handles, index=0):
+    return [int(runner.collect(handle).token_ids[index]) for handle in handles]
+
+
+def test_chunks_and_decodes_give_what_a_dense_pass_gives(runner, dense_greedy):
+    prompt = np.random.default_rng(1).integers(0, SPEC.vocab_size, 41)
+    blocks = [9, 3, 30, 7]
+    runner.dispatch(plan([5], [20], samples=[False], prompt=prompt[:20], inits=[start(5, blocks[:2], prompt_len=41)]))
+    handles = [runner.dispatch(plan([5], [21], prompt=prompt[20:], updates=[(5, 2, blocks[2])]))]
+    updates = {7: [(5, 3, blocks[3])]}  # position 48 begins the fourth block; no step waits for a token
+    handles += [runner.dispatch(plan([5], [1], decodes=1, updates=updates.get(i, ()))) for i in range(15)]
+    assert tokens_of(runner, handles) == dense_greedy(prompt, 16)
+
+
+def test_a_mixed_step_decodes_and_prefills(runner, dense_greedy):
+    rng = np.random.default_rng(2)
+    first, second = rng.integers(0, SPEC.vocab_size, (2, 17))
+    runner.dispatch(plan([0], [16], samples=[False], prompt=first[:16], inits=[start(0, [1, 2])]))
+    handles = [runner.dispatch(plan([0], [1], prompt=first[16:]))]  # one known token: sent, not from the table
+    both = runner.dispatch(plan([0, 7], [1, 17], decodes=1, prompt=second, inits=[start(7, [4, 5])]))
+    later = runner.dispatch(plan([7, 0], [1, 1], decodes=2))
+    assert [*tokens_of(runner, [*handles, both]), tokens_of(runner, [later], 1)[0]] == dense_greedy(first, 3)
+    assert [tokens_of(runner, [both], 1)[0], tokens_of(runner, [later])[0]] == dense_greedy(second, 2)
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, excess):
+    """A resume of long rows brings more block-table entries than fit: they go through upload_row first."""
+    shape = next(p.shape for p in runner.programs.programs if not p.shape.is_decode)
+    prompt = np.random.default_rng(3).integers(0, SPEC.vocab_size, 30)
+    runner.dispatch(plan([0], [30], samples=[False], prompt=prompt[:30], inits=[start(0, [2, 6])]))
+    # row 0 again, its first 16 tokens computed; row 1 with the table that fills the plan up
+    count = shape.max_updates - 2 + excess
+    inits = [start(0, [2, 6], computed=16, prompt_len=30), start(1, np.arange(count) % runner.num_blocks)]
+    step = plan([0, 1], [14, 1], prompt=[*prompt[16:], 7], inits=inits)
+    assert len(block_updates(step)) == shape.max_updates + excess
+    assert tokens_of(runner, [runner.dispatch(step)]) == dense_greedy(prompt, 1)
+    width = len(np.asarray(runner._state.blocks)[1])
+    expected = np.arange(count)[:width] % runner.num_blocks
+    np.testing.assert_array_equal(np.asarray(runner._state.blocks)[1][: len(expected)], expected)
+
+
+def test_what_a_row_samples_does_not_depend_on_its_neighbours(runner):
+    rng = np.random.default_rng(4)
+    prompts = rng.integers(0, SPEC.vocab_size, (4, 12))
+    sampling = {"temperature": 1.3, "top_p": 0.9, "top_k": 40, "seed": 99}
+
+    def run(row, company):
+        ids = [row, *company]
+        inits = [start(r, [10 + r], prompt_len=12, **(sampling if r == row else {})) for r in ids]
+        order = prompts[[0, *range(1, len(ids))]].ravel()
+        handles = [
+            runner.dispatch(plan(ids, [12] * len(ids), prompt=order, inits=inits, sampler=SamplerVariant.FULL)),
+            *(runner.dispatch(plan(ids, [1] * len(ids), decodes=len(ids), sampler=SamplerVariant.FULL)) for _ in "abc"),
+        ]
+        results = [runner.collect(handle) for handle in handles]
+        return [int(r.token_ids[0]) for r in results], [float(r.logprobs[0]) for r in results]
+
+    alone = run(0, [])
+    assert run(0, [1, 2, 3]) == alone
+    assert run(6, [3, 4]) == alone
+
+
+def test_a_failed_step_leaves_a_runner_that_serves(runner, dense_greedy, monkeypatch):
+    prompt = [1, 2, 3]
+    program = runner.programs.choose(plan([0], [3], prompt=prompt, inits=[start(0, [1])]))
+
+    def fail(params, allowed, state, packed):
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # what a failure after donation looks like
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.programs, "choose", lambda _: dataclasses.replace(program, run=fail))
+        with pytest.raises(EngineError, match="out of memory"):
+            runner.dispatch(plan([0], [3], prompt=prompt, inits=[start(0, [1])]))
+    handle = runner.dispatch(plan([0], [3], prompt=prompt, inits=[start(0, [1])]))
+    assert tokens_of(runner, [handle]) == dense_greedy(prompt, 1)
+
+
+def test_dynamic_rope_shares_only_what_does_not_depend_on_the_length(params):
+    runner = object.__new__(ModelRunner)
+    runner.spec = dataclasses.replace(SPEC, rope=Rope(scaling="dynamic", factor=2.0, original_max_position=64))
+    assert runner.prefix_cacheable(64)
+    assert not runner.prefix_cacheable(65)
+    runner.spec = SPEC
+    assert runner.prefix_cacheable(2000)
+
+
+def test_a_closed_runner_says_so(params):
+    runner = ModelRunner.create(SPEC, params, CONFIG)
+    runner.close()
+    with pytest.raises(EngineError, match="closed"):
+        runner.dispatch(plan([0], [1], prompt=[1], inits=[start(0, [1])]))
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(params))  # the weights are the caller's
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_implementation": "cuda"}, "attention_implementation='cuda'"),
+        ({"max_logprobs": -1}, "max_logprobs=-1"),
+        ({"max_model_len": 4096}, "at most 2048"),
+        ({"max_model_len": 1}, "max_model_len=1"),
+        ({"block_size": 24}, "block_size=24"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_seqs": 80}, "max_num_batched_tokens=64"),
+        ({"kv_cache_memory_bytes": 200_000, "max_model_len": 2048}, "lower max_model_len to at most 384"),
+        ({"kv_cache_memory_bytes": 100}, "not one block"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_memory_is_taken(params, options, message):
+    with pytest.raises(ModelLoadError, match=message):
+        ModelRunner.create(SPEC, params, dataclasses.replace(CONFIG, **options))
