@@ -1,0 +1,177 @@
+"""The cache and the weights are never copied: asserted on the text and the figures of the compiled step.
+
+For CPU always; for an H200 without one where JAX's CUDA plugin is installed (`-m deviceless`).
+"""
+
+import collections
+import contextlib
+import functools
+import importlib.util
+import re
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
+from jpaged.runtime.state import create_state, state_shapes
+from jpaged.runtime.step import ProgramShape, compile_step
+from tests.runtime import h200_target
+
+# Activations of 8 rows, and of a chunk, are far smaller than a layer's weights or pages.
+SPEC = DecoderSpec(
+    vocab_size=512, hidden_size=1024, intermediate_size=2816, num_layers=3, num_heads=16, num_kv_heads=8, head_dim=64,
+    max_position=1024, rope=Rope(),
+)  # fmt: skip
+BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
+DECODE = ProgramShape(True, ROWS, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
+PREFILL = ProgramShape(False, 64, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
+
+TARGETS = [
+    "cpu",
+    pytest.param(
+        "h200",
+        marks=[
+            pytest.mark.deviceless,
+            pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax-cuda13-plugin"),
+        ],
+    ),
+]
+
+
+def dtype_of(target):
+    """bfloat16 where the back end multiplies it as it is: JAX 0.10 on CPU converts 16-bit weights at every step."""
+    old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
+    return jnp.dtype("float32" if target == "cpu" and old else "bfloat16")
+
+
+@functools.cache
+def compiled(target, shape, blocks=BLOCKS):
+    dtype, sharding, mesh = dtype_of(target), None, contextlib.nullcontext()
+    if target == "h200":
+        sharding = h200_target.sharding()
+        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+        mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+    state = state_shapes(
+        SPEC, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=SPEC.max_position // BLOCK_SIZE, dtype=dtype
+    )
+    params, state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (param_shapes(SPEC, dtype), state)
+    )
+    with mesh:
+        return compile_step(
+            params, None, state, spec=SPEC, layout=WeightLayout(), shape=shape, num_logprobs=20, sharding=sharding,
+            implementation="xla_loop" if target == "cpu" else "xla",
+        )  # fmt: skip
+
+
+def pool_bytes(target, blocks=BLOCKS):
+    """One layer's KV pages."""
+    return 2 * blocks * BLOCK_SIZE * SPEC.num_kv_heads * SPEC.head_dim * dtype_of(target).itemsize
+
+
+def limit(target):
+    """The smaller of one layer's KV pages and one layer's largest matrix."""
+    largest = 2 * SPEC.intermediate_size * SPEC.hidden_size * dtype_of(target).itemsize
+    return min(pool_bytes(target), largest)
+
+
+ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1, "s64": 8, "f64": 8}
+
+
+def large_moves(text, least_bytes):
+    """Instructions that copy, transpose or convert an array of at least so many bytes, in a program's text."""
+    found = []
+    for dtype, dims, operation in re.findall(r"= (\w+)\[([\d,]+)\]\S* (copy|copy-start|transpose|convert)\(", text):
+        size = int(np.prod([int(d) for d in dims.split(",")])) * ITEM_BYTES[dtype]
+        if size >= least_bytes:
+            found.append(f"{operation} {dtype}[{dims}]")
+    return found
+
+
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_as_large_as_a_layers_kv_or_weights_is_copied(target, shape):
+    program = compiled(target, shape)
+    assert large_moves(program.as_text(), limit(target)) == []
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < limit(target)
+    # the pages come in and go out as the same buffers
+    assert memory.alias_size_in_bytes >= SPEC.num_layers * pool_bytes(target)
+
+
+def test_the_check_sees_a_copy():
+    """The assertion above can fail: a step that does not donate its state copies the pages."""
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    program = jax.jit(lambda a: (a.at[0].set(1.0), a.T.copy())).lower(x).compile()
+    assert large_moves(program.as_text(), 4 << 20)
+
+
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_ten_times_the_pool_costs_nothing_but_the_pool(target, shape):
+    small, large = compiled(target, shape), compiled(target, shape, 10 * BLOCKS)
+    assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+    assert operations(small) == operations(large)
+    if target != "cpu":
+        return  # without the device its compiler does not count flops and bytes
+    costs = [_costs(program) for program in (small, large)]
+    assert costs[0]["flops"] == costs[1]["flops"]
+    # XLA counts the whole operand of a gather or an in-place update as accessed: beside whole pools nothing may grow.
+    grown = pool_bytes(target, 10 * BLOCKS) - pool_bytes(target)
+    more = costs[1]["bytes accessed"] - costs[0]["bytes accessed"]
+    assert more == pytest.approx(round(more / grown) * grown, rel=1e-6)  # the count is a float32
+    assert more < 4.5 * SPEC.num_layers * grown  # read for keys and for values, and taken and given by the write
+
+
+def operations(program):
+    """How often each operation stands in a program's text."""
+    return collections.Counter(re.findall(r"= \S+ ([\w-]+)\(", program.as_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
+def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
+    """Medians of interleaved steps within 1.2x; a busy machine gets three tries."""
+    dtype = dtype_of("cpu")
+    params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), param_shapes(SPEC, dtype))
+    packed = np.full(shape.packed_size, -1, np.int32)
+    packed[shape.cuts["rows"]] = np.arange(ROWS)
+    if not shape.is_decode:
+        packed[shape.cuts["num_tokens"]] = shape.tokens // ROWS
+        packed[shape.cuts["prompt_tokens"]] = 7
+    states, times = {}, {}
+    for blocks in (BLOCKS, 10 * BLOCKS):
+        states[blocks] = create_state(
+            SPEC, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=SPEC.max_position // BLOCK_SIZE, dtype=dtype
+        )
+        states[blocks] = states[blocks].replace(blocks=states[blocks].blocks.at[:].set(_scattered_tables(blocks)))
+    for _ in range(3):
+        for blocks in states:
+            times[blocks] = []
+        for _ in range(15):
+            for blocks in states:
+                start = time.perf_counter()
+                states[blocks], sampled = compiled("cpu", shape, blocks)(params, None, states[blocks], packed)
+                jax.block_until_ready((states[blocks], sampled))
+                times[blocks].append(time.perf_counter() - start)
+        ratio = statistics.median(times[10 * BLOCKS]) / statistics.median(times[BLOCKS])
+        print(f"{shape}: {ratio:.3f} times as long over ten times the blocks")
+        if ratio < 1.2:
+            return
+    pytest.fail(f"{ratio:.2f} times as long over ten times the blocks")
+
+
+def _scattered_tables(blocks):
+    """Block tables of all rows, spread over the whole pool."""
+    width = SPEC.max_position // BLOCK_SIZE
+    return np.random.default_rng(0).permutation(blocks)[: ROWS * width].reshape(ROWS, width).astype(np.int32)
+
+
+def _costs(program):
+    analysis = program.cost_analysis()
+    return {name: analysis[name] for name in ("flops", "bytes accessed")}
