@@ -74,7 +74,11 @@ class Runner(Protocol):
     max_model_len: int
     vocab_size: int
     max_logprobs: int
-    compiles_after_ready: int    # programs compiled after ready: 0, or something is wrong
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Programs compiled after ready: 0, or something is wrong."""
+        ...
 
     def dispatch(self, plan: StepPlan) -> Any:
         """Start a step; returns at once with a handle for collect. Steps run in the order of dispatch."""

@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.step import ProgramShape
 
 # All programs of an engine by default. Three are not steps: upload_row, and room for copying blocks.
@@ -18,6 +19,19 @@ MAX_PROGRAMS = 24
 MAX_STEP_PROGRAMS = MAX_PROGRAMS - 3
 # Below 8 rows XLA's CPU products give other bits, and bf16 is 5 to 18 times slower; 8 rows cost what 2 do.
 MIN_BUCKET = 8
+# XLA's CPU reductions over fewer elements than this, in all rows together, give other bits.
+MIN_REDUCTION = 4096
+
+
+def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
+    """The fewest rows and tokens of a program: on CPU as many as keep a row's bits the same in every program.
+
+    8 for every model of use; tiny ones need more, so that their norms reduce over MIN_REDUCTION elements.
+    """
+    if platform != "cpu":
+        return MIN_BUCKET
+    narrowest = min(spec.hidden_size, spec.vocab_size, spec.num_kv_heads * spec.head_dim if spec.qk_norm else 1 << 30)
+    return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
 
 
 def bucket_shapes(
@@ -25,6 +39,7 @@ def bucket_shapes(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     block_size: int,
+    smallest: int = MIN_BUCKET,
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
 ) -> list[ProgramShape]:
@@ -33,14 +48,17 @@ def bucket_shapes(
     Decode programs come one a row bucket, mixed programs one a token bucket with rows at the maximum. Greedy and full
     sampling have every bucket; plain random sampling has what is left, and uses the full sampler's programs elsewhere.
     """
-    max_rows = max(max_num_seqs, MIN_BUCKET)
-    max_tokens = max(max_num_batched_tokens, MIN_BUCKET)
+    max_rows = max(max_num_seqs, smallest)
+    max_tokens = max(max_num_batched_tokens, smallest)
     buckets = MAX_STEP_PROGRAMS * 2 // 5
-    rows = _checked(row_buckets, max_rows) if row_buckets else _thin(_powers(MIN_BUCKET, max_rows), buckets // 2)
-    if token_buckets:
-        tokens = _checked(token_buckets, max_tokens)
+    if row_buckets:
+        rows = _checked(row_buckets, smallest, max_rows)
     else:
-        tokens = _thin(_powers(2 * MIN_BUCKET, max_tokens), buckets - len(rows))
+        rows = _thin(_powers(smallest, max_rows), buckets // 2)
+    if token_buckets:
+        tokens = _checked(token_buckets, smallest, max_tokens)
+    else:
+        tokens = _thin(_powers(2 * smallest, max_tokens), buckets - len(rows))
 
     def shapes(variant: SamplerVariant, rows: Sequence[int], tokens: Sequence[int]) -> list[ProgramShape]:
         decodes = [ProgramShape(True, n, n, block_size, variant) for n in rows]
@@ -71,9 +89,9 @@ def _thin(values: Sequence[int], most: int) -> list[int]:
     return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
 
 
-def _checked(values: Sequence[int], largest: int) -> list[int]:
-    """Buckets that a caller named: at least MIN_BUCKET, sorted, the largest added where it is missing."""
-    return sorted({max(MIN_BUCKET, min(int(v), largest)) for v in values} | {largest})
+def _checked(values: Sequence[int], smallest: int, largest: int) -> list[int]:
+    """Buckets that a caller named: none below the smallest, sorted, the largest added where it is missing."""
+    return sorted({max(smallest, min(int(v), largest)) for v in values} | {largest})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.runtime import memory
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
-from jpaged.runtime.programs import ProgramTable, bucket_shapes, temp_bytes
+from jpaged.runtime.programs import ProgramTable, bucket_shapes, smallest_bucket, temp_bytes
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, create_state, state_shapes
 from jpaged.runtime.step import ProgramShape, block_updates, compile_step, pack, upload_row
@@ -120,7 +120,8 @@ class ModelRunner:
         def shapes(limits: memory.Limits) -> list[ProgramShape]:
             return bucket_shapes(
                 max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
-                block_size=limits.block_size, row_buckets=config.row_buckets, token_buckets=config.token_buckets,
+                block_size=limits.block_size, smallest=smallest_bucket(spec, device.platform),
+                row_buckets=config.row_buckets, token_buckets=config.token_buckets,
             )  # fmt: skip
 
         with persistent_cache(config.compilation_cache_dir) as folder:

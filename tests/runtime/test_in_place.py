@@ -146,8 +146,9 @@ def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
         packed[shape.cuts["prompt_tokens"]] = 7
     states, times = {}, {}
     for blocks in (BLOCKS, 10 * BLOCKS):
+        width = SPEC.max_position // BLOCK_SIZE
         states[blocks] = create_state(
-            SPEC, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=SPEC.max_position // BLOCK_SIZE, dtype=dtype
+            SPEC, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, dtype=dtype
         )
         states[blocks] = states[blocks].replace(blocks=states[blocks].blocks.at[:].set(_scattered_tables(blocks)))
     for _ in range(3):

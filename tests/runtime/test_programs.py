@@ -1,10 +1,20 @@
 """The table of programs: finite, small, and a program for every plan an engine may make."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
-from jpaged.runtime.programs import MAX_PROGRAMS, MAX_STEP_PROGRAMS, Program, ProgramTable, bucket_shapes
+from jpaged.models.spec import DecoderSpec
+from jpaged.runtime.programs import (
+    MAX_PROGRAMS,
+    MAX_STEP_PROGRAMS,
+    Program,
+    ProgramTable,
+    bucket_shapes,
+    smallest_bucket,
+)
 from jpaged.runtime.step import ProgramShape
 
 
@@ -56,6 +66,20 @@ def test_the_smallest_program_that_fits_is_chosen():
     )
     assert programs.choose(make_plan(9, 0, SamplerVariant.FULL)).shape.rows == 16
     assert programs.choose(make_plan(3, 30, SamplerVariant.GREEDY)).shape.tokens == 64
+
+
+def test_tiny_models_get_larger_buckets_on_cpu():
+    """Norms over fewer than 4,096 elements give other bits: hidden 64 needs 64 rows, 512 and more need 8."""
+    spec = DecoderSpec(
+        vocab_size=1000, hidden_size=64, intermediate_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
+        max_position=64,
+    )  # fmt: skip
+    assert smallest_bucket(spec, "cpu") == 64
+    assert smallest_bucket(spec, "gpu") == 8
+    assert smallest_bucket(dataclasses.replace(spec, hidden_size=320), "cpu") == 16
+    assert smallest_bucket(dataclasses.replace(spec, hidden_size=512), "cpu") == 8
+    assert smallest_bucket(dataclasses.replace(spec, hidden_size=512, qk_norm=True), "cpu") == 128
+    assert {p.shape.rows for p in table(3, 64, smallest=64).programs} == {64}
 
 
 def test_buckets_that_a_caller_names():

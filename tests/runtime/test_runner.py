@@ -119,15 +119,16 @@ def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, e
     shape = next(p.shape for p in runner.programs.programs if not p.shape.is_decode)
     prompt = np.random.default_rng(3).integers(0, SPEC.vocab_size, 30)
     runner.dispatch(plan([0], [30], samples=[False], prompt=prompt[:30], inits=[start(0, [2, 6])]))
-    # row 0 again, its first 16 tokens computed; row 1 with the table that fills the plan up
+    # row 0 again, its first 16 tokens computed; rows 1 and 2 with tables that fill the plan up
     count = shape.max_updates - 2 + excess
-    inits = [start(0, [2, 6], computed=16, prompt_len=30), start(1, np.arange(count) % runner.num_blocks)]
-    step = plan([0, 1], [14, 1], prompt=[*prompt[16:], 7], inits=inits)
+    tables = {1: np.arange(count // 2) % runner.num_blocks, 2: np.arange(count - count // 2) % runner.num_blocks}
+    inits = [start(0, [2, 6], computed=16, prompt_len=30), *(start(row, table) for row, table in tables.items())]
+    step = plan([0, 1, 2], [14, 1, 1], prompt=[*prompt[16:], 7, 7], inits=inits)
     assert len(block_updates(step)) == shape.max_updates + excess
     assert tokens_of(runner, [runner.dispatch(step)]) == dense_greedy(prompt, 1)
-    width = len(np.asarray(runner._state.blocks)[1])
-    expected = np.arange(count)[:width] % runner.num_blocks
-    np.testing.assert_array_equal(np.asarray(runner._state.blocks)[1][: len(expected)], expected)
+    held = np.asarray(runner._state.blocks)
+    for row, table in tables.items():
+        np.testing.assert_array_equal(held[row][: len(table)], table)
 
 
 def test_what_a_row_samples_does_not_depend_on_its_neighbours(runner):

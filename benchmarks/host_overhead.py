@@ -1,0 +1,145 @@
+"""What the host side costs: a step of the engine, a block of the pool, a token of text. Needs no model and no device.
+
+    python benchmarks/host_overhead.py
+
+Prints a table and the machine. An engine step is timed on a runner that does nothing, so all of it is the host's.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root
+from jpaged.engine.detokenizer import ByteLevelDecoder, WindowDecoder
+from jpaged.engine.engine import Engine
+from jpaged.engine.step_plan import StepPlan, StepResult
+from jpaged.sampling_params import SamplingParams
+
+
+class NoDevice:
+    """A runner that answers every step with the same token at once."""
+
+    num_blocks = 40_000
+    block_size = 16
+    max_num_batched_tokens = 8192
+    max_model_len = 2048
+    vocab_size = 50_000
+    max_logprobs = 20
+    compiles_after_ready = 0
+
+    def __init__(self, max_num_seqs: int):
+        self.max_num_seqs = max_num_seqs
+
+    def dispatch(self, plan: StepPlan) -> int:
+        return len(plan.rows)
+
+    def collect(self, handle: int) -> StepResult:
+        return StepResult(np.full(handle, 5, np.int32))
+
+    def prefix_cacheable(self, prompt_len: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class Backend:
+    """A tokenizer of `tokenizers` as the window decoder wants it."""
+
+    def __init__(self, backend: Tokenizer):
+        self.backend = backend
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size()
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        return self.backend.id_to_token(token_id)
+
+
+def microseconds(work: Callable[[], int], rounds: int = 5) -> float:
+    """Median time of one of the units that `work` does; it returns how many it did."""
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        count = work()
+        times.append((time.perf_counter() - began) / count * 1e6)
+    return statistics.median(times)
+
+
+def decode_step(rows: int) -> float:
+    """Microseconds of one step with so many rows, all decoding."""
+    engine = Engine(NoDevice(rows))
+    for row in range(rows):
+        engine.add_request(str(row), [row] * 100, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
+    while any(not request.decoding for request in engine._scheduler.running) or engine._scheduler.waiting:
+        engine.step()
+
+    def steps() -> int:
+        for _ in range(100):
+            engine.step()
+        return 100
+
+    return microseconds(steps)
+
+
+def pool_block(num_blocks: int) -> float:
+    """Microseconds to allocate, name, find and free one block of a full pool."""
+    pool, root = BlockPool(num_blocks), prefix_root()
+    names = []
+    for index in range(num_blocks):
+        tokens = (index,) * 16
+        names.append(BlockName(block_digest(root, tokens), root, tokens))
+
+    def turn() -> int:
+        blocks = pool.allocate(num_blocks)
+        for block, name in zip(blocks, names, strict=True):
+            pool.put_name(block, name)
+        for name in names:
+            pool.find(name)
+        pool.free(blocks)
+        return num_blocks
+
+    return microseconds(turn)
+
+
+def text_token(kind: str) -> float:
+    """Microseconds a token, byte-level by its table or by decoding windows."""
+    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.decoder = decoders.ByteLevel()
+    decoder = ByteLevelDecoder(backend) if kind == "table" else WindowDecoder(Backend(backend))
+    token_ids = [vocabulary[character] for character in "returnĠselfĠ" * 100]
+
+    def turn() -> int:
+        detokenizer = decoder.new(skip_special_tokens=True)
+        for token_id in token_ids:
+            detokenizer.add(token_id)
+        detokenizer.finish()
+        return len(token_ids)
+
+    return microseconds(turn)
+
+
+def main() -> None:
+    """Print the table."""
+    rows = [
+        *((f"engine step, {count} rows decoding", decode_step(count)) for count in (8, 64, 256)),
+        *((f"one block, of {size:,}: allocate, name, find, free", pool_block(size)) for size in (1000, 100_000)),
+        ("text of one token, byte-level table", text_token("table")),
+        ("text of one token, decoding windows", text_token("windows")),
+    ]
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, medians of 5")
+    for what, cost in rows:
+        print(f"{what:<60}{cost:>10.2f} us")
+
+
+if __name__ == "__main__":
+    main()

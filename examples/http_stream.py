@@ -1,0 +1,19 @@
+"""Stream an answer from a running server (`jpaged serve demo`): `python examples/http_stream.py`; needs `openai`."""
+
+from openai import OpenAI
+
+
+def main() -> None:
+    """Continue one prompt, token by token."""
+    with OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        stream = client.completions.create(
+            model=model, prompt="def read_json(path):", max_tokens=64, temperature=0, stream=True
+        )
+        for chunk in stream:
+            print(chunk.choices[0].text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""The front door for servers: requests come and go on an event loop while one thread steps the engine.
+
+1. `generate` tokenises and checks the prompt in a worker thread, so that a long prompt stops nobody's stream.
+2. It hands the request to the engine thread through a list of commands, first in, first out.
+3. After each step the engine thread posts the new outputs to the event loops of their readers, one call a loop. An
+   output holds all before it, so a slow reader skips some and never piles them up.
+4. A generator that is closed or cancelled takes its request out of the engine.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from jpaged.build import build_engine
+from jpaged.engine.engine import StepError
+from jpaged.engine.input_processor import Prompt
+from jpaged.engine.request import Request
+from jpaged.errors import EngineError, JPagedError, RequestError
+from jpaged.outputs import EngineStats, RequestOutput
+from jpaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+STALL_SECONDS = 120.0  # a step that takes longer counts as an engine that makes no progress
+
+
+class _Stream:
+    """The latest output of one request, on its way from the engine thread to one reader on an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.aborted = False  # asked for while the prompt was still being tokenised
+        self._latest: RequestOutput | JPagedError  # there once `_news` is set
+        self._news = asyncio.Event()
+
+    def put(self, latest: RequestOutput | JPagedError) -> None:
+        """Called on the event loop."""
+        self._latest = latest
+        self._news.set()
+
+    async def get(self) -> RequestOutput:
+        """The next output; raises what ended the request instead."""
+        await self._news.wait()
+        self._news.clear()
+        if isinstance(self._latest, JPagedError):
+            raise self._latest
+        return self._latest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Add:
+    request: Request
+    stream: _Stream
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+class AsyncLLM:
+    """A model, ready to serve requests on asyncio. Arguments and errors as of `jpaged.LLM`; making it blocks."""
+
+    def __init__(self, model: Any, *, params: Any = None, **engine_options: Any):
+        built = build_engine(model, params, engine_options, progress=True)
+        self.config = built.config
+        self.spec = built.spec
+        self.default_sampling_params = built.default_sampling_params
+        self._tokenizer = built.tokenizer
+        self._start(built.engine)
+
+    def _start(self, engine: "Engine") -> None:
+        self._engine = engine
+        # One thread: prompts are numbered in the order in which they came, and a tokenizer is not shared by threads.
+        self._tokenising = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-tokenise")
+        self._streams: dict[str, _Stream] = {}  # of all generators that run; kept by these
+        self._live: dict[str, _Stream] = {}     # of all requests in the engine; kept by the engine thread
+        self._wake = threading.Condition()
+        self._commands: list[_Add | _Abort] = []
+        self._closing = False
+        self._ended: EngineError | None = None  # why nothing more is taken
+        self._trouble: EngineError | None = None  # the last step failed
+        self._last_step = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request, prompt and output together."""
+        return self._engine.runner.max_model_len
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one prompt as they come, each with all before it; the last one is `finished`.
+
+        prompt:          as of `LLM.generate`, one of them.
+        sampling_params: None: the model's generation_config.json.
+        request_id:      made up if not given; must not be in use.
+
+        Raises RequestError for a bad request, before the first output, and EngineError when the device fails. Closing
+        or cancelling the generator aborts the request.
+        """
+        request_id = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
+        if request_id in self._streams:
+            raise RequestError("request_id", request_id, "is in use by a running request: choose another")
+        loop = asyncio.get_running_loop()
+        stream = self._streams[request_id] = _Stream(loop)
+        added = False
+        try:
+            self._check_open()
+            params = self.default_sampling_params if sampling_params is None else sampling_params
+            request = await loop.run_in_executor(self._tokenising, self._process, request_id, prompt, params)
+            self._submit(_Add(request, stream))
+            added = True
+            if stream.aborted:
+                self._submit(_Abort(request_id))
+            while True:
+                output = await stream.get()
+                added = not output.finished
+                yield output
+                if output.finished:
+                    return
+        finally:
+            del self._streams[request_id]
+            if added:
+                self._submit_abort(request_id)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests now: their generators give a last output, finish_reason 'abort'. Unknown ids are passed over."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            stream = self._streams.get(one)
+            if stream is not None:
+                stream.aborted = True
+                self._submit_abort(one)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer (of transformers), or None if it has none."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where no sampling parameters are given."""
+        return self.default_sampling_params
+
+    async def check_health(self) -> None:
+        """Raise EngineError when the engine has ended, its last step failed, or it makes no progress."""
+        self._check_open()
+        if self._trouble is not None:
+            raise self._trouble
+        stalled = time.monotonic() - self._last_step
+        if self._live and stalled > STALL_SECONDS:
+            raise EngineError(f"no step has ended for {stalled:.0f} s with {len(self._live)} requests running")
+
+    def stats(self) -> EngineStats:
+        """The engine's figures since the start or the last `reset_stats`."""
+        return self._engine.stats()
+
+    def reset_stats(self) -> None:
+        """Begin counters and peaks anew."""
+        self._engine.reset_stats()
+
+    def close(self) -> None:
+        """Abort what runs (last outputs with finish_reason 'abort') and give the device memory back."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+        self._tokenising.shutdown(wait=False, cancel_futures=True)
+
+    # -- on the event loops ---------------------------------------------------------------------------------------
+
+    def _process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        return self._engine.inputs.process(request_id, prompt, params, stream=True)
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        if self._closing:
+            raise EngineError("the engine is closed: make a new one")
+
+    def _submit(self, command: _Add | _Abort) -> None:
+        with self._wake:
+            self._check_open()
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _submit_abort(self, request_id: str) -> None:
+        with self._wake:
+            self._commands.append(_Abort(request_id))
+            self._wake.notify()
+
+    # -- on the engine thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self._engine.has_work:
+                    self._step()
+            self._post((output.request_id, output) for output in self._engine.abort(tuple(self._live)))
+            self._engine.close()
+        except Exception as error:
+            logger.exception("the engine thread ends")
+            self._ended = EngineError(f"the engine has ended: {error}")
+        with self._wake:
+            self._ended = self._ended or EngineError("the engine is closed: make a new one")
+            left = [command for command in self._commands if isinstance(command, _Add)]
+        self._live |= {command.request.request_id: command.stream for command in left}
+        self._post((request_id, self._ended) for request_id in tuple(self._live))
+
+    def _obey(self) -> bool:
+        """Carry out all commands, waiting for one if there is nothing else to do; False when it is time to close."""
+        with self._wake:
+            while not (self._commands or self._closing or self._engine.has_work):
+                self._wake.wait()
+                self._last_step = time.monotonic()
+            if self._closing:
+                return False
+            commands, self._commands = self._commands, []
+        for command in commands:
+            match command:
+                case _Add(request, stream):
+                    self._live[request.request_id] = stream
+                    self._engine.add(request)
+                case _Abort(request_id):
+                    self._post((output.request_id, output) for output in self._engine.abort([request_id]))
+        return True
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except StepError as error:
+            logger.error("%s", error)
+            self._trouble = error
+            self._post((request_id, error) for request_id in error.request_ids)
+        else:
+            self._trouble = None
+            self._post((output.request_id, output) for output in outputs)
+        self._last_step = time.monotonic()
+
+    def _post(self, news: Iterable[tuple[str, RequestOutput | JPagedError]]) -> None:
+        """Give outputs and errors to their readers: one call of each event loop, however many requests it reads."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | JPagedError]]] = defaultdict(list)
+        for request_id, latest in news:
+            stream = self._live[request_id]
+            if isinstance(latest, JPagedError) or latest.finished:
+                del self._live[request_id]
+            by_loop[stream.loop].append((stream, latest))
+        for loop, latest_of in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, latest_of)
+            except RuntimeError:  # the loop was closed over running generators: nobody reads any more
+                gone = [request_id for request_id, stream in self._live.items() if stream.loop is loop]
+                self._engine.abort(gone)
+                for request_id in gone:
+                    del self._live[request_id]
+
+
+def _put_all(latest_of: list[tuple[_Stream, RequestOutput | JPagedError]]) -> None:
+    for stream, latest in latest_of:
+        stream.put(latest)

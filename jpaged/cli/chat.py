@@ -1,0 +1,159 @@
+"""`jpaged chat`: talk to a model in the terminal."""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jpaged.chat_prompt import chat_prompt, has_chat_template
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, read_text
+from jpaged.cli.offline import outputs_as_they_come
+from jpaged.errors import RequestError
+from jpaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.async_llm import AsyncLLM
+
+HELP = "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C breaks off an answer"
+NO_TEMPLATE = "This model has no chat template: it sees a plain transcript, and may not keep to its part."
+
+OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Talk to a model in the terminal. It sees the whole conversation; sampling defaults are the model's own."""
+
+    model_argument: ModelArgument = None
+    """Folder, Hugging Face hub id, or demo."""
+
+    system_prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
+    """System message that the conversation begins with."""
+
+    temperature: OptionalFloat = None
+    """Divides the logits; 0 takes the most likely token always."""
+
+    top_p: OptionalFloat = None
+    """Only the most likely tokens that together have this probability."""
+
+    top_k: OptionalInt = None
+    """Only so many most likely tokens; 0 means all."""
+
+    min_p: OptionalFloat = None
+    """Only tokens at least this share as likely as the most likely one."""
+
+    max_tokens: OptionalInt = None
+    """Most tokens of an answer. Default: as many as fit."""
+
+    chat_template: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Jinja chat template, in place of the model's own."""
+
+    engine: EngineArguments = ENGINE_DEFAULTS
+
+    def run(self) -> int:
+        """Read, answer, repeat."""
+        options = engine_options(self.engine, self.model_argument)
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        given = {name: value for name, value in given.items() if value is not None}
+        SamplingParams(**given, max_tokens=self.max_tokens)  # refuses bad flags before the model loads
+        template = read_text("chat_template", self.chat_template)
+        from jpaged import AsyncLLM
+
+        if options["max_num_seqs"] is None:
+            options["max_num_seqs"] = 1  # one conversation: nothing runs beside it
+        with closing(AsyncLLM(**options)) as engine:
+            params = dataclasses.replace(engine.default_sampling_params, **given, max_tokens=self.max_tokens)
+            conversation = Conversation(engine, params, template, self.system_prompt)
+            print(HELP, file=sys.stderr)
+            if not conversation.templated:
+                print(NO_TEMPLATE, file=sys.stderr)
+            for line in _lines():
+                match line.strip():
+                    case "":
+                        continue
+                    case "/exit":
+                        break
+                    case "/clear":
+                        conversation.clear()
+                    case text:
+                        _show(conversation, text)
+        return 0
+
+
+class Conversation:
+    """The messages so far, and how they become a prompt."""
+
+    def __init__(self, engine: "AsyncLLM", params: SamplingParams, template: str | None, system_prompt: str | None):
+        self._engine = engine
+        self._params = params
+        self._template = template
+        self._opening = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self.templated = bool(template) or has_chat_template(engine.get_tokenizer())
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all but the system prompt."""
+        self.messages = list(self._opening)
+
+    def answer(self, text: str) -> Generator[str]:
+        """The pieces of the answer to `text` as they come. Both are remembered, a broken-off answer as far as it came.
+
+        Raises RequestError where the conversation has become too long; `text` is forgotten then.
+        """
+        prompt = self._prompt([*self.messages, {"role": "user", "content": text}])
+        said = ""
+        try:
+            with closing(outputs_as_they_come(self._engine, [prompt], self._params)) as outputs:
+                for _, output in outputs:
+                    whole = output.outputs[0].text
+                    end = len(whole) if self.templated else whole.find("\nUser:")
+                    if end < 0:
+                        # A plain transcript ends where the model begins to write the user's part.
+                        end = len(whole) if output.finished else max(len(said), len(whole) - len("\nUser:"))
+                    piece, said = whole[len(said) : end], whole[:end]
+                    yield piece
+                    if not self.templated and "\nUser:" in whole:
+                        break
+        finally:
+            if said:
+                self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
+
+    def _prompt(self, messages: list[dict[str, str]]) -> Any:
+        if self.templated:
+            return chat_prompt(self._engine.get_tokenizer(), messages, self._template)
+        names = {"system": "System", "user": "User", "assistant": "Assistant"}
+        return "".join(f"{names[m['role']]}: {m['content'].strip()}\n" for m in messages) + "Assistant:"
+
+
+def _lines() -> Iterator[str]:
+    """What the user enters: with line editing on a terminal, else the lines of standard input."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    from prompt_toolkit import PromptSession
+
+    session: PromptSession[str] = PromptSession()
+    while True:
+        try:
+            yield session.prompt("you> ")
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return
+
+
+def _show(conversation: Conversation, text: str) -> None:
+    try:
+        with closing(conversation.answer(text)) as pieces:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" …", end="")
+    except RequestError as error:
+        print(f"jpaged: {error}; /clear begins anew", file=sys.stderr)
+    print()

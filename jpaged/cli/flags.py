@@ -1,0 +1,87 @@
+"""Flags that commands share: the engine's options, made from EngineConfig, and the ways to name the model."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import pathlib
+import types
+import typing
+from typing import Annotated, Any
+
+import tyro
+
+from jpaged.config import EngineConfig
+from jpaged.errors import RequestError
+
+NO_MODEL = "name a model: a folder, a Hugging Face hub id, or demo (as first argument, or with --model)"
+
+ModelArgument = Annotated[
+    tyro.conf.Positional[str | None],
+    tyro.conf.arg(metavar="[MODEL]", help_behavior_hint=""),
+]
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, by the field's name."""
+    definition = next(node for node in ast.walk(ast.parse(inspect.getsource(cls))) if isinstance(node, ast.ClassDef))
+    docs = {}
+    for field, doc in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            docs[ast.unparse(field.target)] = str(doc.value.value)
+    return docs
+
+
+def _flag(hint: Any, help_text: str, default: Any) -> Any:
+    """A field's type with its help text; an optional value shows its type alone, its text says what None means."""
+    optional = isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
+    if not optional:
+        return Annotated[hint, tyro.conf.arg(help=help_text)]
+    inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    metavar = "INT [INT ...]" if typing.get_origin(inner) is tuple else inner.__name__.upper()
+    hidden = "" if default is None else f"(default: {default})"
+    return Annotated[hint, tyro.conf.arg(help=help_text, metavar=metavar, help_behavior_hint=hidden)]
+
+
+def _engine_flags() -> type:
+    """A dataclass with EngineConfig's fields as flags. The model may be left out: it can be a positional argument."""
+    docs = field_docs(EngineConfig)
+    hints = typing.get_type_hints(EngineConfig)
+    fields = []
+    for field in dataclasses.fields(EngineConfig):
+        hint, default = hints[field.name], field.default
+        if field.name == "model":
+            hint, default = hint | None, None
+        fields.append((field.name, _flag(hint, docs[field.name], default), dataclasses.field(default=default)))
+    return dataclasses.make_dataclass("EngineFlags", fields, frozen=True, kw_only=True)
+
+
+EngineFlags: Any = _engine_flags()
+
+# What a command writes: `engine: EngineArguments = ENGINE_DEFAULTS`.
+EngineArguments = Annotated[EngineFlags, tyro.conf.arg(name="")]
+ENGINE_DEFAULTS: Any = EngineFlags()
+
+
+def engine_options(flags: Any, model: str | None) -> dict[str, Any]:
+    """Keyword arguments of `LLM` or `AsyncLLM`. `model` is the positional argument, which --model must not contradict.
+
+    Raises RequestError when no model is named, or two are.
+    """
+    options = {field.name: getattr(flags, field.name) for field in dataclasses.fields(EngineConfig)}
+    if model is not None and options["model"] is not None:
+        raise RequestError("model", model, f"a second model beside --model {options['model']}: name one")
+    options["model"] = options["model"] or model
+    if not options["model"]:
+        raise RequestError("model", options["model"], NO_MODEL)
+    return options
+
+
+def read_text(parameter: str, path: pathlib.Path | None) -> str | None:
+    """The text of a file that a flag names. Raises RequestError where it cannot be read."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(parameter, str(path), f"cannot be read: {error}") from None

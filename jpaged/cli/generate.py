@@ -1,0 +1,129 @@
+"""`jpaged generate`: continue prompts, and print each as it is finished."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Annotated, Any
+
+import tyro
+
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, engine_options
+from jpaged.cli.offline import outputs_as_they_come
+from jpaged.cli.results import OutputJson, check_writable, machine, write_json
+from jpaged.cli.sampling_flags import SamplingFlags
+from jpaged.outputs import EngineStats, Logprob, RequestOutput
+from jpaged.prompts import BUILT_IN_PROMPTS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(SamplingFlags):
+    """Continue prompts in one batch, greedily unless told otherwise; each is printed as soon as it is finished.
+
+    Example: jpaged generate demo "def read_json(path):"
+
+    Example: jpaged generate --model Qwen/Qwen3-0.6B "The capital of France is" "2 + 2 ="
+    """
+
+    words: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [PROMPT ...]", help_behavior_hint="")
+    ] = ()
+    """The model, unless --model names it, then prompts. Without prompts: twenty beginnings of Python."""
+
+    output_json: OutputJson = None
+    """Write prompts, answers and figures to this file."""
+
+    engine: EngineArguments = ENGINE_DEFAULTS
+
+    def with_more_words(self, words: list[str]) -> "Generate":
+        """With positional arguments that stood behind a flag."""
+        return dataclasses.replace(self, words=(*self.words, *words))
+
+    def run(self) -> int:
+        """Generate and print."""
+        model, prompts = self._model_and_prompts()
+        options = engine_options(self.engine, model)
+        params = self.sampling_params()
+        check_writable(self.output_json)
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from jpaged import AsyncLLM
+
+        out = Console(highlight=False, soft_wrap=True)
+        # One console for both on a terminal, so that the bar stays below the text; else the text goes to a file.
+        screen = out if out.is_terminal else Console(stderr=True)
+        answers: dict[int, RequestOutput] = {}
+        with closing(AsyncLLM(**options)) as engine:
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            start = time.perf_counter()
+            with Progress(*columns, console=screen, transient=True) as bar:
+                task = bar.add_task("", total=len(prompts))
+                for index, output in outputs_as_they_come(engine, prompts, params):
+                    stats = engine.stats()
+                    rate = stats.generated_tokens / (time.perf_counter() - start)
+                    kv = stats.used_blocks / stats.num_blocks
+                    bar.update(task, description=f"{rate:,.0f} tokens/s, KV {kv:.0%} used")
+                    if output.finished:
+                        answers[index] = output
+                        _print_answer(out, prompts[index], output)
+                        bar.advance(task)
+            elapsed = time.perf_counter() - start
+            stats = engine.stats()
+        tokens = sum(len(answer.outputs[0].token_ids) for answer in answers.values())
+        out.print(
+            f"{len(answers)} prompts, {tokens:,} tokens in {elapsed:.2f} s: {tokens / elapsed:,.1f} tokens/s\n"
+            f"KV cache: at most {stats.peak_used_blocks:,} of {stats.num_blocks:,} blocks used "
+            f"({stats.peak_used_blocks / stats.num_blocks:.1%}), {stats.kv_waste:.1%} of them wasted"
+        )
+        write_json(self.output_json, self._report(options["model"], prompts, answers, tokens, elapsed, stats))
+        return 0
+
+    def _model_and_prompts(self) -> tuple[str | None, list[str]]:
+        """The first word is the model unless --model names it; the others are prompts."""
+        words = list(self.words)
+        model = words.pop(0) if words and self.engine.model is None else None
+        return model, words or list(BUILT_IN_PROMPTS)
+
+    def _report(
+        self,
+        model: str,
+        prompts: Sequence[str],
+        answers: dict[int, RequestOutput],
+        tokens: int,
+        elapsed: float,
+        stats: EngineStats,
+    ) -> dict[str, Any]:
+        outputs = []
+        for index, answer in sorted(answers.items()):
+            made = answer.outputs[0]
+            outputs.append(
+                {
+                    "prompt": prompts[index],
+                    "text": made.text,
+                    "token_ids": made.token_ids,
+                    "finish_reason": made.finish_reason,
+                    "logprobs": None if made.logprobs is None else [_plain(entries) for entries in made.logprobs],
+                }
+            )
+        return {
+            "model": model,
+            "outputs": outputs,
+            "output_tokens": tokens,
+            "elapsed_time": elapsed,
+            "output_tokens_per_second": tokens / elapsed,
+            "stats": dataclasses.asdict(stats),
+            "machine": machine(),
+        }
+
+
+def _print_answer(out: Any, prompt: str, output: RequestOutput) -> None:
+    from rich.markup import escape
+
+    answer = output.outputs[0]
+    out.print(f"[bold]{escape(prompt)}[/bold]{escape(answer.text)}", emoji=False)
+    out.print(f"── {len(answer.token_ids)} tokens, {answer.finish_reason}\n", style="dim")
+
+
+def _plain(entries: dict[int, Logprob]) -> dict[str, Any]:
+    return {str(token_id): dataclasses.asdict(entry) for token_id, entry in entries.items()}

@@ -1,0 +1,30 @@
+"""Hands out every token of prompts as it comes, to code that knows nothing of asyncio."""
+
+import asyncio
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from jpaged.outputs import RequestOutput
+from jpaged.prompt_streams import Generates, outputs_of
+from jpaged.sampling_params import SamplingParams
+
+
+def outputs_as_they_come(
+    engine: Generates, prompts: Sequence[Any], params: SamplingParams
+) -> Generator[tuple[int, RequestOutput], None, None]:
+    """Each prompt's index with its output so far; the last one of a prompt is `finished`.
+
+    Closing the generator aborts what still runs; so does Ctrl-C, which comes out as KeyboardInterrupt. Raises the error
+    of the first prompt that fails.
+    """
+    outputs = outputs_of(engine, prompts, params, "prompt")
+    with asyncio.Runner() as runner:
+        try:
+            while (item := runner.run(_next(outputs))) is not None:
+                yield item
+        finally:
+            runner.run(outputs.aclose())
+
+
+async def _next(outputs: Any) -> tuple[int, RequestOutput] | None:
+    return await anext(outputs, None)

@@ -1,0 +1,62 @@
+"""`jpaged serve`: the OpenAI-compatible HTTP server."""
+
+import dataclasses
+import pathlib
+from typing import Annotated
+
+import tyro
+
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, read_text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a model over HTTP, with OpenAI's API.
+
+    Routes: /v1/models, /v1/completions, /v1/chat/completions, /health, /version.
+    """
+
+    model_argument: ModelArgument = None
+    """Folder, Hugging Face hub id, or demo."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Only this machine reaches the default; 0.0.0.0 lets everyone in, so bring --api-key."""
+
+    port: int = 8000
+    """Port to listen on; 0 takes a free one and prints it."""
+
+    served_model_name: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="")] = ()
+    """Names the model answers to. Default: as it was named to start."""
+
+    api_key: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY [KEY ...]", help_behavior_hint="")] = ()
+    """Ask for one of these keys (Authorization: Bearer KEY) on every route but /health. Default: ask for none."""
+
+    chat_template: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Jinja chat template, in place of the model's own."""
+
+    shutdown_timeout: int = 30
+    """Seconds that running requests get to finish when the server is told to stop."""
+
+    access_log: bool = False
+    """Log every HTTP request."""
+
+    engine: EngineArguments = ENGINE_DEFAULTS
+
+    def run(self) -> int:
+        """Serve until SIGINT or SIGTERM."""
+        options = engine_options(self.engine, self.model_argument)
+        chat_template = read_text("chat_template", self.chat_template)
+        from jpaged.serving.process import serve, take_address
+
+        address = take_address(self.host, self.port)
+        from jpaged.async_llm import AsyncLLM
+        from jpaged.serving.application import create_app
+        from jpaged.serving.generation import Server
+
+        engine = AsyncLLM(**options)
+        names = self.served_model_name or (options["model"],)
+        app = create_app(
+            Server(engine=engine, model_names=names, chat_template=chat_template), api_keys=self.api_key
+        )
+        serve(app, address, shutdown_timeout=self.shutdown_timeout, access_log=self.access_log)
+        return 0

@@ -1,0 +1,157 @@
+"""Physical blocks of the KV pool: reference counts, the prefix index, and the free list.
+
+1. A block is *held* by one or more requests (`ref_count > 0`) or lies in the free list.
+2. A full block whose tokens are known gets a name: SHA-256 over the name of the block before it and its own tokens.
+   The first name of a chain, the root, is made from what else the KV depends on: adapter, weight version, salt.
+3. A free block keeps its name and its content until it is allocated again. The free list is in the order of reuse:
+   blocks without a name first, then named ones, least recently freed first.
+
+Every operation takes constant time a block: the free list is doubly linked through two arrays, the index is a dict.
+"""
+
+import array
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from jpaged.errors import EngineError
+
+
+def prefix_root(*, adapter: str = "", weight_version: int = 0, salt: str = "") -> bytes:
+    """Name that a chain of blocks starts from: requests share blocks only where all of these are equal."""
+    parts = (adapter.encode(), str(weight_version).encode(), salt.encode())
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
+def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Name of a full block that holds these tokens and follows the block (or root) called `parent`."""
+    return hashlib.sha256(parent + array.array("i", tokens).tobytes()).digest()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockName:
+    """What a full block holds. Parent and tokens are compared on every hit, so no digest is trusted alone."""
+
+    digest: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
+class BlockPool:
+    """Hands out blocks 0 .. num_blocks - 1."""
+
+    def __init__(self, num_blocks: int):
+        if num_blocks < 1:
+            raise EngineError(f"the KV pool needs at least one block, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.peak_used = 0
+        self._ref_counts = [0] * num_blocks
+        self._names: list[BlockName | None] = [None] * num_blocks
+        self._index: dict[bytes, int] = {}
+        # The free list as a ring through one sentinel, whose index is num_blocks. A held block links to itself.
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._previous = [num_blocks, *range(num_blocks)]
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - self.num_free
+
+    def ref_count(self, block: int) -> int:
+        """How many hold a block."""
+        return self._ref_counts[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take free blocks, in the order of reuse; they lose their names. Raises EngineError if there are too few."""
+        if count > self.num_free:
+            raise EngineError(f"{count} blocks wanted, {self.num_free} free")
+        blocks = []
+        for _ in range(count):
+            block = self._next[self.num_blocks]
+            self._unlink(block)
+            self._forget(block)
+            self._ref_counts[block] = 1
+            blocks.append(block)
+        self._note_peak()
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold named blocks once more; free ones leave the free list."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                self._unlink(block)
+            self._ref_counts[block] += 1
+        self._note_peak()
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give back one hold of each block of a table. The last are reused first: a beginning is shared more often."""
+        for block in reversed(blocks):
+            if self._ref_counts[block] <= 0:
+                raise EngineError(f"block {block} is freed but nobody holds it")
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._link(block, first=self._names[block] is None)
+
+    def put_name(self, block: int, name: BlockName) -> None:
+        """Enter a held, full block into the index, unless another block with the same content is there."""
+        if self._names[block] is None and name.digest not in self._index:
+            self._names[block] = name
+            self._index[name.digest] = block
+
+    def find(self, name: BlockName) -> int | None:
+        """The block, held or free, that holds what `name` says; None if there is none."""
+        block = self._index.get(name.digest)
+        return block if block is not None and self._names[block] == name else None
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks lie in the free list."""
+        return sum(self._ref_counts[block] == 0 for block in blocks)
+
+    def forget_all(self) -> None:
+        """Empty the prefix index: after this nothing that was computed before is found."""
+        self._index.clear()
+        self._names = [None] * self.num_blocks
+
+    def reset_peak(self) -> None:
+        """Count the peak of used blocks from now on."""
+        self.peak_used = self.num_used
+
+    def check(self) -> None:
+        """Raise EngineError unless free list, reference counts, names and index agree. Walks the whole pool."""
+        seen = set()
+        block = self._next[self.num_blocks]
+        while block != self.num_blocks:
+            if block in seen or self._previous[self._next[block]] != block or self._ref_counts[block] != 0:
+                raise EngineError(f"the free list is broken at block {block}")
+            seen.add(block)
+            block = self._next[block]
+        free = {block for block, count in enumerate(self._ref_counts) if count == 0}
+        if seen != free or len(free) != self.num_free or min(self._ref_counts) < 0:
+            raise EngineError(f"free blocks: {len(free)} by holders, {len(seen)} linked, {self.num_free} counted")
+        named = {name.digest: block for block, name in enumerate(self._names) if name is not None}
+        if named != self._index:
+            raise EngineError(f"{len(named)} blocks have names, the index has {len(self._index)} entries")
+
+    def _forget(self, block: int) -> None:
+        name = self._names[block]
+        if name is not None:
+            del self._index[name.digest]
+            self._names[block] = None
+
+    def _link(self, block: int, *, first: bool) -> None:
+        sentinel = self.num_blocks
+        before = sentinel if first else self._previous[sentinel]
+        after = self._next[before]
+        self._next[before] = self._previous[after] = block
+        self._previous[block], self._next[block] = before, after
+        self.num_free += 1
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._previous[block], self._next[block]
+        self._next[before], self._previous[after] = after, before
+        self._previous[block] = self._next[block] = block
+        self.num_free -= 1
+
+    def _note_peak(self) -> None:
+        self.peak_used = max(self.peak_used, self.num_used)

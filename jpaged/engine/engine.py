@@ -1,0 +1,210 @@
+"""The engine's loop: schedule, dispatch, collect one step late, give out.
+
+`Engine.step` is one turn of it:
+1. the scheduler makes plan N, not knowing yet what step N-1 samples;
+2. the runner dispatches it: the device goes from step N-1 straight to step N;
+3. the runner collects step N-1, whose tokens are checked for an end, turned into text, and given out.
+
+A request found finished in 3 has one row too many in step N. Its token is dropped when it arrives; its blocks are free
+at once, because whoever gets them writes to them in a later step. Single-threaded: one thread makes all the calls.
+"""
+
+import dataclasses
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jpaged.engine.input_processor import InputProcessor, ModelLimits, Prompt
+from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.output_processor import OutputProcessor
+from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.scheduler import ScheduledStep, Scheduler, SchedulerCounters
+from jpaged.engine.step_plan import Runner
+from jpaged.errors import EngineError, RequestError
+from jpaged.outputs import EngineStats, RequestOutput
+from jpaged.sampling_params import SamplingParams
+
+
+class StepError(EngineError):
+    """A step failed on the device. `request_ids` are the requests that ended with it; the others go on."""
+
+    def __init__(self, request_ids: tuple[str, ...], cause: Exception):
+        self.request_ids = request_ids
+        super().__init__(f"a step failed, and {len(request_ids)} requests with it: {cause}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    step: ScheduledStep
+    handle: Any
+
+
+class Engine:
+    """Runs requests on a runner. Owns scheduler, KV cache manager, input and output processor."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        tokenizer: Any = None,
+        eos_token_ids: Sequence[int] = (),
+        eos_token_id: int | None = None,
+        seed: int = 0,
+        enable_prefix_caching: bool = True,
+    ):
+        if runner.num_blocks * runner.block_size < runner.max_model_len:
+            raise EngineError(
+                f"the KV pool has {runner.num_blocks} blocks of {runner.block_size} tokens, which is less than one "
+                f"request of max_model_len={runner.max_model_len}"
+            )
+        self.runner = runner
+        self.generated_tokens = 0
+        self.inputs = InputProcessor(
+            ModelLimits(
+                vocab_size=runner.vocab_size,
+                max_model_len=runner.max_model_len,
+                max_logprobs=runner.max_logprobs,
+                eos_token_ids=tuple(eos_token_ids),
+                eos_token_id=eos_token_id,
+            ),
+            tokenizer,
+        )
+        self._manager = KVCacheManager(runner.num_blocks, runner.block_size)
+        self._scheduler = Scheduler(
+            self._manager,
+            max_num_seqs=runner.max_num_seqs,
+            max_num_batched_tokens=runner.max_num_batched_tokens,
+            vocab_size=runner.vocab_size,
+            prefix_cacheable=runner.prefix_cacheable if enable_prefix_caching else _never,
+        )
+        self._outputs = OutputProcessor(tokenizer)
+        self._seeds = random.Random(seed)
+        self._requests: dict[str, Request] = {}
+        self._in_flight: _StepInFlight | None = None
+        self._num_arrived = 0
+        self._finished_requests = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a call of `step` would do anything."""
+        return bool(self._requests) or self._in_flight is not None
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> None:
+        """Check a request and put it into the queue. Raises RequestError."""
+        self.add(self.inputs.process(request_id, prompt, params, stream=stream))
+
+    def add(self, request: Request) -> None:
+        """Put a request that `inputs.process` made into the queue. Raises RequestError if its id is in use."""
+        if request.request_id in self._requests:
+            raise RequestError("request_id", request.request_id, "is in use by a running request: choose another")
+        seed = request.params.seed
+        request.seed = self._seeds.getrandbits(64) if seed is None else seed
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._requests[request.request_id] = request
+        self._outputs.add(request)
+        self._scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests now, in whatever state; their last outputs. Ids of requests that have ended are passed over."""
+        live = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        return [self._end(request, RequestStatus.ABORTED) for request in live]
+
+    def step(self) -> list[RequestOutput]:
+        """One turn: outputs of requests that ended, and of streaming ones that have a new token.
+
+        Raises StepError when the device fails a step: the requests that had a part in it have ended, their blocks are
+        free, nothing computed before is reused, and the waiting requests go on with the next call.
+        """
+        previous = self._in_flight
+        try:
+            step = self._scheduler.schedule()
+            self._in_flight = None if step is None else _StepInFlight(step, self.runner.dispatch(step.plan))
+            result = None if previous is None else self.runner.collect(previous.handle)
+        except Exception as error:
+            raise StepError(self._fail_running(), error) from error
+        outputs = [] if previous is None or result is None else self._take(previous.step, result)
+        if step is None and previous is None and self._requests:
+            raise EngineError(f"{len(self._requests)} requests wait and none can be scheduled")
+        if not self._requests and self._manager.pool.num_used:
+            raise EngineError(f"no request is left, but {self._manager.pool.num_used} blocks are held")
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """The engine's figures."""
+        pool, counters = self._manager.pool, self._scheduler.counters
+        return EngineStats(
+            num_blocks=pool.num_blocks,
+            block_size=self._manager.block_size,
+            used_blocks=pool.num_used,
+            peak_used_blocks=pool.peak_used,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            generated_tokens=self.generated_tokens,
+            finished_requests=self._finished_requests,
+            preemptions=counters.preemptions,
+            recomputed_tokens=counters.recomputed_tokens,
+            kv_waste=counters.waste_sum / counters.steps if counters.steps else 0.0,
+            compiles_after_ready=self.runner.compiles_after_ready,
+        )
+
+    def reset_stats(self) -> None:
+        """Begin counters and peaks anew. `compiles_after_ready` is the runner's and goes on."""
+        self._scheduler.counters = SchedulerCounters()
+        self._manager.pool.reset_peak()
+        self.generated_tokens = self._finished_requests = 0
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything computed before. Only while no request lives; False, and nothing is done, otherwise."""
+        if self._requests:
+            return False
+        self._manager.pool.forget_all()
+        return True
+
+    def check_integrity(self) -> None:
+        """Raise EngineError unless queues, rows, tables and pool agree. Takes time: for tests, and when idle."""
+        self._scheduler.check_integrity()
+        known = {*self._scheduler.running, *self._scheduler.waiting}
+        if known != set(self._requests.values()):
+            raise EngineError(f"{len(known)} requests are scheduled, {len(self._requests)} live")
+
+    def close(self) -> None:
+        """End all requests and give the device memory back."""
+        self.abort(tuple(self._requests))
+        self._in_flight = None
+        self.runner.close()
+
+    def _take(self, step: ScheduledStep, result: Any) -> list[RequestOutput]:
+        outputs = []
+        for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
+            if not samples or request.status.is_end:
+                continue
+            self.generated_tokens += 1
+            end = self._outputs.take(request, result, index)
+            if end is not None:
+                outputs.append(self._end(request, end))
+            elif request.stream:
+                outputs.append(self._outputs.output(request))
+        return outputs
+
+    def _end(self, request: Request, status: RequestStatus) -> RequestOutput:
+        self._scheduler.finish(request, status)
+        del self._requests[request.request_id]
+        self._finished_requests += 1
+        return self._outputs.output(request)
+
+    def _fail_running(self) -> tuple[str, ...]:
+        """End every request that a failed step may have touched: the running ones, and those with tokens on the way."""
+        self._in_flight = None
+        touched = [request for request in self._requests.values() if request.row >= 0 or request.num_in_flight]
+        for request in touched:
+            self._end(request, RequestStatus.FAILED)
+        self._manager.pool.forget_all()
+        return tuple(request.request_id for request in touched)
+
+
+def _never(prompt_len: int) -> bool:
+    return False

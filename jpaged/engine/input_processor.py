@@ -1,0 +1,165 @@
+"""A prompt and its parameters in, a checked request out. What is wrong is refused here, before anything is scheduled.
+
+Has no state of its own that a request changes, so any thread may call it.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jpaged.engine.block_pool import prefix_root
+from jpaged.engine.request import Request
+from jpaged.errors import RequestError
+from jpaged.outputs import RequestMetrics
+from jpaged.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any] | Sequence[int] | np.ndarray
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+ACCEPTED = "must be a text, a list of token ids, or a dict with prompt or prompt_token_ids"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the host must know of the model to check a request."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    eos_token_ids: tuple[int, ...] = ()  # ids that end an answer; generation_config.json may add to the tokenizer's
+    eos_token_id: int | None = None  # the main one: it ends an answer without being its stop_reason
+
+
+class InputProcessor:
+    """Makes requests of prompts. `tokenizer` is a transformers tokenizer, or None: then only token ids are taken."""
+
+    def __init__(self, limits: ModelLimits, tokenizer: Any = None):
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(limits.eos_token_ids)
+        if limits.eos_token_id is not None:
+            self._eos_token_ids |= {limits.eos_token_id}
+
+    def process(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> Request:
+        """Check a prompt with its parameters and make a request of them. Raises RequestError."""
+        arrival_time = time.monotonic()
+        self._check_params(params)
+        parts = self._parts(prompt)
+        text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
+        if ids is None:
+            token_ids = self._encode(text or "")
+        else:
+            token_ids = self._checked_ids(ids)
+        self._check_length("prompt" if ids is None else "prompt_token_ids", text if ids is None else ids, token_ids)
+        longest = self.limits.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(token_ids) + params.max_tokens)
+        return Request(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_total_tokens=longest,
+            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+            eos_token_id=self.limits.eos_token_id,
+            prefix_root=prefix_root(salt=parts.get("cache_salt") or ""),
+            metrics=RequestMetrics(arrival_time=arrival_time),
+            stream=stream,
+        )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        limits = self.limits
+        if not isinstance(params, SamplingParams):
+            raise RequestError("sampling_params", params, "must be a jpaged.SamplingParams")
+        if params.logprobs is not None and params.logprobs > limits.max_logprobs:
+            raise RequestError(
+                "logprobs", params.logprobs, f"at most {limits.max_logprobs}, which the option max_logprobs sets"
+            )
+        for token_id in params.stop_token_ids or ():
+            if token_id >= limits.vocab_size:
+                raise RequestError("stop_token_ids", token_id, f"token ids are 0 to {limits.vocab_size - 1}")
+
+    def _parts(self, prompt: Prompt) -> Mapping[str, Any]:
+        """The prompt as a dict, its field names and types checked."""
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        sequence = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
+        if sequence or hasattr(prompt, "__array__"):
+            return {"prompt_token_ids": prompt}
+        if not isinstance(prompt, Mapping):
+            raise RequestError("prompt", prompt, ACCEPTED)
+        for name in prompt:
+            if name not in PROMPT_FIELDS:
+                accepted = f"unknown field of a prompt; there are {', '.join(PROMPT_FIELDS)}"
+                raise RequestError(str(name), prompt[name], accepted)
+        if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+            raise RequestError("prompt", dict(prompt), ACCEPTED)
+        for name in ("prompt", "cache_salt"):
+            if not isinstance(prompt.get(name), (str, type(None))):
+                raise RequestError(name, prompt[name], "must be a text")
+        return prompt
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            accepted = "the model has no tokenizer: give prompt_token_ids, or start with the option tokenizer"
+            raise RequestError("prompt", text, accepted)
+        if not text:
+            raise RequestError("prompt", text, "must not be empty")
+        longest = self.limits.max_model_len * self._longest_token
+        if len(text) > longest:
+            # Tokenising takes about a second a few million characters: not for a prompt that can never fit.
+            accepted = f"has {len(text):,} characters, {self.limits.max_model_len:,} tokens are at most {longest:,}"
+            raise RequestError("prompt", text, accepted)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            accepted = f"is no valid Unicode: {error.reason} at character {error.start}"
+            raise RequestError("prompt", text, accepted) from None
+        return self._checked_ids(self._tokenizer.encode(text))
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters of the tokenizer's longest token."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def _checked_ids(self, ids: Any) -> list[int]:
+        name, vocab_size = "prompt_token_ids", self.limits.vocab_size
+        if hasattr(ids, "__array__"):
+            ids = as_array(name, ids)
+            if ids.ndim != 1:
+                raise RequestError(name, ids, f"must be a list of token ids, or an array of one axis, not {ids.ndim}")
+            ids = ids.tolist()
+        if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
+            raise RequestError(name, ids, "must be a list of token ids")
+        token_ids = list(ids)
+        for position, token_id in enumerate(token_ids):
+            if type(token_id) is not int:
+                if not isinstance(token_id, np.integer):
+                    raise RequestError(name, token_id, f"token {position} is no integer")
+                token_ids[position] = token_id = int(token_id)
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(name, token_id, f"token {position}: ids of this model are 0 to {vocab_size - 1}")
+        return token_ids
+
+    def _check_length(self, name: str, value: Any, token_ids: list[int]) -> None:
+        limit, length = self.limits.max_model_len, len(token_ids)
+        if not length:
+            raise RequestError(name, value, "must not be empty")
+        if length >= limit:
+            raise RequestError(
+                name,
+                value,
+                f"has {length:,} tokens, a prompt takes at most {limit - 1:,}: shorten it, or start with "
+                f"max_model_len={length + 1} or more (now {limit})",
+            )
+
+
+def as_array(name: str, value: Any) -> np.ndarray:
+    """An array, of numpy or jax, on the host. Raises RequestError for one without values: a tracer of jax."""
+    try:
+        return np.asarray(value)
+    except TypeError as error:
+        raise RequestError(name, value, "must hold concrete values, and not be traced by jax") from error

@@ -1,0 +1,114 @@
+"""One request: its tokens, where it stands, and what it holds."""
+
+import dataclasses
+import enum
+
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.outputs import Logprob, RequestMetrics
+from jpaged.sampling_params import SamplingParams
+
+NO_ROW = -1
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands.
+
+    WAITING -> RUNNING -> one of the ends, with PREEMPTED <-> RUNNING in between; an end can come from any of them.
+    """
+
+    WAITING = "waiting"        # has never held a row
+    RUNNING = "running"        # holds a row and blocks
+    PREEMPTED = "preempted"    # gave both back; waits for them, and for tokens still on their way
+    STOPPED = "stop"           # end: a stop token
+    LENGTH = "length"          # end: max_tokens or max_model_len
+    ABORTED = "abort"          # end: by the caller
+    FAILED = "error"           # end: the step it was part of failed
+
+    @property
+    def is_end(self) -> bool:
+        """Whether nothing more happens to the request."""
+        return self in _ENDS
+
+
+_ENDS = frozenset((RequestStatus.STOPPED, RequestStatus.LENGTH, RequestStatus.ABORTED, RequestStatus.FAILED))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Request:
+    """One request's state machine.
+
+    Its tokens are the known ones (`token_ids`: the prompt, then every sampled token that has reached the host) and
+    `num_in_flight` more that were sampled on the device and are on their way. Of all these the first `num_computed`
+    have their KV in the pages, or will by the end of the step that was scheduled last.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_total_tokens: int          # prompt and output together; the request ends when it has so many
+    eos_token_ids: frozenset[int]  # the model's own ends, none with ignore_eos
+    eos_token_id: int | None       # the one of them that is no `stop_reason` of its own
+    prefix_root: bytes             # digest that the names of its blocks grow from
+    metrics: RequestMetrics
+    stream: bool = False           # give out every token as it comes, not only the end
+    seed: int = 0                  # 0 <= seed < 2**64; drawn when the request is added, if the caller gave none
+    arrival: int = -1              # place in the order of arrival
+    status: RequestStatus = RequestStatus.WAITING
+    stop_reason: int | None = None
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    num_in_flight: int = 0
+    num_computed: int = 0
+    num_cached_tokens: int = 0     # of the prompt, found in the prefix index when the request first started
+    num_lost: int = 0              # computed tokens that the last preemption threw away
+
+    row: int = NO_ROW
+    block_table: list[int] = dataclasses.field(default_factory=list)
+    block_digests: list[bytes] = dataclasses.field(default_factory=list)  # names of its full blocks of known tokens
+    num_indexed_blocks: int = 0    # so many blocks of the table have been offered to the prefix index
+    decoding: bool = False         # its last token lies in the device's request table: sampled since the row started
+
+    sampler: SamplerVariant = dataclasses.field(init=False)  # what it needs of a step that samples for it
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+        if self.params.logprobs is not None:
+            self.logprobs, self.cumulative_logprob = [], 0.0
+        self.sampler = _sampler_need(self.params)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the user's prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has, those on their way included."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens that have reached the host."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the sampled tokens that have reached the host."""
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens still to compute before the next one can be sampled; 0 when every token it may have is on its way."""
+        return 0 if self.num_tokens >= self.max_total_tokens else self.num_tokens - self.num_computed
+
+
+def _sampler_need(params: SamplingParams) -> SamplerVariant:
+    """The smallest sampler that does what a request asks for. min_p never removes the most likely token."""
+    if params.logprobs is not None:
+        return SamplerVariant.FULL
+    if params.greedy:
+        return SamplerVariant.GREEDY
+    return SamplerVariant.FULL if params.top_k > 0 or params.top_p < 1 else SamplerVariant.RANDOM

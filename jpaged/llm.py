@@ -1,0 +1,248 @@
+"""The front door for batches: `LLM`, and `generate` for use from JAX code."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+
+import numpy as np
+
+from jpaged.build import build_engine, refuse_tracing
+from jpaged.chat_prompt import chat_prompt
+from jpaged.engine.engine import Engine
+from jpaged.engine.input_processor import Prompt, as_array
+from jpaged.engine.request import Request
+from jpaged.errors import EngineError, RequestError
+from jpaged.outputs import EngineStats, RequestOutput
+from jpaged.sampling_params import SamplingParams
+
+Message = dict[str, str]  # role and content
+REFRESH_SECONDS = 0.2  # of the progress bar's figures
+
+
+class LLM:
+    """A model, ready to generate.
+
+    model:  folder, Hugging Face hub id, or "demo". With `params` also a Hugging Face config, its dict or a DecoderSpec.
+    params: live arrays (the tree of `jpaged.models.spec.param_shapes`), used as they are, without a copy.
+    engine_options: fields of `jpaged.EngineConfig`, e.g. dtype, max_model_len, max_num_seqs.
+
+    Raises ModelLoadError when the model cannot be loaded, RequestError for an unknown option. Use it as a context
+    manager, or call `close`, to give the device memory back. Calls from several threads run one after another.
+    """
+
+    def __init__(self, model: Any, *, params: Any = None, **engine_options: Any):
+        built = build_engine(model, params, engine_options, progress=True)
+        self.config = built.config
+        self.spec = built.spec
+        self.default_sampling_params = built.default_sampling_params
+        self._tokenizer = built.tokenizer
+        self._engine: Engine | None = built.engine
+        self._lock = threading.Lock()
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; one output each, in their order.
+
+        prompts: a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids; or a list of these.
+        sampling_params: one for all, or a list with one each. None: the model's generation_config.json.
+        use_tqdm: show progress; or what to call for a progress bar instead of `tqdm.tqdm`.
+
+        All prompts are checked first: RequestError for the first bad one is raised before any runs. EngineError when
+        the device fails; the next call is served as if nothing had happened.
+        """
+        refuse_tracing()
+        each = _prompt_list(prompts)
+        params = self._params_list(sampling_params, len(each))
+        with self._lock:
+            engine = self._live_engine
+            requests = [
+                self._request(engine, index, prompt, param, len(each))
+                for index, (prompt, param) in enumerate(zip(each, params, strict=True))
+            ]
+            for request in requests:
+                engine.add(request)
+            try:
+                finals = _run(engine, len(requests), _progress_bar(use_tqdm, len(requests)))
+            finally:
+                engine.abort([request.request_id for request in requests])
+        return [finals[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of them; rendered by the tokenizer's chat template, or by another one.
+
+        messages: dicts with role and content. Raises as `generate` does.
+        """
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
+        prompts = [
+            chat_prompt(
+                self._tokenizer,
+                conversation,
+                chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer (of transformers), or None if it has none."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where no sampling parameters are given."""
+        return self.default_sampling_params
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request, prompt and output together."""
+        return self._live_engine.runner.max_model_len
+
+    def stats(self) -> EngineStats:
+        """The engine's figures since the start or the last `reset_stats`."""
+        return self._live_engine.stats()
+
+    def reset_stats(self) -> None:
+        """Begin counters and peaks anew."""
+        self._live_engine.reset_stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV that was kept for reuse."""
+        with self._lock:
+            return self._live_engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Give the device memory back. The object cannot be used after this; closing twice does nothing."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _live_engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("this LLM is closed: make a new one")
+        return self._engine
+
+    def _params_list(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params
+        if not isinstance(sampling_params, Sequence):
+            return [sampling_params] * count
+        if len(sampling_params) != count:
+            accepted = f"{len(sampling_params)} of them for {count} prompts: give one, or one for each prompt"
+            raise RequestError("sampling_params", f"a list of {len(sampling_params)}", accepted)
+        return sampling_params
+
+    def _request(self, engine: Engine, index: int, prompt: Prompt, params: SamplingParams, count: int) -> Request:
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        try:
+            return engine.inputs.process(request_id, prompt, params)
+        except RequestError as error:
+            if count == 1:
+                raise
+            raise RequestError(error.parameter, error.value, f"{error.accepted} (prompt {index} of {count})") from None
+
+
+def generate(
+    model: Any,
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    use_tqdm: bool | Callable[..., Any] = True,
+    **engine_options: Any,
+) -> list[RequestOutput]:
+    """Complete prompts with a model, in one call.
+
+    model: a folder, a hub id, an `LLM`, or (config, params) with live JAX arrays, which are used without a copy.
+    engine_options: as of `LLM`; an `LLM` has its own already. Whoever calls this often keeps an `LLM` instead: an
+    engine is built, its programs taken from the compile cache, and closed again each time.
+    """
+    if isinstance(model, LLM):
+        for name, value in engine_options.items():
+            raise RequestError(name, value, "the LLM has its options already: give them where it is made")
+        return model.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+    params = None
+    if isinstance(model, tuple):
+        if len(model) != 2:
+            raise RequestError("model", f"a tuple of {len(model)}", "a tuple must be (config, params)")
+        model, params = model
+    with LLM(model, params=params, **engine_options) as llm:
+        return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt as a list of one; a list of integers is one prompt of token ids, a 2-D array is one a row."""
+    if hasattr(prompts, "__array__"):
+        prompts = as_array("prompts", prompts)
+        return list(prompts) if prompts.ndim == 2 else [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (str, bytes)):
+        return [cast(Prompt, prompts)]
+    if prompts and all(isinstance(part, (int, np.integer)) for part in prompts):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any | None:
+    if not use_tqdm or not total:
+        return None
+    if callable(use_tqdm):
+        return use_tqdm(total=total)
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True)
+
+
+def _run(engine: Engine, count: int, bar: Any | None) -> dict[str, RequestOutput]:
+    """Step until `count` requests have ended; their last outputs by id."""
+    finals: dict[str, RequestOutput] = {}
+    began = shown = time.monotonic()
+    tokens_before = engine.generated_tokens
+    try:
+        while len(finals) < count:
+            outputs = engine.step()
+            for output in outputs:
+                finals[output.request_id] = output
+            now = time.monotonic()
+            if bar is None:
+                continue
+            if now - shown > REFRESH_SECONDS or len(finals) == count:
+                stats = engine.stats()
+                rate = (engine.generated_tokens - tokens_before) / max(now - began, 1e-9)
+                kv_use = stats.used_blocks / stats.num_blocks
+                bar.set_postfix_str(f"{rate:.1f} tokens/s, KV {kv_use:.0%}")
+                shown = now
+            bar.update(len(outputs))
+    finally:
+        if bar is not None:
+            bar.close()
+    return finals

@@ -1,0 +1,85 @@
+"""What a caller gets back: one RequestOutput a prompt, and the engine's own figures."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's place in the model's own distribution, before temperature and filters."""
+
+    logprob: float             # natural logarithm
+    rank: int | None = None    # 1 = most likely
+    decoded_token: str | None = None  # None where the request does not detokenise
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One answer to a prompt, as far as it has come.
+
+    finish_reason: None while it runs, then 'stop', 'length' or 'abort'.
+    stop_reason:   the id out of `stop_token_ids` that ended it; None at the model's own end-of-sequence id.
+    logprobs:      one dict a token, from token id to Logprob: the most likely ones asked for, and the token itself.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request: seconds on the clock of `time.monotonic()`, None for what has not happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token's arrival on the host."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers so far. `num_cached_tokens` of the prompt were not computed: a prefix hit."""
+
+    request_id: str
+    prompt: str | None  # None where the prompt was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Figures of one engine. Counters and the peak count from start or from the last `reset_stats()`."""
+
+    num_blocks: int            # blocks of the KV pool
+    block_size: int            # tokens in one of them
+    used_blocks: int           # blocks that running requests hold now; a shared one counts once
+    peak_used_blocks: int      # the most that it was
+    num_running: int           # requests that hold a row now
+    num_waiting: int           # requests that wait for one now
+    steps: int                 # steps dispatched
+    prompt_tokens: int         # prompt tokens of requests that were started
+    prefix_hit_tokens: int     # of these, tokens whose KV was there already
+    generated_tokens: int      # tokens sampled and kept
+    finished_requests: int     # requests that ended, in whatever way
+    preemptions: int           # times a running request gave its blocks back for an older one
+    recomputed_tokens: int     # tokens computed once more because of that
+    kv_waste: float            # slots of running requests' blocks that hold no token: a share, averaged over steps
+    compiles_after_ready: int  # programs compiled after ready: 0, or something is wrong

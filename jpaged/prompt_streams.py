@@ -1,0 +1,58 @@
+"""Several prompts on one `AsyncLLM` at once: their outputs as they come, for the server and the command line."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, Protocol
+
+from jpaged.outputs import RequestOutput
+from jpaged.sampling_params import SamplingParams
+
+
+class Generates(Protocol):
+    """The one method of `AsyncLLM` that this needs."""
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs so far, each with all before it. Closing the generator aborts the request."""
+        ...
+
+
+async def outputs_of(
+    engine: Generates, prompts: Sequence[Any], params: SamplingParams, request_id: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of several prompts as they come, each with its prompt's index. Closing it aborts all of them.
+
+    The first prompt that fails ends all: its error is raised here.
+    """
+    streams = [engine.generate(prompt, params, f"{request_id}-{i}") for i, prompt in enumerate(prompts)]
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for output in stream:
+                yield 0, output
+        return
+    async with AsyncExitStack() as stack:
+        pending: dict[asyncio.Task[RequestOutput | None], int] = {}
+        for index, stream in enumerate(streams):
+            await stack.enter_async_context(aclosing(stream))
+            pending[asyncio.create_task(_next(stream))] = index
+        stack.push_async_callback(_cancel, pending)
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = pending.pop(task)
+                output = task.result()
+                if output is not None:
+                    pending[asyncio.create_task(_next(streams[index]))] = index
+                    yield index, output
+
+
+async def _next(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+    return await anext(stream, None)
+
+
+async def _cancel(tasks: dict[asyncio.Task[RequestOutput | None], int]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

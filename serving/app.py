@@ -1,0 +1,8 @@
+"""Starts the server: `python serving/app.py MODEL [flags]`, the same as `jpaged serve MODEL [flags]`."""
+
+import sys
+
+from jpaged.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["serve", *sys.argv[1:]]))

@@ -1,0 +1,46 @@
+"""The ASGI application: which path goes where."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from jpaged.errors import JPagedError
+from jpaged.serving import routes_service
+from jpaged.serving.auth import RequireKey
+from jpaged.serving.error_responses import ClientDisconnected, handle_error
+from jpaged.serving.generation import Server
+from jpaged.serving.routes_chat import chat_completions
+from jpaged.serving.routes_completions import completions
+
+
+def create_app(server: Server, *, api_keys: Sequence[str] = ()) -> Starlette:
+    """The application over a running engine, which it closes when it ends.
+
+    api_keys: if any are given, every route but /health asks for one of them.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        yield
+        await run_in_threadpool(server.engine.close)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/models", routes_service.models),
+            Route("/v1/models/{model:path}", routes_service.model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/health", routes_service.health),
+            Route("/version", routes_service.version),
+        ],
+        middleware=[Middleware(RequireKey, keys=api_keys)] if api_keys else [],
+        exception_handlers=dict.fromkeys((JPagedError, HTTPException, ClientDisconnected, Exception), handle_error),
+        lifespan=lifespan,
+    )
+    app.state.server = server
+    return app

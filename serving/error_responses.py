@@ -1,0 +1,72 @@
+"""Errors as OpenAI's error body: `{"error": {"message", "type", "param", "code"}}`."""
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
+
+logger = logging.getLogger("jpaged.serving")
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it stands in the access log
+
+
+class APIError(JPagedError):
+    """An error that has a status of its own."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        self.status = status
+        self.param = param
+        self.code = code
+        super().__init__(message)
+
+
+class ClientDisconnected(Exception):
+    """The client went away; what it asked for has been aborted."""
+
+
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body for an error. What the caller cannot mend is told without details; the log has them."""
+    match error:
+        case APIError():
+            status, param, code = error.status, error.param, error.code
+        case RequestError():
+            status, param, code = HTTPStatus.BAD_REQUEST, error.parameter, None
+        case CapacityError():
+            status, param, code = HTTPStatus.SERVICE_UNAVAILABLE, None, "engine_full"
+        case EngineError():
+            status, param, code = HTTPStatus.INTERNAL_SERVER_ERROR, None, "engine_error"
+        case HTTPException():
+            status, param, code = error.status_code, None, None
+        case _:
+            status, param, code = HTTPStatus.INTERNAL_SERVER_ERROR, None, None
+    if isinstance(error, HTTPException):
+        message = error.detail
+    elif isinstance(error, JPagedError) and not isinstance(error, EngineError):
+        message = str(error)
+    else:
+        logger.error("a request failed", exc_info=error)
+        message = "the server failed on this request; its log says why"
+    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    return int(status), {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: Exception) -> Response:
+    """The answer to a request that failed."""
+    if isinstance(error, ClientDisconnected):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    status, body = error_body(error)
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, CapacityError):
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler for everything."""
+    return error_response(error)

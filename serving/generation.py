@@ -1,0 +1,150 @@
+"""What both generating routes share: the server's state, sampling parameters, and outputs as what is new."""
+
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import aclosing, contextmanager
+from http import HTTPStatus
+from typing import Any
+
+from jpaged.errors import RequestError
+from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.sampling_params import SamplingParams
+from jpaged.serving.engine_client import EngineClient
+from jpaged.serving.error_responses import APIError
+from jpaged.serving.request_schema import SAMPLING_FIELDS, GenerationRequest
+from jpaged.serving.response_schema import CachedTokens, Usage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Server:
+    """What the routes work with."""
+
+    engine: EngineClient
+    model_names: tuple[str, ...]      # names the model answers to; the first is the one that answers show
+    chat_template: str | None = None  # Jinja, in place of the tokenizer's own
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with. Raises APIError 404 for a model that is not here."""
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            names = ", ".join(self.model_names)
+            message = f"model={asked!r} is not served here; there is {names}"
+            raise APIError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+        return asked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Head:
+    """What every object of one answer begins with."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def new(cls, prefix: str, model: str) -> "Head":
+        """With a fresh id."""
+        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+
+    def fields(self) -> dict[str, Any]:
+        """As keyword arguments of a response struct."""
+        return {"id": self.id, "created": self.created, "model": self.model}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """What is new in one answer since the last update of it."""
+
+    choice: int             # index of the answer in the response
+    text: str               # new text; may be empty while a character is incomplete
+    token_range: slice      # the new ones among the answer's tokens
+    text_before: int        # characters of the answer before `text`
+    output: CompletionOutput
+
+    @property
+    def finish_reason(self) -> str | None:
+        """'stop' or 'length' at the end, None before."""
+        return self.output.finish_reason
+
+
+def sampling_params(
+    request: GenerationRequest, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """The request's fields over the defaults. Raises RequestError that names the field."""
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
+    return dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def check_stream_options(request: GenerationRequest) -> bool:
+    """Whether the stream ends with the usage. Raises RequestError for options without a stream."""
+    if request.stream_options is None:
+        return False
+    if not request.stream:
+        raise RequestError("stream_options", {}, "only goes with stream=true")
+    return bool(request.stream_options.include_usage)
+
+
+@contextmanager
+def named_as_sent(names: Mapping[str, str]) -> Generator[None]:
+    """Errors inside name a field as the request wrote it, where the engine's name for it is another (the key)."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(names.get(error.parameter, error.parameter), error.value, error.accepted) from None
+
+
+async def updates(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], n: int, finals: dict[int, RequestOutput]
+) -> AsyncGenerator[Update, None]:
+    """Cumulative outputs as what is new in each. `finals` receives the last output of each prompt, for the usage."""
+    seen: dict[int, tuple[int, int]] = {}  # choice -> (tokens, characters) told
+    async with aclosing(outputs):
+        async for prompt, request_output in outputs:
+            finals[prompt] = request_output
+            for output in request_output.outputs:
+                check_finished_well(output)
+                choice = prompt * n + output.index
+                tokens, characters = seen.get(choice, (0, 0))
+                new = Update(
+                    choice, output.text[characters:], slice(tokens, len(output.token_ids)), characters, output
+                )
+                seen[choice] = (len(output.token_ids), len(output.text))
+                yield new
+
+
+async def finished(outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> dict[int, RequestOutput]:
+    """The last output of each prompt, in the prompts' order."""
+    async with aclosing(outputs):
+        finals = {prompt: output async for prompt, output in outputs}
+    for request_output in finals.values():
+        for output in request_output.outputs:
+            check_finished_well(output)
+    return dict(sorted(finals.items()))
+
+
+def check_finished_well(output: CompletionOutput) -> None:
+    """Raises APIError for an answer that the engine broke off (it is closing): OpenAI's API has no such reason."""
+    if output.finish_reason == "abort":
+        message = "the request was aborted: the server is stopping"
+        raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="aborted")
+
+
+def usage(finals: dict[int, RequestOutput]) -> Usage:
+    """Tokens of all prompts and answers together."""
+    prompt = sum(len(final.prompt_token_ids) for final in finals.values())
+    completion = sum(len(output.token_ids) for final in finals.values() for output in final.outputs)
+    cached = sum(final.num_cached_tokens for final in finals.values())
+    return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
+
+
+def _token_id(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise RequestError("logit_bias", key, "keys are token ids, as decimal numbers") from None

@@ -1,0 +1,67 @@
+"""The server's process: takes the address before the model loads, serves until a signal, and lets requests finish."""
+
+import signal
+import socket
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from jpaged.errors import JPagedError
+
+
+class AddressError(JPagedError):
+    """The address to listen on cannot be had."""
+
+
+def take_address(host: str, port: int) -> socket.socket:
+    """A socket bound to host and port (0: any free one), not listening yet: clients are refused until the model is
+    there, and a port that is taken is told before the model loads. Raises AddressError.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        raise AddressError(f"cannot listen on {host}:{port} ({error.strerror or error}): try another --port") from None
+    return taken
+
+
+class _Server(uvicorn.Server):
+    """Tells when it is ready, and ends with status 0 on the signals that ask for it."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]):
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(app: ASGIApp, address: socket.socket, *, shutdown_timeout: int, access_log: bool) -> None:
+    """Serve until SIGINT or SIGTERM; then refuse new requests, and give running ones `shutdown_timeout` seconds."""
+    config = uvicorn.Config(
+        app,
+        timeout_graceful_shutdown=shutdown_timeout,
+        access_log=access_log,
+        log_config=None,
+        log_level="warning" if not access_log else "info",
+        server_header=False,
+        backlog=2048,
+    )
+    host, port = address.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    _Server(config, lambda: print(f"ready: http://{shown}:{port}/v1", flush=True)).run(sockets=[address])

@@ -1,0 +1,151 @@
+"""What the routes accept: one struct a body. Fields that stand here are honoured; the rest is refused by name.
+
+`NEUTRAL` lists fields of OpenAI's (and vLLM's) API that are not built yet: they are accepted at the values that ask for
+nothing, so that clients which always send them work, and refused at any other.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+# Fields handed to SamplingParams under the same name, which accepts them or refuses them by name.
+SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # padding against traffic analysis: not built
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What both generating routes take."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Labels for the caller's own bookkeeping: no effect on the answer, here as there.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "prompt_logprobs": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+        "priority": (0,),
+        "echo": (False,),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "cache_salt": (),
+    }
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
+        "best_of": (1,),
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+        "prompt_embeds": (),
+    }
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    """One part of a message's content; only text can be read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation. An assistant message as the official client returns it is accepted as it is."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+        "web_search_options": (),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+    }

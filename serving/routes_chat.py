@@ -1,0 +1,123 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jpaged.chat_prompt import chat_prompt
+from jpaged.errors import RequestError
+from jpaged.outputs import CompletionOutput
+from jpaged.prompt_streams import outputs_of
+from jpaged.sampling_params import SamplingParams
+from jpaged.serving import generation
+from jpaged.serving.body import read_body
+from jpaged.serving.disconnect import until_disconnect
+from jpaged.serving.engine_client import Prompt
+from jpaged.serving.generation import Head, Server
+from jpaged.serving.logprob_shapes import chat_logprobs
+from jpaged.serving.request_schema import ChatMessage, ChatRequest
+from jpaged.serving.response_schema import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    Delta,
+)
+from jpaged.serving.sse import open_stream
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation, rendered by the model's chat template."""
+    server: Server = request.app.state.server
+    body = await read_body(request, ChatRequest)
+    names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with generation.named_as_sent(names):
+        return await _answer(request, server, body)
+
+
+async def _answer(request: Request, server: Server, body: ChatRequest) -> Response:
+    head = Head.new("chatcmpl", server.model_name(body.model))
+    with_usage = generation.check_stream_options(body)
+    top = _top_logprobs(body)
+    defaults = server.engine.default_sampling_params
+    params = generation.sampling_params(body, defaults, max_tokens=_max_tokens(body, defaults), logprobs=top)
+    messages = [{"role": message.role, "content": _text(message)} for message in body.messages]
+    prompt = await run_in_threadpool(chat_prompt, server.engine.get_tokenizer(), messages, server.chat_template)
+    if body.stream:
+        return await open_stream(request.receive, _events(server, prompt, params, head, with_usage))
+    work = generation.finished(outputs_of(server.engine, [prompt], params, head.id))
+    finals = await until_disconnect(request.receive, work)
+    choices = [
+        ChatChoice(
+            index=output.index,
+            message=AssistantMessage(output.text),
+            logprobs=_logprobs(output, slice(None), top),
+            finish_reason=output.finish_reason,
+        )
+        for output in finals[0].outputs
+    ]
+    answer = ChatCompletion(**head.fields(), choices=choices, usage=generation.usage(finals))
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _events(
+    server: Server, prompt: Prompt, params: SamplingParams, head: Head, with_usage: bool
+) -> AsyncGenerator[ChatCompletionChunk, None]:
+    finals: dict = {}
+    blank = {"usage": None} if with_usage else {}
+    started: set[int] = set()
+    outputs = outputs_of(server.engine, [prompt], params, head.id)
+    async with aclosing(generation.updates(outputs, params.n, finals)) as updates:
+        async for new in updates:
+            logprobs = _logprobs(new.output, new.token_range, params.logprobs)
+            if not (new.text or logprobs is not None or new.finish_reason or new.choice not in started):
+                continue
+            delta = Delta(content=new.text) if new.text or logprobs is not None else Delta()
+            if new.choice not in started:
+                started.add(new.choice)
+                delta = Delta(role="assistant", content=new.text)
+            choice = ChatChunkChoice(
+                index=new.choice, delta=delta, logprobs=logprobs, finish_reason=new.finish_reason
+            )
+            yield ChatCompletionChunk(**head.fields(), choices=[choice], **blank)
+    if with_usage:
+        yield ChatCompletionChunk(**head.fields(), choices=[], usage=generation.usage(finals))
+
+
+def _text(message: ChatMessage) -> str:
+    """The message as one text; parts stand on lines of their own."""
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text for part in message.content)
+
+
+def _logprobs(output: CompletionOutput, tokens: slice, top: int | None) -> ChatLogprobs | None:
+    if top is None or output.logprobs is None or not output.token_ids[tokens]:
+        return None
+    return chat_logprobs(output.token_ids[tokens], output.logprobs[tokens], top)
+
+
+def _top_logprobs(body: ChatRequest) -> int | None:
+    """How many log-probabilities to ask the engine for: None, or 0 for the chosen token's alone."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise RequestError("top_logprobs", body.top_logprobs, "only goes with logprobs=true")
+    return None
+
+
+def _max_tokens(body: ChatRequest, defaults: SamplingParams) -> int | None:
+    """Most tokens to answer with; by default what generation_config.json says, else as many as fit."""
+    if body.max_completion_tokens is not None:
+        return body.max_completion_tokens
+    if body.max_tokens is not None:
+        return body.max_tokens
+    return None if defaults.max_tokens == SamplingParams().max_tokens else defaults.max_tokens

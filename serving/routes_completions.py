@@ -1,0 +1,92 @@
+"""POST /v1/completions."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jpaged.errors import RequestError
+from jpaged.outputs import CompletionOutput
+from jpaged.prompt_streams import outputs_of
+from jpaged.sampling_params import SamplingParams
+from jpaged.serving import generation
+from jpaged.serving.body import read_body
+from jpaged.serving.disconnect import until_disconnect
+from jpaged.serving.engine_client import Prompt
+from jpaged.serving.generation import Head, Server
+from jpaged.serving.logprob_shapes import completion_logprobs
+from jpaged.serving.request_schema import CompletionRequest
+from jpaged.serving.response_schema import Completion, CompletionChoice
+from jpaged.serving.sse import open_stream
+
+MAX_PROMPTS = 1024  # of one request: a list must not fan out without bound
+
+
+async def completions(request: Request) -> Response:
+    """Continue one prompt or several: text, lists of text, token ids, lists of token ids."""
+    server: Server = request.app.state.server
+    body = await read_body(request, CompletionRequest)
+    with generation.named_as_sent({"prompt_token_ids": "prompt"}):
+        return await _answer(request, server, body)
+
+
+async def _answer(request: Request, server: Server, body: CompletionRequest) -> Response:
+    head = Head.new("cmpl", server.model_name(body.model))
+    with_usage = generation.check_stream_options(body)
+    defaults = server.engine.default_sampling_params
+    max_tokens = defaults.max_tokens if body.max_tokens is None else body.max_tokens
+    params = generation.sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    prompts = prompt_list(body.prompt)
+    if body.stream:
+        return await open_stream(request.receive, _events(server, prompts, params, head, with_usage))
+    work = generation.finished(outputs_of(server.engine, prompts, params, head.id))
+    finals = await until_disconnect(request.receive, work)
+    choices = [
+        _choice(prompt * params.n + output.index, output, output.text, slice(None), 0)
+        for prompt, final in finals.items()
+        for output in final.outputs
+    ]
+    answer = Completion(**head.fields(), choices=choices, usage=generation.usage(finals))
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def prompt_list(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+    """The prompts of a request. Raises RequestError for a mixed, empty or too long list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt", prompt, "must not be empty")
+    if all(isinstance(part, int) for part in prompt):
+        return [{"prompt_token_ids": cast(list[int], prompt)}]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError("prompt", f"{len(prompt)} prompts", f"at most {MAX_PROMPTS} in one request: send several")
+    if all(isinstance(part, str) for part in prompt):
+        return list(cast(list[str], prompt))
+    if all(isinstance(part, list) for part in prompt):
+        return [{"prompt_token_ids": ids} for ids in cast(list[list[int]], prompt)]
+    raise RequestError("prompt", prompt, "mixes text and token ids: send one kind")
+
+
+async def _events(
+    server: Server, prompts: list[Prompt], params: SamplingParams, head: Head, with_usage: bool
+) -> AsyncGenerator[Completion, None]:
+    finals: dict = {}
+    blank = {"usage": None} if with_usage else {}
+    outputs = outputs_of(server.engine, prompts, params, head.id)
+    async with aclosing(generation.updates(outputs, params.n, finals)) as updates:
+        async for new in updates:
+            choice = _choice(new.choice, new.output, new.text, new.token_range, new.text_before)
+            if choice.text or choice.logprobs is not None or choice.finish_reason:
+                yield Completion(**head.fields(), choices=[choice], **blank)
+    if with_usage:
+        yield Completion(**head.fields(), choices=[], usage=generation.usage(finals))
+
+
+def _choice(index: int, output: CompletionOutput, text: str, tokens: slice, text_before: int) -> CompletionChoice:
+    logprobs = None
+    if output.logprobs is not None and output.token_ids[tokens]:
+        logprobs = completion_logprobs(output.token_ids[tokens], output.logprobs[tokens], text_before)
+    return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=output.finish_reason)

@@ -1,0 +1,64 @@
+"""Server-sent events: writes a stream of JSON objects, ends it with [DONE], and stops when the client goes away."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jpaged.serving.disconnect import until_disconnect
+from jpaged.serving.error_responses import ClientDisconnected, error_body
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One event: an object as JSON."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends `events`. Made by `open_stream`, so that a request that fails at once gets a status, not a stream."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: Any, events: AsyncGenerator[Any, None]):
+        self._first = first
+        self._events = events
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: write events until they end or the client closes the connection."""
+        async with aclosing(self._events):
+            with suppress(ClientDisconnected, OSError):  # closing the events aborts the request
+                await until_disconnect(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_body(send, event(self._first))
+        try:
+            async for data in self._events:
+                await _send_body(send, event(data))
+        except Exception as error:  # the status is out already: an error can only be told as an event
+            await _send_body(send, event(error_body(error)[1]))
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+async def open_stream(receive: Receive, events: AsyncGenerator[Any, None]) -> EventStream:
+    """A stream of `events`, once the first is there. What goes wrong before it is raised, for a proper status."""
+    try:
+        return EventStream(await until_disconnect(receive, _first(events)), events)
+    except BaseException:
+        await events.aclose()
+        raise
+
+
+async def _first(events: AsyncGenerator[Any, None]) -> Any:
+    return await anext(events)
+
+
+async def _send_body(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

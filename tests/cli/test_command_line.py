@@ -1,0 +1,141 @@
+"""The command line: help that suffices and starts fast, every way to name the model, errors in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jpaged import cli
+from jpaged.cli import flags
+from jpaged.config import EngineConfig
+
+COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency"]
+
+
+def run(*args: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "jpaged", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_engine_option(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for name in EngineConfig.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in text
+    assert "{None}" not in text
+    assert "Most requests that run at once" in text  # the docstring of the field
+
+
+def test_help_imports_no_jax():
+    code = (
+        "import sys; from jpaged.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'jax', 'transformers', 'flax', 'starlette'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_without_arguments_there_is_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert "generate" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("jpaged 0.")
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "prompts"),
+    [
+        (["demo", "a", "b"], "demo", ["a", "b"]),
+        (["--model", "demo", "a", "b"], "demo", ["a", "b"]),
+        (["a", "--model=demo"], "demo", ["a"]),
+        (["demo", "--max-tokens", "3", "a"], "demo", ["a"]),
+        (["demo", "a", "--max-tokens", "3", "b", "--ignore-eos", "c"], "demo", ["a", "b", "c"]),
+        (["--max-tokens", "3", "--", "demo", "-a"], "demo", ["-a"]),
+    ],
+)
+def test_generate_takes_model_and_prompts_in_any_order(words, model, prompts):
+    command = cli.parse(["generate", *words])
+    positional, got = command._model_and_prompts()
+    assert flags.engine_options(command.engine, positional)["model"] == model
+    assert got == prompts
+
+
+def test_generate_without_prompts_uses_the_built_in_ones():
+    for words in (["demo"], ["--model", "demo"]):
+        assert len(cli.parse(["generate", *words])._model_and_prompts()[1]) == 20
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "generate"])
+def test_model_as_argument_or_flag(command):
+    for words in (["demo"], ["--model", "demo"], ["--max-num-seqs", "4", "demo"]):
+        parsed = cli.parse([*command.split(), *words])
+        parsed = getattr(parsed, "command", parsed)
+        assert flags.engine_options(parsed.engine, parsed.model_argument)["model"] == "demo"
+
+
+def test_engine_flags_become_options():
+    words = ["serve", "demo", "--row-buckets", "8", "16", "--no-enable-prefix-caching", "--dtype", "float32"]
+    parsed = cli.parse(words)
+    options = flags.engine_options(parsed.engine, parsed.model_argument)
+    assert options["row_buckets"] == (8, 16)
+    assert options["enable_prefix_caching"] is False
+    assert options["dtype"] == "float32"
+    assert EngineConfig(**options)
+    assert options["seed"] == EngineConfig(model="demo").seed
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["generate"], "name a model"),
+        (["serve"], "name a model"),
+        (["bench", "latency"], "name a model"),
+        (["chat", "one", "--model", "two"], "name one"),
+        (["generate", "demo", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "demo", "--top-p", "0"], "top_p"),
+        (["generate", "demo", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "demo", "--output-json", "/nowhere/x.json"], "output_json"),
+        (["chat", "demo", "--top-k", "-3"], "top_k"),
+        (["serve", "demo", "--chat-template", "/nowhere/x.jinja"], "chat_template"),
+        (["serve", "demo", "--host", "256.0.0.1"], "cannot listen"),
+        (["bench", "latency", "demo", "--batch-size", "0"], "batch_size"),
+    ],
+)
+def test_our_errors_are_one_line(args, says, capsys):
+    assert cli.main(args) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.startswith("jpaged: ")
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["generate", "demo", "--temprature", "1"], "--temperature"),
+        (["serve", "demo", "another"], "another"),
+        (["bench", "latency", "demo", "--batch-size", "many"], "many"),
+        (["nothing"], "generate"),
+    ],
+)
+def test_unknown_words_are_refused(args, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert says in printed.err + printed.out
+
+
+def test_missing_model_is_one_line():
+    done = run("generate", "/nowhere/model", "hi")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "/nowhere/model" in done.stderr

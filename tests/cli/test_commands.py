@@ -1,0 +1,86 @@
+"""The commands on the demo model: what they print, and what they leave in --output-json."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SMALL = ["--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+SMALL += ["--row-buckets", "8", "--token-buckets", "64"]
+
+
+def jpaged(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess:
+    """Run `python -m jpaged` with small programs."""
+    command = [sys.executable, "-m", "jpaged", *args, *SMALL]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_generate(tmp_path):
+    path = tmp_path / "answers.json"
+    prompts = ["def read_json(path):", "import os\n", "[bold]x[/bold] = [1, 2]"]
+    done = jpaged("generate", "demo", *prompts, "--max-tokens", "9", "--logprobs", "2", "--output-json", str(path))
+    report = json.loads(path.read_text())
+    assert [output["prompt"] for output in report["outputs"]] == prompts  # in the order of the prompts
+    for output in report["outputs"]:
+        assert output["prompt"] + output["text"] in done.stdout  # as they are: nothing is read as markup
+        assert len(output["token_ids"]) == len(output["logprobs"]) <= 9
+    assert "tokens/s" in done.stdout
+    assert "KV cache: at most" in done.stdout
+    assert report["stats"]["compiles_after_ready"] == 0
+    assert report["machine"]["jax"]
+
+
+def test_generate_refuses_a_bad_prompt():
+    command = [sys.executable, "-m", "jpaged", "generate", "--model", "demo", "x", "", "y", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "jpaged: prompt='': must not be empty"
+
+
+def test_chat_reads_lines_until_they_end():
+    lines = "import\n\n/clear\nimport\n/exit\nx\n"
+    said = jpaged("chat", "demo", "--max-tokens", "5", "--temperature", "0", stdin=lines).stdout
+    half = len(said) // 2
+    assert said[:half] == said[half:] != ""  # two answers: the conversation was forgotten in between
+
+
+TOTALS = ["--dataset-name", "random-total", "--total-len-min", "40", "--total-len-max", "90"]
+
+
+@pytest.mark.parametrize("dataset", [[], TOTALS])
+def test_bench_throughput(tmp_path, dataset):
+    path = tmp_path / "figures.json"
+    sizes = dataset or ["--input-len", "20", "--output-len", "10"]
+    done = jpaged("bench", "throughput", "demo", *sizes, "--num-prompts", "10", "--output-json", str(path))
+    figures = json.loads(path.read_text())
+    assert "Throughput: " in done.stdout
+    assert "KV waste: " in done.stdout
+    assert figures["num_requests"] == 10
+    assert figures["total_num_tokens"] == figures["prompt_tokens"] + figures["output_tokens"]
+    assert figures["requests_per_second"] == pytest.approx(10 / figures["elapsed_time"])
+    assert 0 <= figures["kv_waste"] < 1
+    assert figures["compiles_after_ready"] == 0
+    if not dataset:
+        assert (figures["prompt_tokens"], figures["output_tokens"]) == (200, 100)
+
+
+def test_bench_latency(tmp_path):
+    path = tmp_path / "figures.json"
+    words = ["bench", "latency", "demo", "--input-len", "8", "--output-len", "4", "--batch-size", "3"]
+    done = jpaged(*words, "--num-iters-warmup", "1", "--num-iters", "3", "--output-json", str(path))
+    figures = json.loads(path.read_text())
+    assert "Avg latency: " in done.stdout
+    assert "99% percentile latency: " in done.stdout
+    assert len(figures["latencies"]) == 3
+    assert figures["avg_latency"] == pytest.approx(sum(figures["latencies"]) / 3)
+    assert list(figures["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+
+
+def test_bench_refuses_what_does_not_fit():
+    command = [sys.executable, "-m", "jpaged", "bench", "throughput", "demo", "--input-len", "250", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "more than the model's 256 tokens" in done.stderr.splitlines()[-1]

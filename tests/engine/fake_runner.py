@@ -1,0 +1,155 @@
+"""A runner in plain Python whose "model" notices every wrong block, stale page and misplaced token.
+
+The KV pages hold token ids. The next token is a hash of all tokens of the request, read back through the row's block
+table: so it is right only if each slot was written, by the right request, and not overwritten since. State lies where
+the real runner keeps it: pages and a request table that rows, block updates and sampled tokens are written to.
+"""
+
+import dataclasses
+import zlib
+
+import numpy as np
+
+from jpaged.engine.step_plan import RowInit, SamplerVariant, StepPlan, StepResult
+
+UNWRITTEN = -1
+
+
+class DeviceFailure(RuntimeError):
+    """What a failing device raises."""
+
+
+@dataclasses.dataclass
+class FakeHandle:
+    """A dispatched step: its result is there from the start, but only `collect` may look at it."""
+
+    number: int
+    result: StepResult
+
+
+@dataclasses.dataclass
+class FakeRunner:
+    """See `jpaged.engine.step_plan.Runner`. Calls in `fail_at`, ("dispatch" or "collect", step number), raise."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    max_model_len: int = 64
+    vocab_size: int = 97
+    max_logprobs: int = 3
+    compiles_after_ready: int = 0
+    cacheable_up_to: int = 10**9
+    fail_at: frozenset[tuple[str, int]] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.closed = False
+        self._collected = 0
+        width = -(-self.max_model_len // self.block_size)
+        self.pages = np.full((self.num_blocks, self.block_size), UNWRITTEN)
+        self.tables = np.full((self.max_num_seqs, width), -1)
+        self.lengths = np.zeros(self.max_num_seqs, int)
+        self.last_tokens = np.full(self.max_num_seqs, UNWRITTEN)
+        self.inits: list[RowInit | None] = [None] * self.max_num_seqs
+
+    def dispatch(self, plan: StepPlan) -> FakeHandle:
+        """Run a step; checks first that the plan keeps every promise of StepPlan."""
+        number = len(self.plans)
+        self.plans.append(plan)
+        if ("dispatch", number) in self.fail_at:
+            self._fail("dispatch")
+        self._check(plan)
+        for init in plan.row_inits:
+            self.inits[init.row] = init
+            self.tables[init.row] = -1
+            self.tables[init.row, : len(init.block_table)] = init.block_table
+            self.lengths[init.row] = init.num_computed
+            self.last_tokens[init.row] = UNWRITTEN
+        for row, index, block in plan.block_updates.tolist():
+            assert self.tables[row, index] == -1, "a block table entry is never replaced"
+            self.tables[row, index] = block
+        ids = self._token_ids(plan)
+        # All rows write their KV before any row attends, as in the real step.
+        for row, tokens in zip(plan.rows.tolist(), ids, strict=True):
+            for position, token in enumerate(tokens, start=int(self.lengths[row])):
+                block = self.tables[row, position // self.block_size]
+                assert block >= 0, f"row {row} has no block for position {position}"
+                self.pages[block, position % self.block_size] = token
+            self.lengths[row] += len(tokens)
+        tokens = np.zeros(len(plan.rows), np.int32)
+        for index, row in enumerate(plan.rows):
+            if plan.samples[index]:
+                tokens[index] = self.last_tokens[row] = self._attend(row)
+        return FakeHandle(number, self._result(plan, tokens))
+
+    def collect(self, handle: FakeHandle) -> StepResult:
+        """The step's result. Steps are collected once, in order."""
+        assert handle.number >= self._collected, "collected twice, or out of order"
+        self._collected = handle.number + 1
+        if ("collect", handle.number) in self.fail_at:
+            self._fail("collect")
+        return handle.result
+
+    def prefix_cacheable(self, prompt_len: int) -> bool:
+        """Whether KV of such a prompt may be shared."""
+        return prompt_len <= self.cacheable_up_to
+
+    def close(self) -> None:
+        """Nothing may be dispatched after this."""
+        self.closed = True
+
+    def _fail(self, call: str) -> None:
+        self.pages[:] = UNWRITTEN  # the real runner's state is gone as well: it was donated to the step that failed
+        raise DeviceFailure(call)
+
+    def _check(self, plan: StepPlan) -> None:
+        assert not self.closed
+        rows = plan.rows.tolist()
+        assert 0 < len(rows) <= self.max_num_seqs
+        assert len(set(rows)) == len(rows)
+        assert all(0 <= row < self.max_num_seqs for row in rows)
+        assert 0 < plan.total_tokens <= self.max_num_batched_tokens
+        assert (plan.num_tokens > 0).all()
+        assert (plan.num_tokens[: plan.num_decodes] == 1).all()
+        assert plan.samples[: plan.num_decodes].all()
+        assert len(plan.prompt_tokens) == plan.num_tokens[plan.num_decodes :].sum()
+        starting = [init.row for init in plan.row_inits]
+        assert set(starting) <= set(rows[plan.num_decodes :]), "a row that starts is no decode"
+        assert not set(starting) & set(plan.block_updates[:, 0].tolist())
+        assert len(plan.copies) == 0
+        for name in ("rows", "num_tokens", "prompt_tokens", "block_updates"):
+            assert getattr(plan, name).dtype == np.int32, name
+
+    def _token_ids(self, plan: StepPlan) -> list[list[int]]:
+        ids = [[int(token)] for token in self.last_tokens[plan.rows[: plan.num_decodes]]]
+        assert all(tokens != [UNWRITTEN] for tokens in ids), "a decode of a row that has sampled nothing"
+        ends = np.cumsum(plan.num_tokens[plan.num_decodes :])
+        return ids + [part.tolist() for part in np.split(plan.prompt_tokens, ends[:-1])] if len(ends) else ids
+
+    def _attend(self, row: int) -> int:
+        """The next token of a row, from what its block table leads to."""
+        positions = np.arange(self.lengths[row])
+        tokens = self.pages[self.tables[row, positions // self.block_size], positions % self.block_size]
+        assert (tokens != UNWRITTEN).all(), "attends to a slot that was never written"
+        init = self.inits[row]
+        return next_token(tokens.tolist(), self.vocab_size, init.seed if init.temperature > 0 else 0)
+
+    def _result(self, plan: StepPlan, tokens: np.ndarray) -> StepResult:
+        if plan.sampler is not SamplerVariant.FULL:
+            return StepResult(tokens)
+        top = tokens[:, None] + np.arange(self.max_logprobs)
+        return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top % self.vocab_size, -top / 10)
+
+
+def next_token(token_ids: list[int], vocab_size: int, seed: int = 0) -> int:
+    """The model: a hash of everything so far."""
+    return zlib.crc32(np.array([seed % 2**31, *token_ids], np.int32).tobytes()) % vocab_size
+
+
+def alone(token_ids: list[int], count: int, vocab_size: int, *, seed: int = 0) -> list[int]:
+    """What a request gives with nobody beside it."""
+    tokens = list(token_ids)
+    for _ in range(count):
+        tokens.append(next_token(tokens, vocab_size, seed))
+    return tokens[len(token_ids) :]

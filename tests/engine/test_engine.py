@@ -1,0 +1,338 @@
+"""The engine against a runner whose tokens are right only if every slot of every block table is."""
+
+import numpy as np
+import pytest
+
+from jpaged.engine.engine import Engine, StepError
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import EngineError, RequestError
+from jpaged.outputs import RequestOutput
+from jpaged.sampling_params import SamplingParams
+from tests.engine.fake_runner import FakeRunner, alone
+
+
+def greedy(max_tokens: int | None = 8, **fields) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
+
+
+def run(engine: Engine) -> dict[str, RequestOutput]:
+    """Step until nothing is left; integrity is checked after every step."""
+    finals = {}
+    while engine.has_work:
+        for output in engine.step():
+            finals[output.request_id] = output
+        engine.check_integrity()
+    assert engine.stats().used_blocks == 0
+    return finals
+
+
+def prompt_of(length: int, start: int = 0) -> list[int]:
+    return [(7 * (start + i) + 3) % 97 for i in range(length)]
+
+
+def test_one_request_gives_the_models_tokens():
+    engine = Engine(FakeRunner())
+    engine.add_request("a", prompt_of(5), greedy(8))
+    output = run(engine)["a"]
+    assert output.outputs[0].token_ids == alone(prompt_of(5), 8, 97)
+    assert output.finished
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_every_length_around_block_and_budget_borders():
+    engine = Engine(FakeRunner())
+    lengths = (1, 2, 3, 4, 5, 15, 16, 17, 33, 55)
+    for length in lengths:
+        engine.add_request(str(length), prompt_of(length), greedy(9))
+    finals = run(engine)
+    for length in lengths:
+        assert finals[str(length)].outputs[0].token_ids == alone(prompt_of(length), 9, 97), length
+
+
+def test_decode_never_waits_for_the_host():
+    """Step N is dispatched before step N-1 is collected, and each step but the first holds a decode."""
+    runner = FakeRunner()
+    engine = Engine(runner)
+    engine.add_request("a", prompt_of(3), greedy(6))
+    assert engine.step() == []
+    engine.step()
+    assert len(runner.plans) == 2
+    assert runner.plans[1].num_decodes == 1
+    run(engine)
+    assert len(runner.plans) == 6, "nothing runs past max_tokens"
+
+
+def test_a_stopped_request_runs_one_step_too_many_and_drops_its_token():
+    tokens = alone(prompt_of(3), 8, 97)
+    runner = FakeRunner()
+    engine = Engine(runner, eos_token_id=tokens[2])
+    engine.add_request("a", prompt_of(3), greedy(8))
+    engine.add_request("b", prompt_of(3), greedy(8, ignore_eos=True))
+    engine.add_request("c", prompt_of(3), greedy(8, ignore_eos=True, stop_token_ids=[tokens[4]]))
+    finals = run(engine)
+    assert finals["a"].outputs[0].token_ids == tokens[:3]
+    assert (finals["a"].outputs[0].finish_reason, finals["a"].outputs[0].stop_reason) == ("stop", None)
+    assert finals["b"].outputs[0].token_ids == tokens
+    assert (finals["c"].outputs[0].finish_reason, finals["c"].outputs[0].stop_reason) == ("stop", tokens[4])
+    assert engine.stats().generated_tokens == 3 + 8 + 5
+
+
+def test_max_tokens_is_cut_to_what_fits():
+    engine = Engine(FakeRunner(max_model_len=16))
+    engine.add_request("a", prompt_of(10), greedy(1000))
+    engine.add_request("b", prompt_of(15), greedy(None))
+    finals = run(engine)
+    assert finals["a"].outputs[0].token_ids == alone(prompt_of(10), 6, 97)
+    assert finals["b"].outputs[0].token_ids == alone(prompt_of(15), 1, 97)
+    assert finals["a"].outputs[0].finish_reason == finals["b"].outputs[0].finish_reason == "length"
+
+
+def test_a_tiny_pool_preempts_the_youngest_and_changes_no_token():
+    runner = FakeRunner(num_blocks=16, max_model_len=64)
+    engine = Engine(runner)
+    prompts = [prompt_of(8, start=100 * i) for i in range(4)]
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(40))
+    finals, ended = {}, []
+    while engine.has_work:
+        for output in engine.step():
+            finals[output.request_id] = output
+            ended.append(output.request_id)
+        engine.check_integrity()
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.recomputed_tokens > 0
+    assert stats.peak_used_blocks == 16
+    assert ended[0] == "0"
+    assert finals["0"].metrics.preemptions == 0
+    for i, prompt in enumerate(prompts):
+        assert finals[str(i)].outputs[0].token_ids == alone(prompt, 40, 97)
+
+
+def test_equal_beginnings_are_computed_once():
+    runner = FakeRunner()
+    engine = Engine(runner)
+    engine.add_request("a", prompt_of(21), greedy(4))
+    run(engine)
+    engine.add_request("b", prompt_of(21), greedy(4))
+    engine.add_request("c", prompt_of(20), greedy(4))
+    engine.add_request("d", [*prompt_of(20), 1, 2, 3], greedy(4))
+    finals = run(engine)
+    assert finals["b"].num_cached_tokens == 20
+    assert finals["c"].num_cached_tokens == 16, "the last token is always computed"
+    assert finals["d"].num_cached_tokens == 20
+    assert engine.stats().prefix_hit_tokens == 56
+    assert finals["d"].outputs[0].token_ids == alone([*prompt_of(20), 1, 2, 3], 4, 97)
+
+
+def test_output_tokens_are_found_as_well():
+    engine = Engine(FakeRunner())
+    engine.add_request("a", prompt_of(6), greedy(12))
+    answer = run(engine)["a"].outputs[0].token_ids
+    engine.add_request("b", prompt_of(6) + answer + [5], greedy(2))
+    assert run(engine)["b"].num_cached_tokens == 16
+
+
+def test_a_block_that_its_last_token_fills_is_found():
+    """The stop token fills the fourth block; the step that ran too far has computed it."""
+    tokens = alone(prompt_of(13), 3, 97)
+    engine = Engine(FakeRunner(), eos_token_id=tokens[-1])
+    engine.add_request("a", prompt_of(13), greedy(8))
+    assert run(engine)["a"].outputs[0].token_ids == tokens
+    engine.add_request("b", [*prompt_of(13), *tokens, 5], greedy(2))
+    assert run(engine)["b"].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("how", ["off", "not cacheable", "other salt", "reset"])
+def test_nothing_is_shared_where_it_must_not_be(how: str):
+    runner = FakeRunner(cacheable_up_to=10 if how == "not cacheable" else 10**9)
+    engine = Engine(runner, enable_prefix_caching=how != "off")
+    engine.add_request("a", {"prompt_token_ids": prompt_of(21), "cache_salt": "x"}, greedy(4))
+    run(engine)
+    if how == "reset":
+        assert engine.reset_prefix_cache()
+    salt = "y" if how == "other salt" else "x"
+    engine.add_request("b", {"prompt_token_ids": prompt_of(21), "cache_salt": salt}, greedy(4))
+    final = run(engine)["b"]
+    assert final.num_cached_tokens == 0
+    assert final.outputs[0].token_ids == alone(prompt_of(21), 4, 97)
+
+
+def test_abort_in_every_state():
+    runner = FakeRunner(max_num_seqs=2)
+    engine = Engine(runner)
+    for name in "abcd":
+        engine.add_request(name, prompt_of(20, start=ord(name)), greedy(20))
+    engine.step()
+    aborted = engine.abort(["a", "c", "nobody"])  # in mid-prompt, and waiting
+    assert [output.outputs[0].finish_reason for output in aborted] == ["abort", "abort"]
+    engine.check_integrity()
+    for _ in range(5):
+        engine.step()
+    (output,) = engine.abort(["b"])  # decoding, with a token on its way
+    tokens = output.outputs[0].token_ids
+    assert tokens
+    assert tokens == alone(prompt_of(20, start=ord("b")), 20, 97)[: len(tokens)]
+    engine.check_integrity()
+    assert engine.abort(["b"]) == []
+    assert run(engine)["d"].outputs[0].token_ids == alone(prompt_of(20, start=ord("d")), 20, 97)
+
+
+def test_short_requests_pass_long_ones():
+    """While long prompts are computed, and more of them wait, short requests come, run and finish."""
+    engine = Engine(FakeRunner(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=256, num_blocks=256))
+    for i in range(3):
+        engine.add_request(f"long {i}", prompt_of(200, start=i), greedy(4))
+    engine.step()
+    for i in range(2):
+        engine.add_request(f"short {i}", prompt_of(6, start=i), greedy(3))
+    ended = []
+    while engine.has_work:
+        ended += [output.request_id for output in engine.step()]
+        engine.check_integrity()
+    assert ended == ["short 0", "short 1", "long 0", "long 1", "long 2"]
+
+
+def test_a_short_request_never_takes_the_last_row_from_a_long_one():
+    engine = Engine(FakeRunner(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64))
+    engine.add_request("long 0", prompt_of(40), greedy(2))
+    engine.step()
+    engine.add_request("long 1", prompt_of(40, start=1), greedy(2))
+    for i in range(20):
+        engine.add_request(f"short {i}", prompt_of(4, start=i), greedy(2))
+    ended = []
+    while engine.has_work:
+        ended += [output.request_id for output in engine.step()]
+    assert ended.index("long 1") < 3
+
+
+def test_the_token_budget_is_used_up_while_prompts_wait():
+    runner = FakeRunner(max_num_batched_tokens=16, max_model_len=64)
+    engine = Engine(runner)
+    for i in range(3):
+        engine.add_request(str(i), prompt_of(40, start=i), greedy(2))
+    run(engine)
+    assert [plan.total_tokens for plan in runner.plans[:7]] == [16] * 7
+
+
+def test_seeds():
+    def tokens(engine_seed: int, *seeds: int | None) -> list[list[int]]:
+        engine = Engine(FakeRunner(), seed=engine_seed)
+        for i, seed in enumerate(seeds):
+            engine.add_request(str(i), prompt_of(5), SamplingParams(seed=seed, max_tokens=8))
+        finals = run(engine)
+        return [finals[str(i)].outputs[0].token_ids for i in range(len(seeds))]
+
+    assert tokens(0, 5, 5) == [alone(prompt_of(5), 8, 97, seed=5)] * 2
+    first, second = tokens(0, None, None)
+    assert first != second
+    assert tokens(0, None, None) == [first, second]
+    assert tokens(1, None, None) != [first, second]
+
+
+def test_the_sampler_is_the_largest_need_of_rows_that_sample():
+    runner = FakeRunner(max_num_batched_tokens=32)
+    engine = Engine(runner)
+    engine.add_request("greedy", prompt_of(2), greedy(20))
+    engine.step()
+    assert runner.plans[-1].sampler is SamplerVariant.GREEDY
+    engine.add_request("random", prompt_of(2), SamplingParams(max_tokens=12, min_p=0.1))
+    engine.step()
+    assert runner.plans[-1].sampler is SamplerVariant.RANDOM
+    engine.add_request("full", prompt_of(40), SamplingParams(max_tokens=2, top_k=3))
+    engine.step()
+    assert runner.plans[-1].sampler is SamplerVariant.RANDOM, "it is in mid-prompt"
+    engine.step()
+    assert runner.plans[-1].sampler is SamplerVariant.FULL
+    run(engine)
+    assert runner.plans[-1].sampler is SamplerVariant.GREEDY
+
+
+def test_row_state_of_greedy_and_odd_parameters():
+    runner = FakeRunner()
+    engine = Engine(runner)
+    engine.add_request("a", prompt_of(2), SamplingParams(temperature=1e-7, top_p=0.5, top_k=3, min_p=0.5, max_tokens=1))
+    engine.add_request("b", prompt_of(2), SamplingParams(top_k=97, top_p=1e-60, max_tokens=1))
+    engine.step()
+    first, second = runner.plans[0].row_inits
+    assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0, 1, 0, 0)
+    assert second.top_k == 0
+    assert np.float32(second.top_p) > 0
+
+
+def test_logprobs_hold_the_sampled_token_and_the_top():
+    engine = Engine(FakeRunner())
+    engine.add_request("a", prompt_of(3), greedy(3, logprobs=2))
+    engine.add_request("b", prompt_of(3), greedy(3, logprobs=0))
+    engine.add_request("c", prompt_of(3), greedy(3))
+    finals = run(engine)
+    answer = finals["a"].outputs[0]
+    assert [list(entries) for entries in answer.logprobs] == [[t, (t + 1) % 97] for t in answer.token_ids]
+    assert [entries[t].rank for t, entries in zip(answer.token_ids, answer.logprobs, strict=True)] == [1, 1, 1]
+    assert answer.cumulative_logprob == pytest.approx(-sum(answer.token_ids) / 10)
+    assert [list(entries) for entries in finals["b"].outputs[0].logprobs] == [[t] for t in answer.token_ids]
+    assert finals["c"].outputs[0].logprobs is finals["c"].outputs[0].cumulative_logprob is None
+
+
+def test_streaming_gives_every_token_as_it_comes():
+    engine = Engine(FakeRunner())
+    engine.add_request("a", prompt_of(3), greedy(4), stream=True)
+    engine.add_request("b", prompt_of(3), greedy(4))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [len(output.outputs[0].token_ids) for output in outputs if output.request_id == "a"] == [1, 2, 3, 4]
+    assert [output.finished for output in outputs if output.request_id == "a"] == [False, False, False, True]
+    assert len([output for output in outputs if output.request_id == "b"]) == 1
+
+
+@pytest.mark.parametrize("call", ["dispatch", "collect"])
+def test_a_failed_step_ends_its_requests_and_no_other(call: str):
+    runner = FakeRunner(max_num_seqs=2, fail_at=frozenset({(call, 2)}))
+    engine = Engine(runner)
+    for name in "abcd":
+        engine.add_request(name, prompt_of(6), greedy(6))
+    failed = None
+    finals = {}
+    while engine.has_work:
+        try:
+            for output in engine.step():
+                finals[output.request_id] = output
+        except StepError as error:
+            failed = error
+            assert engine.stats().used_blocks == 0
+        engine.check_integrity()
+    assert failed.request_ids == ("a", "b")
+    assert isinstance(failed, EngineError)
+    assert set(finals) == {"c", "d"}
+    for final in finals.values():
+        assert final.outputs[0].token_ids == alone(prompt_of(6), 6, 97)
+    assert finals["c"].num_cached_tokens == 0, "what was computed before a failure is not trusted"
+
+
+def test_a_pool_smaller_than_one_request_is_refused():
+    with pytest.raises(EngineError, match="max_model_len=64"):
+        Engine(FakeRunner(num_blocks=15))
+
+
+def test_ids_in_use_are_refused():
+    engine = Engine(FakeRunner())
+    engine.add_request("a", prompt_of(3), greedy(4))
+    with pytest.raises(RequestError, match="request_id"):
+        engine.add_request("a", prompt_of(3), greedy(4))
+    run(engine)
+    engine.add_request("a", prompt_of(3), greedy(4))
+
+
+def test_stats():
+    engine = Engine(FakeRunner())
+    engine.add_request("a", prompt_of(10), greedy(6))
+    run(engine)
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.finished_requests, stats.steps) == (10, 6, 1, 6)
+    # 10 .. 15 tokens in blocks of 4: 12, 12, 12, 16, 16, 16 slots
+    assert stats.kv_waste == pytest.approx(np.mean([2 / 12, 1 / 12, 0, 3 / 16, 2 / 16, 1 / 16]))
+    assert stats.peak_used_blocks == 4
+    engine.reset_stats()
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.peak_used_blocks, stats.kv_waste) == (0, 0, 0, 0)

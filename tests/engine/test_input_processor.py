@@ -1,0 +1,128 @@
+"""What a prompt may be, and what bad ones are told."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.engine.input_processor import InputProcessor, ModelLimits
+from jpaged.errors import RequestError
+from jpaged.sampling_params import SamplingParams
+
+LIMITS = ModelLimits(vocab_size=100, max_model_len=16, max_logprobs=5, eos_token_ids=(7, 8), eos_token_id=9)
+
+
+class Letters:
+    """A tokenizer: a letter, a token; `Z` is one that the model does not have."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("A") if letter != "Z" else 100 for letter in text]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"A": 0, "BB": 1}
+
+
+INPUTS = InputProcessor(LIMITS, Letters())
+
+
+def process(prompt: Any, **fields: Any):
+    return INPUTS.process("r", prompt, SamplingParams(**fields))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "ABC",
+        {"prompt": "ABC"},
+        [0, 1, 2],
+        (0, 1, 2),
+        np.array([0, 1, 2], np.uint16),
+        jnp.array([0, 1, 2]),
+        {"prompt_token_ids": [0, np.int64(1), 2]},
+        {"prompt_token_ids": np.arange(3)},
+        {"prompt_token_ids": range(3), "prompt": None, "cache_salt": None},
+    ],
+)
+def test_all_kinds_of_prompts(prompt: Any):
+    request = process(prompt)
+    assert request.prompt_token_ids == request.token_ids == [0, 1, 2]
+    assert all(type(token_id) is int for token_id in request.token_ids)
+    assert request.prompt == ("ABC" if "ABC" in str(prompt) else None)
+
+
+def test_a_text_beside_token_ids_is_kept_for_the_output():
+    request = process({"prompt": "shown", "prompt_token_ids": [1]})
+    assert (request.prompt, request.token_ids) == ("shown", [1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parameter", "says"),
+    [
+        ("", "prompt", "must not be empty"),
+        ([], "prompt_token_ids", "must not be empty"),
+        ({"prompt": ""}, "prompt", "must not be empty"),
+        ({"prompt_token_ids": []}, "prompt_token_ids", "must not be empty"),
+        ("A" * 16, "prompt", "has 16 tokens, a prompt takes at most 15"),
+        ([1] * 17, "prompt_token_ids", "max_model_len=18"),
+        ("B" * 1000, "prompt", "1,000 characters"),
+        ([1, -1], "prompt_token_ids", "0 to 99"),
+        ([100], "prompt_token_ids", "0 to 99"),
+        ([2**70], "prompt_token_ids", "0 to 99"),
+        (np.array([200]), "prompt_token_ids", "0 to 99"),
+        ("AZ", "prompt_token_ids", "0 to 99"),
+        ([1.0], "prompt_token_ids", "token 0 is no integer"),
+        ([1, True], "prompt_token_ids", "token 1 is no integer"),
+        ([1, "a"], "prompt_token_ids", "token 1 is no integer"),
+        (np.ones((2, 2), int), "prompt_token_ids", "one axis"),
+        (np.ones(2), "prompt_token_ids", "no integer"),
+        ({"prompt_token_ids": "ABC"}, "prompt_token_ids", "list of token ids"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids", "list of token ids"),
+        ({"prompt_token_ids": {1, 2}}, "prompt_token_ids", "list of token ids"),
+        ({"prompt": 5}, "prompt", "must be a text"),
+        ({"prompt": "A", "cache_salt": 1}, "cache_salt", "must be a text"),
+        ({}, "prompt", "must be a text"),
+        ({"prompt": "A", "multi_modal_data": 1}, "multi_modal_data", "unknown field"),
+        (None, "prompt", "must be a text"),
+        (5, "prompt", "must be a text"),
+        (b"ABC", "prompt", "must be a text"),
+        ("A\ud800", "prompt", "no valid Unicode"),
+    ],
+)
+def test_bad_prompts(prompt: Any, parameter: str, says: str):
+    with pytest.raises(RequestError, match=says) as caught:
+        process(prompt)
+    assert caught.value.parameter == parameter
+
+
+def test_the_longest_prompt_that_fits():
+    assert process([1] * 15).max_total_tokens == 16
+
+
+def test_text_needs_a_tokenizer():
+    with pytest.raises(RequestError, match="no tokenizer"):
+        InputProcessor(LIMITS).process("r", "ABC", SamplingParams())
+
+
+def test_what_depends_on_the_model():
+    with pytest.raises(RequestError, match="at most 5"):
+        process("A", logprobs=6)
+    with pytest.raises(RequestError, match="0 to 99") as caught:
+        process("A", stop_token_ids=[99, 100])
+    assert (caught.value.parameter, caught.value.value) == ("stop_token_ids", 100)
+    with pytest.raises(RequestError, match="SamplingParams"):
+        INPUTS.process("r", "A", {"temperature": 0})
+
+
+def test_where_a_request_ends():
+    assert process("ABC", max_tokens=5).max_total_tokens == 8
+    assert process("ABC", max_tokens=50).max_total_tokens == 16
+    assert process("ABC", max_tokens=None).max_total_tokens == 16
+    assert process("ABC").eos_token_ids == {7, 8, 9}
+    assert process("ABC", ignore_eos=True).eos_token_ids == frozenset()
+
+
+def test_a_salt_changes_the_root_of_the_block_names():
+    roots = [process({"prompt": "A", "cache_salt": salt}).prefix_root for salt in (None, "x", "x", "y")]
+    assert roots[1] == roots[2]
+    assert len(set(roots)) == 3

@@ -1,0 +1,140 @@
+"""The scheduler's own decisions: who starts, who passes whom, and who gives way."""
+
+import pytest
+
+from jpaged.engine.engine import Engine
+from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.scheduler import Scheduler
+from jpaged.errors import EngineError
+from jpaged.outputs import RequestMetrics
+from jpaged.sampling_params import SamplingParams
+from tests.engine.fake_runner import FakeRunner, alone
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+def prompt_of(length: int, start: int = 0) -> list[int]:
+    return [(7 * (start + i) + 3) % 97 for i in range(length)]
+
+
+def run(engine: Engine) -> list[str]:
+    """Step until nothing is left; ids in the order of their ends, all with the right tokens."""
+    ended = []
+    while engine.has_work:
+        for output in engine.step():
+            ended.append(output.request_id)
+            answer = output.outputs[0].token_ids
+            assert answer == alone(output.prompt_token_ids, len(answer), 97)
+        engine.check_integrity()
+    return ended
+
+
+def make_scheduler(num_blocks: int, *, rows: int = 4, budget: int = 64) -> Scheduler:
+    return Scheduler(
+        KVCacheManager(num_blocks, 4),
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        vocab_size=97,
+        prefix_cacheable=lambda prompt_len: True,
+    )
+
+
+def add(scheduler: Scheduler, arrival: int, prompt_len: int, max_total_tokens: int = 1000) -> Request:
+    request = Request(
+        request_id=str(arrival),
+        prompt=None,
+        prompt_token_ids=prompt_of(prompt_len, start=50 * arrival),
+        params=SamplingParams(temperature=0),
+        max_total_tokens=max_total_tokens,
+        eos_token_ids=frozenset(),
+        eos_token_id=None,
+        prefix_root=b"",
+        metrics=RequestMetrics(arrival_time=0.0),
+        arrival=arrival,
+    )
+    scheduler.add(request)
+    return request
+
+
+def test_a_preempted_request_waits_for_its_tokens_on_the_way():
+    """However deep the pipeline: nothing is collected here, so what was sampled before the preemption never arrives."""
+    scheduler = make_scheduler(8)
+    old, young = add(scheduler, 0, 12), add(scheduler, 1, 7)
+    while young.status is not RequestStatus.PREEMPTED:
+        scheduler.schedule()
+    assert young.num_in_flight > 0
+    scheduler.finish(old, RequestStatus.ABORTED)
+    assert scheduler.schedule() is None
+    young.token_ids += [1] * young.num_in_flight
+    young.num_in_flight = 0
+    step = scheduler.schedule()
+    assert step.requests == (young,)
+    assert step.plan.num_decodes == 0
+    assert step.plan.row_inits[0].prompt_len == 7
+    assert step.plan.num_tokens.tolist() == [len(young.token_ids) - step.plan.row_inits[0].num_computed]
+
+
+def test_a_preempted_request_is_the_next_to_start():
+    scheduler = make_scheduler(8, rows=2)
+    old, young, waiting = add(scheduler, 0, 12), add(scheduler, 1, 4), add(scheduler, 2, 4)
+    while young.status is not RequestStatus.PREEMPTED:
+        scheduler.schedule()
+    assert list(scheduler.waiting) == [young, waiting]
+    assert old.status is RequestStatus.RUNNING
+
+
+def test_a_row_that_was_planned_already_leaves_the_plan_when_it_is_preempted():
+    """A long prompt, older than a short request that passed it, takes the blocks that one decodes in."""
+    engine = Engine(FakeRunner(num_blocks=18, max_num_batched_tokens=4))
+    engine.add_request("long", prompt_of(60), greedy(2))
+    engine.step()
+    engine.add_request("short", prompt_of(4, start=9), greedy(40))
+    engine.step()
+    assert engine.stats().num_running == 2
+    assert run(engine) == ["long", "short"]
+    assert engine.stats().preemptions == 1
+
+
+def test_running_requests_stay_in_the_order_of_arrival_when_one_is_passed():
+    engine = Engine(FakeRunner(num_blocks=200, max_num_batched_tokens=8, max_model_len=128))
+    engine.add_request("long 0", prompt_of(60), greedy(2))
+    engine.step()
+    engine.add_request("long 1", prompt_of(60, start=1), greedy(2))
+    engine.add_request("short", prompt_of(4, start=2), greedy(100))
+    assert run(engine) == ["long 0", "long 1", "short"]
+
+
+def test_a_request_does_not_start_where_it_would_be_preempted_at_once():
+    engine = Engine(FakeRunner(num_blocks=16, max_num_batched_tokens=64))
+    engine.add_request("first", prompt_of(32), greedy(20))
+    engine.add_request("second", prompt_of(32, start=9), greedy(4))
+    assert run(engine) == ["first", "second"]
+    assert engine.stats().preemptions == 0
+
+
+def test_a_request_does_not_start_on_blocks_that_a_prompt_under_way_needs():
+    engine = Engine(FakeRunner(num_blocks=16, max_num_batched_tokens=8))
+    engine.add_request("first", prompt_of(60), greedy(2))
+    engine.step()
+    engine.add_request("second", prompt_of(8, start=9), greedy(30))
+    assert run(engine) == ["first", "second"]
+    assert engine.stats().preemptions == 0
+
+
+def test_all_tokens_on_the_way_means_nothing_to_compute():
+    scheduler = make_scheduler(8)
+    add(scheduler, 0, 4, max_total_tokens=6)
+    assert [scheduler.schedule() is None for _ in range(3)] == [False, False, True]
+
+
+def test_integrity_check_sees_a_lost_row():
+    scheduler = make_scheduler(8)
+    add(scheduler, 0, 4)
+    scheduler.schedule()
+    scheduler.check_integrity()
+    scheduler._free_rows.append(scheduler.running[0].row)
+    with pytest.raises(EngineError, match="rows"):
+        scheduler.check_integrity()

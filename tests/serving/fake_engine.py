@@ -1,0 +1,117 @@
+"""An engine without a model, of the shape the server needs: each answer repeats its prompt, one token a step."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from jpaged.errors import CapacityError, EngineError, RequestError
+from jpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jpaged.sampling_params import SamplingParams
+
+VOCAB = 256
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8."""
+
+    chat_template: str | None = "{...}"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        if messages[0]["content"] == "refuse me":
+            raise ValueError("roles must alternate")
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return self.encode(text + "<assistant>")
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """Counts its steps, so that tests can say how many a departed client costs."""
+
+    step_seconds: float = 0.001
+    dead: bool = False
+    fails_at: int | None = None  # a step at which generating raises EngineError
+    max_model_len: int = 4096
+    default_sampling_params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    tokenizer: ByteTokenizer = dataclasses.field(default_factory=ByteTokenizer)
+    running: set[str] = dataclasses.field(default_factory=set)
+    steps: dict[str, int] = dataclasses.field(default_factory=dict)
+    seen_params: list[SamplingParams] = dataclasses.field(default_factory=list)
+    seen_prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    closed: bool = False
+
+    async def generate(
+        self, prompt: str | dict[str, list[int]], sampling_params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        if not ids:
+            raise RequestError("prompt", prompt, "must not be empty")
+        for token_id in ids:
+            if not 0 <= token_id < VOCAB:
+                raise RequestError("prompt_token_ids", token_id, f"ids run from 0 to {VOCAB - 1}")
+        if ids == self.tokenizer.encode("full"):
+            raise CapacityError("too many requests wait", retry_after=7)
+        self.seen_params.append(sampling_params)
+        self.seen_prompts.append(ids)
+        self.running.add(request_id)
+        count = min(sampling_params.max_tokens or 10**9, self.max_model_len - len(ids))
+        tokens: list[int] = []
+        logprobs: list[dict[int, Logprob]] = []
+        try:
+            while len(tokens) < count:
+                await asyncio.sleep(self.step_seconds)
+                self.steps[request_id] = self.steps.get(request_id, 0) + 1
+                if self.fails_at is not None and len(tokens) >= self.fails_at:
+                    raise EngineError("secret detail of a device")
+                token_id = ids[len(tokens) % len(ids)]
+                tokens.append(token_id)
+                logprobs.append(self._logprobs(token_id, sampling_params.logprobs or 0))
+                text = bytes(tokens).decode(errors="ignore")
+                yield self._output(request_id, ids, tokens, text, logprobs, sampling_params, len(tokens) == count)
+        finally:
+            self.running.discard(request_id)
+
+    def _logprobs(self, token_id: int, top: int) -> dict[int, Logprob]:
+        """The chosen token is the second most likely one."""
+        others = [other for other in range(97, 97 + top + 1) if other != token_id][:top]
+        entries = {token_id: Logprob(-0.5, 2, chr(token_id) if token_id < 128 else "\ufffd")}
+        for place, other in enumerate(others):
+            rank = 1 if place == 0 else place + 2
+            entries[other] = Logprob(-0.4 if rank == 1 else float("-inf"), rank, chr(other))
+        return entries
+
+    def _output(
+        self,
+        request_id: str,
+        ids: list[int],
+        tokens: list[int],
+        text: str,
+        logprobs: list[dict[int, Logprob]],
+        params: SamplingParams,
+        finished: bool,
+    ) -> RequestOutput:
+        output = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=list(tokens),
+            cumulative_logprob=-0.5 * len(tokens),
+            logprobs=list(logprobs) if params.logprobs is not None else None,
+            finish_reason="length" if finished else None,
+        )
+        return RequestOutput(request_id, None, ids, [output], finished, RequestMetrics(0.0), num_cached_tokens=2)
+
+    def get_tokenizer(self) -> ByteTokenizer:
+        return self.tokenizer
+
+    async def check_health(self) -> None:
+        if self.dead:
+            raise EngineError("the step thread has died")
+
+    def close(self) -> None:
+        self.closed = True

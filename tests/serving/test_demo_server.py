@@ -1,0 +1,139 @@
+"""The whole way: HTTP, the real engine and the demo model, driven by the official client."""
+
+import concurrent.futures
+import socket
+import time
+
+import httpx
+import openai
+import pytest
+
+import jpaged
+from jpaged.serving.application import create_app
+from jpaged.serving.generation import Server
+
+from .conftest import running
+from .test_disconnect import request_bytes, wait_for
+
+PROMPT = "def read_json(path):"
+GREEDY = {"model": "demo", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    made = jpaged.AsyncLLM(
+        "demo", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, row_buckets=(8,), token_buckets=(64,)
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    class Shared:
+        """The module's engine, which the application must not close."""
+
+        def __getattr__(self, name):
+            return (lambda: None) if name == "close" else getattr(engine, name)
+
+    with running(create_app(Server(engine=Shared(), model_names=("demo",)))) as base:
+        yield base
+
+
+@pytest.fixture
+def idle(engine):
+    """After a test nothing runs, and no block is held."""
+    yield
+    wait_for(lambda: engine.stats().num_running == engine.stats().num_waiting == engine.stats().used_blocks == 0)
+
+
+def test_streams_equal_whole_answers(client, idle):
+    whole = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40)
+    stream = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    assert whole.usage.completion_tokens <= 40
+    assert whole.choices[0].text
+
+
+def test_many_clients_get_what_one_gets(client, engine, idle):
+    prompts = [f"{PROMPT}\n    x{i} = {i}\n" for i in range(12)]  # more than there are rows
+
+    def answer(prompt: str) -> str:
+        return client.completions.create(**GREEDY, prompt=prompt, max_tokens=24).choices[0].text
+
+    alone = [answer(prompt) for prompt in prompts]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(answer, prompts)) == alone
+    together = client.completions.create(**GREEDY, prompt=prompts, max_tokens=24)
+    assert [choice.text for choice in together.choices] == alone
+    assert engine.stats().compiles_after_ready == 0
+
+
+def test_logprobs_of_the_real_distribution(client, idle):
+    answer = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=8, logprobs=3).choices[0]
+    assert "".join(answer.logprobs.tokens) == answer.text
+    for logprob, top in zip(answer.logprobs.token_logprobs, answer.logprobs.top_logprobs, strict=True):
+        assert logprob == max(top.values()) <= 0  # greedy takes the most likely
+        assert len(top) <= 3
+
+
+def test_chat(client, engine, idle):
+    if not engine.get_tokenizer().chat_template:
+        pytest.skip("the demo model has no chat template")
+    answer = client.chat.completions.create(
+        **GREEDY, messages=[{"role": "user", "content": PROMPT}], max_completion_tokens=16
+    )
+    assert answer.choices[0].message.content
+    assert answer.usage.completion_tokens <= 16
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x " * 600}, "prompt"),
+        ({"prompt": "x" * 100_000}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1] * 512}, "prompt"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"prompt": "x", "n": 65}, "n"),
+    ],
+)
+def test_what_only_the_engine_can_refuse(url, client, idle, body, param):
+    for stream in (False, True):
+        refused = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream}, timeout=20)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == param
+    assert client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_the_longest_prompt_and_more_tokens_than_fit(client, idle):
+    answer = client.completions.create(
+        **GREEDY, prompt=[5] * 500, max_tokens=10_000, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.total_tokens == 512
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_frees_the_blocks(url, engine, idle, stream):
+    body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "stream": stream}
+    engine.reset_stats()
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
+        raw.sendall(request_bytes("/v1/completions", body))
+        wait_for(lambda: engine.stats().generated_tokens >= 5)
+    wait_for(lambda: engine.stats().used_blocks == 0)
+    assert engine.stats().generated_tokens < 400
+    time.sleep(0.1)
+    steps = engine.stats().steps
+    time.sleep(0.2)
+    assert engine.stats().steps == steps
+
+
+def test_seeded_requests_repeat(client, idle):
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 1.0, "seed": 7, "top_p": 0.9}
+    first = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked).choices[0].text == first
+    with pytest.raises(openai.BadRequestError, match="seed"):
+        client.completions.create(**asked | {"seed": 2**64})

@@ -1,0 +1,55 @@
+"""A client that goes away costs at most two more steps, on every route that generates, streaming or not."""
+
+import json
+import socket
+import time
+
+import pytest
+
+BODIES = {
+    "/v1/completions": {"prompt": "never ends", "max_tokens": 3000},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "never ends"}], "max_tokens": 3000},
+}
+
+
+def request_bytes(path: str, body: dict) -> bytes:
+    raw = json.dumps(body).encode()
+    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(raw), raw)
+
+
+def wait_for(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+def test_disconnect_aborts(url, engine, path, stream, started):
+    engine.step_seconds = 0.15
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
+        raw.sendall(request_bytes(path, BODIES[path] | {"stream": stream}))
+        wait_for(lambda: engine.running)
+        (request_id,) = engine.running
+        if started:
+            wait_for(lambda: engine.steps.get(request_id, 0) >= 2)
+        before = engine.steps.get(request_id, 0)
+    wait_for(lambda: not engine.running)
+    assert engine.steps.get(request_id, 0) <= before + 2
+
+
+def test_disconnect_aborts_all_prompts_of_a_request(url, engine):
+    engine.step_seconds = 0.05
+    body = {"prompt": ["one", "two", "three"], "max_tokens": 3000}
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
+        raw.sendall(request_bytes("/v1/completions", body))
+        wait_for(lambda: len(engine.running) == 3)
+    wait_for(lambda: not engine.running)
+
+
+def test_one_bad_prompt_stops_the_others_of_its_request(client, engine):
+    with pytest.raises(Exception, match="must not be empty"):
+        client.completions.create(model="echo", prompt=["never ends", ""], max_tokens=3000)
+    wait_for(lambda: not engine.running)

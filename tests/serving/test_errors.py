@@ -1,0 +1,185 @@
+"""What bad requests get: OpenAI's error body with the field's name; good requests beside them notice nothing."""
+
+import concurrent.futures
+import json
+import socket
+
+import httpx
+import openai
+import pytest
+
+from jpaged.serving.application import create_app
+from jpaged.serving.body import MAX_BODY_BYTES
+from jpaged.serving.generation import Server
+
+from .conftest import fake_engine, running
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+BAD_COMPLETIONS = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": ["a"] * 1025}, "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [256]}, "prompt"),
+    ({"prompt": [2**70]}, "prompt"),
+    ({"prompt": "a", "temprature": 1}, "temprature"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "temperature": 1e300}, "temperature"),
+    ({"prompt": "a", "temperature": True}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.5}, "top_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "min_p": 2}, "min_p"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "a", "n": 65}, "n"),
+    ({"prompt": "a", "n": 10**9}, "n"),
+    ({"prompt": "a", "seed": 2**64}, "seed"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"1": "x"}}, "logit_bias"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids[0]"),
+    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "best_of": True}, "best_of"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"prompt": "a", "prompt_embeds": "AAAA"}, "prompt_embeds"),
+]
+BAD_CHATS = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "bogus", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages[0].colour"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
+    ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
+    ({"messages": MESSAGES, "logprobs": 3}, "logprobs"),
+    ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+]
+CASES = [("/v1/completions", body, param) for body, param in BAD_COMPLETIONS]
+CASES += [("/v1/chat/completions", body, param) for body, param in BAD_CHATS]
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def test_bad_fields_are_named_while_others_run(client, url, engine):
+    """Each bad request gets 400 with `param`; a stream that runs meanwhile comes to its end, unchanged."""
+    engine.step_seconds = 0.01
+
+    def stream() -> str:
+        chunks = client.completions.create(model="echo", prompt="good", max_tokens=150, stream=True)
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool, httpx.Client(base_url=url) as http:
+        good = pool.submit(stream)
+        for path, body, param in CASES:
+            for streamed in (False, True):
+                if streamed and "stream_options" in body:
+                    continue
+                error = error_of(http.post(path, json=body | ({"stream": True} if streamed else {})), 400)
+                assert error["param"] == param, (body, error)
+                assert error["type"] == "invalid_request_error"
+                assert param.split("[")[0].split(".")[0] in error["message"]
+        assert good.result(timeout=20) == ("good" * 38)[:150]
+    assert not engine.running
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt": NaN}', b'{"prompt": 1e999}', b"[" * 100_000, b'{"a":' * 9_999],
+)
+def test_bodies_that_are_no_request(url, raw):
+    error_of(httpx.post(f"{url}/v1/completions", content=raw), 400)
+
+
+def test_null_is_absent(client):
+    body = {"prompt": "ab", "max_tokens": 2, "temperature": None, "stop": None, "suffix": None, "stream_options": None}
+    assert client.completions.create(model="echo", **{k: v for k, v in body.items() if v is not None}, extra_body=body)
+
+
+def test_unknown_field_comes_with_a_suggestion(url):
+    error = error_of(httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_token": 1}), 400)
+    assert "did you mean max_tokens?" in error["message"]
+
+
+def test_unknown_model_path_and_method(url):
+    error = error_of(httpx.post(f"{url}/v1/completions", json={"model": "gpt", "prompt": "a"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    error_of(httpx.get(f"{url}/v1/nothing"), 404)
+    error_of(httpx.get(f"{url}/v1/completions"), 405)
+
+
+def test_body_too_large(url):
+    error_of(httpx.post(f"{url}/v1/completions", content=b" " * (MAX_BODY_BYTES + 1), timeout=20), 413)
+
+
+def test_full_engine(url):
+    response = httpx.post(f"{url}/v1/completions", json={"prompt": "full"})
+    assert error_of(response, 503)["type"] == "server_error"
+    assert response.headers["retry-after"] == "7"
+
+
+def test_engine_failure_tells_nothing_of_the_inside(url, client, engine):
+    engine.fails_at = 0
+    error = error_of(httpx.post(f"{url}/v1/completions", json={"prompt": "abc"}), 500)
+    assert "secret" not in error["message"]
+    engine.fails_at = 2
+    with pytest.raises(openai.APIError, match="log says why"):  # the stream has begun: an event tells
+        list(client.completions.create(model="echo", prompt="abc", stream=True))
+    engine.fails_at = None
+    assert client.completions.create(model="echo", prompt="abc", max_tokens=1).choices[0].text == "a"
+
+
+def test_model_without_chat_template(url, engine):
+    engine.tokenizer.chat_template = None
+    error = error_of(httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES}), 400)
+    assert "--chat-template" in error["message"]
+
+
+def test_api_key_on_every_route_but_health(engine):
+    app = create_app(Server(engine=engine, model_names=("echo",)), api_keys=("first", "second"))
+    with running(app) as url:
+        for route in app.routes:
+            for method in route.methods:
+                for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):
+                    answer = httpx.request(method, url + route.path.replace("{model:path}", "echo"), headers=headers)
+                    assert answer.status_code == (200 if route.path == "/health" else 401), (route.path, method)
+        for target in ("//health", "/health/../v1/models", "/v1/models?/health", "http://x/v1/models"):
+            with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
+                raw.sendall(f"GET {target} HTTP/1.1\r\nHost: x/health?\r\nConnection: close\r\n\r\n".encode())
+                assert raw.recv(100).split(b" ")[1] in (b"401", b"400"), target
+        for key in ("first", "second"):
+            with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+                assert client.completions.create(model="echo", prompt="ok", max_tokens=2).choices[0].text == "ok"
+
+
+def test_closing_the_application_closes_the_engine():
+    engine = fake_engine.FakeEngine()
+    with running(create_app(Server(engine=engine, model_names=("echo",)))) as url:
+        assert json.loads(httpx.get(f"{url}/v1/models").text)["data"]
+        assert not engine.closed
+    assert engine.closed

@@ -1,0 +1,191 @@
+"""The official client against the server, on a real socket; every body and every event is validated strictly."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def post(url: str, path: str, body: object) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=body, timeout=20)
+
+
+def events(response: httpx.Response) -> list[str]:
+    """The data of each event; the stream ends with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    data = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
+    assert data[-1] == "[DONE]"
+    return data[:-1]
+
+
+def strict(model, raw: str):
+    """Validated as the client's own type, without fields that it does not know."""
+    made = model.model_validate_json(raw, strict=True)
+
+    def no_extras(value):
+        if hasattr(value, "model_extra"):
+            assert not value.model_extra, value.model_extra
+            for name in type(value).model_fields:
+                no_extras(getattr(value, name))
+        elif isinstance(value, list):
+            for item in value:
+                no_extras(item)
+
+    no_extras(made)
+    return made
+
+
+def strict_chunk(raw: str) -> Completion:
+    """An event of /v1/completions. OpenAI's own server sends finish_reason null until the end; the type forgets it."""
+    document = json.loads(raw)
+    unfinished = [choice for choice in document["choices"] if choice["finish_reason"] is None]
+    for choice in unfinished:
+        choice["finish_reason"] = "stop"
+    strict(Completion, json.dumps(document))
+    return Completion.construct(**json.loads(raw))
+
+
+def test_models(client, url):
+    assert [model.id for model in client.models.list()] == ["echo", "alias"]
+    assert client.models.retrieve("alias").id == "alias"
+    raw = httpx.get(f"{url}/v1/models/echo").text
+    assert Model.model_validate_json(raw, strict=True).model_extra == {"max_model_len": 4096}
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.models.retrieve("nobody")
+
+
+def test_completion(client, url, engine):
+    answer = client.completions.create(model="echo", prompt="hello", max_tokens=8)
+    assert answer.choices[0].text == "hellohel"
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 8, 13)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    strict(Completion, post(url, "/v1/completions", {"prompt": "hello"}).text)
+    assert engine.seen_params[-1].max_tokens == 16  # the API's default
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["aba"]),
+        (["ab", "xyz"], ["aba", "xyz"]),
+        ([104, 105], ["hih"]),
+        ([[104, 105], [33]], ["hih", "!!!"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_kinds(client, prompt, texts, stream):
+    answer = client.completions.create(model="echo", prompt=prompt, max_tokens=3, stream=stream)
+    if not stream:
+        assert [choice.text for choice in answer.choices] == texts
+        assert [choice.index for choice in answer.choices] == list(range(len(texts)))
+        return
+    got = [""] * len(texts)
+    for chunk in answer:
+        got[chunk.choices[0].index] += chunk.choices[0].text
+    assert got == texts
+
+
+def test_completion_stream(client, url):
+    body = {"prompt": "héllo", "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = [strict_chunk(event) for event in events(post(url, "/v1/completions", body))]
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "héllohé"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 6 + ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 9
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all("usage" in event for event in events(post(url, "/v1/completions", body)))
+    del body["stream_options"]
+    assert all("usage" not in json.loads(event) for event in events(post(url, "/v1/completions", body)))
+
+
+def test_completion_logprobs(url):
+    body = {"prompt": "zy", "max_tokens": 4, "logprobs": 2}
+    whole = strict(Completion, post(url, "/v1/completions", body).text).choices[0].logprobs
+    assert whole.tokens == ["z", "y", "z", "y"]
+    assert whole.text_offset == [0, 1, 2, 3]
+    assert whole.token_logprobs == [-0.5] * 4
+    assert whole.top_logprobs[0] == {"a": -0.4, "z": -0.5, "b": -9999.0}
+    parts = [
+        strict_chunk(event).choices[0].logprobs
+        for event in events(post(url, "/v1/completions", body | {"stream": True}))
+    ]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [entry for part in parts for entry in getattr(part, name)] == getattr(whole, name)
+
+
+def test_chat(client, url, engine):
+    answer = client.chat.completions.create(**CHAT, max_completion_tokens=6)
+    assert answer.choices[0].message.content == "<user>"
+    assert answer.choices[0].message.role == "assistant"
+    strict(ChatCompletion, post(url, "/v1/chat/completions", CHAT | {"max_tokens": 3}).text)
+    # What the client returns can be sent back as it is.
+    history = [*CHAT["messages"], answer.choices[0].message, {"role": "developer", "content": "be brief"}]
+    client.chat.completions.create(model="alias", messages=history, max_tokens=1)
+    assert bytes(engine.seen_prompts[-1]) == b"<user>hi<assistant><user><system>be brief<assistant>"
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    client.chat.completions.create(model="echo", messages=[{"role": "user", "content": parts}], max_tokens=1)
+    assert bytes(engine.seen_prompts[-1]) == b"<user>one\ntwo<assistant>"
+
+
+def test_chat_fills_the_context_by_default(url, engine):
+    engine.max_model_len, engine.step_seconds = 40, 0
+    answer = strict(ChatCompletion, post(url, "/v1/chat/completions", CHAT).text)
+    assert answer.usage.total_tokens == 40
+    assert engine.seen_params[-1].max_tokens is None
+
+
+def test_chat_stream(client, url):
+    body = CHAT | {"max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = [strict(ChatCompletionChunk, event) for event in events(post(url, "/v1/chat/completions", body))]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:-1])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "<user>hi"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.total_tokens == chunks[-1].usage.prompt_tokens + 8
+    streamed = client.chat.completions.create(**CHAT, max_tokens=8, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == "<user>hi"
+
+
+def test_chat_logprobs(url):
+    body = CHAT | {"max_tokens": 2, "logprobs": True, "top_logprobs": 3}
+    content = strict(ChatCompletion, post(url, "/v1/chat/completions", body).text).choices[0].logprobs.content
+    assert [token.token for token in content] == ["<", "u"]
+    assert content[0].bytes == [60]
+    assert [top.token for top in content[0].top_logprobs] == ["a", "<", "b"]
+    streamed = [
+        strict(ChatCompletionChunk, event).choices[0].logprobs.content[0]
+        for event in events(post(url, "/v1/chat/completions", body | {"stream": True}))
+    ]
+    assert [token.model_dump() for token in streamed] == [token.model_dump() for token in content]
+    alone = strict(ChatCompletion, post(url, "/v1/chat/completions", CHAT | {"max_tokens": 1, "logprobs": True}).text)
+    assert alone.choices[0].logprobs.content[0].top_logprobs == []
+
+
+def test_sampling_fields_reach_the_engine(client, engine):
+    engine.default_sampling_params = type(engine.default_sampling_params)(temperature=0.3, top_k=7, max_tokens=5)
+    client.completions.create(
+        model="echo",
+        prompt="x",
+        top_p=0.5,
+        seed=3,
+        extra_body={"min_p": 0.1, "ignore_eos": True, "stop_token_ids": [4], "user": "me", "suffix": ""},
+    )
+    params = engine.seen_params[-1]
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 7, 5)  # the model's own defaults
+    assert (params.top_p, params.seed, params.min_p, params.ignore_eos) == (0.5, 3, 0.1, True)
+    assert params.stop_token_ids == (4,)
+
+
+def test_service_routes(url, engine):
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert set(httpx.get(f"{url}/version").json()) == {"version"}
+    engine.dead = True
+    refused = httpx.get(f"{url}/health")
+    assert refused.status_code == 503
+    assert "thread" not in refused.text

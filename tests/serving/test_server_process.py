@@ -1,0 +1,104 @@
+"""The server as a process: the address, the line that says it is ready, signals, and how it ends."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from jpaged.errors import JPagedError
+from jpaged.serving.process import take_address
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys
+sys.path[:0] = [sys.argv[1]]
+import fake_engine
+from jpaged.serving.application import create_app
+from jpaged.serving.generation import Server
+from jpaged.serving.process import serve, take_address
+
+engine = fake_engine.FakeEngine(step_seconds=0.05)
+app = create_app(Server(engine=engine, model_names=("echo",)))
+serve(app, take_address("127.0.0.1", 0), shutdown_timeout=int(sys.argv[2]), access_log=False)
+print("closed", engine.closed)
+"""
+
+
+@pytest.fixture
+def start():
+    """Starts a server; gives the process and its base URL."""
+    started = []
+
+    def make(shutdown_timeout: int) -> tuple[subprocess.Popen, str]:
+        command = [sys.executable, "-c", SCRIPT, str(pathlib.Path(__file__).parent), str(shutdown_timeout)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        started.append(process)
+        line = process.stdout.readline()
+        assert line.startswith("ready: http://127.0.0.1:")
+        return process, line.removeprefix("ready: ").removesuffix("/v1\n")
+
+    yield make
+    for process in started:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_running_requests_finish_before_it_stops(start, number):
+    process, url = start(20)
+    answers = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 20}, timeout=20))
+
+    asking = threading.Thread(target=ask)
+    body = {"prompt": "abc", "max_tokens": 20, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        asking.start()
+        while '"b"' not in next(lines):
+            pass
+        process.send_signal(number)
+        rest = list(lines)
+    asking.join()
+    assert rest[-2] == "data: [DONE]"
+    assert answers[0].json()["choices"][0]["text"] == "abcabcabcabcabcabcab"
+    assert process.wait(timeout=10) == 0
+    assert "closed True" in process.stdout.read()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_it_does_not_wait_for_ever(start):
+    process, url = start(1)
+    body = {"prompt": "a", "max_tokens": 4000, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+
+
+def test_a_port_in_use_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(JPagedError, match=f"127.0.0.1:{port}"):
+            take_address("127.0.0.1", port)
+    with take_address("127.0.0.1", 0) as address, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address.getsockname())  # bound, and not listening before the model is there
+
+
+@pytest.mark.parametrize("program", [["-m", "jpaged", "serve"], ["serving/app.py"]])
+def test_both_ways_to_start_take_the_same_flags(program):
+    command = [sys.executable, *program, "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # a script has its own folder on the path, not the checkout
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("jpaged: model=None: name a model")

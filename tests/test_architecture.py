@@ -1,0 +1,181 @@
+"""The arrows between the packages point one way, and what must not be in the tree is not there.
+
+serving, cli -> llm -> engine and runtime (runtime -> engine.step_plan only) -> models -> pallas_kernels; loading ->
+models. Modules that import nothing of jpaged (errors, config, outputs, ...) may be imported from everywhere above the
+kernels.
+"""
+
+import ast
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SHIPPED = ("jpaged", "models", "serving", "pallas_kernels")  # folders, links not followed
+ALL = (*SHIPPED, "benchmarks", "tools", "examples", "tests")
+
+# What every part may import besides the shared modules below and itself.
+ALLOWED = {
+    "pallas_kernels": set(),
+    "jpaged.models": {"pallas_kernels"},
+    "jpaged.loading": {"jpaged.models"},
+    "jpaged.engine": set(),
+    "jpaged.runtime": {"jpaged.engine.step_plan", "jpaged.models", "pallas_kernels"},
+    "jpaged.build": {"jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
+    "jpaged.llm": {"jpaged.build", "jpaged.engine"},
+    "jpaged.async_llm": {"jpaged.build", "jpaged.engine"},
+    "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli"},
+    "jpaged.cli": {"jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving"},
+}
+# Leaves: plain data and helpers that import no part.
+SHARED = {
+    "jpaged.chat_prompt",
+    "jpaged.config",
+    "jpaged.errors",
+    "jpaged.outputs",
+    "jpaged.prompt_streams",
+    "jpaged.prompts",
+    "jpaged.sampling_params",
+    "jpaged.version",
+}
+PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}
+# Importable names that a file in serving/ would hide from `python serving/app.py`, which puts its folder first.
+CLIENT_PACKAGES = {"openai", "httpx", "requests", "litellm", "langchain", "instructor", "aiohttp", "anthropic"}
+
+
+def python_files(*folders: str) -> Iterator[pathlib.Path]:
+    """The Python files of folders, each once: links are left to the folder they point to."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if not any(parent.is_symlink() for parent in (path, *path.parents) if parent.is_relative_to(ROOT)):
+                yield path
+
+
+def name_of(path: pathlib.Path) -> str:
+    """The name a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] in ("models", "serving"):
+        parts = ("jpaged", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: pathlib.Path) -> list[str]:
+    """Everything a file imports, inside functions too; `from a import b` gives a.b. Type checking imports count."""
+    package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def part_of(name: str) -> str | None:
+    return next((part for part in ALLOWED if within(name, part)), None)
+
+
+def ours(name: str) -> bool:
+    return within(name, "jpaged") or within(name, "pallas_kernels")
+
+
+def test_arrows_point_one_way():
+    wrong = []
+    for path in python_files(*SHIPPED):
+        part = part_of(name_of(path))
+        if part is None:
+            continue
+        allowed = {part, *ALLOWED[part]} | (SHARED if part != "pallas_kernels" else set())
+        for name in filter(ours, imports_of(path)):
+            front = name.count(".") == 1 and name[7:8].isupper() and "jpaged" in allowed  # from jpaged import LLM
+            if not front and not any(within(name, target) for target in allowed - {"jpaged"}):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_shared_modules_import_no_part():
+    for path in python_files("jpaged"):
+        if name_of(path) in SHARED:
+            parts = {part_of(name) for name in imports_of(path)} - {None}
+            assert not parts, f"{path.relative_to(ROOT)} imports {parts}"
+
+
+def test_every_module_has_its_place():
+    """A new module beside the parts is either shared or needs an entry above."""
+    for path in python_files("jpaged"):
+        name = name_of(path)
+        assert name in SHARED | {"jpaged", "jpaged.__main__"} or part_of(name), name
+
+
+def test_host_side_imports_no_jax():
+    for path in python_files("jpaged/engine"):
+        for name in imports_of(path):
+            assert name.split(".")[0] not in ("jax", "jaxlib", "flax"), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_nobody_imports_bare_models_or_serving():
+    for path in python_files(*ALL):
+        for name in imports_of(path):
+            bare = within(name, "models") or within(name, "serving")
+            assert not bare, f"{path.relative_to(ROOT)} imports {name}: write jpaged.{name}"
+
+
+def test_no_torch_outside_the_recorder():
+    """Shipped code never imports torch; tests do so only where they skip without it."""
+    for path in python_files(*ALL):
+        if path == ROOT / "tools/record_golden.py":
+            continue
+        for name in imports_of(path):
+            if within(name, "torch"):
+                assert path.is_relative_to(ROOT / "tests"), f"{path.relative_to(ROOT)} imports torch"
+                assert "skip" in path.read_text(encoding="utf-8"), f"{path.relative_to(ROOT)} must skip"
+
+
+def test_private_jax_only_in_one_file():
+    for path in python_files(*SHIPPED):
+        if path.relative_to(ROOT).as_posix() in PRIVATE_JAX_ALLOWED:
+            continue
+        for name in imports_of(path):
+            private = within(name, "jax._src") or within(name, "jaxlib")
+            assert not private, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_serving_file_names_hide_nothing():
+    for path in python_files("serving"):
+        name = path.relative_to(ROOT / "serving").parts[0].removesuffix(".py")
+        assert name not in sys.stdlib_module_names, path.name
+        assert name not in CLIENT_PACKAGES, path.name
+
+
+def test_nothing_evaluates_or_unpickles():
+    forbidden = {"eval", "exec", "compile", "__import__"}
+    modules = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    for path in python_files(*SHIPPED):
+        for name in imports_of(path):
+            assert name.split(".")[0] not in modules, f"{path.relative_to(ROOT)} imports {name}"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in forbidden, f"{path.relative_to(ROOT)}:{node.lineno} calls {node.func.id}"
+
+
+def test_links_are_in_place():
+    for name in ("models", "serving"):
+        link = ROOT / "jpaged" / name
+        assert link.is_symlink(), f"jpaged/{name} must be a symbolic link to ../{name}"
+        assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("statement", ["import jpaged", "import jpaged.engine.step_plan", "import jpaged.cli"])
+def test_importing_starts_no_device(statement):
+    """`import jpaged` is quick and leaves the device alone; jax is imported when an engine is made."""
+    code = f"{statement}; import sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,243 @@
+"""AsyncLLM, on the runner in plain Python that the engine's tests use."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from jpaged import AsyncLLM, EngineError, RequestError, RequestOutput, SamplingParams
+from jpaged.build import BuiltEngine, engine_config
+from jpaged.engine.engine import Engine
+from tests.engine.fake_runner import FakeHandle, FakeRunner, alone
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+ENDLESS = SamplingParams(temperature=0, max_tokens=None)
+
+
+class SlowRunner(FakeRunner):
+    """Takes a moment for each step, so that there is time to do something meanwhile."""
+
+    seconds = 0.002
+
+    def collect(self, handle: FakeHandle) -> Any:
+        time.sleep(self.seconds)
+        return super().collect(handle)
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return SlowRunner(max_model_len=2000, num_blocks=2000)
+
+
+@pytest.fixture
+def engine(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+    def build(model: Any, params: Any, options: Any, *, progress: bool) -> BuiltEngine:
+        return BuiltEngine(Engine(runner), engine_config(model, options), None, None, GREEDY)
+
+    monkeypatch.setattr("jpaged.async_llm.build_engine", build)
+    engine = AsyncLLM("model")
+    yield engine
+    engine.close()
+
+
+async def collect(engine: AsyncLLM, *args: Any) -> list[RequestOutput]:
+    return [output async for output in engine.generate(*args)]
+
+
+async def until_idle(engine: AsyncLLM) -> None:
+    async with asyncio.timeout(5):
+        while engine.stats().num_running or engine.stats().num_waiting or engine.stats().used_blocks:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def test_outputs_grow_to_the_answer(engine: AsyncLLM):
+    outputs = asyncio.run(collect(engine, [1, 2, 3], GREEDY, "mine"))
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    assert lengths == sorted(set(lengths))
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[-1].outputs[0].token_ids == alone([1, 2, 3], 6, 97)
+    assert outputs[-1].request_id == "mine"
+
+
+def test_many_at_once(engine: AsyncLLM):
+    async def main() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(collect(engine, [i, i + 1], GREEDY) for i in range(50)))
+
+    for i, outputs in enumerate(asyncio.run(main())):
+        assert outputs[-1].outputs[0].token_ids == alone([i, i + 1], 6, 97)
+
+
+def test_only_the_bad_request_fails(engine: AsyncLLM):
+    async def main() -> list[Any]:
+        prompts = [[1], [97], [2], []]
+        return await asyncio.gather(*(collect(engine, prompt, GREEDY) for prompt in prompts), return_exceptions=True)
+
+    first, bad, second, empty = asyncio.run(main())
+    assert isinstance(bad, RequestError)
+    assert isinstance(empty, RequestError)
+    assert first[-1].finished
+    assert second[-1].finished
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "abort"])
+def test_a_request_that_nobody_wants_leaves_the_engine(engine: AsyncLLM, how: str):
+    async def main() -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        started = asyncio.Event()
+
+        async def read() -> None:
+            async with aclosing(engine.generate([1], ENDLESS, "a")) as stream:
+                async for output in stream:
+                    outputs.append(output)
+                    started.set()
+                    if how == "close":
+                        return
+
+        task = asyncio.create_task(read())
+        await started.wait()
+        if how == "cancel":
+            task.cancel()
+        if how == "abort":
+            await engine.abort("a")
+        await asyncio.gather(task, return_exceptions=True)
+        await until_idle(engine)
+        assert (await collect(engine, [1], GREEDY, "a"))[-1].outputs[0].token_ids == alone([1], 6, 97)
+        return outputs
+
+    outputs = asyncio.run(main())
+    assert outputs[-1].outputs[0].finish_reason == ("abort" if how == "abort" else None)
+
+
+def test_abort_while_the_prompt_is_still_being_tokenised(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+    process, entered, go_on = engine._process, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        entered.set()
+        assert go_on.wait(5)
+        return process(*args)
+
+    monkeypatch.setattr(engine, "_process", slow)
+
+    async def main() -> list[RequestOutput]:
+        task = asyncio.create_task(collect(engine, [1], ENDLESS, "a"))
+        await asyncio.to_thread(entered.wait, 5)
+        await engine.abort(["a", "nobody"])
+        go_on.set()
+        return await task
+
+    assert asyncio.run(main())[-1].outputs[0].finish_reason == "abort"
+
+
+def test_the_event_loop_is_free_while_a_prompt_is_tokenised(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+    process = engine._process
+    monkeypatch.setattr(engine, "_process", lambda *args: (time.sleep(0.2), process(*args))[1])
+
+    async def main() -> int:
+        task, turns = asyncio.create_task(collect(engine, [1], GREEDY)), 0
+        while not task.done():
+            await asyncio.sleep(0.005)
+            turns += 1
+        return turns
+
+    assert asyncio.run(main()) > 10
+
+
+def test_ids_in_use_are_refused_and_free_again_afterwards(engine: AsyncLLM):
+    async def main() -> None:
+        async with aclosing(engine.generate([1], ENDLESS, "a")) as stream:
+            await anext(stream)
+            with pytest.raises(RequestError, match="request_id"):
+                await collect(engine, [1], GREEDY, "a")
+        assert (await collect(engine, [1], GREEDY, "a"))[-1].finished
+
+    asyncio.run(main())
+
+
+def test_a_slow_reader_gets_the_latest(engine: AsyncLLM):
+    async def main() -> list[int]:
+        lengths = []
+        async for output in engine.generate([1], SamplingParams(temperature=0, max_tokens=60)):
+            lengths.append(len(output.outputs[0].token_ids))
+            await asyncio.sleep(0.05)
+        return lengths
+
+    lengths = asyncio.run(main())
+    assert lengths[-1] == 60
+    assert len(lengths) < 30
+
+
+def test_a_failed_step_fails_its_requests_and_the_next_is_served(engine: AsyncLLM, runner: FakeRunner):
+    runner.fail_at = frozenset({("collect", 3)})
+
+    async def main() -> None:
+        await engine.check_health()
+        with pytest.raises(EngineError, match="a step failed"):
+            await collect(engine, [1], ENDLESS)
+        with pytest.raises(EngineError):
+            await engine.check_health()
+        assert (await collect(engine, [1], GREEDY))[-1].outputs[0].token_ids == alone([1], 6, 97)
+        await engine.check_health()
+
+    asyncio.run(main())
+
+
+def test_a_bug_in_the_engine_ends_it_and_everybody_is_told(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        async with aclosing(engine.generate([1], ENDLESS)) as stream:
+            await anext(stream)
+            monkeypatch.setattr(engine._engine._outputs, "take", lambda *args: 1 / 0)
+            with pytest.raises(EngineError, match="division by zero"):
+                async for _ in stream:
+                    pass
+        with pytest.raises(EngineError, match="division by zero"):
+            await collect(engine, [1], GREEDY)
+        with pytest.raises(EngineError, match="has ended"):
+            await engine.check_health()
+
+    asyncio.run(main())
+
+
+def test_no_progress_is_no_health(engine: AsyncLLM, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jpaged.async_llm.STALL_SECONDS", 0.05)
+
+    async def main() -> None:
+        async with aclosing(engine.generate([1], ENDLESS)) as stream:
+            await anext(stream)
+            await engine.check_health()
+            runner.seconds = 0.3
+            await asyncio.sleep(0.2)
+            with pytest.raises(EngineError, match="no step has ended"):
+                await engine.check_health()
+            runner.seconds = 0.001
+        await until_idle(engine)
+        await asyncio.sleep(0.1)
+        await engine.check_health()
+
+    asyncio.run(main())
+
+
+def test_closing_ends_what_runs(engine: AsyncLLM, runner: FakeRunner):
+    async def main() -> RequestOutput:
+        async with aclosing(engine.generate([1], ENDLESS)) as stream:
+            await anext(stream)
+            await asyncio.to_thread(engine.close)
+            *_, last = [output async for output in stream]
+        with pytest.raises(EngineError, match="closed"):
+            await collect(engine, [1], GREEDY)
+        return last
+
+    assert asyncio.run(main()).outputs[0].finish_reason == "abort"
+    assert runner.closed
+
+
+def test_an_event_loop_that_is_gone_leaves_nothing_running(engine: AsyncLLM):
+    loop = asyncio.new_event_loop()
+    stream = engine.generate([1], ENDLESS, "a")
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    asyncio.run(until_idle(engine))
+    assert asyncio.run(collect(engine, [1], GREEDY))[-1].finished

@@ -1,0 +1,31 @@
+"""Every family and variant through the engine: all prompts in one batch give what Transformers gives for each alone."""
+
+import json
+
+import pytest
+
+from jpaged import LLM, SamplingParams
+from tests.golden.checkpoints import NUM_TOKENS, VARIANTS, write_checkpoint
+
+TOLERANCE = 1e-4  # on natural logarithms
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_one_batch_gives_transformers_answers(variant, tmp_path):
+    """Prompts of 1 to 131 tokens, prefilled in chunks beside running decodes, over blocks that are not in order."""
+    golden = json.loads(variant.answers.read_text())
+    write_checkpoint(variant, golden["seed"], tmp_path)
+    options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    with LLM(str(tmp_path), dtype="float32", **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
+        prompts = [{"prompt_token_ids": answer["prompt"]} for answer in golden["answers"]]
+        for outputs in (llm.generate(prompts, params, use_tqdm=False), llm.generate(prompts[::-1], params)[::-1]):
+            for answer, output in zip(golden["answers"], outputs, strict=True):
+                completion = output.outputs[0]
+                assert completion.token_ids == answer["tokens"]
+                for i, step in enumerate(completion.logprobs):
+                    recorded = {answer["tokens"][i]: answer["logprobs"][i]}
+                    recorded |= dict(zip(answer["top_tokens"][i], answer["top_logprobs"][i], strict=True))
+                    assert max(abs(step[token].logprob - value) for token, value in recorded.items()) < TOLERANCE
+        assert llm.stats().compiles_after_ready == 0
+        assert llm.stats().used_blocks == 0

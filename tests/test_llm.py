@@ -1,0 +1,226 @@
+"""LLM and jpaged.generate, on the runner in plain Python that the engine's tests use."""
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import LLM, EngineConfig, EngineError, ModelLoadError, RequestError, SamplingParams
+from jpaged.build import BuiltEngine, engine_config, generation_defaults
+from jpaged.engine.engine import Engine
+from tests.engine.fake_runner import FakeRunner, alone
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
+    """The runner that the next engine is built on."""
+    runner = FakeRunner()
+
+    def build(model: Any, params: Any, options: Any, *, progress: bool) -> BuiltEngine:
+        config = engine_config(model, options)
+        return BuiltEngine(Engine(runner), config, None, None, SamplingParams(temperature=0, max_tokens=3))
+
+    monkeypatch.setattr("jpaged.llm.build_engine", build)
+    return runner
+
+
+@pytest.fixture
+def llm(runner: FakeRunner) -> LLM:
+    return LLM("model")
+
+
+def test_results_are_in_the_order_of_the_prompts(llm: LLM):
+    prompts = [[5], [1, 2, 3], {"prompt_token_ids": [9] * 30}, [1, 2, 3], np.array([4, 5])]
+    params = [SamplingParams(temperature=0, max_tokens=20 - 4 * i) for i in range(5)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        token_ids = list(prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt)
+        assert output.prompt_token_ids == token_ids
+        assert output.outputs[0].token_ids == alone(token_ids, 20 - 4 * i, 97)
+        assert output.finished
+
+
+@pytest.mark.parametrize(
+    "prompts", [[1, 2], {"prompt_token_ids": [1, 2]}, np.array([1, 2]), jnp.array([1, 2]), [[1, 2]], np.array([[1, 2]])]
+)
+def test_one_prompt_needs_no_list(llm: LLM, prompts: Any):
+    (output,) = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == alone([1, 2], 6, 97)
+
+
+def test_no_prompts_give_no_outputs(llm: LLM):
+    assert llm.generate([]) == []
+
+
+def test_defaults_are_the_models(llm: LLM):
+    assert llm.get_default_sampling_params().max_tokens == 3
+    assert len(llm.generate([1], use_tqdm=False)[0].outputs[0].token_ids) == 3
+
+
+def test_a_bad_prompt_stops_the_batch_before_any_runs(llm: LLM, runner: FakeRunner):
+    with pytest.raises(RequestError, match=r"prompt 1 of 3") as caught:
+        llm.generate([[1], [97], []], GREEDY)
+    assert (caught.value.parameter, caught.value.value) == ("prompt_token_ids", 97)
+    assert runner.plans == []
+    assert llm.stats().num_waiting == 0
+    assert llm.generate([1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone([1], 6, 97)
+
+
+def test_a_refused_batch_does_not_change_later_draws(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    other = LLM("model")
+    other._engine = Engine(FakeRunner())
+    with pytest.raises(RequestError):
+        llm.generate([[1], [97]], SamplingParams())
+    assert (
+        llm.generate([1], SamplingParams())[0].outputs[0].token_ids
+        == other.generate([1], SamplingParams())[0].outputs[0].token_ids
+    )
+
+
+def test_sampling_params_and_prompts_must_match(llm: LLM):
+    with pytest.raises(RequestError, match="2 of them for 1 prompts"):
+        llm.generate([[1]], [GREEDY, GREEDY])
+    with pytest.raises(RequestError, match=r"must be a jpaged\.SamplingParams"):
+        llm.generate([1], {"temperature": 0})
+
+
+def test_progress_shows_tokens_and_kv(llm: LLM, capsys: pytest.CaptureFixture):
+    llm.generate([[1], [2]], GREEDY)
+    shown = capsys.readouterr().err
+    assert "2/2" in shown
+    assert "tokens/s, KV 0%" in shown
+    llm.generate([[1], [2]], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_progress_bar_of_ones_own(llm: LLM):
+    from tqdm import tqdm
+
+    made = []
+    llm.generate([[1], [2]], GREEDY, use_tqdm=lambda total: made.append(tqdm(total=total, disable=True)) or made[0])
+    assert made[0].total == 2
+
+
+def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, runner: FakeRunner):
+    def interrupt(total: int) -> Any:
+        class Bar:
+            def update(self, count: int) -> None:
+                raise KeyboardInterrupt
+
+            def close(self) -> None:
+                pass
+
+        return Bar()
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1] * 40, [2] * 40], GREEDY, use_tqdm=interrupt)
+    stats = llm.stats()
+    assert (stats.used_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert llm.generate([1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone([1], 6, 97)
+
+
+def test_a_failed_step_is_an_error_and_the_next_call_is_served(llm: LLM, runner: FakeRunner):
+    runner.fail_at = frozenset({("dispatch", 2)})
+    with pytest.raises(EngineError, match="a step failed"):
+        llm.generate([[i] for i in range(8)], GREEDY, use_tqdm=False)
+    assert llm.stats().used_blocks == llm.stats().num_waiting == 0
+    assert llm.generate([1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone([1], 6, 97)
+
+
+def test_threads_take_turns(llm: LLM):
+    results: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        results[i] = llm.generate([i], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: alone([i], 6, 97) for i in range(8)}
+
+
+def test_stats_and_resets(llm: LLM):
+    llm.generate([[1] * 20, [1] * 20], GREEDY, use_tqdm=False)
+    llm.generate([[1] * 20], GREEDY, use_tqdm=False)
+    assert llm.stats().prefix_hit_tokens >= 16
+    assert llm.reset_prefix_cache()
+    llm.reset_stats()
+    llm.generate([[1] * 20], GREEDY, use_tqdm=False)
+    stats = llm.stats()
+    assert (stats.prefix_hit_tokens, stats.prompt_tokens, stats.compiles_after_ready) == (0, 20, 0)
+    assert stats.peak_used_blocks == 7
+
+
+def test_closing(runner: FakeRunner):
+    with LLM("model") as llm:
+        llm.generate([1], GREEDY, use_tqdm=False)
+    assert runner.closed
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate([1])
+
+
+def test_under_a_jax_transformation(llm: LLM):
+    with pytest.raises(RequestError, match="traces"):
+        jax.jit(lambda x: (llm.generate([1], GREEDY), x)[1])(1.0)
+    with pytest.raises(RequestError, match="traced"):
+        jax.vmap(lambda x: (llm.generate(x, GREEDY), x)[1])(jnp.ones((2, 3), int))
+
+
+def test_generate_in_one_call(llm: LLM, runner: FakeRunner):
+    assert jpaged.generate(llm, [1], GREEDY)[0].outputs[0].token_ids == alone([1], 6, 97)
+    assert not runner.closed
+    assert jpaged.generate("model", [1], GREEDY, max_num_seqs=4)[0].outputs[0].token_ids == alone([1], 6, 97)
+    assert runner.closed
+    with pytest.raises(RequestError, match="max_num_seqs=4: the LLM has its options"):
+        jpaged.generate(llm, [1], GREEDY, max_num_seqs=4)
+    with pytest.raises(RequestError, match="config, params"):
+        jpaged.generate(("a", "b", "c"), [1])
+
+
+def test_unknown_engine_options_are_refused_by_name():
+    with pytest.raises(RequestError, match=r"max_seqs=4: unknown engine option; did you mean .*max_num_seqs") as caught:
+        LLM("nowhere", max_seqs=4)
+    assert caught.value.parameter == "max_seqs"
+    with pytest.raises(RequestError, match="there are model, tokenizer"):
+        LLM("nowhere", xxxxxxxx=1)
+    with pytest.raises(RequestError, match="together with params"):
+        LLM({"model_type": "llama"})
+    with pytest.raises(RequestError, match="name a folder"):
+        LLM("")
+
+
+def test_engine_config_is_made_of_the_options():
+    assert engine_config("m", {"seed": 3}) == EngineConfig(model="m", seed=3)
+
+
+class TestGenerationDefaults:
+    """generation_config.json, as vLLM uses it."""
+
+    def test_without_any(self):
+        assert generation_defaults({"eos_token_id": 2}) == SamplingParams()
+
+    def test_all_that_are_used(self):
+        given = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "max_new_tokens": 99, "do_sample": True}
+        assert generation_defaults(given) == SamplingParams(
+            temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, max_tokens=99
+        )
+
+    def test_what_cannot_be_honoured_is_said(self, caplog: pytest.LogCaptureFixture):
+        assert generation_defaults({"repetition_penalty": 1.1, "top_k": None}) == SamplingParams()
+        assert "repetition_penalty=1.1: not supported yet, not applied" in caplog.text
+        caplog.clear()
+        generation_defaults({"repetition_penalty": 1.0})
+        assert "repetition_penalty" not in caplog.text
+
+    def test_a_bad_value_is_a_bad_model(self):
+        with pytest.raises(ModelLoadError, match=r"generation_config.json: top_p=1.5"):
+            generation_defaults({"top_p": 1.5})

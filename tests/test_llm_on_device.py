@@ -1,0 +1,134 @@
+"""LLM and AsyncLLM on the real runner, with a small random model of live arrays: nobody's tokens depend on others."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import LLM, AsyncLLM, SamplingParams
+from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+
+SPEC = DecoderSpec(
+    vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    max_position=256, rope=Rope(),
+)  # fmt: skip
+NUM_BLOCKS = 40  # of 16 tokens: two and a half requests of the longest kind
+# Two buckets and three samplers, one size of the pool: six programs for all tests here.
+OPTIONS = {
+    "max_num_seqs": 8, "row_buckets": (8,), "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 16,
+    "kv_cache_memory_bytes": NUM_BLOCKS * 16 * SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    rng = np.random.default_rng(0)
+
+    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        gain = "norm" in jax.tree_util.keystr(path)
+        values = np.full(shape.shape, 2.0) if gain else rng.normal(0, shape.shape[-1] ** -0.5, shape.shape)
+        return jax.device_put(values.astype(shape.dtype))
+
+    return jax.tree_util.tree_map_with_path(leaf, param_shapes(SPEC, np.float32))
+
+
+@pytest.fixture(scope="module")
+def llm(params: Any) -> Iterator[LLM]:
+    with LLM(SPEC, params=params, **OPTIONS) as llm:
+        yield llm
+
+
+def workload(count: int, seed: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Mixed lengths around block borders, shared beginnings, greedy and seeded, with and without log-probabilities."""
+    rng = random.Random(seed)
+    prompts, params = [], []
+    for _ in range(count):
+        length = rng.choice([1, 2, 15, 16, 17, 33, 60, 131, 200])
+        own = [rng.randrange(512) for _ in range(length)]
+        prompts.append({"prompt_token_ids": own if rng.random() < 0.6 else [(7 * j) % 512 for j in range(length)]})
+        params.append(
+            SamplingParams(
+                temperature=rng.choice([0, 0.8, 1.2]),
+                top_k=rng.choice([0, 20]),
+                top_p=rng.choice([1, 0.9]),
+                min_p=rng.choice([0, 0.05]),
+                seed=rng.randrange(2**32),
+                max_tokens=rng.choice([1, 5, 20, 40]),
+                logprobs=rng.choice([None, None, 3]),
+            )
+        )
+    return prompts, params
+
+
+def tokens_of(outputs: list[jpaged.RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_64_requests_on_8_rows_give_what_each_gives_alone(llm: LLM):
+    prompts, params = workload(64, seed=0)
+    together = llm.generate(prompts, params, use_tqdm=False)
+    llm.reset_prefix_cache()
+    for prompt, param, output in zip(prompts, params, together, strict=True):
+        (alone,) = llm.generate(prompt, param, use_tqdm=False)
+        llm.reset_prefix_cache()
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+        if param.logprobs is not None:
+            for one, other in zip(alone.outputs[0].logprobs, output.outputs[0].logprobs, strict=True):
+                assert one.keys() == other.keys()
+                assert [one[key].logprob for key in one] == pytest.approx([other[key].logprob for key in one], abs=1e-4)
+    assert llm.stats().compiles_after_ready == 0
+
+
+def test_preempted_requests_give_the_same_tokens(llm: LLM):
+    """Eight requests that grow to ten blocks each, where there are forty."""
+    prompts = [{"prompt_token_ids": [i] * 10} for i in range(8)]
+    sampling = [SamplingParams(temperature=i % 2, seed=i, max_tokens=140, logprobs=i % 3 or None) for i in range(8)]
+    undisturbed = [llm.generate(*pair, use_tqdm=False)[0] for pair in zip(prompts, sampling, strict=True)]
+    llm.reset_prefix_cache()
+    llm.reset_stats()
+    assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == tokens_of(undisturbed)
+    assert llm.stats().preemptions > 0
+    assert llm.stats().peak_used_blocks == NUM_BLOCKS
+    assert llm.stats().used_blocks == 0
+
+
+def test_live_arrays_are_used_without_a_copy(llm: LLM, params: Any):
+    held = llm._engine.runner._params
+    assert all(one is other for one, other in zip(jax.tree.leaves(held), jax.tree.leaves(params), strict=True))
+
+
+def test_generate_with_config_and_params(llm: LLM, params: Any):
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    assert tokens_of(jpaged.generate((SPEC, params), [1, 2, 3], greedy, use_tqdm=False, **OPTIONS)) == tokens_of(
+        llm.generate([1, 2, 3], greedy, use_tqdm=False)
+    )
+
+
+def test_async_requests_that_come_and_go_give_what_each_gives_alone(llm: LLM, params: Any):
+    prompts, sampling = workload(24, seed=2)
+    expected = tokens_of(llm.generate(prompts, sampling, use_tqdm=False))
+
+    async def read(engine: AsyncLLM, index: int) -> list[int]:
+        await asyncio.sleep(0.01 * index)
+        tokens: list[int] = []
+        async for output in engine.generate(prompts[index], sampling[index]):
+            tokens = output.outputs[0].token_ids
+            if index % 5 == 4 and len(tokens) > 2:
+                break
+        return tokens
+
+    async def main(engine: AsyncLLM) -> list[list[int]]:
+        return await asyncio.gather(*(read(engine, index) for index in range(len(prompts))))
+
+    engine = AsyncLLM(SPEC, params=params, **OPTIONS)
+    try:
+        for got, whole in zip(asyncio.run(main(engine)), expected, strict=True):
+            assert got
+            assert got == whole[: len(got)]
+    finally:
+        engine.close()

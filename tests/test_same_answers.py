@@ -1,0 +1,102 @@
+"""Identical answers whatever the load: alone, in company, preempted, from a cached prefix. float32, to the bit."""
+
+import random
+
+import pytest
+
+from jpaged import LLM, SamplingParams
+from tests.golden.checkpoints import VARIANTS, write_checkpoint
+
+OPTIONS = {
+    "dtype": "float32",
+    "row_buckets": (8,),
+    "token_buckets": (64,),
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "enable_prefix_caching": False,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(next(v for v in VARIANTS if v.name == "llama"), 0, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(checkpoint, **OPTIONS) as llm:
+        yield llm
+
+
+def workload(count, seed, longest=120):
+    """Random prompts; half greedy, half seeded, with every working sampling parameter somewhere."""
+    rng = random.Random(seed)
+    prompts, params = [], []
+    for i in range(count):
+        length = rng.choice([1, 2, 15, 16, 17, rng.randint(3, longest)])
+        prompts.append({"prompt_token_ids": [rng.randrange(3, 300) for _ in range(length)]})
+        sampling = {"temperature": 0} if i % 2 else {"temperature": rng.uniform(0.5, 1.5), "seed": i}
+        if i % 4 == 0:
+            sampling |= rng.choice([{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.95, "top_k": 40}])
+        if i % 7 == 0:
+            sampling["logprobs"] = 3
+        params.append(SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True, **sampling))
+    return prompts, params
+
+
+def answers(outputs):
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].finish_reason) for o in outputs]
+
+
+def test_64_requests_on_8_rows_give_what_each_gives_alone(llm):
+    prompts, params = workload(64, seed=1)
+    together = answers(llm.generate(prompts, params, use_tqdm=False))
+    alone = [answers(llm.generate(p, s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)]
+    assert together == alone
+    assert len({tuple(tokens) for tokens, _, _ in together}) > 50  # no model that always says the same
+
+
+def test_a_preempted_request_gives_the_same_tokens(checkpoint, llm):
+    prompts, params = workload(24, seed=2)
+    undisturbed = answers(llm.generate(prompts, params, use_tqdm=False))
+    block = 2 * 16 * llm.spec.num_kv_heads * llm.spec.head_dim * 4 * llm.spec.num_layers  # bytes: keys and values
+    for caching in (False, True):
+        tight = {"enable_prefix_caching": caching, "kv_cache_memory_bytes": 14 * block, "max_model_len": 200}
+        with LLM(checkpoint, **OPTIONS | tight) as small:
+            assert answers(small.generate(prompts, params, use_tqdm=False)) == undisturbed
+            stats = small.stats()
+            assert stats.preemptions > 0
+            assert stats.recomputed_tokens > 0
+            assert stats.used_blocks == 0
+
+
+def test_a_cached_prefix_gives_the_same_tokens_and_logprobs(checkpoint, llm):
+    prompts, params = workload(12, seed=3)
+    prefix = [7 + i % 200 for i in range(100)]
+    prompts = [{"prompt_token_ids": prefix[: 5 * i + 33] + p["prompt_token_ids"]} for i, p in enumerate(prompts)]
+    cold = answers(llm.generate(prompts, params, use_tqdm=False))
+    with LLM(checkpoint, **OPTIONS | {"enable_prefix_caching": True}) as cached:
+        for _ in range(2):
+            assert answers(cached.generate(prompts, params, use_tqdm=False)) == cold
+        outputs = cached.generate(prompts, params, use_tqdm=False)
+        assert cached.stats().prefix_hit_tokens > 500
+        # the last token of a prompt is always computed, and only full blocks are shared
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.num_cached_tokens == (len(prompt["prompt_token_ids"]) - 1) // 16 * 16
+
+
+def test_a_short_request_that_arrives_late_finishes_before_long_ones(llm):
+    engine = llm._engine
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    for i in range(7):  # of 8 rows
+        engine.add_request(f"long {i}", {"prompt_token_ids": [5 + i] * 100}, long)
+    for _ in range(30):
+        engine.step()
+    engine.add_request("short", {"prompt_token_ids": [9] * 10}, SamplingParams(temperature=0, max_tokens=5))
+    order = []
+    while engine.has_work:
+        order += [output.request_id for output in engine.step() if output.finished]
+    assert order[0] == "short"
+    assert len(order) == 8

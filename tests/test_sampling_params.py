@@ -1,0 +1,131 @@
+"""SamplingParams: every field is taken, refused by name, or refused for its value; never ignored."""
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from jpaged import RequestError, SamplingParams
+from jpaged.sampling_params import NOT_BUILT, RequestOutputKind
+
+NAN, INF = float("nan"), float("inf")
+
+# Every public field of vLLM 0.33's SamplingParams, with its default.
+VLLM_DEFAULTS = {
+    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
+    "watermarking": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None,
+    "ignore_eos": False, "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None,
+    "prompt_logprob_token_ids": None, "prompt_logprob_start": None, "logprob_token_ids": None, "flat_logprobs": False,
+    "detokenize": True, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False, "output_kind": RequestOutputKind.CUMULATIVE, "stream_interval": None,
+    "skip_clone": False, "output_text_buffer_length": 0, "structured_outputs": None, "logit_bias": None,
+    "allowed_token_ids": None, "extra_args": None, "bad_words": None, "skip_reading_prefix_cache": None,
+    "thinking_token_budget": None, "repetition_detection": None, "routed_experts_prompt_start": 0,
+    "trace_decode_token_ids": None,
+}  # fmt: skip
+
+# A value for each field that is not built, which would change what comes out.
+MEANINGFUL = {
+    "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_tokens": 1, "stop": "\n",
+    "include_stop_str_in_output": True, "bad_words": ["a"], "logit_bias": {1: 2.0}, "allowed_token_ids": [1],
+    "prompt_logprobs": 0, "prompt_logprob_token_ids": np.array([1]), "prompt_logprob_start": 0,
+    "logprob_token_ids": [1], "flat_logprobs": True, "spaces_between_special_tokens": False,
+    "output_kind": RequestOutputKind.DELTA, "stream_interval": 2, "structured_outputs": {"regex": "a"},
+    "repetition_detection": object(), "thinking_token_budget": 0, "watermarking": True,
+    "skip_reading_prefix_cache": True, "skip_clone": True, "output_text_buffer_length": 1,
+    "routed_experts_prompt_start": 1, "trace_decode_token_ids": [1], "extra_args": {"a": 1}, "use_beam_search": True,
+    "best_of": 2,
+}  # fmt: skip
+
+
+def test_every_field_of_vllm_is_taken_at_its_default():
+    assert VLLM_DEFAULTS.keys() <= {field.name for field in dataclasses.fields(SamplingParams)}
+    assert SamplingParams(**VLLM_DEFAULTS) == SamplingParams()
+    assert SamplingParams(use_beam_search=False, best_of=1) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_is_not_built_is_refused_by_name(name: str):
+    with pytest.raises(RequestError, match="not supported yet") as caught:
+        SamplingParams(**{name: MEANINGFUL[name]})
+    assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop": []}, {"bad_words": ()}, {"logit_bias": {}}, {"presence_penalty": 0}, {"extra_args": {}}]
+)
+def test_other_ways_to_say_off(fields: dict):
+    assert SamplingParams(**fields) == SamplingParams()
+    hash(SamplingParams(**fields))
+
+
+def test_unknown_fields_are_refused_by_name():
+    with pytest.raises(RequestError, match="did you mean 'temperature'") as caught:
+        SamplingParams(temprature=0.5)
+    assert caught.value.parameter == "temprature"
+    with pytest.raises(RequestError, match="unknown sampling parameter"):
+        SamplingParams(logits_processors=[print])
+    with pytest.raises(ValueError, match="unknown"):
+        SamplingParams(xyz=1)
+
+
+BAD = [
+    *[("temperature", value) for value in (-0.1, NAN, INF, 1e39, 10**400, "1", True, None, 1j)],
+    *[("top_p", value) for value in (0, -0.5, 1.0001, NAN, "1", False)],
+    *[("top_k", value) for value in (-2, 1.0, NAN, "1", True, None)],
+    *[("min_p", value) for value in (-0.1, 1.1, NAN, INF)],
+    *[("max_tokens", value) for value in (0, -1, 1.5, "16", True)],
+    *[("seed", value) for value in (2**64, -(2**63) - 1, 1.0, "1", True)],
+    *[("logprobs", value) for value in (-1, 1.0, True, "1")],
+    *[("n", value) for value in (0, -1, 2, 64, 65, 1.0, True, None)],
+    *[("stop_token_ids", value) for value in ([-1], [1.0], [True], ["1"], "12", 5, [[1]])],
+    *[(name, value) for name in ("ignore_eos", "detokenize", "skip_special_tokens") for value in (1, 0, None, "yes")],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_bad_values_are_refused_with_parameter_and_value(name: str, value: object):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.parameter == name
+    assert str(caught.value).startswith(f"{name}=")
+
+
+def test_n_above_the_most_says_so():
+    with pytest.raises(RequestError, match="at most 64"):
+        SamplingParams(n=65)
+
+
+GOOD = [
+    ("temperature", 0, 0.0), ("temperature", 2, 2.0), ("temperature", np.float32(0.5), 0.5),
+    ("temperature", np.int64(1), 1.0), ("top_p", 1, 1.0), ("top_k", -1, 0), ("top_k", np.int32(5), 5),
+    ("min_p", 1, 1.0), ("max_tokens", None, None), ("max_tokens", np.int64(3), 3), ("max_tokens", 10**9, 10**9),
+    ("seed", 2**64 - 1, 2**64 - 1), ("seed", -1, 2**64 - 1), ("seed", -(2**63), 2**63), ("seed", np.uint8(3), 3),
+    ("seed", 0, 0), ("logprobs", 0, 0), ("stop_token_ids", [1, np.int64(2)], (1, 2)),
+    ("stop_token_ids", np.array([3]), (3,)), ("stop_token_ids", None, ()), ("detokenize", np.False_, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "stored"), GOOD)
+def test_good_values_are_stored_as_plain_python(name: str, given: object, stored: object):
+    value = getattr(SamplingParams(**{name: given}), name)
+    assert value == stored
+    assert type(value) is type(stored)
+
+
+def test_greedy():
+    assert SamplingParams(temperature=0).greedy
+    assert SamplingParams(temperature=1e-9).greedy
+    assert not SamplingParams(temperature=1e-4).greedy
+
+
+def test_frozen_comparable_copied():
+    params = SamplingParams(temperature=0.5, seed=-7, stop_token_ids=[3])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 1
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params  # noqa: S301
+    assert dataclasses.replace(params, top_k=4).seed == params.seed
+    with pytest.raises(RequestError):
+        dataclasses.replace(params, top_k=-4)

@@ -1,0 +1,458 @@
+"""Train the demo model: a 5-million-parameter Llama on the source of Python's standard library.
+
+    python -m pip install -e . optax
+    PYTHONPATH=. python tools/train_demo.py train          # about 40 minutes on two CPU cores
+    PYTHONPATH=. python tools/train_demo.py train          # again, after an interruption: goes on where it was
+    PYTHONPATH=. python tools/train_demo.py export --out jpaged/demo_model
+    PYTHONPATH=. python tools/train_demo.py sample         # greedy continuations of the built-in prompts
+
+1. `read_corpus` (demo_corpus.py) collects the standard library's files and holds a twentieth of them out.
+2. `train_tokenizer` makes a byte-level BPE of 4,096 tokens from the training text.
+3. `train` runs the serving decoder (`jpaged.models.decoder`) with dense attention in float32: Muon for the matrices,
+   Adam for the rest, learning rates warmed up, held, then decayed (WSD). Batches are a function of (seed, step), so a
+   run can stop and go on at any checkpoint, and ends the same.
+4. `export` measures the held-out loss and writes a Hugging Face folder (demo_folder.py).
+
+The held-out loss is in nats a token, over windows of 1,024 tokens that lie behind each other in the held-out text, of
+the weights rounded to bf16 as exported. docs/demo_model.md has the figures behind the choices.
+"""
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import platform
+import sys
+import sysconfig
+import time
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from complete_python import complete_python
+from demo_corpus import END_OF_TEXT, Stream, read_corpus, train_tokenizer
+from demo_folder import write_folder
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jpaged.models import decoder
+from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.prompts import BUILT_IN_PROMPTS
+
+STDLIB = pathlib.Path(sysconfig.get_path("stdlib"))
+LOSS_WINDOW = 1024  # tokens of a window of the recorded held-out loss
+LOGITS_CHUNK = 512  # tokens whose logits are computed at a time: 8 MB, which stay in the cache
+
+SPEC = DecoderSpec(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=704,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,  # 4 heads of 64, not 8 of 32: half the softmax, which is a third of a training step on CPU
+    max_position=2048,
+    rope=Rope(theta=10000.0),
+    tie_embeddings=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How long and how fast. Recorded in the model folder; the defaults are those of the shipped model."""
+
+    seed: int = 0
+    steps: int = 1400
+    batch_tokens: int = 8192
+    warmup_steps: int = 60
+    decay_share: float = 0.35        # last share of the steps, in which the learning rate falls to zero
+    length: int = 512                # tokens a sequence until the decay begins
+    decay_lengths: tuple[int, ...] = (512, 1024, 512, 2048)  # then these in turn: the model has to work at 2,048
+    matrix_rate: float = 0.02        # Muon
+    vector_rate: float = 0.004       # Adam: embedding and norms
+    weight_decay: float = 0.05       # of matrices, times the learning rate
+    clip_norm: float = 1.0
+
+    @property
+    def decay_start(self) -> int:
+        """First step whose learning rate is below its plateau."""
+        return self.steps - int(self.steps * self.decay_share)
+
+    def length_at(self, step: int) -> int:
+        """Tokens a sequence in a step."""
+        return self.length if step < self.decay_start else self.decay_lengths[step % len(self.decay_lengths)]
+
+    def batch(self, stream: Stream, step: int) -> np.ndarray:
+        """int32[sequences, length + 1] of one step."""
+        length = self.length_at(step)
+        first = step * (self.batch_tokens // min(self.length, *self.decay_lengths))
+        numbers = first + np.arange(self.batch_tokens // length)
+        return stream.spread(numbers, length, np.random.default_rng(self.seed).random())
+
+    def schedule(self, peak: float, step: Any) -> Array:
+        """Learning rate: linear warm-up, plateau, linear decay to zero (Hu et al. 2024, MiniCPM)."""
+        left = (self.steps - step) / (self.steps - self.decay_start)
+        return peak * jnp.minimum(1.0, jnp.minimum((step + 1) / self.warmup_steps, left))
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def init_params(seed: int) -> decoder.Params:
+    """Normal with standard deviation 0.02, less for what is added to the residual stream; norms 1."""
+    shapes, tree = jax.tree.flatten_with_path(param_shapes(SPEC, jnp.float32))
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+
+    def leaf(path: Any, shape: jax.ShapeDtypeStruct, key: Array) -> Array:
+        name = path[-1].key
+        if name.endswith("norm"):
+            return jnp.ones(shape.shape, shape.dtype)
+        scale = 0.02 / math.sqrt(2 * SPEC.num_layers) if name in ("o", "down") else 0.02
+        return scale * jax.random.normal(key, shape.shape, shape.dtype)
+
+    return jax.tree.unflatten(tree, [leaf(p, s, k) for (p, s), k in zip(shapes, keys, strict=True)])
+
+
+def blocked_causal_attend(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    pages: Any,
+    metadata: Int[Array, "batch length"],
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
+    """`decoder.dense_causal_attend`, one KV head of one sequence and 256 queries at a time, recomputed going backward.
+
+    Scores then stay in the cache: forward and backward of 4 x 2,048 tokens take 209 ms a layer, with whole sequences
+    at a time 502 (two Zen 5 cores, float32). Causal only, without a window.
+    """
+    batch, length = metadata.shape
+    kv_heads, head_dim = k.shape[1:]
+    group = q.shape[1] // kv_heads
+    q = q.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(batch * kv_heads, length, group, head_dim)
+    k, v = (
+        a.reshape(batch, length, kv_heads, head_dim).transpose(0, 2, 1, 3).reshape(batch * kv_heads, length, head_dim)
+        for a in (k, v)
+    )
+
+    @jax.checkpoint
+    def block(qkv: tuple[Array, Array, Array]) -> Array:
+        q, k, v = qkv
+        queries, keys = q.shape[0], k.shape[0]
+        seen = jnp.repeat(jnp.arange(keys - queries, keys), group)[:, None] >= jnp.arange(keys)
+        scores = q.reshape(-1, head_dim) @ k.T * scale
+        return (jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1) @ v).reshape(q.shape)
+
+    blocks = []
+    for start in range(0, length, 256):
+        stop = min(start + 256, length)
+        blocks.append(lax.map(block, (q[:, start:stop], k[:, :stop], v[:, :stop])))
+    out = jnp.concatenate(blocks, axis=1).reshape(batch, kv_heads, length, group, head_dim)
+    return out.transpose(0, 2, 1, 3, 4).reshape(batch * length, kv_heads * group, head_dim), pages
+
+
+def token_losses(params: decoder.Params, ids: Int[Array, "batch length_plus_1"]) -> Float[Array, " tokens"]:
+    """Negative log-probability, in nats, of every token but each sequence's first."""
+    inputs, targets = ids[:, :-1], ids[:, 1:].reshape(-1)
+    positions = jnp.tile(jnp.arange(inputs.shape[1]), inputs.shape[0])
+    hidden, _ = decoder.decode(
+        SPEC, params, inputs.reshape(-1), positions, [None] * SPEC.num_layers, inputs, blocked_causal_attend
+    )
+
+    @jax.checkpoint
+    def chunk(hidden_and_targets: tuple[Array, Array]) -> Array:
+        hidden, targets = hidden_and_targets
+        logits = decoder.head(SPEC, params, hidden)
+        target = jnp.where(jnp.arange(SPEC.vocab_size) == targets[:, None], logits, 0.0).sum(-1)  # no scatter backward
+        return jax.nn.logsumexp(logits, axis=-1) - target
+
+    chunks = (hidden.reshape(-1, LOGITS_CHUNK, SPEC.hidden_size), targets.reshape(-1, LOGITS_CHUNK))
+    return lax.map(chunk, chunks).reshape(-1)
+
+
+def mean_loss(params: decoder.Params, windows: np.ndarray) -> float:
+    """Mean over windows [n, length + 1] of their token losses, eight windows at a time."""
+    losses = jax.jit(token_losses)
+    sums = []
+    for start in range(0, len(windows), 8):
+        rows = windows[start : start + 8]
+        padded = np.pad(rows, ((0, 8 - len(rows)), (0, 0)))
+        sums.append(np.asarray(losses(params, padded)).reshape(8, -1)[: len(rows)].sum(dtype=np.float64))
+    return float(sum(sums) / (windows.shape[0] * (windows.shape[1] - 1)))
+
+
+def loss_by_position(params: decoder.Params, windows: np.ndarray, width: int = 256) -> dict[str, float]:
+    """Mean loss of the tokens at positions 0 to 255, 256 to 511 and so on: falls as long as the model uses context."""
+    losses = [np.asarray(jax.jit(token_losses)(params, windows[i : i + 4])) for i in range(0, len(windows), 4)]
+    means = np.concatenate(losses).reshape(len(windows), -1, width).mean((0, 2), dtype=np.float64)
+    return {f"{i * width}-{(i + 1) * width - 1}": float(mean) for i, mean in enumerate(means)}
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(recipe: Recipe) -> Any:
+    """Muon (Jordan et al. 2024) for the matrices, each [out, in]; Adam for embedding and norms; clipped gradients."""
+    import optax
+    from optax.contrib import MuonDimensionNumbers, muon
+
+    axes = {
+        "qkv": MuonDimensionNumbers(reduction_axis=3, output_axis=(0, 1, 2)),
+        "gate_up": MuonDimensionNumbers(reduction_axis=2, output_axis=1),  # gate and up are two matrices
+        "o": MuonDimensionNumbers(reduction_axis=1, output_axis=0),
+        "down": MuonDimensionNumbers(reduction_axis=1, output_axis=0),
+    }
+
+    def matrices(params: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, _: axes.get(path[-1].key), params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.clip_norm),
+        muon(
+            functools.partial(recipe.schedule, recipe.matrix_rate),
+            adam_learning_rate=functools.partial(recipe.schedule, recipe.vector_rate),
+            adam_b2=0.98,
+            weight_decay=recipe.weight_decay,
+            muon_weight_dimension_numbers=matrices,
+        ),
+    )
+
+
+def train(recipe: Recipe, work: pathlib.Path) -> None:
+    """Train until `recipe.steps`, from the last checkpoint in `work` if there is one. Prints and keeps the curve."""
+    import optax
+
+    work.mkdir(parents=True, exist_ok=True)
+    corpus = read_corpus(STDLIB)
+    tokenizer = train_tokenizer(corpus.train, SPEC.vocab_size)
+    tokenizer.save(str(work / "tokenizer.json"))
+    stream, held_out = Stream.encode(tokenizer, corpus.train), Stream.encode(tokenizer, corpus.held_out)
+    probe = held_out.windows(512, 32)
+    optimizer = make_optimizer(recipe)
+    params = init_params(recipe.seed)
+    state = (params, optimizer.init(params))
+    progress = Progress(0, 0.0, 0.0, [])
+    if (work / "checkpoint.npz").exists():
+        state, progress = load_checkpoint(work, state, recipe)
+    print(
+        f"{sum(a.size for a in jax.tree.leaves(params)):,} parameters, {len(stream.ids):,} training tokens,"
+        f" {len(held_out.ids):,} held out; from step {progress.step}",
+        flush=True,
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state: Any, ids: Int[Array, "batch length_plus_1"]) -> tuple[Any, Float[Array, ""]]:
+        params, optimizer_state = state
+        loss, gradient = jax.value_and_grad(lambda p: token_losses(p, ids).mean())(params)
+        updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
+        return (optax.apply_updates(params, updates), optimizer_state), loss
+
+    started, cpu_started = time.monotonic() - progress.seconds, time.process_time() - progress.cpu_seconds
+    losses = []
+    for step in range(progress.step, recipe.steps):
+        state, loss = update(state, recipe.batch(stream, step))
+        losses.append(float(loss))
+        done = step + 1
+        if done % 50 == 0 or done == recipe.steps:
+            progress.step = done
+            progress.seconds, progress.cpu_seconds = time.monotonic() - started, time.process_time() - cpu_started
+            point = {
+                "step": done,
+                "tokens": done * recipe.batch_tokens,
+                "seconds": round(progress.seconds, 1),
+                "cpu_seconds": round(progress.cpu_seconds, 1),
+                "train_loss": round(float(np.mean(losses)), 4),
+                "held_out_loss": round(mean_loss(state[0], probe), 4),
+            }
+            losses = []
+            progress.curve.append(point)
+            print(json.dumps(point), flush=True)
+            if done % 100 == 0 or done == recipe.steps:
+                save_checkpoint(work, state, progress, recipe)
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int
+    seconds: float                  # wall time of training so far, over all its parts
+    cpu_seconds: float              # of all threads: the same on a machine that has more to do
+    curve: list[dict[str, float]]   # step, tokens, the two times, train_loss (mean since the last point), held_out_loss
+
+
+def save_checkpoint(work: pathlib.Path, state: Any, progress: Progress, recipe: Recipe) -> None:
+    """Everything that is needed to go on, in one file that is complete or absent."""
+    leaves: dict[str, Any] = {f"leaf_{i}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(state))}
+    record = json.dumps({"progress": dataclasses.asdict(progress), "recipe": dataclasses.asdict(recipe)})
+    partial = work / "partial.npz"
+    np.savez(partial, record=np.array(record), **leaves)
+    os.replace(partial, work / "checkpoint.npz")
+
+
+def load_checkpoint(work: pathlib.Path, like: Any, recipe: Recipe | None = None) -> tuple[Any, Progress]:
+    """The state (a tree like `like`) and progress of `work`; `recipe` must agree up to where the run is.
+
+    Steps and decay may differ from the checkpoint's as long as neither recipe has begun to decay there.
+    """
+    with np.load(work / "checkpoint.npz") as saved:
+        record = json.loads(str(saved["record"]))
+        progress = Progress(**record["progress"])
+        leaves = [jnp.asarray(saved[f"leaf_{i}"]) for i in range(len(jax.tree.leaves(like)))]
+    if recipe is not None:
+        old = recipe_of(record["recipe"])
+        free = dict.fromkeys(("steps", "decay_share", "decay_lengths"))
+        same = old == recipe or (
+            progress.step <= min(old.decay_start, recipe.decay_start)
+            and dataclasses.asdict(old) | free == dataclasses.asdict(recipe) | free
+        )
+        if not same:
+            raise SystemExit(f"{work} holds another run ({old}): choose another --work, or delete it")
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), progress
+
+
+def load_params(work: pathlib.Path) -> tuple[decoder.Params, Progress, Recipe]:
+    """The weights in `work`, rounded to bf16 as they are exported (held in float32), and the run they come from."""
+    params, progress = load_checkpoint(work, init_params(0))
+    with np.load(work / "checkpoint.npz") as saved:
+        recipe = recipe_of(json.loads(str(saved["record"]))["recipe"])
+    return jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), params), progress, recipe
+
+
+def load_tokenizer(work: pathlib.Path) -> Any:
+    """The tokenizer of the run in `work` (tokenizers.Tokenizer)."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(work / "tokenizer.json"))
+
+
+def recipe_of(record: dict[str, Any]) -> Recipe:
+    """A recipe from its JSON form."""
+    values = dict(record)
+    values["decay_lengths"] = tuple(values["decay_lengths"])  # JSON has no tuples
+    return Recipe(**values)
+
+
+# --- measuring and looking --------------------------------------------------------------------------------------------
+
+
+def export(work: pathlib.Path, out: pathlib.Path, check_text: pathlib.Path) -> None:
+    """Write the model folder from the checkpoint in `work`, with the losses of what is written.
+
+    check_text: a text outside the corpus, whose loss is recorded too, so that a test can compute it again.
+    """
+    params, progress, recipe = load_params(work)
+    tokenizer = load_tokenizer(work)
+    corpus = read_corpus(STDLIB)
+    train_ids = Stream.encode(tokenizer, corpus.train).ids
+    held_out = Stream.encode(tokenizer, corpus.held_out)
+    windows = held_out.windows(LOSS_WINDOW)
+    loss = mean_loss(params, windows)
+    held_out_bytes = len(tokenizer.decode(windows[:, 1:].reshape(-1).tolist()).encode())
+
+    text = check_text.read_text("utf-8")
+    check_ids = np.array([tokenizer.encode(text).ids], np.int32)
+    check_tokens = (check_ids.shape[1] - 1) // LOGITS_CHUNK * LOGITS_CHUNK
+    record = {
+        "recipe": dataclasses.asdict(recipe),
+        "parameters": sum(a.size for a in jax.tree.leaves(params)),
+        "steps_done": progress.step,
+        "seconds": round(progress.seconds),
+        "cpu_seconds": round(progress.cpu_seconds),
+        "cores": os.cpu_count(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("jax", "jaxlib", "optax", "tokenizers", "numpy")},
+        "corpus": {
+            "sha256": corpus.sha256,
+            "train_files": len(corpus.train),
+            "train_tokens": len(train_ids),
+            "held_out_files": len(corpus.held_out),
+            "held_out_tokens": len(held_out.ids),
+        },
+        "held_out": {
+            "loss": loss,
+            "bits_per_byte": loss * windows[:, 1:].size / math.log(2) / held_out_bytes,
+            "window": LOSS_WINDOW,
+            "tokens": windows[:, 1:].size,
+            "loss_by_position": loss_by_position(params, held_out.windows(SPEC.max_position, 32)),
+        },
+        "check_text": {
+            "file": check_text.name,
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "tokens": check_tokens,
+            "loss": mean_loss(params, check_ids[:, : check_tokens + 1]),
+        },
+        "curve": progress.curve,
+    }
+    size = write_folder(out, SPEC, params, tokenizer, record)
+    print(f"{out}: {size / 1e6:.2f} MB, held-out loss {loss:.4f} nats a token")
+
+
+def sample(work: pathlib.Path, num_tokens: int) -> None:
+    """Print greedy continuations of the built-in prompts and how many are Python (`complete_python`).
+
+    Without a KV cache: each step computes all sequences anew. The engine is for the rest.
+    """
+    params, progress, _ = load_params(work)
+    tokenizer = load_tokenizer(work)
+    prompts = [tokenizer.encode(p).ids for p in BUILT_IN_PROMPTS]
+    width = max(map(len, prompts)) + num_tokens
+    ids = np.zeros((len(prompts), width), np.int32)
+    lengths = np.array([len(p) for p in prompts])
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+
+    @jax.jit
+    def next_tokens(ids: Int[Array, "batch width"], lengths: Int[Array, " batch"]) -> Int[Array, " batch"]:
+        positions = jnp.tile(jnp.arange(width), len(prompts))
+        hidden, _ = decoder.decode(
+            SPEC, params, ids.reshape(-1), positions, [None] * SPEC.num_layers, ids, blocked_causal_attend
+        )
+        last = hidden.reshape(*ids.shape, -1)[jnp.arange(len(prompts)), lengths - 1]
+        return decoder.head(SPEC, params, last).argmax(-1)
+
+    for _ in range(num_tokens):
+        ids[np.arange(len(prompts)), lengths] = np.asarray(next_tokens(ids, lengths))
+        lengths += 1
+    good = 0
+    for prompt, start, row in zip(BUILT_IN_PROMPTS, map(len, prompts), ids, strict=True):
+        text = tokenizer.decode(row[start : start + num_tokens].tolist(), skip_special_tokens=False)
+        continuation = text.split(END_OF_TEXT)[0]
+        is_python = complete_python(prompt, continuation) is not None
+        good += is_python
+        print(f"{'-' * 40} {'python' if is_python else 'not python'}\n{prompt}{continuation}")
+    print(f"{'-' * 40}\nstep {progress.step}: {good} of {len(prompts)} continuations are Python")
+
+
+def main() -> None:
+    """The command line: train, export, sample."""
+    root = pathlib.Path(__file__).resolve().parent.parent
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("train", "export", "sample"))
+    parser.add_argument("--work", type=pathlib.Path, default=root / "build" / "train_demo", help="folder of the run")
+    parser.add_argument("--out", type=pathlib.Path, default=root / "jpaged" / "demo_model", help="folder to export to")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="steps of the whole run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--tokens", type=int, default=192, help="tokens of a sample (default: %(default)s)")
+    args = parser.parse_args()
+    match args.command:
+        case "train":
+            train(Recipe(seed=args.seed, steps=args.steps), args.work)
+        case "export":
+            export(args.work, args.out, root / "tests" / "golden" / "demo_check_text.py.txt")
+        case "sample":
+            sample(args.work, args.tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
