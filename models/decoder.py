@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.models import rope as rotary
-from jpaged.models.spec import Activation, DecoderSpec, Norm, WeightLayout
+from jpaged.models.spec import Activation, DecoderSpec, Norm, Rope, WeightLayout
 
 Params = dict[str, Any]  # the tree of spec.param_shapes
 
@@ -69,7 +69,7 @@ def decode(
         x += jnp.take(params["pos_embed"], positions + spec.position_offset, axis=0, mode="clip")
         angles = None
     else:
-        angles = _rope_angles(spec, positions, rope_lens)
+        angles = _rope_angles(spec, spec.rope, positions, rope_lens)
     new_pages = []
     for i, (matrices, page) in enumerate(zip(params["layers"], pages, strict=True)):
         vectors = {name: params[name][i] for name in _LAYER_VECTORS if name in params}
@@ -250,14 +250,14 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def _rope_angles(
-    spec: DecoderSpec, positions: Int[Array, " tokens"], rope_lens: Int[Array, " tokens"] | None
+    spec: DecoderSpec, rope: Rope, positions: Int[Array, " tokens"], rope_lens: Int[Array, " tokens"] | None
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
     """cos and sin of every token's angles, float32, the attention factor of yarn multiplied in."""
-    if spec.rope.scaling == "dynamic":
+    if rope.scaling == "dynamic":
         seq_len = positions + 1 if rope_lens is None else rope_lens
-        frequencies, factor = rotary.dynamic_inv_freq(spec.rope, spec.head_dim, seq_len), 1.0
+        frequencies, factor = rotary.dynamic_inv_freq(rope, spec.head_dim, seq_len), 1.0
     else:
-        inv_freq, factor = rotary.inv_freq(spec.rope, spec.head_dim, spec.max_position)
+        inv_freq, factor = rotary.inv_freq(rope, spec.head_dim, spec.max_position)
         frequencies = jnp.asarray(inv_freq)[None, :]
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

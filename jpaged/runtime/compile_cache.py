@@ -83,6 +83,6 @@ class CompileCounter:
         with contextlib.suppress(ValueError):
             jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **kwargs: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILE_EVENT and getattr(self._here, "active", False):
             self.count += 1

@@ -46,7 +46,8 @@ def bucket_shapes(
     """The step programs of an engine, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
 
     Decode programs come one a row bucket, mixed programs one a token bucket with rows at the maximum. Greedy and full
-    sampling have every bucket; plain random sampling has what is left, and uses the full sampler's programs elsewhere.
+    sampling have every bucket; plain random sampling has what is left (nothing where the caller names buckets, to keep
+    them few), and uses the full sampler's programs elsewhere.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
@@ -66,7 +67,9 @@ def bucket_shapes(
 
     greedy, full = (shapes(v, rows, tokens) for v in (SamplerVariant.GREEDY, SamplerVariant.FULL))
     left = MAX_STEP_PROGRAMS - len(greedy) - len(full)
-    if row_buckets or token_buckets or left >= len(greedy):
+    if row_buckets or token_buckets:
+        random = []
+    elif left >= len(greedy):
         random = shapes(SamplerVariant.RANDOM, rows, tokens)
     else:
         random_rows = _thin(rows, max(1, left - 2))

@@ -68,7 +68,7 @@ class ModelRunner:
         self._counter = counter
         self._make_state = make_state
         self._state: DeviceState | None = make_state()
-        self._device = next(iter(self._state.table.devices()))
+        self._device = _only_device(self._state)
 
     @classmethod
     def create(
@@ -229,9 +229,9 @@ def _table_sizes(limits: memory.Limits) -> dict[str, int]:
     }
 
 
-def _only_device(params: Any) -> Any:
-    """The device that all parameters are on."""
-    devices = {device for leaf in jax.tree.leaves(params) for device in leaf.devices()}
+def _only_device(tree: Any) -> Any:
+    """The one device that all arrays of a tree are on."""
+    devices = {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()}
     if len(devices) != 1:
         raise ModelLoadError(f"the parameters are on {len(devices)} devices: put them on one")
     return devices.pop()

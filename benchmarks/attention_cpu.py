@@ -1,0 +1,90 @@
+"""Paged attention on CPU: how tile height, tiles that go together and keys a step change its time.
+
+    python benchmarks/attention_cpu.py [--dtype bfloat16]
+
+Interleaved runs in one process; prints minimum and median in milliseconds a call. The shape is a small Llama's: 8 heads
+over 4 KV heads of 64, blocks of 16. `decode` is 32 rows of 60 to 450 keys, `prompt` one prompt of 512 tokens, `mixed`
+16 decodes beside a chunk of 112.
+"""
+
+import argparse
+import functools
+import importlib
+import platform
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import KVPages
+
+xla = importlib.import_module("pallas_kernels.paged_attention.xla")
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 8, 4, 64, 16, 8192, 128
+SETTINGS = {
+    "as shipped": {},
+    "tile of 8 rows": {"TILE_ROWS": 8},
+    "tile of 32 rows": {"TILE_ROWS": 32},
+    "8 tiles together": {"TILE_GROUP": 8},
+    "32 tiles together": {"TILE_GROUP": 32},
+    "64 keys a step": {"KEYS_PER_STEP": 64},
+    "256 keys a step": {"KEYS_PER_STEP": 256},
+}
+
+
+def make_case(rng: np.random.Generator, dtype: str, tokens: int, counts: list[int], lens: list[int]) -> tuple:
+    """Arguments of the attention call; empty rows fill up to 32."""
+    rows = tokens if len(counts) == tokens else 32
+    counts, lens = (values + [0] * (rows - len(values)) for values in (counts, lens))
+    return (
+        jnp.asarray(rng.standard_normal((tokens, HEADS, HEAD_DIM)), dtype),
+        KVPages(jnp.asarray(rng.standard_normal((NUM_BLOCKS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)), dtype)),
+        jnp.asarray(rng.integers(0, NUM_BLOCKS, (rows, WIDTH)), jnp.int32),
+        jnp.asarray(lens, jnp.int32),
+        jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32),
+    )
+
+
+def main() -> None:
+    """Compile every setting, run them in turn, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    lens = rng.integers(60, 450, 32).tolist()
+    cases = {
+        "decode": (make_case(rng, args.dtype, 32, [1] * 32, lens), 1),
+        "prompt": (make_case(rng, args.dtype, 512, [512], [512]), 512),
+        "mixed": (make_case(rng, args.dtype, 128, [1] * 16 + [112], [*lens[:16], 112]), 128),
+    }
+    programs = {}
+    for name, changes in SETTINGS.items():
+        before = {constant: getattr(xla, constant) for constant in changes}
+        for constant, value in changes.items():
+            setattr(xla, constant, value)
+        for case, (arguments, longest) in cases.items():
+            call = functools.partial(
+                xla.paged_attention, scale=0.125, max_query_len=longest, sliding_window=None, logit_softcap=None,
+                sinks=None, alibi_slopes=None, device_loops=True,
+            )  # fmt: skip
+            programs[name, case] = jax.jit(call).lower(*arguments).compile()
+        for constant, value in before.items():
+            setattr(xla, constant, value)
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in programs}
+    for _ in range(args.repeats):
+        for key, program in programs.items():
+            start = time.perf_counter()
+            program(*cases[key[1]][0]).block_until_ready()
+            times[key].append(time.perf_counter() - start)
+    print(f"{args.dtype}, JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}; ms, min (median)")
+    print(f"{'':20}" + "".join(f"{case:>16}" for case in cases))
+    for name in SETTINGS:
+        cells = [f"{min(times[name, c]) * 1e3:.2f} ({statistics.median(times[name, c]) * 1e3:.2f})" for c in cases]
+        print(f"{name:20}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
