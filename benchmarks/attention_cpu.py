@@ -79,7 +79,7 @@ def main() -> None:
             start = time.perf_counter()
             program(*cases[key[1]][0]).block_until_ready()
             times[key].append(time.perf_counter() - start)
-    print(f"{args.dtype}, JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}; ms, min (median)")
+    print(f"{args.dtype}, JAX {jax.__version__}, Python {platform.python_version()}; ms, minimum (median)")
     print(f"{'':20}" + "".join(f"{case:>16}" for case in cases))
     for name in SETTINGS:
         cells = [f"{min(times[name, c]) * 1e3:.2f} ({statistics.median(times[name, c]) * 1e3:.2f})" for c in cases]

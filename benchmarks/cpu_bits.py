@@ -39,9 +39,9 @@ def values_product(dtype: str, keys: int, width: int) -> dict[bytes, list[int]]:
 
     @jax.jit
     def call(x: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.einsum("bqk,bkd->qbd", x, v, precision=exact, preferred_element_type=jnp.float32)
+        return jnp.einsum("bqk,bkd->bqd", x, v, precision=exact, preferred_element_type=jnp.float32)
 
-    return groups(lambda rows: call(jnp.asarray(np.tile(row, (8, rows, 1)), dtype), values))
+    return groups(lambda rows: call(jnp.asarray(np.tile(row, (8, rows, 1)), dtype), values)[0])
 
 
 def reduction(width: int) -> dict[bytes, list[int]]:
