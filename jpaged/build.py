@@ -71,7 +71,12 @@ def build_engine(model: Any, params: Any, options: Mapping[str, Any], *, progres
     from jpaged.runtime.runner import ModelRunner
 
     refuse_tracing(*jax.tree.leaves(params))
-    loaded = load_model(config, params, model_config=None if isinstance(model, str) else model)
+    loaded = load_model(
+        config,
+        params,
+        model_config=None if isinstance(model, str) else model,
+        check=lambda spec, dtype: ModelRunner.check(spec, dtype, config),
+    )
     defaults = generation_defaults(loaded.generation_config)
     mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if config.mask_unknown_tokens else None
     runner = ModelRunner.create(

@@ -1,4 +1,4 @@
-"""LLM and AsyncLLM on the real runner, with a small random model of live arrays: nobody's tokens depend on others."""
+"""LLM and AsyncLLM on the real runner: live arrays, requests that come and go, what is refused at the start."""
 
 import asyncio
 import random
@@ -11,6 +11,7 @@ import pytest
 
 import jpaged
 from jpaged import LLM, AsyncLLM, SamplingParams
+from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 
 SPEC = DecoderSpec(
@@ -18,7 +19,7 @@ SPEC = DecoderSpec(
     max_position=256, rope=Rope(),
 )  # fmt: skip
 NUM_BLOCKS = 40  # of 16 tokens: two and a half requests of the longest kind
-# Two buckets and three samplers, one size of the pool: six programs for all tests here.
+# Two buckets and two samplers, one size of the pool: four programs for all tests here.
 OPTIONS = {
     "max_num_seqs": 8, "row_buckets": (8,), "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 16,
     "kv_cache_memory_bytes": NUM_BLOCKS * 16 * SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 4,
@@ -69,34 +70,6 @@ def tokens_of(outputs: list[jpaged.RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_64_requests_on_8_rows_give_what_each_gives_alone(llm: LLM):
-    prompts, params = workload(64, seed=0)
-    together = llm.generate(prompts, params, use_tqdm=False)
-    llm.reset_prefix_cache()
-    for prompt, param, output in zip(prompts, params, together, strict=True):
-        (alone,) = llm.generate(prompt, param, use_tqdm=False)
-        llm.reset_prefix_cache()
-        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
-        if param.logprobs is not None:
-            for one, other in zip(alone.outputs[0].logprobs, output.outputs[0].logprobs, strict=True):
-                assert one.keys() == other.keys()
-                assert [one[key].logprob for key in one] == pytest.approx([other[key].logprob for key in one], abs=1e-4)
-    assert llm.stats().compiles_after_ready == 0
-
-
-def test_preempted_requests_give_the_same_tokens(llm: LLM):
-    """Eight requests that grow to ten blocks each, where there are forty."""
-    prompts = [{"prompt_token_ids": [i] * 10} for i in range(8)]
-    sampling = [SamplingParams(temperature=i % 2, seed=i, max_tokens=140, logprobs=i % 3 or None) for i in range(8)]
-    undisturbed = [llm.generate(*pair, use_tqdm=False)[0] for pair in zip(prompts, sampling, strict=True)]
-    llm.reset_prefix_cache()
-    llm.reset_stats()
-    assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == tokens_of(undisturbed)
-    assert llm.stats().preemptions > 0
-    assert llm.stats().peak_used_blocks == NUM_BLOCKS
-    assert llm.stats().used_blocks == 0
-
-
 def test_live_arrays_are_used_without_a_copy(llm: LLM, params: Any):
     held = llm._engine.runner._params
     assert all(one is other for one, other in zip(jax.tree.leaves(held), jax.tree.leaves(params), strict=True))
@@ -132,3 +105,19 @@ def test_async_requests_that_come_and_go_give_what_each_gives_alone(llm: LLM, pa
             assert got == whole[: len(got)]
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_memory_bytes": 200_000, "max_model_len": 2048}, "lower max_model_len to at most 32"),
+        ({"kv_cache_memory_bytes": 1000}, "not one block"),
+        ({"attention_implementation": "cuda"}, "attention_implementation='cuda'"),
+        ({"max_model_len": 10**6}, "at most 2048"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_weights_are_on_the_device(options, message):
+    before = len(jax.live_arrays())
+    with pytest.raises(ModelLoadError, match=message):
+        LLM("demo", **options)
+    assert len(jax.live_arrays()) == before

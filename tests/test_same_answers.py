@@ -1,4 +1,4 @@
-"""Identical answers whatever the load: alone, in company, preempted, from a cached prefix. float32, to the bit."""
+"""Identical answers whatever the load: alone, in company, preempted, from a cached prefix. On CPU, to the bit."""
 
 import random
 
@@ -50,8 +50,17 @@ def answers(outputs):
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].finish_reason) for o in outputs]
 
 
-def test_64_requests_on_8_rows_give_what_each_gives_alone(llm):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_64_requests_on_8_rows_give_what_each_gives_alone(checkpoint, llm, dtype):
     prompts, params = workload(64, seed=1)
+    if dtype == "bfloat16":
+        with LLM(checkpoint, **OPTIONS | {"dtype": dtype}) as half:
+            same_together_and_alone(half, prompts, params)
+    else:
+        same_together_and_alone(llm, prompts, params)
+
+
+def same_together_and_alone(llm, prompts, params):
     together = answers(llm.generate(prompts, params, use_tqdm=False))
     alone = [answers(llm.generate(p, s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)]
     assert together == alone

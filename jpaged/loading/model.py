@@ -10,7 +10,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def load_model(
     params: Any = None,
     model_config: Any = None,
     layout: WeightLayout | None = None,
+    check: Callable[[DecoderSpec, np.dtype], None] | None = None,
 ) -> LoadedModel:
     """Load the model that `config.model` names, or take live arrays.
 
@@ -65,14 +66,16 @@ def load_model(
     model_config: of live arrays: a DecoderSpec, or a Hugging Face config (or its dictionary).
                   None: `config.json` of `config.model`.
     layout:       how live arrays are stored. None: as their names and shapes say.
+    check:        called with the spec and the dtype before any weight is on the device; raises if the model must not
+                  be loaded.
     Raises ModelLoadError that names the file, the tensor and the remedy, before device memory is taken.
     """
     if params is None:
-        return _from_checkpoint(config)
+        return _from_checkpoint(config, check)
     return _from_live(config, params, model_config, layout)
 
 
-def _from_checkpoint(config: EngineConfig) -> LoadedModel:
+def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtype], None] | None) -> LoadedModel:
     folder = find_model(config.model, config.revision)
     values = read_json(folder / "config.json", required=True)
     family = family_of(values)
@@ -82,6 +85,8 @@ def _from_checkpoint(config: EngineConfig) -> LoadedModel:
     with Checkpoint(folder) as checkpoint:
         plan = plan_weights(family, family.spec(reader), family.constants(reader), checkpoint)
         dtype = resolve_dtype(config.dtype, _checkpoint_dtype(reader, checkpoint))
+        if check is not None:
+            check(plan.spec, dtype)
         tokenizer = _tokenizer(config, folder)
         params = load_weights(plan, checkpoint, dtype)
         read = checkpoint.num_bytes

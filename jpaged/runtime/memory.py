@@ -86,6 +86,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
             "request advances in each step; raise it or lower max_num_seqs"
         )
     block_size = _positive("block_size", config.block_size, 64 if platform == "tpu" else 16)
+    if isinstance(config.max_logprobs, bool) or not isinstance(config.max_logprobs, int) or config.max_logprobs < 0:
+        raise ModelLoadError(f"max_logprobs={config.max_logprobs!r}: must be a whole number of at least 0")
     if block_size & (block_size - 1) or not 8 <= block_size <= 128:
         raise ModelLoadError(f"block_size={block_size}: must be 8, 16, 32, 64 or 128")
     return Limits(max_model_len, max_num_seqs, budget, block_size)

@@ -17,7 +17,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import StepPlan, StepResult
 from jpaged.errors import EngineError, ModelLoadError
-from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
 from jpaged.runtime import memory
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
 from jpaged.runtime.programs import ProgramTable, bucket_shapes, smallest_bucket, temp_bytes
@@ -70,6 +70,22 @@ class ModelRunner:
         self._state: DeviceState | None = make_state()
         self._device = _only_device(self._state)
 
+    @staticmethod
+    def check(spec: DecoderSpec, dtype: Any, config: EngineConfig, device: Any = None) -> None:
+        """Raise ModelLoadError where the options or the device's memory cannot serve a model; takes no memory.
+
+        `create` would raise the same, but with the weights on the device already. device: the default one otherwise.
+        """
+        device = device or jax.devices()[0]
+        _implementation(config, device)
+        limits = memory.decide_limits(spec, config, device.platform)
+        weight_bytes = memory.tree_bytes(param_shapes(spec, dtype))
+        free = memory.free_device_bytes(device, config)
+        memory.fit(
+            spec, config, limits, dtype=dtype, weight_bytes=weight_bytes,
+            free_bytes=None if free is None else max(0, free - weight_bytes),
+        )  # fmt: skip
+
     @classmethod
     def create(
         cls,
@@ -90,15 +106,8 @@ class ModelRunner:
         Raises ModelLoadError where an option does not fit the model or the memory.
         """
         device = _only_device(params)
-        implementation = config.attention_implementation or choose_implementation(device.platform)
-        if implementation not in IMPLEMENTATIONS:
-            raise ModelLoadError(
-                f"attention_implementation={implementation!r}: there are {', '.join(IMPLEMENTATIONS)}; "
-                "leave it out to have one chosen"
-            )
+        implementation = _implementation(config, device)
         num_logprobs = min(config.max_logprobs, spec.vocab_size)
-        if num_logprobs < 0:
-            raise ModelLoadError(f"max_logprobs={config.max_logprobs}: must be at least 0")
         limits = memory.decide_limits(spec, config, device.platform)
         dtype = params["embed"].dtype
         sharding = jax.sharding.SingleDeviceSharding(device)
@@ -219,6 +228,15 @@ class ModelRunner:
         """After a failed step the donated state is gone: make an empty one, so that new requests can be served."""
         if self._state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
             self._state = self._make_state()
+
+
+def _implementation(config: EngineConfig, device: Any) -> str:
+    """The attention implementation that the options ask for, or the platform's."""
+    name = config.attention_implementation or choose_implementation(device.platform)
+    if name not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ModelLoadError(f"attention_implementation={name!r}: there are {known}; leave it out to have one chosen")
+    return name
 
 
 def _table_sizes(limits: memory.Limits) -> dict[str, int]:
