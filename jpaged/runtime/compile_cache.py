@@ -1,7 +1,9 @@
 """Compiled programs kept on disk between starts, and the count of compiles that should not have happened."""
 
 import contextlib
+import logging
 import pathlib
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -9,11 +11,13 @@ import jax
 import platformdirs
 from jax.experimental.compilation_cache import compilation_cache
 
+from jpaged.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # fires for programs read from the disk cache, too
 
 _lock = threading.Lock()
-_in_use = 0
-_saved: dict[str, object] = {}
 
 
 def default_folder() -> pathlib.Path:
@@ -22,43 +26,46 @@ def default_folder() -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def persistent_cache(folder: str | None) -> Iterator[pathlib.Path]:
+def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
     """Keep every program compiled inside on disk, however quick it was; JAX's own settings are put back after.
 
-    folder: None = the folder JAX is already told to use, else `default_folder()`. Engines may start at the same
-    time: the settings belong to the first and go back with the last.
+    folder: None = the folder JAX is already told to use, else `default_folder()`.
+    Gives the folder in use; None, with a logged line, where the default one cannot be written: then nothing is kept.
+    Raises ModelLoadError where the caller's own cannot. The settings are the process's: engines start one by one.
     """
-    global _in_use
+    current = jax.config.jax_compilation_cache_dir
+    used = pathlib.Path(folder or current or default_folder())
+    try:
+        used.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=used).close()
+    except OSError as error:
+        if folder is not None:
+            message = f"compilation_cache_dir={folder!r} cannot be written: {error}; name a folder that can"
+            raise ModelLoadError(message) from error
+        logger.warning("%s cannot be written (%s): compiled programs are not kept for the next start", used, error)
+        yield None
+        return
+    settings = {
+        "jax_compilation_cache_dir": str(used),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_enable_compilation_cache": True,
+    }
     with _lock:
-        if _in_use == 0:
-            current = jax.config.jax_compilation_cache_dir
-            wanted = {
-                "jax_compilation_cache_dir": str(folder or current or default_folder()),
-                "jax_persistent_cache_min_compile_time_secs": 0.0,
-                "jax_persistent_cache_min_entry_size_bytes": -1,
-                "jax_enable_compilation_cache": True,
-            }
-            _saved.clear()
-            for name, value in wanted.items():
-                _saved[name] = getattr(jax.config, name)
+        before = {name: getattr(jax.config, name) for name in settings}
+        moved = before["jax_compilation_cache_dir"] != str(used) or not before["jax_enable_compilation_cache"]
+        try:
+            for name, value in settings.items():
                 jax.config.update(name, value)
-            if wanted["jax_compilation_cache_dir"] != current:
+            if moved:
                 # JAX decides at its first compile whether there is a cache, and where: make it look again.
                 compilation_cache.reset_cache()
-        _in_use += 1
-        used = pathlib.Path(str(jax.config.jax_compilation_cache_dir))
-    used.mkdir(parents=True, exist_ok=True)
-    try:
-        yield used
-    finally:
-        with _lock:
-            _in_use -= 1
-            if _in_use == 0:
-                moved = _saved["jax_compilation_cache_dir"] != jax.config.jax_compilation_cache_dir
-                for name, value in _saved.items():
-                    jax.config.update(name, value)
-                if moved:
-                    compilation_cache.reset_cache()
+            yield used
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            if moved:
+                compilation_cache.reset_cache()
 
 
 class CompileCounter:

@@ -133,7 +133,9 @@ def fit(
     """The memory plan. An explicit max_model_len that cannot fit is refused, the default shrinks to what fits."""
     per_block = block_bytes(spec, limits.block_size, dtype)
     available = pool_bytes(config, limits, per_block, free_bytes)
-    num_blocks = round_down(available // per_block)
+    num_blocks = available // per_block
+    if num_blocks >= limits.blocks_per_request:
+        num_blocks = max(round_down(num_blocks), limits.blocks_per_request)
     if num_blocks < limits.blocks_per_request:
         longest = num_blocks * limits.block_size
         need = limits.blocks_per_request * per_block
@@ -170,9 +172,11 @@ def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
     return max(0, int(stats["bytes_limit"] * share) - stats["bytes_in_use"])
 
 
-def remembered_blocks(folder: pathlib.Path, key: str, num_blocks: int) -> int:
+def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:
     """The pool size of an earlier start with the same key if it still fits and wastes less than an eighth, else this
     one, which is remembered. Keeps the programs in the compile cache usable when free memory differs a little."""
+    if folder is None:
+        return num_blocks
     file = folder / f"pool-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     try:
         before = int(json.loads(file.read_text())["num_blocks"])

@@ -20,6 +20,7 @@ from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
 from jpaged.runtime import memory
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
+from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.programs import ProgramTable, bucket_shapes, smallest_bucket, temp_bytes
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, create_state, state_shapes
@@ -121,10 +122,11 @@ class ModelRunner:
 
         def compile_one(shape: ProgramShape, limits: memory.Limits, num_blocks: int) -> Any:
             state = state_shapes(spec, dtype=dtype, num_blocks=num_blocks, **_table_sizes(limits))
-            return compile_step(
-                abstract(params), abstract(allowed), abstract(state), spec=spec, layout=layout, shape=shape,
-                implementation=implementation, num_logprobs=num_logprobs, sharding=sharding,
-            )  # fmt: skip
+            with pinned():  # here, too: settings are a thread's, and programs compile in several
+                return compile_step(
+                    abstract(params), abstract(allowed), abstract(state), spec=spec, layout=layout, shape=shape,
+                    implementation=implementation, num_logprobs=num_logprobs, sharding=sharding,
+                )  # fmt: skip
 
         def shapes(limits: memory.Limits) -> list[ProgramShape]:
             return bucket_shapes(
@@ -133,7 +135,7 @@ class ModelRunner:
                 row_buckets=config.row_buckets, token_buckets=config.token_buckets,
             )  # fmt: skip
 
-        with persistent_cache(config.compilation_cache_dir) as folder:
+        with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
             fit = functools.partial(
                 memory.fit, spec, config, limits, dtype=dtype, weight_bytes=memory.tree_bytes(params)
             )
@@ -174,7 +176,7 @@ class ModelRunner:
         """Start a step; returns at once. Raises EngineError when the device fails; the KV pool is empty after that."""
         program = self.programs.choose(plan)
         updates = block_updates(plan)
-        with self._counter.watching():
+        with pinned(), self._counter.watching():
             try:
                 # What the packed plan has no room for goes first, a row at a time, longest tables first.
                 for init in sorted(plan.row_inits, key=lambda i: -len(i.block_table)):
@@ -194,7 +196,7 @@ class ModelRunner:
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step and fetch what it sampled."""
-        with self._counter.watching():
+        with pinned(), self._counter.watching():
             try:
                 host = jax.tree.map(lambda x: np.asarray(x)[: handle.num_rows], handle.sampled)
             except Exception as error:
@@ -227,7 +229,8 @@ class ModelRunner:
     def _recover(self) -> None:
         """After a failed step the donated state is gone: make an empty one, so that new requests can be served."""
         if self._state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
-            self._state = self._make_state()
+            with pinned():
+                self._state = self._make_state()
 
 
 def _implementation(config: EngineConfig, device: Any) -> str:

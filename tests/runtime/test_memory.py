@@ -49,6 +49,13 @@ def test_the_default_length_shrinks_and_an_explicit_one_is_refused(caplog):
     assert plan(dataclasses.replace(few, max_model_len=640)).num_blocks == 40
 
 
+def test_what_fits_exactly_is_taken():
+    """Rounding down for the compile cache's sake must not refuse a request that fits."""
+    for blocks in (33, 63, 250):
+        config = dataclasses.replace(CONFIG, kv_cache_memory_bytes=blocks * BLOCK_BYTES, max_model_len=16 * blocks)
+        assert plan(config).num_blocks == blocks
+
+
 def test_an_accelerator_gives_what_is_free():
     def device(**stats):
         return types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)

@@ -12,6 +12,7 @@ from jpaged.engine.step_plan import RowInit, SamplerVariant, StepPlan
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.runtime import compile_cache
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step import block_updates
 
@@ -203,3 +204,46 @@ def test_a_closed_runner_says_so(params):
 def test_options_that_cannot_be_are_refused_before_memory_is_taken(params, options, message):
     with pytest.raises(ModelLoadError, match=message):
         ModelRunner.create(SPEC, params, dataclasses.replace(CONFIG, **options))
+
+
+def test_a_callers_jax_settings_change_nothing(params, dense_greedy):
+    """A trainer's settings, and ours beside them: same tokens, and the settings are as they were."""
+    prompt = [3, 1, 4, 1, 5]
+    sampled = {}
+    for threefry in (True, False):
+        with (
+            jax.enable_x64(True),
+            jax.numpy_rank_promotion("raise"),
+            jax.numpy_dtype_promotion("strict"),
+            jax.threefry_partitionable(threefry),
+            jax.debug_nans(True),
+            jax.transfer_guard("disallow"),
+        ):
+            before = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_compilation_cache_dir")}
+            runner = ModelRunner.create(SPEC, params, CONFIG)
+            greedy = runner.dispatch(plan([0], [5], prompt=prompt, inits=[start(0, [1])]))
+            random = start(1, [2], temperature=2.0, seed=8)
+            drawn = runner.dispatch(plan([1], [5], prompt=prompt, inits=[random], sampler=SamplerVariant.FULL))
+            tokens, sampled[threefry] = tokens_of(runner, [greedy]), tokens_of(runner, [drawn])
+            runner.close()
+            assert before == {name: getattr(jax.config, name) for name in before}
+        assert tokens == dense_greedy(prompt, 1)
+    assert sampled[True] == sampled[False]
+
+
+def test_a_cache_folder_that_cannot_be_written(params, tmp_path, monkeypatch, caplog):
+    file = tmp_path / "file"
+    file.write_text("")
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.raises(ModelLoadError, match=r"compilation_cache_dir=.*cannot be written"):
+        ModelRunner.create(SPEC, params, dataclasses.replace(CONFIG, compilation_cache_dir=str(file / "inside")))
+    assert jax.config.jax_compilation_cache_dir == before
+    # nobody named the default folder: without it programs are compiled anew at every start
+    monkeypatch.setattr(compile_cache, "default_folder", lambda: file / "inside")
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with compile_cache.persistent_cache(None) as folder:
+            assert folder is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert "not kept for the next start" in caplog.text
