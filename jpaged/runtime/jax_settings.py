@@ -1,4 +1,4 @@
-"""JAX's settings are the process's, and a trainer may have changed them: what the step means must not depend on that."""
+"""JAX's settings are the process's, and a trainer may have changed them: what a step means must not depend on it."""
 
 import contextlib
 from collections.abc import Iterator
