@@ -8,6 +8,7 @@
 """
 
 import asyncio
+import atexit
 import dataclasses
 import logging
 import threading
@@ -93,6 +94,8 @@ class AsyncLLM:
         self._last_step = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()
+        # At the interpreter's end a thread inside XLA would abort the process: end it before.
+        atexit.register(self.close)
 
     @property
     def max_model_len(self) -> int:
@@ -174,6 +177,7 @@ class AsyncLLM:
         with self._wake:
             self._closing = True
             self._wake.notify()
+        atexit.unregister(self.close)
         self._thread.join()
         self._tokenising.shutdown(wait=False, cancel_futures=True)
 
@@ -207,10 +211,11 @@ class AsyncLLM:
                 if self._engine.has_work:
                     self._step()
             self._post((output.request_id, output) for output in self._engine.abort(tuple(self._live)))
-            self._engine.close()
         except Exception as error:
             logger.exception("the engine thread ends")
             self._ended = EngineError(f"the engine has ended: {error}")
+        finally:
+            self._engine.runner.close()
         with self._wake:
             self._ended = self._ended or EngineError("the engine is closed: make a new one")
             left = [command for command in self._commands if isinstance(command, _Add)]

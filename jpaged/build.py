@@ -3,8 +3,10 @@
 import dataclasses
 import difflib
 import logging
+import os
 import sys
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +53,40 @@ def engine_config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
             raise RequestError(name, value, f"unknown engine option; {hint}")
     if isinstance(model, str) and not model:
         raise RequestError("model", model, "name a folder, a hub id or demo")
+    options = {name: value.item() if isinstance(value, np.generic) else value for name, value in options.items()}
+    checks = _option_checks()
+    for name, value in options.items():
+        accepted = checks[name](value)
+        if accepted is not None:
+            raise RequestError(name, value, f"must be {accepted}")
     return EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **options)
+
+
+def _option_checks() -> dict[str, Callable[[Any], str | None]]:
+    """A check a field of EngineConfig: what it must be instead, or None if it is right."""
+
+    def integer(value: Any) -> bool:
+        return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+    def buckets(value: Any) -> bool:
+        return isinstance(value, Sequence) and not isinstance(value, str) and all(integer(v) and v > 0 for v in value)
+
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "str": ("a string", lambda value: isinstance(value, str)),
+        "bool": ("True or False", lambda value: isinstance(value, bool)),
+        "int": ("a whole number", integer),
+        "float": ("a number", lambda value: integer(value) or isinstance(value, (float, np.floating))),
+        "tuple[int, ...]": ("a sequence of whole numbers of at least 1", buckets),
+    }
+
+    def check_of(annotation: str) -> Callable[[Any], str | None]:
+        kind = annotation.removesuffix(" | None")
+        accepted, right = rules[kind]
+        optional = kind != annotation
+        return lambda value: None if right(value) or (optional and value is None) else accepted
+
+    hints = typing.get_type_hints(EngineConfig)
+    return {name: check_of(hint.__name__ if isinstance(hint, type) else str(hint)) for name, hint in hints.items()}
 
 
 def build_engine(model: Any, params: Any, options: Mapping[str, Any], *, progress: bool) -> BuiltEngine:
@@ -61,6 +96,8 @@ def build_engine(model: Any, params: Any, options: Mapping[str, Any], *, progres
     params: live arrays to use as they are, or None to read the checkpoint.
     Raises RequestError for an unknown option, ModelLoadError for everything that keeps the model from running.
     """
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
     config = engine_config(model, options)
     if params is None and not isinstance(model, str):
         raise RequestError("model", model, "must be a folder, a hub id or demo; a config goes together with params")

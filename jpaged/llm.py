@@ -14,6 +14,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.input_processor import Prompt, as_array
 from jpaged.engine.request import Request
 from jpaged.errors import EngineError, RequestError
+from jpaged.interrupts import DeferredInterrupt
 from jpaged.outputs import EngineStats, RequestOutput
 from jpaged.sampling_params import SamplingParams
 
@@ -61,18 +62,19 @@ class LLM:
         refuse_tracing()
         each = _prompt_list(prompts)
         params = self._params_list(sampling_params, len(each))
-        with self._lock:
+        with self._lock, DeferredInterrupt() as interrupt:
             engine = self._live_engine
             requests = [
                 self._request(engine, index, prompt, param, len(each))
                 for index, (prompt, param) in enumerate(zip(each, params, strict=True))
             ]
-            for request in requests:
-                engine.add(request)
+            ids = {request.request_id for request in requests}
             try:
-                finals = _run(engine, len(requests), _progress_bar(use_tqdm, len(requests)))
+                for request in requests:
+                    engine.add(request)
+                finals = _run(engine, ids, _progress_bar(use_tqdm, len(requests)), interrupt)
             finally:
-                engine.abort([request.request_id for request in requests])
+                engine.abort(ids)
         return [finals[request.request_id] for request in requests]
 
     def chat(
@@ -222,20 +224,21 @@ def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any | None
     return tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True)
 
 
-def _run(engine: Engine, count: int, bar: Any | None) -> dict[str, RequestOutput]:
-    """Step until `count` requests have ended; their last outputs by id."""
+def _run(engine: Engine, ids: set[str], bar: Any | None, interrupt: DeferredInterrupt) -> dict[str, RequestOutput]:
+    """Step until the requests of these ids have ended; their last outputs by id."""
     finals: dict[str, RequestOutput] = {}
     began = shown = time.monotonic()
     tokens_before = engine.generated_tokens
     try:
-        while len(finals) < count:
-            outputs = engine.step()
+        while len(finals) < len(ids):
+            interrupt.check()
+            outputs = [output for output in engine.step() if output.request_id in ids]
             for output in outputs:
                 finals[output.request_id] = output
             now = time.monotonic()
             if bar is None:
                 continue
-            if now - shown > REFRESH_SECONDS or len(finals) == count:
+            if now - shown > REFRESH_SECONDS or len(finals) == len(ids):
                 stats = engine.stats()
                 rate = (engine.generated_tokens - tokens_before) / max(now - began, 1e-9)
                 kv_use = stats.used_blocks / stats.num_blocks

@@ -19,6 +19,8 @@ def take_address(host: str, port: int) -> socket.socket:
     """A socket bound to host and port (0: any free one), not listening yet: clients are refused until the model is
     there, and a port that is taken is told before the model loads. Raises AddressError.
     """
+    if not 0 <= port <= 65535:
+        raise AddressError(f"cannot listen on port {port}: --port takes 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, protocol)

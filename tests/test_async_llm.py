@@ -1,6 +1,9 @@
 """AsyncLLM, on the runner in plain Python that the engine's tests use."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -189,7 +192,7 @@ def test_a_bug_in_the_engine_ends_it_and_everybody_is_told(engine: AsyncLLM, mon
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
-            monkeypatch.setattr(engine._engine._outputs, "take", lambda *args: 1 / 0)
+            monkeypatch.setattr(engine._engine, "_take", lambda *args: 1 / 0)
             with pytest.raises(EngineError, match="division by zero"):
                 async for _ in stream:
                     pass
@@ -241,3 +244,19 @@ def test_an_event_loop_that_is_gone_leaves_nothing_running(engine: AsyncLLM):
     loop.close()
     asyncio.run(until_idle(engine))
     assert asyncio.run(collect(engine, [1], GREEDY))[-1].finished
+
+
+def test_a_script_that_ends_without_closing_ends_well():
+    """The interpreter must not tear a thread down that is inside XLA: that aborted the process (status 134)."""
+    script = (
+        "import asyncio, jpaged\n"
+        "options = {'max_num_batched_tokens': 64, 'row_buckets': (8,), 'token_buckets': (64,)}\n"
+        "llm = jpaged.AsyncLLM('demo', max_num_seqs=1, **options)\n"
+        "async def first():\n"
+        "    async for output in llm.generate('x = ', jpaged.SamplingParams(max_tokens=None, ignore_eos=True)):\n"
+        "        return\n"
+        "asyncio.run(first())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=250)
+    assert (done.returncode, "FATAL" in done.stderr) == (0, False), done.stderr

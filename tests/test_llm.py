@@ -1,6 +1,10 @@
 """LLM and jpaged.generate, on the runner in plain Python that the engine's tests use."""
 
+import itertools
+import os
+import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,8 +14,9 @@ import pytest
 
 import jpaged
 from jpaged import LLM, EngineConfig, EngineError, ModelLoadError, RequestError, SamplingParams
-from jpaged.build import BuiltEngine, engine_config, generation_defaults
+from jpaged.build import BuiltEngine, build_engine, engine_config, generation_defaults
 from jpaged.engine.engine import Engine
+from jpaged.engine.output_processor import OutputProcessor
 from tests.engine.fake_runner import FakeRunner, alone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -224,3 +229,82 @@ class TestGenerationDefaults:
     def test_a_bad_value_is_a_bad_model(self):
         with pytest.raises(ModelLoadError, match=r"generation_config.json: top_p=1.5"):
             generation_defaults({"top_p": 1.5})
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_after_ctrl_c_the_next_call_is_served_as_if_nothing_had_happened(
+    llm: LLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch, moment: int
+):
+    """Ctrl-C in the middle of a step, at every step of a batch: raised after it, and no table or index is half done."""
+    prompts, greedy = [[i] * 9 for i in range(1, 7)], SamplingParams(temperature=0, max_tokens=8)
+    expected = [o.outputs[0].token_ids for o in LLM("model").generate(prompts, greedy, use_tqdm=False)]
+    calls = itertools.count()
+    dispatch = runner.dispatch
+
+    def interrupted(plan: Any) -> Any:
+        if next(calls) == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+        return dispatch(plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "dispatch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, greedy, use_tqdm=False)
+    llm._engine.check_integrity()
+    assert llm.stats().used_blocks == 0
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)] == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_from_inside_the_device_leaves_an_engine_that_serves(llm: LLM, runner: FakeRunner):
+    """A second Ctrl-C is not held back: what was computed is forgotten, and nothing stale is found again."""
+    prompts, greedy = [[7] * 20, [8] * 20], SamplingParams(temperature=0, max_tokens=4)
+    expected = [o.outputs[0].token_ids for o in LLM("model").generate(prompts, greedy, use_tqdm=False)]
+    dispatch, calls = runner.dispatch, itertools.count()
+
+    def fail(plan: Any) -> Any:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return dispatch(plan)
+
+    runner.dispatch = fail
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy, use_tqdm=False)
+    runner.dispatch = dispatch
+    llm._engine.check_integrity()
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert all(output.num_cached_tokens == 0 for output in outputs)
+
+
+def test_an_output_that_cannot_be_processed_ends_its_own_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    take = OutputProcessor.take
+
+    def fail(self: OutputProcessor, request: Any, result: Any, index: int) -> Any:
+        if request.prompt_token_ids[0] == 2 and request.num_output_tokens == 1:
+            raise ValueError("a token that nobody expected")
+        return take(self, request, result, index)
+
+    monkeypatch.setattr(OutputProcessor, "take", fail)
+    outputs = llm.generate([[1], [2], [3]], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert llm.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("row_buckets", 8), ("row_buckets", ("a",)), ("token_buckets", (0,)), ("enable_prefix_caching", "no"),
+        ("seed", None), ("seed", "a"), ("gpu_memory_utilization", "x"), ("max_num_seqs", True), ("max_num_seqs", 8.0),
+        ("tokenizer", 3), ("trust_remote_code", 1),
+    ],
+)  # fmt: skip
+def test_options_of_the_wrong_type_are_refused_by_name(option: str, value: Any):
+    with pytest.raises(RequestError, match=f"{option}=.*must be"):
+        engine_config("model", {option: value})
+
+
+def test_options_may_be_numpy_scalars_and_the_model_a_path(tmp_path: Path):
+    assert type(engine_config("model", {"max_num_seqs": np.int64(4)}).max_num_seqs) is int
+    with pytest.raises(ModelLoadError, match=str(tmp_path)):
+        build_engine(tmp_path, None, {}, progress=False)

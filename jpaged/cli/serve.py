@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, read_text
+from jpaged.errors import RequestError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class Serve:
         chat_template = read_text("chat_template", self.chat_template)
         from jpaged.serving.process import serve, take_address
 
+        if self.shutdown_timeout < 0:
+            raise RequestError("shutdown_timeout", self.shutdown_timeout, "must be at least 0 seconds")
         address = take_address(self.host, self.port)
         from jpaged.async_llm import AsyncLLM
         from jpaged.serving.application import create_app

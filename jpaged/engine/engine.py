@@ -10,6 +10,7 @@ at once, because whoever gets them writes to them in a later step. Single-thread
 """
 
 import dataclasses
+import logging
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from jpaged.engine.step_plan import Runner
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import EngineStats, RequestOutput
 from jpaged.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class StepError(EngineError):
@@ -121,8 +124,11 @@ class Engine:
             step = self._scheduler.schedule()
             self._in_flight = None if step is None else _StepInFlight(step, self.runner.dispatch(step.plan))
             result = None if previous is None else self.runner.collect(previous.handle)
-        except Exception as error:
-            raise StepError(self._fail_running(), error) from error
+        except BaseException as error:
+            failed = self._fail_running()
+            if not isinstance(error, Exception):
+                raise  # somebody stops the program, or thinks better of it: the engine can go on either way
+            raise StepError(failed, error) from error
         outputs = [] if previous is None or result is None else self._take(previous.step, result)
         if step is None and previous is None and self._requests:
             raise EngineError(f"{len(self._requests)} requests wait and none can be scheduled")
@@ -183,7 +189,11 @@ class Engine:
             if not samples or request.status.is_end:
                 continue
             self.generated_tokens += 1
-            end = self._outputs.take(request, result, index)
+            try:
+                end = self._outputs.take(request, result, index)
+            except Exception:  # whatever one request's text or log-probabilities do, the others go on
+                logger.exception("request %s ends: its output could not be processed", request.request_id)
+                end = RequestStatus.FAILED
             if end is not None:
                 outputs.append(self._end(request, end))
             elif request.stream:

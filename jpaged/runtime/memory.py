@@ -88,6 +88,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     block_size = _positive("block_size", config.block_size, 64 if platform == "tpu" else 16)
     if isinstance(config.max_logprobs, bool) or not isinstance(config.max_logprobs, int) or config.max_logprobs < 0:
         raise ModelLoadError(f"max_logprobs={config.max_logprobs!r}: must be a whole number of at least 0")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ModelLoadError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")
     if block_size & (block_size - 1) or not 8 <= block_size <= 128:
         raise ModelLoadError(f"block_size={block_size}: must be 8, 16, 32, 64 or 128")
     return Limits(max_model_len, max_num_seqs, budget, block_size)
@@ -166,10 +168,7 @@ def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return None
-    share = config.gpu_memory_utilization
-    if not 0 < share <= 1:
-        raise ModelLoadError(f"gpu_memory_utilization={share}: must be above 0 and at most 1")
-    return max(0, int(stats["bytes_limit"] * share) - stats["bytes_in_use"])
+    return max(0, int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"])
 
 
 def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:

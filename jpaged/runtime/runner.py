@@ -188,8 +188,10 @@ class ModelRunner:
                     updates = updates[updates[:, 0] != init.row]
                 packed = jax.device_put(pack(plan, updates, program.shape), self._device)
                 self._state, sampled = program.run(self._params, self._allowed, self._live_state, packed)
-            except Exception as error:
+            except BaseException as error:
                 self._recover()
+                if not isinstance(error, Exception):
+                    raise
                 raise EngineError(f"the device failed a step of {program.shape}: {error}") from error
         jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
         return Handle(len(plan.rows), sampled)
@@ -199,8 +201,10 @@ class ModelRunner:
         with pinned(), self._counter.watching():
             try:
                 host = jax.tree.map(lambda x: np.asarray(x)[: handle.num_rows], handle.sampled)
-            except Exception as error:
+            except BaseException as error:
                 self._recover()
+                if not isinstance(error, Exception):
+                    raise
                 raise EngineError(f"the device failed a step: {error}") from error
         return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs)
 

@@ -65,7 +65,7 @@ def test_an_accelerator_gives_what_is_free():
     assert memory.free_device_bytes(types.SimpleNamespace(platform="cpu"), CONFIG) is None
     too_much = dataclasses.replace(CONFIG, gpu_memory_utilization=1.5)
     with pytest.raises(ModelLoadError, match=r"gpu_memory_utilization=1\.5"):
-        memory.free_device_bytes(device(bytes_limit=1, bytes_in_use=0), too_much)
+        memory.decide_limits(SPEC, too_much, "cpu")
     assert plan(platform="gpu", free_bytes=5000 * BLOCK_BYTES).num_blocks == memory.round_down(5000)
     capped = dataclasses.replace(CONFIG, kv_cache_memory_bytes=10**12)
     assert plan(capped, platform="gpu", free_bytes=512 * BLOCK_BYTES).num_blocks == 512

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from jpaged.errors import JPagedError
-from jpaged.serving.process import take_address
+from jpaged.serving.process import AddressError, take_address
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -102,3 +102,9 @@ def test_both_ways_to_start_take_the_same_flags(program):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
     assert done.stderr.startswith("jpaged: model=None: name a model")
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_cannot_be_is_refused_not_wrapped(port):
+    with pytest.raises(AddressError, match="0 to 65535"):
+        take_address("127.0.0.1", port)
