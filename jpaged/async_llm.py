@@ -72,8 +72,8 @@ class _Abort:
 class AsyncLLM:
     """A model, ready to serve requests on asyncio. Arguments and errors as of `jpaged.LLM`; making it blocks."""
 
-    def __init__(self, model: Any, *, params: Any = None, **engine_options: Any):
-        built = build_engine(model, params, engine_options, progress=True)
+    def __init__(self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Any):
+        built = build_engine(model, params, engine_options, layout=layout, progress=True)
         self.config = built.config
         self.spec = built.spec
         self.default_sampling_params = built.default_sampling_params

@@ -17,7 +17,7 @@ from jpaged.errors import ModelLoadError, RequestError
 from jpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jpaged.models.spec import DecoderSpec
+    from jpaged.models.spec import DecoderSpec, WeightLayout
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +89,19 @@ def _option_checks() -> dict[str, Callable[[Any], str | None]]:
     return {name: check_of(hint.__name__ if isinstance(hint, type) else str(hint)) for name, hint in hints.items()}
 
 
-def build_engine(model: Any, params: Any, options: Mapping[str, Any], *, progress: bool) -> BuiltEngine:
+def build_engine(
+    model: Any,
+    params: Any,
+    options: Mapping[str, Any],
+    *,
+    layout: "WeightLayout | None" = None,
+    progress: bool,
+) -> BuiltEngine:
     """Load a model, compile its programs, and put an engine on them.
 
     model:  folder, hub id or "demo"; with `params` also a Hugging Face config, its dict, or a DecoderSpec.
     params: live arrays to use as they are, or None to read the checkpoint.
+    layout: how live arrays are stored; None: as their names and shapes say.
     Raises RequestError for an unknown option, ModelLoadError for everything that keeps the model from running.
     """
     if isinstance(model, os.PathLike):
@@ -112,6 +120,7 @@ def build_engine(model: Any, params: Any, options: Mapping[str, Any], *, progres
         config,
         params,
         model_config=None if isinstance(model, str) else model,
+        layout=layout,
         check=lambda spec, dtype: ModelRunner.check(spec, dtype, config),
     )
     defaults = generation_defaults(loaded.generation_config)

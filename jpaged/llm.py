@@ -27,14 +27,15 @@ class LLM:
 
     model:  folder, Hugging Face hub id, or "demo". With `params` also a Hugging Face config, its dict or a DecoderSpec.
     params: live arrays (the tree of `jpaged.models.spec.param_shapes`), used as they are, without a copy.
+    layout: a `jpaged.models.spec.WeightLayout`: how live arrays are stored, where their shapes do not tell.
     engine_options: fields of `jpaged.EngineConfig`, e.g. dtype, max_model_len, max_num_seqs.
 
     Raises ModelLoadError when the model cannot be loaded, RequestError for an unknown option. Use it as a context
     manager, or call `close`, to give the device memory back. Calls from several threads run one after another.
     """
 
-    def __init__(self, model: Any, *, params: Any = None, **engine_options: Any):
-        built = build_engine(model, params, engine_options, progress=True)
+    def __init__(self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Any):
+        built = build_engine(model, params, engine_options, layout=layout, progress=True)
         self.config = built.config
         self.spec = built.spec
         self.default_sampling_params = built.default_sampling_params

@@ -5,10 +5,10 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from jpaged.errors import RequestError
-from jpaged.serving.error_responses import APIError
+from jpaged.serving.error_responses import APIError, ClientDisconnected
 from jpaged.serving.request_schema import GenerationRequest
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -22,14 +22,18 @@ _FIELD = re.compile(r"(?:unknown|required) field `(?P<name>[^`]*)`")
 async def read_body(request: Request, schema: type[Body]) -> Body:
     """The body of a request as `schema`.
 
-    Raises RequestError that names the field, or APIError with status 413 for a body of more than MAX_BODY_BYTES.
+    Raises RequestError that names the field, APIError with status 413 for a body of more than MAX_BODY_BYTES, or
+    ClientDisconnected where it ends half-way.
     """
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise APIError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > MAX_BODY_BYTES:
+                raise APIError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientDisconnected from None
     return decode_body(b"".join(chunks), schema)
 
 

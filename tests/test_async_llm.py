@@ -38,7 +38,7 @@ def runner() -> FakeRunner:
 
 @pytest.fixture
 def engine(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
-    def build(model: Any, params: Any, options: Any, *, progress: bool) -> BuiltEngine:
+    def build(model: Any, params: Any, options: Any, **how: Any) -> BuiltEngine:
         return BuiltEngine(Engine(runner), engine_config(model, options), None, None, GREEDY)
 
     monkeypatch.setattr("jpaged.async_llm.build_engine", build)

@@ -27,7 +27,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     """The runner that the next engine is built on."""
     runner = FakeRunner()
 
-    def build(model: Any, params: Any, options: Any, *, progress: bool) -> BuiltEngine:
+    def build(model: Any, params: Any, options: Any, **how: Any) -> BuiltEngine:
         config = engine_config(model, options)
         return BuiltEngine(Engine(runner), config, None, None, SamplingParams(temperature=0, max_tokens=3))
 

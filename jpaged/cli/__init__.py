@@ -68,16 +68,18 @@ def parse(args: Sequence[str]) -> Any:
     read = functools.partial(
         tyro.cli,
         commands,
-        args=args,
         prog="jpaged",
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-    # Prompts may stand on both sides of the flags (`generate demo --max-tokens 8 "def f"`). Parsers of argparse's kind
-    # take one run of positional arguments only and report the others as unknown: those are taken as prompts here.
-    command, rest = read(return_unknown_args=True)
-    if not rest:
-        return command
-    if isinstance(command, Generate) and not any(word.startswith("-") for word in rest):
-        return command.with_more_words(rest)
-    return read()  # says what is wrong, and exits
+    # Prompts may stand on both sides of the flags (`generate demo --max-tokens 8 "def f"`), and behind a bare -- they may
+    # look like flags. Parsers of argparse's kind take one run of positional arguments only and report the others as
+    # unknown: those are taken as prompts here.
+    end = args.index("--") if "--" in args else len(args)
+    flags, words = args[:end], args[end + 1 :]
+    command, rest = read(args=flags, return_unknown_args=True)
+    if isinstance(command, Generate):
+        if not any(word.startswith("-") for word in rest):
+            return command.with_more_words([*rest, *words])
+        return read(args=flags)  # says what is wrong, and exits
+    return read(args=args) if rest or words else command

@@ -129,6 +129,11 @@ def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequenc
             f"params['layers'][0][{unknown[0]!r}] is square, and the layers' other matrices are stored in both "
             "orientations: store them all [out, in], or all [in, out]"
         )
+    if unknown and not known and (plain.split_qkv or plain.split_gate_up):
+        raise ModelLoadError(
+            f"params['layers'][0][{unknown[0]!r}] and all other matrices of a layer are square, so their shapes do not "
+            "tell [out, in] from [in, out]: pass layout=WeightLayout(split_qkv=…, split_gate_up=…, transposed=…)"
+        )
     if known == {True}:
         seen |= dict.fromkeys(unknown, True)
     top = {n: is_turned(params[n], expected[n].shape) for n in _TOP_MATRICES if n in params and n in expected}

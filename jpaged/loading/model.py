@@ -83,7 +83,12 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
     reader = CheckpointConfig(values)
     started = time.perf_counter()
     with Checkpoint(folder) as checkpoint:
-        plan = plan_weights(family, family.spec(reader), family.constants(reader), checkpoint)
+        _check_depth(folder, reader, checkpoint)
+        try:
+            spec, constants = family.spec(reader), family.constants(reader)
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise ModelLoadError(f"{folder / 'config.json'}: a value of it cannot be used: {error}") from error
+        plan = plan_weights(family, spec, constants, checkpoint)
         dtype = resolve_dtype(config.dtype, _checkpoint_dtype(reader, checkpoint))
         if check is not None:
             check(plan.spec, dtype)
@@ -143,10 +148,19 @@ def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Pa
         )  # fmt: skip
 
 
+def _check_depth(folder: Path, config: CheckpointConfig, checkpoint: Checkpoint) -> None:
+    """Refuse a number of layers that the files cannot hold before anything of its size is made."""
+    tensors = sum(1 for _ in checkpoint.names)
+    for key in ("num_hidden_layers", "n_layer"):
+        layers = config.get(key)
+        if isinstance(layers, int) and layers > tensors:
+            raise ModelLoadError(f"{folder / 'config.json'}: {key}={layers}, but the files hold {tensors} tensors")
+
+
 def _checkpoint_dtype(config: CheckpointConfig, checkpoint: Checkpoint) -> np.dtype | None:
     """What config.json says (`dtype`, formerly `torch_dtype`), else what most of the weights' bytes are."""
     named = config.get("dtype", "torch_dtype")
-    if named in BY_NAME:
+    if isinstance(named, str) and named in BY_NAME:
         return BY_NAME[named]
     by_file = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
     sizes = dict.fromkeys(by_file, 0)

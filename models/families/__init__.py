@@ -26,6 +26,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     Raises ModelLoadError that lists what is supported.
     """
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, (list, tuple)):
+        raise ModelLoadError(f"config.json: architectures={architectures!r} must be a list of names")
     model_type = config.get("model_type")
     for name in architectures:
         if name in ARCHITECTURES:

@@ -1,5 +1,6 @@
 """Reading a Hugging Face config.json: typed look-ups whose errors name the key, and the rope keys in both spellings."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
 }
+
+_LARGEST = 2**31 - 1  # positions and ids are int32
 
 # Keys of a rope dictionary that each scaling reads; `finetuned` says how a model was made and changes nothing.
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "finetuned", "partial_rotary_factor"}
@@ -47,8 +50,11 @@ class CheckpointConfig:
         value = self.get(*names, default=default)
         if value is None:
             raise ModelLoadError(f"config.json: {names[0]} is missing: the checkpoint's config is incomplete")
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ModelLoadError(f"config.json: {names[0]}={value!r} must be a whole number of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _LARGEST:
+            raise ModelLoadError(
+                f"config.json: {names[0]}={value!r} must be a whole number of at least {minimum} "
+                f"and at most {_LARGEST:,}"
+            )
         return value
 
     def with_defaults(self, **defaults: Any) -> "CheckpointConfig":
@@ -69,11 +75,18 @@ class CheckpointConfig:
     def activation(self, name: str, default: str) -> Activation:
         """The feed-forward layer's non-linearity, by Transformers' name."""
         value = self.get(name, default=default)
-        if value not in _ACTIVATIONS:
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise ModelLoadError(
                 f"config.json: {name}={value!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
             )
         return _ACTIVATIONS[value]
+
+    def layer_types(self) -> list[str]:
+        """The attention of every layer, by Transformers' names; [] where the config does not say."""
+        types = self.get("layer_types", default=[])
+        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+            raise ModelLoadError(f"config.json: layer_types={types!r} must be a list of names, one a layer")
+        return types
 
     def refuse(self, name: str, *harmless: Any) -> None:
         """Refuse a checkpoint that sets this option to anything but null or a harmless value."""
@@ -107,17 +120,16 @@ class CheckpointConfig:
         """Rotary embedding, from `rope_parameters` (new) or from `rope_theta` and `rope_scaling` (old)."""
         old, new = self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters")
         values = old or new
-        thetas = [d["rope_theta"] for d in (old, new) if d.get("rope_theta") is not None]
-        if self.get("rope_theta") is not None:
-            thetas.append(self.get("rope_theta"))
+        given = (d.get("rope_theta") for d in (old, new, self.values))
+        thetas = [_positive("config.json: rope_theta", theta) for theta in given if theta is not None]
         if len(set(thetas)) > 1:
             raise ModelLoadError(
                 f"config.json: rope_theta is given with different values, {thetas}: keep the right one"
             )
-        theta = _number("config.json: rope_theta", thetas[0] if thetas else 10000.0)
+        theta = thetas[0] if thetas else 10000.0
 
         kind = values.get("rope_type") or values.get("type") or "default"
-        if kind not in SCALINGS:
+        if not isinstance(kind, str) or kind not in SCALINGS:
             raise ModelLoadError(
                 f"config.json: rope scaling {kind!r} is not supported by jpaged; supported: {', '.join(SCALINGS)}"
             )
@@ -137,14 +149,14 @@ class CheckpointConfig:
             value = values.get(name)
             if value is None and default is None:
                 raise ModelLoadError(f"config.json: {name} is missing, {kind} rope scaling needs it")
-            return _number(f"config.json: {name}", default if value is None else value)
+            return _positive(f"config.json: {name}", default if value is None else value)
 
         max_position = self.integer("max_position_embeddings")
         # Dynamic scaling goes by max_position_embeddings even where the trained length is given as well.
-        trained = self.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
+        trained = self.get("original_max_position_embeddings", default=values.get("original_max_position_embeddings"))
         original = max_position
         if kind != "dynamic" and trained is not None:
-            original = int(_number("config.json: original_max_position_embeddings", trained))
+            original = CheckpointConfig({"original_max_position_embeddings": trained}).integer("original_max_position_embeddings")
         if kind == "linear":
             return Rope(theta=theta, scaling=kind, factor=number("factor"))
         if kind == "dynamic":
@@ -181,16 +193,16 @@ class CheckpointConfig:
         """The longest sequence: scaling that stretches positions stretches the length the model takes."""
         given = self.integer("max_position_embeddings")
         if rope.scaling in ("linear", "dynamic"):
-            return int(given * rope.factor)
+            return int(min(given * rope.factor, _LARGEST))
         if rope.scaling == "yarn":
-            return max(given, int(rope.original_max_position * rope.factor))
+            return max(given, int(min(rope.original_max_position * rope.factor, _LARGEST)))
         return given
 
     def layer_windows(self, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
         """Sliding window of every layer, `layer_types` overriding `sliding`; () where no layer has a window."""
-        types = self.get("layer_types")
-        if types is not None:
-            if not isinstance(types, list) or len(types) != len(sliding):
+        if self.get("layer_types") is not None:
+            types = self.layer_types()
+            if len(types) != len(sliding):
                 raise ModelLoadError(f"config.json: layer_types must name a type for each of the {len(sliding)} layers")
             for kind in types:
                 if kind not in ("full_attention", "sliding_attention"):
@@ -213,6 +225,13 @@ def head_share(hidden: int, heads: int) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ModelLoadError(f"{name}={value!r} must be a finite number")
     return float(value)
+
+
+def _positive(name: str, value: Any) -> float:
+    number = _number(name, value)
+    if number <= 0:
+        raise ModelLoadError(f"{name}={value!r} must be above 0")
+    return number

@@ -68,7 +68,7 @@ def spec(config: CheckpointConfig) -> DecoderSpec:
 
 
 def _llama(config: CheckpointConfig) -> DecoderSpec:
-    if set(config.get("layer_types", default=[])) - {"full_attention"}:
+    if set(config.layer_types()) - {"full_attention"}:
         config.refuse("layer_types")
     return spec(config)
 

@@ -14,7 +14,7 @@ def _mistral(config: CheckpointConfig) -> DecoderSpec:
     config = config.with_defaults(num_key_value_heads=8, sliding_window=4096)
     base = llama.spec(config)
     window = config.integer("sliding_window") if config.get("sliding_window") is not None else None
-    if set(config.get("layer_types", default=[])) - {"full_attention" if window is None else "sliding_attention"}:
+    if set(config.layer_types()) - {"full_attention" if window is None else "sliding_attention"}:
         config.refuse("layer_types")
     return dataclasses.replace(base, sliding_window=() if window is None else (window,) * base.num_layers)
 

@@ -59,6 +59,10 @@ def test_version(capsys):
         (["demo", "--max-tokens", "3", "a"], "demo", ["a"]),
         (["demo", "a", "--max-tokens", "3", "b", "--ignore-eos", "c"], "demo", ["a", "b", "c"]),
         (["--max-tokens", "3", "--", "demo", "-a"], "demo", ["-a"]),
+        (["demo", "--", "-a"], "demo", ["-a"]),
+        (["demo", "a", "--max-tokens", "3", "--", "-b", "--max-tokens", "--", "c"], "demo",
+         ["a", "-b", "--max-tokens", "--", "c"]),
+        (["--model", "demo", "--row-buckets", "8", "--", "-a"], "demo", ["-a"]),
     ],
 )
 def test_generate_takes_model_and_prompts_in_any_order(words, model, prompts):
@@ -106,6 +110,8 @@ def test_engine_flags_become_options():
         (["chat", "demo", "--top-k", "-3"], "top_k"),
         (["serve", "demo", "--chat-template", "/nowhere/x.jinja"], "chat_template"),
         (["serve", "demo", "--host", "256.0.0.1"], "cannot listen"),
+        (["serve", "demo", "--port", "99999"], "--port takes 0 to 65535"),
+        (["serve", "demo", "--shutdown-timeout", "-1"], "shutdown_timeout=-1"),
         (["bench", "latency", "demo", "--batch-size", "0"], "batch_size"),
     ],
 )
@@ -122,6 +128,8 @@ def test_our_errors_are_one_line(args, says, capsys):
     [
         (["generate", "demo", "--temprature", "1"], "--temperature"),
         (["serve", "demo", "another"], "another"),
+        (["serve", "demo", "--", "another"], "another"),
+        (["generate", "demo", "--temprature", "1", "--", "-a"], "--temperature"),
         (["bench", "latency", "demo", "--batch-size", "many"], "many"),
         (["nothing"], "generate"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading import LoadedModel, load_model
+from jpaged.loading.live import check_live, layout_shapes
 from jpaged.models.decoder import decode, dense_causal_attend, head
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from tests.golden.checkpoints import BY_NAME, Variant, write_checkpoint
@@ -100,6 +101,20 @@ def test_square_matrices_between_two_orientations_need_a_layout(model: LoadedMod
     layout = WeightLayout(split_qkv=True, split_gate_up=True, transposed=frozenset({"down"}))
     live = load_model(CONFIG, params | {"layers": layers}, model.spec, layout)
     np.testing.assert_allclose(logits(live), logits(model), atol=1e-4)
+
+
+def test_nothing_but_square_matrices_needs_a_layout() -> None:
+    """Multi-head attention with a feed-forward layer as wide as the model: no shape tells [out, in] from [in, out]."""
+    spec = DecoderSpec(
+        vocab_size=40, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8,
+        max_position=16, tie_embeddings=True,
+    )  # fmt: skip
+    layout = WeightLayout(split_qkv=True, split_gate_up=True, transposed=frozenset({"q", "k", "v", "o"}))
+    shapes = layout_shapes(spec, jnp.float32, layout)
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    with pytest.raises(ModelLoadError, match="pass layout="):
+        check_live(spec, params)
+    assert check_live(spec, params, layout).layout == layout
 
 
 def test_config_of_a_folder(model: LoadedModel, tmp_path: Path) -> None:

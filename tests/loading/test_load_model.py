@@ -140,6 +140,21 @@ class TestRefused:
         with pytest.raises(ModelLoadError, match=r"model\.safetensors: tensors model\.layers\.1\..* more than config"):
             load(llama)
 
+    def test_more_layers_than_any_file_could_hold(self, llama: Path) -> None:
+        change_config(llama, num_hidden_layers=10**12)
+        with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000000, but the files hold 21 tensors"):
+            load(llama)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"architectures": 1}, {"rope_theta": [1]}, {"hidden_act": {}}, {"num_attention_heads": "8"}],
+        ids=str,
+    )
+    def test_values_of_the_wrong_kind(self, llama: Path, changes: dict) -> None:
+        change_config(llama, **changes)
+        with pytest.raises(ModelLoadError, match=r"config\.json"):
+            load(llama)
+
     def test_another_shape(self, llama: Path) -> None:
         change_config(llama, intermediate_size=100)
         message = r"model\.safetensors: model\.layers\.0\.mlp\.\S+ has shape \[\d+, \d+\], config.json calls for"
