@@ -35,6 +35,7 @@ SHARED = {
     "jpaged.chat_prompt",
     "jpaged.config",
     "jpaged.errors",
+    "jpaged.interrupts",
     "jpaged.outputs",
     "jpaged.prompt_streams",
     "jpaged.prompts",
