@@ -24,6 +24,7 @@ from jpaged.engine.engine import StepError
 from jpaged.engine.input_processor import Prompt
 from jpaged.engine.request import Request
 from jpaged.errors import EngineError, JPagedError, RequestError
+from jpaged.interrupts import call_at_exit
 from jpaged.outputs import EngineStats, RequestOutput
 from jpaged.sampling_params import SamplingParams
 
@@ -94,8 +95,7 @@ class AsyncLLM:
         self._last_step = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()
-        # At the interpreter's end a thread inside XLA would abort the process: end it before.
-        atexit.register(self.close)
+        self._exit_hook = call_at_exit(self.close)
 
     @property
     def max_model_len(self) -> int:
@@ -177,7 +177,7 @@ class AsyncLLM:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        atexit.unregister(self.close)
+        atexit.unregister(self._exit_hook)
         self._thread.join()
         self._tokenising.shutdown(wait=False, cancel_futures=True)
 
@@ -207,6 +207,13 @@ class AsyncLLM:
 
     def _run(self) -> None:
         try:
+            self._serve()
+        finally:
+            self._engine.close()
+
+    def _serve(self) -> None:
+        """Obey and step until it is time to close, or the engine fails; then tell all readers."""
+        try:
             while self._obey():
                 if self._engine.has_work:
                     self._step()
@@ -214,8 +221,6 @@ class AsyncLLM:
         except Exception as error:
             logger.exception("the engine thread ends")
             self._ended = EngineError(f"the engine has ended: {error}")
-        finally:
-            self._engine.runner.close()
         with self._wake:
             self._ended = self._ended or EngineError("the engine is closed: make a new one")
             left = [command for command in self._commands if isinstance(command, _Add)]

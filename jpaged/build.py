@@ -5,6 +5,7 @@ import difflib
 import logging
 import os
 import sys
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ class BuiltEngine:
 
 
 def engine_config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
-    """Options by name as an EngineConfig. Raises RequestError for a name that is no option."""
+    """Options by name as an EngineConfig. Raises RequestError for a name that is no option, or a value of no use."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
     for name, value in options.items():
         if name not in names:
@@ -53,40 +54,42 @@ def engine_config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
             raise RequestError(name, value, f"unknown engine option; {hint}")
     if isinstance(model, str) and not model:
         raise RequestError("model", model, "name a folder, a hub id or demo")
-    options = {name: value.item() if isinstance(value, np.generic) else value for name, value in options.items()}
-    checks = _option_checks()
-    for name, value in options.items():
-        accepted = checks[name](value)
-        if accepted is not None:
-            raise RequestError(name, value, f"must be {accepted}")
-    return EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **options)
-
-
-def _option_checks() -> dict[str, Callable[[Any], str | None]]:
-    """A check a field of EngineConfig: what it must be instead, or None if it is right."""
-
-    def integer(value: Any) -> bool:
-        return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-    def buckets(value: Any) -> bool:
-        return isinstance(value, Sequence) and not isinstance(value, str) and all(integer(v) and v > 0 for v in value)
-
-    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "str": ("a string", lambda value: isinstance(value, str)),
-        "bool": ("True or False", lambda value: isinstance(value, bool)),
-        "int": ("a whole number", integer),
-        "float": ("a number", lambda value: integer(value) or isinstance(value, (float, np.floating))),
-        "tuple[int, ...]": ("a sequence of whole numbers of at least 1", buckets),
-    }
-
-    def check_of(annotation: str) -> Callable[[Any], str | None]:
-        kind = annotation.removesuffix(" | None")
-        accepted, right = rules[kind]
-        optional = kind != annotation
-        return lambda value: None if right(value) or (optional and value is None) else accepted
-
     hints = typing.get_type_hints(EngineConfig)
-    return {name: check_of(hint.__name__ if isinstance(hint, type) else str(hint)) for name, hint in hints.items()}
+    checked = {name: _checked(name, hints[name], value) for name, value in options.items()}
+    config = EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise RequestError("gpu_memory_utilization", config.gpu_memory_utilization, "must be above 0 and at most 1")
+    return config
+
+
+def _checked(name: str, hint: Any, value: Any) -> Any:
+    """The value of an option as its field holds it: numpy's scalars and any sequence become Python's and tuples."""
+    kind, *rest = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and rest:  # the only union is the one with None
+        return None
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = tuple(_python_scalar(part) for part in value)
+    value = _python_scalar(value)
+    accepted, right = _ACCEPTED[kind]
+    if not right(value):
+        raise RequestError(name, value, f"must be {accepted}" + (", or None" if rest else ""))
+    return value
+
+
+def _python_scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+_ACCEPTED: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    str: ("a string", lambda value: isinstance(value, str)),
+    bool: ("True or False", lambda value: type(value) is bool),
+    int: ("a whole number", lambda value: type(value) is int),
+    float: ("a number", lambda value: type(value) in (int, float)),
+    tuple[int, ...]: (
+        "a sequence of one or more whole numbers above 0",
+        lambda value: type(value) is tuple and bool(value) and all(type(part) is int and part >= 1 for part in value),
+    ),
+}  # of each type a field may have: what is accepted, in words and as a check; bool is no int
 
 
 def build_engine(
@@ -102,7 +105,7 @@ def build_engine(
     model:  folder, hub id or "demo"; with `params` also a Hugging Face config, its dict, or a DecoderSpec.
     params: live arrays to use as they are, or None to read the checkpoint.
     layout: how live arrays are stored; None: as their names and shapes say.
-    Raises RequestError for an unknown option, ModelLoadError for everything that keeps the model from running.
+    Raises RequestError for a bad option, ModelLoadError for everything that keeps the model from running.
     """
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
@@ -113,8 +116,11 @@ def build_engine(
     import jax
 
     from jpaged.loading import load_model, valid_token_mask
+    from jpaged.models.spec import WeightLayout
     from jpaged.runtime.runner import ModelRunner
 
+    if layout is not None and (params is None or not isinstance(layout, WeightLayout)):
+        raise RequestError("layout", layout, "must be a jpaged.models.spec.WeightLayout, and goes together with params")
     refuse_tracing(*jax.tree.leaves(params))
     loaded = load_model(
         config,

@@ -1,5 +1,24 @@
 """The errors a user can meet. Every one says what to change."""
 
+import reprlib
+
+SHOWN = 200  # characters of a value that a message repeats
+
+
+class _Shortened(reprlib.Repr):
+    """`repr` that stops early: a prompt may be a list of millions, and a message repeats some of it only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = SHOWN
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 20
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= SHOWN else f"an integer of {x.bit_length():,} bits"
+
+
+_shortened = _Shortened()
+
 
 class JPagedError(Exception):
     """Base of all errors that jpaged raises on purpose."""
@@ -17,9 +36,9 @@ class RequestError(JPagedError, ValueError):
         self.parameter = parameter
         self.value = value
         self.accepted = accepted
-        shown = repr(value)
-        if len(shown) > 200:
-            shown = shown[:200] + "…"
+        shown = _shortened.repr(value)
+        if len(shown) > SHOWN:
+            shown = shown[:SHOWN] + "…"
         super().__init__(f"{parameter}={shown}: {accepted}")
 
 

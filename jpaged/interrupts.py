@@ -1,15 +1,19 @@
-"""Ctrl-C between two steps of the engine, never inside one: half a step is a cache that no longer fits its index."""
+"""The ends that come from outside, Ctrl-C and the interpreter's: between two steps of the engine, never inside one."""
 
+import atexit
 import signal
 import threading
+import weakref
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 
 class DeferredInterrupt:
-    """Inside, Ctrl-C is remembered; `check` raises it where it does no harm, and so does leaving.
+    """Inside, Ctrl-C is remembered; `check` raises it where it does no harm, and so does leaving, even by an error.
 
-    A second Ctrl-C is not held back. Does nothing outside the main thread, or where somebody else handles the signal.
+    Half a step would be a cache that no longer fits its index. A second Ctrl-C is not held back. Does nothing outside
+    the main thread, or where somebody else handles the signal.
     """
 
     def __init__(self) -> None:
@@ -28,7 +32,7 @@ class DeferredInterrupt:
     ) -> None:
         if self._installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if error is None:
+        if not isinstance(error, KeyboardInterrupt):
             self.check()
 
     def check(self) -> None:
@@ -41,3 +45,18 @@ class DeferredInterrupt:
         if self._pending:
             signal.default_int_handler(number, frame)
         self._pending = True
+
+
+def call_at_exit(method: Callable[[], None]) -> Callable[[], Any]:
+    """Call a bound method when the interpreter ends, if its object still lives; returns what `atexit.unregister` takes.
+
+    It must end the threads that use the device: one inside XLA while the interpreter is torn down aborts the process.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        live = reference()
+        if live is not None:
+            live()
+
+    return atexit.register(call)

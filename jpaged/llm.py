@@ -1,5 +1,6 @@
 """The front door for batches: `LLM`, and `generate` for use from JAX code."""
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.input_processor import Prompt, as_array
 from jpaged.engine.request import Request
 from jpaged.errors import EngineError, RequestError
-from jpaged.interrupts import DeferredInterrupt
+from jpaged.interrupts import DeferredInterrupt, call_at_exit
 from jpaged.outputs import EngineStats, RequestOutput
 from jpaged.sampling_params import SamplingParams
 
@@ -43,6 +44,8 @@ class LLM:
         self._engine: Engine | None = built.engine
         self._lock = threading.Lock()
         self._num_requests = 0
+        self._interpreter_ends = False
+        self._exit_hook = call_at_exit(self._close_at_exit)
 
     def generate(
         self,
@@ -73,9 +76,10 @@ class LLM:
             try:
                 for request in requests:
                     engine.add(request)
-                finals = _run(engine, ids, _progress_bar(use_tqdm, len(requests)), interrupt)
-            finally:
-                engine.abort(ids)
+                finals = self._run(engine, ids, _progress_bar(use_tqdm, len(requests)), interrupt)
+            except BaseException:
+                engine.start_over()  # an interrupt may have come from anywhere, in the middle of anything
+                raise
         return [finals[request.request_id] for request in requests]
 
     def chat(
@@ -134,6 +138,7 @@ class LLM:
 
     def close(self) -> None:
         """Give the device memory back. The object cannot be used after this; closing twice does nothing."""
+        atexit.unregister(self._exit_hook)
         with self._lock:
             if self._engine is not None:
                 self._engine.close()
@@ -174,6 +179,41 @@ class LLM:
             if count == 1:
                 raise
             raise RequestError(error.parameter, error.value, f"{error.accepted} (prompt {index} of {count})") from None
+
+    def _run(
+        self, engine: Engine, ids: set[str], bar: Any | None, interrupt: DeferredInterrupt
+    ) -> dict[str, RequestOutput]:
+        """Step until the requests of these ids have ended; their last outputs by id."""
+        finals: dict[str, RequestOutput] = {}
+        began = shown = time.monotonic()
+        tokens_before = engine.generated_tokens
+        try:
+            while len(finals) < len(ids):
+                interrupt.check()
+                if self._interpreter_ends:
+                    raise EngineError("the program ends while this call runs in a daemon thread")
+                outputs = [output for output in engine.step() if output.request_id in ids]
+                for output in outputs:
+                    finals[output.request_id] = output
+                now = time.monotonic()
+                if bar is None:
+                    continue
+                if now - shown > REFRESH_SECONDS or len(finals) == len(ids):
+                    stats = engine.stats()
+                    rate = (engine.generated_tokens - tokens_before) / max(now - began, 1e-9)
+                    kv_use = stats.used_blocks / stats.num_blocks
+                    bar.set_postfix_str(f"{rate:.1f} tokens/s, KV {kv_use:.0%}")
+                    shown = now
+                bar.update(len(outputs))
+        finally:
+            if bar is not None:
+                bar.close()
+        return finals
+
+    def _close_at_exit(self) -> None:
+        """End a call that still runs in a daemon thread, after its step."""
+        self._interpreter_ends = True
+        self.close()
 
 
 def generate(
@@ -223,30 +263,3 @@ def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any | None
     from tqdm import tqdm
 
     return tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True)
-
-
-def _run(engine: Engine, ids: set[str], bar: Any | None, interrupt: DeferredInterrupt) -> dict[str, RequestOutput]:
-    """Step until the requests of these ids have ended; their last outputs by id."""
-    finals: dict[str, RequestOutput] = {}
-    began = shown = time.monotonic()
-    tokens_before = engine.generated_tokens
-    try:
-        while len(finals) < len(ids):
-            interrupt.check()
-            outputs = [output for output in engine.step() if output.request_id in ids]
-            for output in outputs:
-                finals[output.request_id] = output
-            now = time.monotonic()
-            if bar is None:
-                continue
-            if now - shown > REFRESH_SECONDS or len(finals) == len(ids):
-                stats = engine.stats()
-                rate = (engine.generated_tokens - tokens_before) / max(now - began, 1e-9)
-                kv_use = stats.used_blocks / stats.num_blocks
-                bar.set_postfix_str(f"{rate:.1f} tokens/s, KV {kv_use:.0%}")
-                shown = now
-            bar.update(len(outputs))
-    finally:
-        if bar is not None:
-            bar.close()
-    return finals

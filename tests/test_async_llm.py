@@ -188,7 +188,9 @@ def test_a_failed_step_fails_its_requests_and_the_next_is_served(engine: AsyncLL
     asyncio.run(main())
 
 
-def test_a_bug_in_the_engine_ends_it_and_everybody_is_told(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_in_the_engine_ends_it_and_everybody_is_told(
+    engine: AsyncLLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+):
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
@@ -202,6 +204,9 @@ def test_a_bug_in_the_engine_ends_it_and_everybody_is_told(engine: AsyncLLM, mon
             await engine.check_health()
 
     asyncio.run(main())
+    engine.close()
+    assert runner.closed
+    assert not engine._engine.has_work
 
 
 def test_no_progress_is_no_health(engine: AsyncLLM, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch):
@@ -246,17 +251,27 @@ def test_an_event_loop_that_is_gone_leaves_nothing_running(engine: AsyncLLM):
     assert asyncio.run(collect(engine, [1], GREEDY))[-1].finished
 
 
-def test_a_script_that_ends_without_closing_ends_well():
+ENDS_WITH_AN_ASYNC_LLM = """
+import asyncio, jpaged
+llm = jpaged.AsyncLLM("demo", max_num_seqs=1, max_num_batched_tokens=64, row_buckets=(8,), token_buckets=(64,))
+async def first():
+    async for output in llm.generate("x = ", jpaged.SamplingParams(max_tokens=None, ignore_eos=True)):
+        return
+asyncio.run(first())
+"""
+ENDS_WITH_AN_LLM = """
+import jpaged, threading, time
+llm = jpaged.LLM("demo", max_num_seqs=1, max_num_batched_tokens=64, row_buckets=(8,), token_buckets=(64,))
+work = ["x = "] * 50, jpaged.SamplingParams(max_tokens=None, ignore_eos=True)
+threading.Thread(target=llm.generate, args=work, daemon=True).start()
+while not llm.stats().steps:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("script", [ENDS_WITH_AN_ASYNC_LLM, ENDS_WITH_AN_LLM], ids=["AsyncLLM", "LLM"])
+def test_a_script_that_ends_without_closing_ends_well(script: str):
     """The interpreter must not tear a thread down that is inside XLA: that aborted the process (status 134)."""
-    script = (
-        "import asyncio, jpaged\n"
-        "options = {'max_num_batched_tokens': 64, 'row_buckets': (8,), 'token_buckets': (64,)}\n"
-        "llm = jpaged.AsyncLLM('demo', max_num_seqs=1, **options)\n"
-        "async def first():\n"
-        "    async for output in llm.generate('x = ', jpaged.SamplingParams(max_tokens=None, ignore_eos=True)):\n"
-        "        return\n"
-        "asyncio.run(first())\n"
-    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=250)
     assert (done.returncode, "FATAL" in done.stderr) == (0, False), done.stderr

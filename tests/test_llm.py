@@ -1,9 +1,12 @@
 """LLM and jpaged.generate, on the runner in plain Python that the engine's tests use."""
 
+import gc
 import itertools
 import os
+import random
 import signal
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,10 @@ import jpaged
 from jpaged import LLM, EngineConfig, EngineError, ModelLoadError, RequestError, SamplingParams
 from jpaged.build import BuiltEngine, build_engine, engine_config, generation_defaults
 from jpaged.engine.engine import Engine
+from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.output_processor import OutputProcessor
+from jpaged.engine.scheduler import Scheduler
+from tests.ctrl_c import press_ctrl_c_during_generate
 from tests.engine.fake_runner import FakeRunner, alone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -256,6 +262,48 @@ def test_after_ctrl_c_the_next_call_is_served_as_if_nothing_had_happened(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_at_any_moment(llm: LLM):
+    prompts, greedy = [[i] * 20 for i in range(1, 9)], SamplingParams(temperature=0, max_tokens=8)
+    expected = [alone(prompt, 8, 97) for prompt in prompts]
+    llm.generate(prompts, greedy, use_tqdm=False)
+    moments = random.Random(0)
+    for _ in range(60):
+        press_ctrl_c_during_generate(llm, prompts, greedy, moments.random() * 0.01)
+        llm._engine.check_integrity()
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)] == expected
+
+
+@pytest.mark.parametrize("call", ["add", "step"])
+def test_a_call_of_the_engine_that_is_cut_in_half(llm: LLM, monkeypatch: pytest.MonkeyPatch, call: str):
+    """An interrupt in the middle of the books: a request in one of them and not in the other."""
+    inside = {"add": (Scheduler, "add"), "step": (KVCacheManager, "release")}[call]
+    original = getattr(*inside)
+
+    def cut(*args: Any) -> None:
+        original(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*inside, cut)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1], [2], [3]], GREEDY, use_tqdm=False)
+    llm._engine.check_integrity()
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.used_blocks) == (0, 0, 0)
+    assert llm.generate([1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone([1], 6, 97)
+
+
+def test_ctrl_c_during_a_call_that_fails_is_not_forgotten(llm: LLM, runner: FakeRunner):
+    def fail(plan: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("the device is gone")
+
+    runner.dispatch = fail
+    with pytest.raises(KeyboardInterrupt) as caught:
+        llm.generate([1], GREEDY, use_tqdm=False)
+    assert isinstance(caught.value.__context__, EngineError)
+
+
 def test_an_interrupt_from_inside_the_device_leaves_an_engine_that_serves(llm: LLM, runner: FakeRunner):
     """A second Ctrl-C is not held back: what was computed is forgotten, and nothing stale is found again."""
     prompts, greedy = [[7] * 20, [8] * 20], SamplingParams(temperature=0, max_tokens=4)
@@ -289,6 +337,14 @@ def test_an_output_that_cannot_be_processed_ends_its_own_request_only(llm: LLM, 
     outputs = llm.generate([[1], [2], [3]], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert llm.stats().used_blocks == 0
+
+
+def test_an_unclosed_llm_gives_its_engine_back(runner: FakeRunner):
+    llm = LLM("model")
+    engine = weakref.ref(llm._engine)
+    del llm
+    gc.collect()
+    assert engine() is None
 
 
 @pytest.mark.parametrize(

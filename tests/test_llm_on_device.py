@@ -1,6 +1,7 @@
 """LLM and AsyncLLM on the real runner: live arrays, requests that come and go, what is refused at the start."""
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import jpaged
 from jpaged import LLM, AsyncLLM, SamplingParams
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from tests.ctrl_c import press_ctrl_c_during_generate
 
 SPEC = DecoderSpec(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -82,6 +84,37 @@ def test_generate_with_config_and_params(llm: LLM, params: Any):
     )
 
 
+def test_after_ctrl_c_answers_are_those_of_a_fresh_engine(llm: LLM):
+    prompts, sampling = workload(12, seed=3)
+    llm.reset_prefix_cache()
+    expected = tokens_of(llm.generate(prompts, sampling, use_tqdm=False))
+    llm.reset_prefix_cache()
+    moments = random.Random(0)
+    for _ in range(4):
+        press_ctrl_c_during_generate(llm, prompts, sampling, moments.random() * 0.2)
+        assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == expected
+
+
+def test_an_interrupt_inside_the_device_does_not_lose_its_state(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """The state was donated to the step, and the step's answer never assigned."""
+    prompts, sampling = workload(6, seed=4)
+    expected = tokens_of(llm.generate(prompts, sampling, use_tqdm=False))
+
+    def cut(run: Any) -> Any:
+        def interrupted(*args: Any) -> None:
+            run(*args)
+            raise KeyboardInterrupt
+
+        return interrupted
+
+    with monkeypatch.context() as patch:
+        table = llm._engine.runner.programs
+        patch.setattr(table, "_by_need", [dataclasses.replace(p, run=cut(p.run)) for p in table._by_need])
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, sampling, use_tqdm=False)
+    assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == expected
+
+
 def test_async_requests_that_come_and_go_give_what_each_gives_alone(llm: LLM, params: Any):
     prompts, sampling = workload(24, seed=2)
     expected = tokens_of(llm.generate(prompts, sampling, use_tqdm=False))
@@ -119,5 +152,5 @@ def test_async_requests_that_come_and_go_give_what_each_gives_alone(llm: LLM, pa
 def test_what_cannot_run_is_refused_before_weights_are_on_the_device(options, message):
     before = len(jax.live_arrays())
     with pytest.raises(ModelLoadError, match=message):
-        LLM("demo", **options)
+        LLM("demo", dtype="float32", **options)
     assert len(jax.live_arrays()) == before

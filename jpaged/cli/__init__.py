@@ -72,9 +72,9 @@ def parse(args: Sequence[str]) -> Any:
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-    # Prompts may stand on both sides of the flags (`generate demo --max-tokens 8 "def f"`), and behind a bare -- they may
-    # look like flags. Parsers of argparse's kind take one run of positional arguments only and report the others as
-    # unknown: those are taken as prompts here.
+    # Prompts may stand on both sides of the flags (`generate demo --max-tokens 8 "def f"`), and behind a bare -- they
+    # may look like flags. Parsers of argparse's kind take one run of positional arguments only and report the others
+    # as unknown: those are taken as prompts here.
     end = args.index("--") if "--" in args else len(args)
     flags, words = args[:end], args[end + 1 :]
     command, rest = read(args=flags, return_unknown_args=True)

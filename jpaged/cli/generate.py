@@ -28,7 +28,8 @@ class Generate(SamplingFlags):
     words: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [PROMPT ...]", help_behavior_hint="")
     ] = ()
-    """The model, unless --model names it, then prompts. Without prompts: twenty beginnings of Python."""
+    """The model, unless --model names it, then prompts; behind a bare -- they may begin with a dash. Without prompts:
+    twenty beginnings of Python."""
 
     output_json: OutputJson = None
     """Write prompts, answers and figures to this file."""

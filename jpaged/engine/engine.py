@@ -72,20 +72,18 @@ class Engine:
             ),
             tokenizer,
         )
-        self._manager = KVCacheManager(runner.num_blocks, runner.block_size)
-        self._scheduler = Scheduler(
-            self._manager,
-            max_num_seqs=runner.max_num_seqs,
-            max_num_batched_tokens=runner.max_num_batched_tokens,
-            vocab_size=runner.vocab_size,
-            prefix_cacheable=runner.prefix_cacheable if enable_prefix_caching else _never,
-        )
+        self._prefix_cacheable = runner.prefix_cacheable if enable_prefix_caching else _never
+        self._scheduler = self._new_scheduler()
         self._outputs = OutputProcessor(tokenizer)
         self._seeds = random.Random(seed)
         self._requests: dict[str, Request] = {}
         self._in_flight: _StepInFlight | None = None
         self._num_arrived = 0
         self._finished_requests = 0
+
+    @property
+    def _manager(self) -> KVCacheManager:
+        return self._scheduler.manager
 
     @property
     def has_work(self) -> bool:
@@ -177,11 +175,33 @@ class Engine:
         if known != set(self._requests.values()):
             raise EngineError(f"{len(known)} requests are scheduled, {len(self._requests)} live")
 
+    def start_over(self) -> None:
+        """End all requests without an output, and forget everything computed before: empty queues, a free pool.
+
+        For a caller that was thrown out of a call by a signal handler, and cannot know how far the call had come: it
+        may have been anywhere, between two entries that must agree. Nothing in the old books is looked at.
+        """
+        fresh, old = self._new_scheduler(), self._scheduler
+        fresh.counters = old.counters
+        fresh.manager.pool.peak_used = old.manager.pool.peak_used
+        self._finished_requests += len(self._requests)
+        self._scheduler, self._requests, self._in_flight = fresh, {}, None
+        self._outputs.forget_all()
+
     def close(self) -> None:
         """End all requests and give the device memory back."""
-        self.abort(tuple(self._requests))
-        self._in_flight = None
+        self.start_over()
         self.runner.close()
+
+    def _new_scheduler(self) -> Scheduler:
+        runner = self.runner
+        return Scheduler(
+            KVCacheManager(runner.num_blocks, runner.block_size),
+            max_num_seqs=runner.max_num_seqs,
+            max_num_batched_tokens=runner.max_num_batched_tokens,
+            vocab_size=runner.vocab_size,
+            prefix_cacheable=self._prefix_cacheable,
+        )
 
     def _take(self, step: ScheduledStep, result: Any) -> list[RequestOutput]:
         outputs = []
@@ -192,7 +212,7 @@ class Engine:
             try:
                 end = self._outputs.take(request, result, index)
             except Exception:  # whatever one request's text or log-probabilities do, the others go on
-                logger.exception("request %s ends: its output could not be processed", request.request_id)
+                _log_failed_output(request)
                 end = RequestStatus.FAILED
             if end is not None:
                 outputs.append(self._end(request, end))
@@ -204,7 +224,12 @@ class Engine:
         self._scheduler.finish(request, status)
         del self._requests[request.request_id]
         self._finished_requests += 1
-        return self._outputs.output(request)
+        try:
+            return self._outputs.output(request)
+        except Exception:  # the end of its text could not be decoded
+            _log_failed_output(request)
+            request.status = RequestStatus.FAILED
+            return self._outputs.output(request)
 
     def _fail_running(self) -> tuple[str, ...]:
         """End every request that a failed step may have touched: the running ones, and those with tokens on the way."""
@@ -214,6 +239,10 @@ class Engine:
             self._end(request, RequestStatus.FAILED)
         self._manager.pool.forget_all()
         return tuple(request.request_id for request in touched)
+
+
+def _log_failed_output(request: Request) -> None:
+    logger.exception("request %s ends: its output could not be processed", request.request_id)
 
 
 def _never(prompt_len: int) -> bool:

@@ -49,11 +49,7 @@ class InputProcessor:
         self._check_params(params)
         parts = self._parts(prompt)
         text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
-        if ids is None:
-            token_ids = self._encode(text or "")
-        else:
-            token_ids = self._checked_ids(ids)
-        self._check_length("prompt" if ids is None else "prompt_token_ids", text if ids is None else ids, token_ids)
+        token_ids = self._encode(text or "") if ids is None else self._checked_ids(ids)
         longest = self.limits.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
@@ -85,7 +81,7 @@ class InputProcessor:
     def _parts(self, prompt: Prompt) -> Mapping[str, Any]:
         """The prompt as a dict, its field names and types checked."""
         if isinstance(prompt, str):
-            return {"prompt": prompt}
+            prompt = {"prompt": prompt}
         sequence = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
         if sequence or hasattr(prompt, "__array__"):
             return {"prompt_token_ids": prompt}
@@ -98,8 +94,14 @@ class InputProcessor:
         if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
             raise RequestError("prompt", dict(prompt), ACCEPTED)
         for name in ("prompt", "cache_salt"):
-            if not isinstance(prompt.get(name), (str, type(None))):
-                raise RequestError(name, prompt[name], "must be a text")
+            text = prompt.get(name)
+            if not isinstance(text, (str, type(None))):
+                raise RequestError(name, text, "must be a text")
+            try:
+                (text or "").encode()
+            except UnicodeEncodeError as error:
+                accepted = f"is no valid Unicode: {error.reason} at character {error.start}"
+                raise RequestError(name, text, accepted) from None
         return prompt
 
     def _encode(self, text: str) -> list[int]:
@@ -113,12 +115,9 @@ class InputProcessor:
             # Tokenising takes about a second a few million characters: not for a prompt that can never fit.
             accepted = f"has {len(text):,} characters, {self.limits.max_model_len:,} tokens are at most {longest:,}"
             raise RequestError("prompt", text, accepted)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            accepted = f"is no valid Unicode: {error.reason} at character {error.start}"
-            raise RequestError("prompt", text, accepted) from None
-        return self._checked_ids(self._tokenizer.encode(text))
+        token_ids = self._tokenizer.encode(text, verbose=False)  # or it warns of lengths, which are checked here
+        self._check_length("prompt", text, len(token_ids))
+        return self._checked_ids(token_ids)
 
     @functools.cached_property
     def _longest_token(self) -> int:
@@ -131,10 +130,10 @@ class InputProcessor:
             ids = as_array(name, ids)
             if ids.ndim != 1:
                 raise RequestError(name, ids, f"must be a list of token ids, or an array of one axis, not {ids.ndim}")
-            ids = ids.tolist()
-        if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
+        elif isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
             raise RequestError(name, ids, "must be a list of token ids")
-        token_ids = list(ids)
+        self._check_length(name, ids, len(ids))  # before a walk over all of them: there may be millions
+        token_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         for position, token_id in enumerate(token_ids):
             if type(token_id) is not int:
                 if not isinstance(token_id, np.integer):
@@ -144,8 +143,8 @@ class InputProcessor:
                 raise RequestError(name, token_id, f"token {position}: ids of this model are 0 to {vocab_size - 1}")
         return token_ids
 
-    def _check_length(self, name: str, value: Any, token_ids: list[int]) -> None:
-        limit, length = self.limits.max_model_len, len(token_ids)
+    def _check_length(self, name: str, value: Any, length: int) -> None:
+        limit = self.limits.max_model_len
         if not length:
             raise RequestError(name, value, "must not be empty")
         if length >= limit:

@@ -50,14 +50,17 @@ class OutputProcessor:
         return RequestStatus.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
 
     def output(self, request: Request) -> RequestOutput:
-        """A request's output so far. Of a request that has ended it is the last one: it is no longer followed."""
+        """A request's output so far. Of a request that has ended it is the last one: it is no longer followed.
+
+        Of one that failed the text is what was certain until then.
+        """
         finished = request.status.is_end
         detokenizer = self._detokenizers.get(request)
         if finished:
             request.metrics.finished_time = time.monotonic()
-            if detokenizer is not None:
+            if detokenizer is not None and request.status is not RequestStatus.FAILED:
                 detokenizer.finish()
-            self.forget(request)
+            self._detokenizers.pop(request, None)
         completion = CompletionOutput(
             index=0,
             text="" if detokenizer is None else detokenizer.text,
@@ -77,9 +80,9 @@ class OutputProcessor:
             num_cached_tokens=request.num_cached_tokens,
         )
 
-    def forget(self, request: Request) -> None:
-        """Stop following a request."""
-        self._detokenizers.pop(request, None)
+    def forget_all(self) -> None:
+        """Stop following requests."""
+        self._detokenizers.clear()
 
     def _logprobs(self, request: Request, token_id: int, result: StepResult, index: int) -> dict[int, Logprob]:
         """The sampled token first, then the most likely ones that were asked for."""

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.dtypes import BY_NAME
 from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
 
 _SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _TOP_MATRICES = ("lm_head", "project_in", "project_out")
+_PASS_LAYOUT = "pass layout=WeightLayout(split_qkv=…, split_gate_up=…, transposed=frozenset({…}))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,11 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
 
     Accepted: the tree of `param_shapes(spec, dtype)`; q, k, v ("q" [heads * head_dim, in], …) and gate, up
     ([intermediate, in]) in leaves of their own; matrices in either orientation. Orientation is read off the shapes;
-    square matrices of the layers go with the others of the layers. `layout` states it where shapes cannot tell.
-    Raises ModelLoadError that names the leaf.
+    square matrices of the layers go with the others of the layers. `layout` states it where shapes cannot tell: then it
+    must be given. Raises ModelLoadError that names the leaf, RequestError for a layout that names what is no matrix.
     """
+    if layout is not None:
+        _check_layout(layout)
     if not isinstance(params, Mapping):
         raise ModelLoadError(f"live params must be a dictionary of arrays, not a {type(params).__name__}")
     layers = params.get("layers")
@@ -60,7 +63,7 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
     if len(layers) != spec.num_layers:
         raise ModelLoadError(f"params['layers'] has {len(layers)} layers, the config calls for {spec.num_layers}")
 
-    dtype = _dtype(params)
+    dtype = _dtype(params, layers)
     found = _detect_layout(spec, params, layers) if layout is None else layout
     expected = layout_shapes(spec, dtype, found)
     for i, (layer, shapes) in enumerate(zip(layers, expected["layers"], strict=True)):
@@ -91,11 +94,20 @@ def layout_shapes(spec: DecoderSpec, dtype: Any, layout: WeightLayout) -> dict[s
     return {name: turned(name, leaf) for name, leaf in tree.items() if name != "layers"} | {"layers": tuple(layers)}
 
 
-def _dtype(params: Mapping[str, Any]) -> np.dtype:
-    """The one dtype of all arrays, which must be JAX arrays."""
+def _check_layout(layout: WeightLayout) -> None:
+    strange = sorted(map(str, set(layout.transposed) - {*_LAYER_MATRICES, *_TOP_MATRICES}))
+    if strange:
+        names = ", ".join((*_LAYER_MATRICES, *_TOP_MATRICES))
+        raise RequestError("layout", layout, f"{strange[0]} cannot be stored [in, out]; of the leaves, {names} can")
+
+
+def _dtype(params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> np.dtype:
+    """The one dtype of all leaves, which must be JAX arrays."""
     dtype, first = None, ""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params), is_leaf=lambda x: x is None):
-        name = "params" + jax.tree_util.keystr(path)
+    named = [(f"params[{name!r}]", leaf) for name, leaf in params.items() if name != "layers"]
+    for i, layer in enumerate(layers):
+        named += [(f"params['layers'][{i}][{name!r}]", leaf) for name, leaf in layer.items()]
+    for name, leaf in named:
         if not isinstance(leaf, jax.Array):
             raise ModelLoadError(f"{name} is a {type(leaf).__name__}, not a JAX array: put it on the device first")
         if np.dtype(leaf.dtype) not in BY_NAME.values():
@@ -123,20 +135,28 @@ def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequenc
     wanted = expected["layers"][0] if layers else {}
     seen = {n: is_turned(first[n], wanted[n].shape) for n in _LAYER_MATRICES if n in first and n in wanted}
     known = {turned for turned in seen.values() if turned is not None}
+    if not plain.split_qkv or "gate_up" in wanted:
+        known.add(False)  # a fused leaf is always [.., in]
     unknown = [name for name, turned in seen.items() if turned is None]
     if unknown and len(known) > 1:
         raise ModelLoadError(
             f"params['layers'][0][{unknown[0]!r}] is square, and the layers' other matrices are stored in both "
-            "orientations: store them all [out, in], or all [in, out]"
+            f"orientations: store them all [out, in], or all [in, out], or {_PASS_LAYOUT}"
         )
-    if unknown and not known and (plain.split_qkv or plain.split_gate_up):
+    if unknown and not known:
         raise ModelLoadError(
             f"params['layers'][0][{unknown[0]!r}] and all other matrices of a layer are square, so their shapes do not "
-            "tell [out, in] from [in, out]: pass layout=WeightLayout(split_qkv=…, split_gate_up=…, transposed=…)"
+            f"tell [out, in] from [in, out]: {_PASS_LAYOUT}"
         )
     if known == {True}:
         seen |= dict.fromkeys(unknown, True)
     top = {n: is_turned(params[n], expected[n].shape) for n in _TOP_MATRICES if n in params and n in expected}
+    unknown = [name for name, turned in top.items() if turned is None]
+    if unknown and known != {False}:
+        raise ModelLoadError(
+            f"params[{unknown[0]!r}] is square, and the layers' matrices are not all stored [out, in], so nothing "
+            f"tells how it is stored: {_PASS_LAYOUT}"
+        )
     return dataclasses.replace(plain, transposed=frozenset(n for n, turned in (seen | top).items() if turned))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -83,12 +84,9 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
     reader = CheckpointConfig(values)
     started = time.perf_counter()
     with Checkpoint(folder) as checkpoint:
-        _check_depth(folder, reader, checkpoint)
-        try:
-            spec, constants = family.spec(reader), family.constants(reader)
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-            raise ModelLoadError(f"{folder / 'config.json'}: a value of it cannot be used: {error}") from error
-        plan = plan_weights(family, spec, constants, checkpoint)
+        _check_depth(reader, len(list(checkpoint.names)))
+        plan = plan_weights(family, family.spec(reader), family.constants(reader), checkpoint)
+        generation_config = _generation_config(folder, values, plan.spec.vocab_size)
         dtype = resolve_dtype(config.dtype, _checkpoint_dtype(reader, checkpoint))
         if check is not None:
             check(plan.spec, dtype)
@@ -103,7 +101,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
         layout=WeightLayout(),
         dtype=dtype,
         config=values,
-        generation_config=_generation_config(folder, values),
+        generation_config=generation_config,
         tokenizer=tokenizer,
         source=str(folder),
     )
@@ -119,7 +117,9 @@ def _from_live(
         values, spec = {}, model_config
     else:
         values = config_values(model_config)
-        spec = family_of(values).spec(CheckpointConfig(values))
+        reader = CheckpointConfig(values)
+        _check_depth(reader, len(jax.tree.leaves(params)))
+        spec = family_of(values).spec(reader)
     live = check_live(spec, params, layout)
     if config.dtype not in ("auto", live.dtype.name):
         resolve_dtype(config.dtype, None)
@@ -133,7 +133,7 @@ def _from_live(
         layout=live.layout,
         dtype=live.dtype,
         config=values,
-        generation_config=_generation_config(folder, values),
+        generation_config=_generation_config(folder, values, spec.vocab_size),
         tokenizer=_tokenizer(config, folder),
         source="live arrays",
     )
@@ -148,13 +148,15 @@ def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Pa
         )  # fmt: skip
 
 
-def _check_depth(folder: Path, config: CheckpointConfig, checkpoint: Checkpoint) -> None:
-    """Refuse a number of layers that the files cannot hold before anything of its size is made."""
-    tensors = sum(1 for _ in checkpoint.names)
+def _check_depth(config: CheckpointConfig, tensors: int) -> None:
+    """Refuse more layers than there are tensors, before anything of that size is made."""
     for key in ("num_hidden_layers", "n_layer"):
         layers = config.get(key)
         if isinstance(layers, int) and layers > tensors:
-            raise ModelLoadError(f"{folder / 'config.json'}: {key}={layers}, but the files hold {tensors} tensors")
+            raise ModelLoadError(
+                f"config.json: {key}={layers}, but the weights are {tensors} tensors: "
+                "config and weights are of different models"
+            )
 
 
 def _checkpoint_dtype(config: CheckpointConfig, checkpoint: Checkpoint) -> np.dtype | None:
@@ -177,13 +179,17 @@ def _tokenizer(config: EngineConfig, folder: Path | None) -> Any | None:
     return None if folder is None else load_tokenizer(folder)
 
 
-def _generation_config(folder: Path | None, values: Mapping[str, Any]) -> dict[str, Any]:
+def _generation_config(folder: Path | None, values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Defaults of generation: the file's; what config.json has of the end and the beginning fills the gaps."""
     found = read_json(folder / "generation_config.json") if folder is not None else {}
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         if found.get(key) is None and values.get(key) is not None:
             found[key] = values[key]
     ends = found.get("eos_token_id")
-    if ends is not None and not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
-        raise ModelLoadError(f"{folder or 'config'}: eos_token_id={ends!r} must be a token id or a list of token ids")
+    each = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(end) is int and 0 <= end < vocab_size for end in each):
+        raise ModelLoadError(
+            f"{folder or 'config'}: eos_token_id={ends!r} must be a token id or a list of token ids, "
+            f"from 0 to {vocab_size - 1}"
+        )
     return found

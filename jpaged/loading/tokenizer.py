@@ -34,7 +34,8 @@ def load_tokenizer(folder: Path) -> Any | None:
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever a damaged tokenizer file makes it raise
-        if "AutoTokenizer" in read_json(folder / "tokenizer_config.json").get("auto_map", {}):
+        own_code = read_json(folder / "tokenizer_config.json").get("auto_map")
+        if isinstance(own_code, dict) and "AutoTokenizer" in own_code:
             raise ModelLoadError(
                 f"{folder / 'tokenizer_config.json'}: the tokenizer needs code of its own (auto_map), which jpaged "
                 "does not run: convert it to tokenizer.json, or name another one with tokenizer="

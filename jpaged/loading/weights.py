@@ -8,6 +8,7 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _CONVERTIBLE = ("F64", "F32", "F16", "BF16")
 _HEAD, _EMBED = "lm_head.weight", "embed"
+_BEYOND_MEMORY = 2**48  # elements of one leaf; numpy cannot address 2**61 of them
 _ALIGNMENT = 64  # bytes; from here JAX on CPU uses a buffer as it is instead of copying it
 
 
@@ -59,6 +61,11 @@ def plan_weights(
         if leaf.leaf in constants:
             leaves.append(LeafPlan(dataclasses.replace(leaf, tensors=()), shape, (), constants[leaf.leaf]))
             continue
+        if math.prod(shape) >= _BEYOND_MEMORY:
+            raise ModelLoadError(
+                f"config.json calls for {leaf.leaf} of shape {list(shape)}, more than any memory holds: "
+                "config and weights are of different models"
+            )
         blank = np.broadcast_to(np.float32(0), shape)  # a shape to cut views from, without memory
         files = []
         for tensor in leaf.tensors:

@@ -26,16 +26,16 @@ def family_of(config: Mapping[str, Any]) -> Family:
     Raises ModelLoadError that lists what is supported.
     """
     architectures = config.get("architectures") or []
-    if not isinstance(architectures, (list, tuple)):
+    if not isinstance(architectures, (list, tuple)) or not all(isinstance(name, str) for name in architectures):
         raise ModelLoadError(f"config.json: architectures={architectures!r} must be a list of names")
     model_type = config.get("model_type")
     for name in architectures:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     by_type = {family.model_type: family for family in FAMILIES}
-    if not architectures and model_type in by_type:
+    if not architectures and isinstance(model_type, str) and model_type in by_type:
         return by_type[model_type]
-    asked = f"architecture {', '.join(map(str, architectures))}" if architectures else f"model_type {model_type!r}"
+    asked = f"architecture {', '.join(architectures)}" if architectures else f"model_type {model_type!r}"
     supported = ", ".join(family.architectures[0] for family in FAMILIES)
     own_code = " (nor is code that a checkpoint brings: auto_map)" if config.get("auto_map") else ""
     raise ModelLoadError(f"config.json: {asked} is not supported by jpaged{own_code}; supported: {supported}")

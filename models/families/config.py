@@ -50,12 +50,7 @@ class CheckpointConfig:
         value = self.get(*names, default=default)
         if value is None:
             raise ModelLoadError(f"config.json: {names[0]} is missing: the checkpoint's config is incomplete")
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _LARGEST:
-            raise ModelLoadError(
-                f"config.json: {names[0]}={value!r} must be a whole number of at least {minimum} "
-                f"and at most {_LARGEST:,}"
-            )
-        return value
+        return _integer(f"config.json: {names[0]}", value, minimum)
 
     def with_defaults(self, **defaults: Any) -> "CheckpointConfig":
         """The same config with values for keys that are absent; a key that is there keeps its value, null too."""
@@ -156,7 +151,7 @@ class CheckpointConfig:
         trained = self.get("original_max_position_embeddings", default=values.get("original_max_position_embeddings"))
         original = max_position
         if kind != "dynamic" and trained is not None:
-            original = CheckpointConfig({"original_max_position_embeddings": trained}).integer("original_max_position_embeddings")
+            original = _integer("config.json: original_max_position_embeddings", trained)
         if kind == "linear":
             return Rope(theta=theta, scaling=kind, factor=number("factor"))
         if kind == "dynamic":
@@ -168,11 +163,19 @@ class CheckpointConfig:
             )  # fmt: skip
 
         def optional(name: str) -> float | None:
-            return None if values.get(name) is None else number(name)
+            return None if values.get(name) is None else _number(f"config.json: {name}", values[name])
 
+        def turns(name: str, default: float) -> float:
+            value = number(name, default)
+            if not 1e-6 <= value <= 1e6:
+                raise ModelLoadError(f"config.json: {name}={value!r} must be a number of turns from 1e-6 to 1e6")
+            return value
+
+        if theta <= 1:
+            raise ModelLoadError(f"config.json: rope_theta={theta!r} must be above 1 for yarn rope scaling")
         return Rope(
             theta=theta, scaling=kind, factor=number("factor", max_position / original), original_max_position=original,
-            beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0),
+            beta_fast=turns("beta_fast", 32.0), beta_slow=turns("beta_slow", 1.0),
             attention_factor=optional("attention_factor"), mscale=optional("mscale"),
             mscale_all_dim=optional("mscale_all_dim"), truncate=values.get("truncate") is not False,
         )  # fmt: skip
@@ -222,6 +225,12 @@ def head_share(hidden: int, heads: int) -> int:
     if hidden % heads:
         raise ModelLoadError(f"config.json: hidden size {hidden} is no multiple of the number of heads, {heads}")
     return hidden // heads
+
+
+def _integer(name: str, value: Any, minimum: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _LARGEST:
+        raise ModelLoadError(f"{name}={value!r} must be a whole number of at least {minimum}, at most {_LARGEST:,}")
+    return value
 
 
 def _number(name: str, value: Any) -> float:

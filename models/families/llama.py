@@ -46,6 +46,8 @@ def spec(config: CheckpointConfig) -> DecoderSpec:
     if head_dim % 2:
         raise ModelLoadError(f"config.json: head_dim={head_dim} must be even: rotary embedding turns pairs")
     rope = config.rope()
+    if rope.scaling == "dynamic" and head_dim == 2:
+        raise ModelLoadError("config.json: head_dim=2 must be at least 4 for dynamic rope scaling")
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden,

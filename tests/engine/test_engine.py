@@ -310,6 +310,64 @@ def test_a_failed_step_ends_its_requests_and_no_other(call: str):
     assert finals["c"].num_cached_tokens == 0, "what was computed before a failure is not trusted"
 
 
+class _BrokenText:
+    """A way back to text whose detokenizers fail at one of their calls."""
+
+    text = "so far"
+
+    def __init__(self, call: str):
+        self.call = call
+
+    def new(self, *, skip_special_tokens: bool) -> "_BrokenText":
+        return self
+
+    def add(self, token_id: int) -> None:
+        self._fail("add")
+
+    def finish(self) -> None:
+        self._fail("finish")
+
+    def _fail(self, call: str) -> None:
+        if call == self.call:
+            raise ValueError("no such text")
+
+
+@pytest.mark.parametrize("call", ["add", "finish"])
+def test_text_that_cannot_be_decoded_ends_its_own_request_only(call: str, caplog: pytest.LogCaptureFixture):
+    engine = Engine(FakeRunner())
+    engine.add_request("a", prompt_of(5), greedy(4))
+    engine._outputs._decoder = _BrokenText(call)
+    engine.add_request("b", prompt_of(7), greedy(4), stream=True)
+    engine._outputs._decoder = None
+    engine.add_request("c", prompt_of(9), greedy(4))
+    finals = run(engine)
+    assert {name: output.outputs[0].finish_reason for name, output in finals.items()} == {
+        "a": "length", "b": "error", "c": "length"
+    }  # fmt: skip
+    assert finals["b"].outputs[0].text == "so far"
+    assert finals["c"].outputs[0].token_ids == alone(prompt_of(9), 4, 97)
+    assert "request b ends" in caplog.text
+    assert "no such text" in caplog.text
+
+
+def test_starting_over_from_any_state():
+    engine = Engine(FakeRunner(num_blocks=20))
+    for start in range(6):
+        engine.add_request(str(start), prompt_of(30, start), greedy(8))
+    for _ in range(5):
+        engine.step()
+    before = engine.stats()
+    engine._scheduler.running.pop()  # as an interrupt in the middle of a call may leave it
+    engine.start_over()
+    engine.check_integrity()
+    after = engine.stats()
+    assert not engine.has_work
+    assert (after.num_waiting, after.used_blocks, after.finished_requests) == (0, 0, 6)
+    assert (after.steps, after.peak_used_blocks) == (before.steps, before.peak_used_blocks)
+    engine.add_request("0", prompt_of(30), greedy(8))
+    assert run(engine)["0"].outputs[0].token_ids == alone(prompt_of(30), 8, 97)
+
+
 def test_a_pool_smaller_than_one_request_is_refused():
     with pytest.raises(EngineError, match="max_model_len=64"):
         Engine(FakeRunner(num_blocks=15))

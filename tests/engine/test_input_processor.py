@@ -16,7 +16,8 @@ LIMITS = ModelLimits(vocab_size=100, max_model_len=16, max_logprobs=5, eos_token
 class Letters:
     """A tokenizer: a letter, a token; `Z` is one that the model does not have."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, verbose: bool) -> list[int]:
+        assert not verbose, "warns of lengths that are checked here"
         return [ord(letter) - ord("A") if letter != "Z" else 100 for letter in text]
 
     def get_vocab(self) -> dict[str, int]:
@@ -87,6 +88,11 @@ def test_a_text_beside_token_ids_is_kept_for_the_output():
         (5, "prompt", "must be a text"),
         (b"ABC", "prompt", "must be a text"),
         ("A\ud800", "prompt", "no valid Unicode"),
+        ({"prompt": "\udcff", "prompt_token_ids": [1]}, "prompt", "no valid Unicode"),
+        ({"prompt": "A", "cache_salt": "x\ud800"}, "cache_salt", "no valid Unicode: .* at character 1"),
+        (range(10**12), "prompt_token_ids", "has 1,000,000,000,000 tokens"),
+        ([100] * 17, "prompt_token_ids", "has 17 tokens"),
+        (np.full(17, 100), "prompt_token_ids", "has 17 tokens"),
     ],
 )
 def test_bad_prompts(prompt: Any, parameter: str, says: str):

@@ -1,5 +1,6 @@
 """Live arrays: used as they are, in every layout that is promised; anything else is refused by leaf."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +104,54 @@ def test_square_matrices_between_two_orientations_need_a_layout(model: LoadedMod
     np.testing.assert_allclose(logits(live), logits(model), atol=1e-4)
 
 
+# Multi-head attention with a feed-forward layer as wide as the model: no shape tells [out, in] from [in, out].
+SQUARE = DecoderSpec(
+    vocab_size=40, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8,
+    max_position=16,
+)  # fmt: skip
+
+
+def zeros(spec: DecoderSpec, layout: WeightLayout) -> dict[str, Any]:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout_shapes(spec, jnp.float32, layout))
+
+
 def test_nothing_but_square_matrices_needs_a_layout() -> None:
-    """Multi-head attention with a feed-forward layer as wide as the model: no shape tells [out, in] from [in, out]."""
-    spec = DecoderSpec(
-        vocab_size=40, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8,
-        max_position=16, tie_embeddings=True,
-    )  # fmt: skip
     layout = WeightLayout(split_qkv=True, split_gate_up=True, transposed=frozenset({"q", "k", "v", "o"}))
-    shapes = layout_shapes(spec, jnp.float32, layout)
-    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    with pytest.raises(ModelLoadError, match="pass layout="):
-        check_live(spec, params)
-    assert check_live(spec, params, layout).layout == layout
+    params = zeros(SQUARE, layout)
+    with pytest.raises(ModelLoadError, match=r"\['q'\] and all other matrices of a layer are square.* pass layout="):
+        check_live(SQUARE, params)
+    assert check_live(SQUARE, params, layout).layout == layout
+
+
+def test_a_fused_leaf_tells_how_square_ones_are_stored() -> None:
+    for layout in (WeightLayout(), WeightLayout(split_qkv=True), WeightLayout(split_gate_up=True)):
+        assert check_live(SQUARE, zeros(SQUARE, layout)).layout == layout
+    wide = dataclasses.replace(SQUARE, intermediate_size=48)
+    with pytest.raises(ModelLoadError, match=r"\['o'\] is square, and .* in both orientations"):
+        check_live(wide, zeros(wide, WeightLayout(transposed=frozenset({"down"}))))
+
+
+def test_a_square_output_matrix_goes_with_layers_that_are_out_in_only() -> None:
+    spec = dataclasses.replace(SQUARE, vocab_size=32, intermediate_size=48)
+    split_up = WeightLayout(split_qkv=True, split_gate_up=True)
+    assert check_live(spec, zeros(spec, split_up)).layout == split_up
+    turned = dataclasses.replace(split_up, transposed=frozenset({"q", "k", "v", "o", "gate", "up", "down"}))
+    with pytest.raises(ModelLoadError, match=r"params\['lm_head'\] is square.* pass layout="):
+        check_live(spec, zeros(spec, turned))
+
+
+def test_a_layout_that_is_none(model: LoadedModel) -> None:
+    for layout, message in [
+        (WeightLayout(transposed=frozenset({"Q"})), "Q cannot be stored"),
+        (WeightLayout(transposed=frozenset({"qkv"})), "qkv cannot be stored"),
+    ]:
+        with pytest.raises(RequestError, match=f"layout=.*{message}"):
+            check_live(model.spec, model.params, layout)
+
+
+def test_leaves_that_are_trees(model: LoadedModel) -> None:
+    with pytest.raises(ModelLoadError, match=r"params\['layers'\]\[1\]\['o'\] is a dict, not a JAX array"):
+        check_live(model.spec, change(model.params, "layers.o", {"kernel": model.params["layers"][1]["o"]}))
 
 
 def test_config_of_a_folder(model: LoadedModel, tmp_path: Path) -> None:
@@ -160,6 +197,8 @@ def test_refused_trees(model: LoadedModel) -> None:
     ]:
         with pytest.raises(ModelLoadError, match=message):
             load_model(CONFIG, model.params | {"layers": layers}, model.spec)
+    with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000000, but the weights are 13 tensors"):
+        load_model(CONFIG, model.params, model.config | {"num_hidden_layers": 10**12})
     with pytest.raises(ModelLoadError, match="must be a dictionary of arrays"):
         load_model(CONFIG, [1], model.spec)
     with pytest.raises(ModelLoadError, match="must be a DecoderSpec, a Hugging Face config"):

@@ -142,17 +142,25 @@ class TestRefused:
 
     def test_more_layers_than_any_file_could_hold(self, llama: Path) -> None:
         change_config(llama, num_hidden_layers=10**12)
-        with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000000, but the files hold 21 tensors"):
+        with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000000, but the weights are 21 tensors"):
             load(llama)
 
     @pytest.mark.parametrize(
-        "changes",
-        [{"architectures": 1}, {"rope_theta": [1]}, {"hidden_act": {}}, {"num_attention_heads": "8"}],
+        ("changes", "message"),
+        [
+            ({"architectures": 1}, "architectures=1"),
+            ({"rope_theta": [1]}, r"rope_theta=\[1\]"),
+            ({"hidden_act": {}}, "hidden_act={}"),
+            ({"num_attention_heads": "8"}, "num_attention_heads='8'"),
+            ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 8}, "config.json calls for .* than any memory holds"),
+            ({"eos_token_id": -1}, "eos_token_id=-1 must be a token id .* from 0 to 319"),
+            ({"eos_token_id": [2, 320]}, r"eos_token_id=\[2, 320\] must be"),
+        ],
         ids=str,
     )
-    def test_values_of_the_wrong_kind(self, llama: Path, changes: dict) -> None:
+    def test_values_that_cannot_be(self, llama: Path, changes: dict[str, Any], message: str) -> None:
         change_config(llama, **changes)
-        with pytest.raises(ModelLoadError, match=r"config\.json"):
+        with pytest.raises(ModelLoadError, match=message):
             load(llama)
 
     def test_another_shape(self, llama: Path) -> None:

@@ -49,6 +49,17 @@ def test_disconnect_aborts_all_prompts_of_a_request(url, engine):
     wait_for(lambda: not engine.running)
 
 
+@pytest.mark.parametrize("path", sorted(BODIES))
+def test_a_client_that_goes_away_in_mid_body_is_no_error(url, engine, client, path, caplog):
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
+        raw.sendall(request_bytes(path, BODIES[path])[:-5])
+        time.sleep(0.05)  # the server waits for the rest
+    time.sleep(0.05)
+    assert client.completions.create(model="echo", prompt="abc", max_tokens=3).choices[0].text == "abc"
+    assert len(engine.seen_prompts) == 1
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR", "CRITICAL")]
+
+
 def test_one_bad_prompt_stops_the_others_of_its_request(client, engine):
     with pytest.raises(Exception, match="must not be empty"):
         client.completions.create(model="echo", prompt=["never ends", ""], max_tokens=3000)

@@ -1,0 +1,83 @@
+"""What the front doors share: options checked by name and type, and a layout that reaches the loader."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import LLM, AsyncLLM, EngineConfig, ModelLoadError, RequestError
+from jpaged.build import engine_config
+from jpaged.models.spec import DecoderSpec, WeightLayout
+
+SPEC = DecoderSpec(
+    vocab_size=32, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8,
+    max_position=16,
+)  # fmt: skip
+LAYOUT = WeightLayout(split_qkv=True)
+
+FRONT_DOORS: list[Callable[..., Any]] = [
+    LLM,
+    AsyncLLM,
+    lambda config, *, params=None, **options: jpaged.generate((config, params), [1], **options),
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("row_buckets", [8, "8", (), ("a",), (0,), (8.0,), (True,)]),
+        ("enable_prefix_caching", ["no", 1, None]),
+        ("mask_unknown_tokens", [None, 0]),
+        ("trust_remote_code", [1]),
+        ("seed", [None, "a", 1.5, True]),
+        ("gpu_memory_utilization", ["x", None, True, 0, -0.5, 1.01, math.nan, math.inf]),
+        ("max_num_seqs", [True, 8.0, "8"]),
+        ("max_logprobs", [None, "20", 2.5]),
+        ("kv_cache_memory_bytes", [1e6]),
+        ("dtype", [None, np.float32]),
+        ("tokenizer", [3]),
+        ("compilation_cache_dir", [3]),
+    ],
+)
+def test_values_of_no_use_are_refused_by_name(option: str, values: list[Any]):
+    for value in values:
+        with pytest.raises(RequestError, match=f"{option}=.*must be") as caught:
+            engine_config("model", {option: value})
+        assert caught.value.parameter == option
+
+
+def test_what_stands_for_a_value_becomes_it():
+    config = engine_config(
+        "model",
+        {"max_num_seqs": np.int64(4), "gpu_memory_utilization": np.float32(0.5), "row_buckets": [8, np.int32(16)],
+         "enable_prefix_caching": np.bool_(False), "token_buckets": None},
+    )  # fmt: skip
+    assert config == EngineConfig(
+        model="model", max_num_seqs=4, gpu_memory_utilization=0.5, row_buckets=(8, 16), enable_prefix_caching=False
+    )
+    assert type(config.max_num_seqs) is int
+    assert engine_config("model", {"gpu_memory_utilization": 1}).gpu_memory_utilization == 1
+
+
+@pytest.mark.parametrize("front_door", FRONT_DOORS, ids=["LLM", "AsyncLLM", "generate"])
+def test_a_layout_reaches_the_loader(front_door: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    def load(*args: Any, layout: WeightLayout | None, **how: Any) -> None:
+        seen.append(layout)
+        raise ModelLoadError("far enough")
+
+    monkeypatch.setattr("jpaged.loading.load_model", load)
+    with pytest.raises(ModelLoadError, match="far enough"):
+        front_door(SPEC, params={}, layout=LAYOUT)
+    assert seen == [LAYOUT]
+
+
+def test_a_layout_that_is_none_or_has_no_params():
+    with pytest.raises(RequestError, match=r"layout='in, out': must be a jpaged\.models\.spec\.WeightLayout"):
+        LLM(SPEC, params={}, layout="in, out")
+    with pytest.raises(RequestError, match="goes together with params"):
+        LLM("demo", layout=LAYOUT)

@@ -1,0 +1,40 @@
+"""What errors say, and what it costs to say it."""
+
+import numpy as np
+import pytest
+
+from jpaged.errors import RequestError
+
+
+class Part:
+    """Counts how often it was shown."""
+
+    shown = 0
+
+    def __repr__(self) -> str:
+        Part.shown += 1
+        return "part"
+
+
+@pytest.mark.parametrize("value", [[Part()] * 10_000, (Part(),) * 10_000, {"ids": [[Part()] * 10_000]}])
+def test_a_long_value_is_cut_before_it_is_written_out(value: object):
+    Part.shown = 0
+    error = RequestError("prompt", value, "is too long")
+    assert 0 < Part.shown < 100
+    assert str(error).endswith(": is too long")
+    assert len(str(error)) < 250
+    assert error.value is value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**5000, -(10**5000), [10**5000], "x" * 10**6, np.arange(10**6), b"x" * 1000],
+    ids=["integer", "negative", "list", "text", "array", "bytes"],
+)
+def test_nothing_is_too_large_to_be_refused(value: object):
+    assert len(str(RequestError("seed", value, "is too large"))) < 250
+
+
+@pytest.mark.parametrize("value", [5, -(2**63), 1.5, "a" * 150, "it's", None, True, [1, 2, 3], {"a": [1]}, b"x"])
+def test_a_short_value_is_shown_whole(value: object):
+    assert str(RequestError("n", value, "no")) == f"n={value!r}: no"
