@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import os
 import random
 import signal
 import threading
@@ -249,7 +248,7 @@ def test_after_ctrl_c_the_next_call_is_served_as_if_nothing_had_happened(
 
     def interrupted(plan: Any) -> Any:
         if next(calls) == moment:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return dispatch(plan)
 
     with monkeypatch.context() as patch:
@@ -295,7 +294,7 @@ def test_a_call_of_the_engine_that_is_cut_in_half(llm: LLM, monkeypatch: pytest.
 
 def test_ctrl_c_during_a_call_that_fails_is_not_forgotten(llm: LLM, runner: FakeRunner):
     def fail(plan: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         raise OSError("the device is gone")
 
     runner.dispatch = fail

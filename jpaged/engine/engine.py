@@ -185,8 +185,9 @@ class Engine:
         fresh.counters = old.counters
         fresh.manager.pool.peak_used = old.manager.pool.peak_used
         self._finished_requests += len(self._requests)
-        self._scheduler, self._requests, self._in_flight = fresh, {}, None
+        self._scheduler, self._requests = fresh, {}
         self._outputs.forget_all()
+        self._drop_step_in_flight()
 
     def close(self) -> None:
         """End all requests and give the device memory back."""
@@ -233,12 +234,24 @@ class Engine:
 
     def _fail_running(self) -> tuple[str, ...]:
         """End every request that a failed step may have touched: the running ones, and those with tokens on the way."""
-        self._in_flight = None
+        self._drop_step_in_flight()
         touched = [request for request in self._requests.values() if request.row >= 0 or request.num_in_flight]
         for request in touched:
             self._end(request, RequestStatus.FAILED)
         self._manager.pool.forget_all()
         return tuple(request.request_id for request in touched)
+
+    def _drop_step_in_flight(self) -> None:
+        """Wait for the step that runs, whose tokens nobody wants any more.
+
+        It must not outlive the engine: with JAX 0.11 a step's end takes the GIL, and aborts a process that is ending.
+        """
+        dropped, self._in_flight = self._in_flight, None
+        if dropped is not None:
+            try:
+                self.runner.collect(dropped.handle)
+            except Exception as error:  # its requests have ended already
+                logger.debug("a step that was dropped has failed: %s", error)
 
 
 def _log_failed_output(request: Request) -> None:

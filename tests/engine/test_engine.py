@@ -368,6 +368,19 @@ def test_starting_over_from_any_state():
     assert run(engine)["0"].outputs[0].token_ids == alone(prompt_of(30), 8, 97)
 
 
+def test_no_step_outlives_the_engine():
+    """One that ends while the interpreter does aborts the process, so whoever drops a step waits for it."""
+    for end in (Engine.close, Engine.start_over, lambda engine: engine._fail_running()):
+        runner = FakeRunner()
+        engine = Engine(runner)
+        engine.add_request("a", prompt_of(5), greedy(8))
+        engine.step()
+        collected = []
+        runner.collect = lambda handle, collected=collected: collected.append(handle.number)
+        end(engine)
+        assert collected == [0]
+
+
 def test_a_pool_smaller_than_one_request_is_refused():
     with pytest.raises(EngineError, match="max_model_len=64"):
         Engine(FakeRunner(num_blocks=15))
