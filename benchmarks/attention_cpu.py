@@ -1,6 +1,7 @@
 """Paged attention on CPU: how tile height, tiles that go together and keys a step change its time.
 
     python benchmarks/attention_cpu.py [--dtype bfloat16]
+    python benchmarks/attention_cpu.py --profile     # where a decode's time goes, operation by operation
 
 Interleaved runs in one process; prints minimum and median in milliseconds a call. The shape is a small Llama's: 8 heads
 over 4 KV heads of 64, blocks of 16. `decode` is 32 rows of 60 to 450 keys, `prompt` one prompt of 512 tokens, `mixed`
@@ -8,11 +9,15 @@ over 4 KV heads of 64, blocks of 16. `decode` is 32 rows of 60 to 450 keys, `pro
 """
 
 import argparse
+import collections
 import functools
 import importlib
+import pathlib
 import platform
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +28,10 @@ from pallas_kernels import KVPages
 xla = importlib.import_module("pallas_kernels.paged_attention.xla")
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 8, 4, 64, 16, 8192, 128
+OPTIONS = {
+    "scale": 0.125, "sliding_window": None, "logit_softcap": None, "sinks": None, "alibi_slopes": None,
+    "device_loops": True,
+}  # fmt: skip
 SETTINGS = {
     "as shipped": {},
     "tile of 8 rows": {"TILE_ROWS": 8},
@@ -47,11 +56,51 @@ def make_case(rng: np.random.Generator, dtype: str, tokens: int, counts: list[in
     )
 
 
+def profile(call: Callable, arguments: tuple, layers: int = 8, calls: int = 20) -> None:
+    """Print microseconds a layer of each operation of `call`, run for `layers` layers in one program.
+
+    Several layers, because one alone spends its time on page faults of fresh temporaries.
+    """
+
+    @jax.jit
+    def stack(q: jax.Array, pages: tuple, *rest: jax.Array) -> jax.Array:
+        for layer in pages:
+            q = call(q, layer, *rest)
+        return q
+
+    q, pages, *rest = arguments
+    pools = tuple(jax.tree.map(lambda a, shift=i: jnp.roll(a, shift, axis=0), pages) for i in range(layers))
+    stack(q, pools, *rest).block_until_ready()
+    start = time.perf_counter()
+    for _ in range(calls):
+        stack(q, pools, *rest).block_until_ready()
+    whole = (time.perf_counter() - start) / calls / layers
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                stack(q, pools, *rest).block_until_ready()
+        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+        spent: collections.Counter[str] = collections.Counter()
+        count: collections.Counter[str] = collections.Counter()
+        for event in (event for plane in planes for line in plane.lines for event in line.events):
+            # operations come one by one and by their HLO names, whose numbers tell layers apart
+            if not event.name.startswith(("end: ", "$", "Thunk", "while", "Pjit")):
+                name = event.name.rstrip("0123456789.")
+                spent[name] += event.duration_ns
+                count[name] += 1
+    print(f"{whole * 1e6:.0f} us a layer; of its operations (those that run beside each other count twice):")
+    for name, nanoseconds in spent.most_common(12):
+        total, times = nanoseconds / calls / layers / 1e3, count[name] / calls / layers
+        print(f"{total:9.1f} us {times:6.1f} x {total / times:7.1f} us  {name}")
+
+
 def main() -> None:
     """Compile every setting, run them in turn, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--profile", action="store_true", help="time each operation of the decode instead")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     lens = rng.integers(60, 450, 32).tolist()
@@ -60,16 +109,17 @@ def main() -> None:
         "prompt": (make_case(rng, args.dtype, 512, [512], [512]), 512),
         "mixed": (make_case(rng, args.dtype, 128, [1] * 16 + [112], [*lens[:16], 112]), 128),
     }
+    if args.profile:
+        arguments, longest = cases["decode"]
+        profile(functools.partial(xla.paged_attention, **OPTIONS, max_query_len=longest), arguments)
+        return
     programs = {}
     for name, changes in SETTINGS.items():
         before = {constant: getattr(xla, constant) for constant in changes}
         for constant, value in changes.items():
             setattr(xla, constant, value)
         for case, (arguments, longest) in cases.items():
-            call = functools.partial(
-                xla.paged_attention, scale=0.125, max_query_len=longest, sliding_window=None, logit_softcap=None,
-                sinks=None, alibi_slopes=None, device_loops=True,
-            )  # fmt: skip
+            call = functools.partial(xla.paged_attention, **OPTIONS, max_query_len=longest)
             programs[name, case] = jax.jit(call).lower(*arguments).compile()
         for constant, value in before.items():
             setattr(xla, constant, value)

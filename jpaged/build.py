@@ -56,10 +56,7 @@ def engine_config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
         raise RequestError("model", model, "name a folder, a hub id or demo")
     hints = typing.get_type_hints(EngineConfig)
     checked = {name: _checked(name, hints[name], value) for name, value in options.items()}
-    config = EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
-    if not 0 < config.gpu_memory_utilization <= 1:
-        raise RequestError("gpu_memory_utilization", config.gpu_memory_utilization, "must be above 0 and at most 1")
-    return config
+    return EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
 
 
 def _checked(name: str, hint: Any, value: Any) -> Any:

@@ -1,12 +1,16 @@
 """The demo model that ships: its folder, what is recorded of it, and whether that is true of the weights."""
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import json
 import pathlib
+import sys
 import types
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,6 +36,7 @@ def load_tool(name: str) -> types.ModuleType:
 
 
 complete_python = load_tool("complete_python").complete_python
+demo_corpus = load_tool("demo_corpus")
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +165,84 @@ def test_complete_python(prompt, continuation, kept):
     assert complete_python(prompt, continuation) == kept
     if kept is not None:
         ast.parse(kept)
+
+
+DOCUMENTED = '''"""A module."""
+
+import os
+
+
+class A:
+    """A class.
+
+    With more to say, ä and ö.
+    """
+
+    x = "kept"
+
+    def f(self):
+        """Nothing else."""
+
+    async def g(self):
+        "short"; return 1
+
+    def h(self):
+        # a comment
+        """With a comment before."""
+
+        def inner(): "same line"
+        return """not a docstring"""
+'''
+BARE = '''import os
+
+
+class A:
+    x = "kept"
+
+    def f(self):
+        pass
+
+    async def g(self):
+        "short"; return 1
+
+    def h(self):
+        # a comment
+        def inner(): pass
+        return """not a docstring"""
+'''
+
+
+def test_docstrings_are_left_out_of_the_corpus():
+    assert demo_corpus.without_docstrings(DOCUMENTED) == BARE
+    assert demo_corpus.without_docstrings(BARE) == BARE
+    assert demo_corpus.without_docstrings('"""Only this."""\n') == ""
+    assert demo_corpus.without_docstrings("print 'no Python 3'\n") == "print 'no Python 3'\n"
+    source = pathlib.Path(ast.__file__).read_text("utf-8")
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Module)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    assert ast.dump(ast.parse(demo_corpus.without_docstrings(source))) == ast.dump(tree)
+
+
+def test_attention_of_the_training_is_the_decoders():
+    """Blocks of queries, recomputed going backward, give what the plain attention gives, and its gradient."""
+    with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
+        blocked = load_tool("train_demo").blocked_causal_attend
+    rng = np.random.default_rng(0)
+    tokens = 2 * 300  # not a whole number of blocks
+    q, k, v, weight = (jnp.asarray(rng.standard_normal((tokens, n, 16)), jnp.float32) for n in (4, 2, 2, 4))
+    shape = jnp.zeros((2, 300), jnp.int32)
+
+    def total(attend, q, k, v):
+        return (attend(q, k, v, None, shape, scale=0.25, window=None)[0] * weight).sum()
+
+    for attend in (blocked, decoder.dense_causal_attend):
+        assert attend(q, k, v, None, shape, scale=0.25, window=None)[0].shape == q.shape
+    ours, theirs = (
+        jax.value_and_grad(functools.partial(total, attend), argnums=(0, 1, 2))(q, k, v)
+        for attend in (blocked, decoder.dense_causal_attend)
+    )
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)

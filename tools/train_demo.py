@@ -68,7 +68,7 @@ class Recipe:
     """How long and how fast. Recorded in the model folder; the defaults are those of the shipped model."""
 
     seed: int = 0
-    steps: int = 1400
+    steps: int = 1050
     batch_tokens: int = 8192
     warmup_steps: int = 60
     decay_share: float = 0.35        # last share of the steps, in which the learning rate falls to zero

@@ -1,6 +1,7 @@
 """Bytes: what fits, what is refused, and a pool that keeps its size from start to start."""
 
 import dataclasses
+import math
 import types
 
 import jax.numpy as jnp
@@ -63,9 +64,9 @@ def test_an_accelerator_gives_what_is_free():
     free = memory.free_device_bytes(device(bytes_limit=1000, bytes_in_use=300), CONFIG)
     assert free == 600
     assert memory.free_device_bytes(types.SimpleNamespace(platform="cpu"), CONFIG) is None
-    too_much = dataclasses.replace(CONFIG, gpu_memory_utilization=1.5)
-    with pytest.raises(ModelLoadError, match=r"gpu_memory_utilization=1\.5"):
-        memory.decide_limits(SPEC, too_much, "cpu")
+    for share in (0, -0.5, 1.5, math.nan, math.inf):
+        with pytest.raises(ModelLoadError, match=f"gpu_memory_utilization={share}: must be above 0"):
+            memory.decide_limits(SPEC, dataclasses.replace(CONFIG, gpu_memory_utilization=share), "cpu")
     assert plan(platform="gpu", free_bytes=5000 * BLOCK_BYTES).num_blocks == memory.round_down(5000)
     capped = dataclasses.replace(CONFIG, kv_cache_memory_bytes=10**12)
     assert plan(capped, platform="gpu", free_bytes=512 * BLOCK_BYTES).num_blocks == 512

@@ -77,9 +77,7 @@ def test_logprobs_of_the_real_distribution(client, idle):
         assert len(top) <= 3
 
 
-def test_chat(client, engine, idle):
-    if not engine.get_tokenizer().chat_template:
-        pytest.skip("the demo model has no chat template")
+def test_chat(client, idle):
     answer = client.chat.completions.create(
         **GREEDY, messages=[{"role": "user", "content": PROMPT}], max_completion_tokens=16
     )
