@@ -1,17 +1,26 @@
 """paged_attention: attention of ragged rows over paged keys and values. Signature, checks, choice of implementation."""
 
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import reference, triton, xla
+
+
+def _triton(*args: Any, **options: Any) -> Array:
+    """The Triton kernels on NVIDIA; in interpret mode wherever else the call is lowered for."""
+    compiled, interpreted = (functools.partial(triton.paged_attention, **options, interpret=i) for i in (False, True))
+    return jax.lax.platform_dependent(*args, cuda=compiled, default=interpreted)
+
 
 IMPLEMENTATIONS = {
     "reference": reference.paged_attention,
     "xla": functools.partial(xla.paged_attention, device_loops=False),
     "xla_loop": functools.partial(xla.paged_attention, device_loops=True),
+    "triton": _triton,
 }
 
 

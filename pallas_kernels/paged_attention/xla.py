@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.paged_attention.tiles import prompt_tiles
 
 # 128 keys: 0.91 ms against 1.13 (64) and 1.39 (32) for 32 rows of 200 tokens, 4 KV heads of 64, bf16, 2 CPU cores.
 KEYS_PER_STEP = 128
@@ -69,12 +70,14 @@ def paged_attention(
         tile_row = jnp.pad(order, (0, num_tiles - rows))
         tile_first = jnp.where(jnp.arange(num_tiles) < rows, 0, tile)  # place `tile` is no token
     else:
-        num_tiles = _up(-(-tokens // tile) + rows, TILE_GROUP)  # every row ends in at most one tile that is not full
-        ends = jnp.cumsum(-(-counts // tile))
-        index = jnp.arange(num_tiles)
-        tile_row = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1), rows - 1)
-        tile_first = (index - (ends[tile_row] - -(-counts[tile_row] // tile))) * tile
-        used_tiles = ends[-1]
+        tile_row, tile_first = prompt_tiles(query_start_loc, tokens, tile)
+        used_tiles = jnp.sum(tile_row >= 0)
+        num_tiles = _up(tile_row.shape[0], TILE_GROUP)
+        tile_first = jnp.where(tile_row < 0, tokens, tile_first)  # place `tokens` is no token of any row
+        tile_row, tile_first = (
+            jnp.pad(a, (0, num_tiles - a.shape[0]), constant_values=b)
+            for a, b in ((jnp.maximum(tile_row, 0), 0), (tile_first, tokens))
+        )
     offset = tile_first[:, None] + jnp.arange(tile)  # [tiles, tile] place in the row's tokens
     start = query_start_loc[tile_row][:, None]
     real = (offset >= 0) & (offset < counts[tile_row][:, None])

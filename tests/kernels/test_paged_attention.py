@@ -1,6 +1,7 @@
 """paged_attention and write_kv against a float64 oracle, and to the bit against themselves in other company."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KVPages, paged_attention, write_kv
+from pallas_kernels.paged_attention import triton
 
 NUM_BLOCKS, WIDTH = 64, 20
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
@@ -67,7 +69,7 @@ def oracle(case, *, scale=0.3, sliding_window=None, logit_softcap=None, sinks=No
     return np.asarray(out).reshape(-1, *q.shape[1:])
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "xla_loop"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "xla_loop", "triton"])
 @pytest.mark.parametrize(
     ("shape", "rows", "options"),
     [
@@ -90,6 +92,30 @@ def test_matches_float64(implementation, shape, rows, options):
     np.testing.assert_allclose(
         attend(case, implementation, **given), oracle(case, **options), atol=TOLERANCE[shape.get("dtype", "float32")]
     )
+
+
+@pytest.mark.parametrize("rows", [RAGGED, DECODES], ids=["ragged", "decodes"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 100}, {"sinks": np.linspace(-1, 1, 4)}, {"logit_softcap": 2.0}],
+    ids=["plain", "window", "sinks", "softcap"],
+)
+def test_triton_splits_of_a_row_are_merged(rows, options):
+    """Rows of up to 300 keys in splits of 64, the last ones empty, the first ones before the window."""
+    case = make_case(rows)
+    given = {n: jnp.asarray(v, jnp.float32) if isinstance(v, np.ndarray) else v for n, v in options.items()}
+    small = triton.Tiling(split_keys=64, decode_keys=32, prefill_rows=16, prefill_keys=32)
+    with mock.patch.object(triton.Tiling, "choose", return_value=small):
+        np.testing.assert_allclose(attend(case, "triton", **given), oracle(case, **options), atol=TOLERANCE["float32"])
+
+
+def test_triton_decode_gets_the_same_bits_in_any_company():
+    """Splits are cut at fixed positions: more rows, other rows or a chunk beside it change nothing."""
+    small = triton.Tiling(split_keys=64, decode_keys=32, prefill_rows=16, prefill_keys=32)
+    with mock.patch.object(triton.Tiling, "choose", return_value=small):
+        alone = attend(make_case(((1,), (300,))), "triton")
+        for others in (((1, 1, 1), (300, 7, 150)), ((1, 6), (300, 90))):  # all of 8 token places: equal data
+            np.testing.assert_array_equal(attend(make_case(others), "triton")[:1], alone)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +156,7 @@ def test_a_query_gets_the_same_bits_in_any_company(window, shape):
 def test_nan_in_a_stale_page_touches_nobody():
     """What a block held for its last owner, NaN included, must not leak to the next: 0 * NaN is NaN."""
     case = make_case(RAGGED)
-    clean = {name: attend(case, name) for name in ("reference", "xla", "xla_loop")}
+    clean = {name: attend(case, name) for name in ("reference", "xla", "xla_loop", "triton")}
     data = np.array(case["pages"].data)
     used = np.zeros(data.shape[:1] + data.shape[3:4], bool)
     for row, length in enumerate(np.asarray(case["context_lens"])):

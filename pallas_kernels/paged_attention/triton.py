@@ -1,0 +1,399 @@
+"""paged_attention for NVIDIA in Pallas, lowered through Triton: a decode path, its merge, and a prefill path.
+
+1. Rows of one token go to `_decode`: a program is one row, one KV head and one split of the keys. Splits are cut at
+   fixed positions of the sequence, so what a row computes does not depend on who runs beside it (flash decoding, Dao
+   et al. 2023, with fixed splits). Every program leaves its output and the logarithm of its sum.
+2. `_merge` puts a row's splits together.
+3. Longer rows go to `_prefill`: a program is one KV head and a tile of a row's tokens, all query heads of the group in
+   one product (Dao et al. 2022). It fills the output that `_merge` then completes in place.
+
+A call whose rows are all one token (`max_query_len=1`) runs 1 and 2, and only 1 where one split covers the table.
+A mixed call runs all three: rows that are not a path's own leave its programs at once.
+
+The kernels take whole arrays and compute addresses themselves (no scalar prefetch and no scratch in this lowering).
+Widths that are no power of two are padded inside by masks. Masked stores point past the end of the array: interpret
+mode would otherwise write clamped duplicates over good rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.paged_attention.tiles import prompt_tiles
+
+Ref = Any  # an array inside a kernel, addressed by `.at`
+MASKED = -1e30  # finite: -inf - -inf would be NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Sizes that change the time and not the result (but `split_keys`, which also sets the order of the sums)."""
+
+    split_keys: int     # keys of a decode program
+    decode_keys: int    # keys a turn of its loop
+    prefill_rows: int   # query rows of a prefill tile: tokens times heads of the group
+    prefill_keys: int   # keys a turn of its loop
+    decode_warps: int = 4
+    decode_stages: int = 2
+    prefill_warps: int = 4
+    prefill_stages: int = 2
+
+    @classmethod
+    def choose(cls, table_keys: int, head_dim: int, itemsize: int) -> "Tiling":
+        """The rule for shapes nobody has tuned.
+
+        At most 32 splits, of at least 512 keys: a split's result (float32) is then under 2% of the keys and values it
+        read, and one row of 32,768 keys still has 32 programs a KV head. Tiles are as large as a card's shared memory
+        (228 KiB a multiprocessor on Hopper) holds two stages of keys and values of.
+        """
+        split = max(512, pl.next_power_of_2(-(-table_keys // 32)))
+        wide = head_dim * itemsize > 256
+        return cls(split, 32 if wide else 64, 64 if wide else 128, 32 if wide else 64, prefill_warps=4 if wide else 8)
+
+
+def paged_attention(
+    q: Float[Array, "tokens q_heads head_dim"],
+    pages: KVPages,
+    block_tables: Int[Array, "rows width"],
+    context_lens: Int[Array, " rows"],
+    query_start_loc: Int[Array, " rows_plus_1"],
+    *,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+    sinks: Float[Array, " q_heads"] | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """As `pallas_kernels.paged_attention` says. interpret: run the kernels in XLA operations, on any platform."""
+    table_keys = block_tables.shape[1] * pages.block_size
+    tiling = tiling or Tiling.choose(table_keys, pages.head_dim, pages.data.dtype.itemsize)
+    problem = _Problem(
+        scale=scale,
+        group=q.shape[1] // pages.num_kv_heads,
+        head_dim=q.shape[2],
+        block_size=pages.block_size,
+        window=sliding_window,
+        softcap=logit_softcap,
+        has_sinks=sinks is not None,
+        has_slopes=alibi_slopes is not None,
+        splits=-(-table_keys // tiling.split_keys),
+        tiling=tiling,
+        only_decodes=max_query_len == 1,
+    )
+    # a head's own numbers, always given, so that each kernel has one signature
+    none = jnp.zeros(1, jnp.float32)
+    sinks = none if sinks is None else sinks.astype(jnp.float32)
+    slopes = none if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
+    rows = (block_tables, context_lens, query_start_loc)
+    out = None
+    if not problem.only_decodes:
+        out = _prefill(problem, q, pages, rows, sinks, slopes, interpret)
+    return _decode(problem, q, pages, rows, sinks, slopes, out, interpret)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """What is static in a call."""
+
+    scale: float
+    group: int
+    head_dim: int
+    block_size: int
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+    has_slopes: bool
+    splits: int
+    tiling: Tiling
+    only_decodes: bool
+
+    @property
+    def width(self) -> int:
+        """head_dim, padded to what the products take."""
+        return max(16, pl.next_power_of_2(self.head_dim))
+
+    @property
+    def group_rows(self) -> int:
+        """Query rows of a decode program: the heads of a group, padded to the smallest product."""
+        return max(16, pl.next_power_of_2(self.group))
+
+
+# --- one turn over a few keys: shared by decode and prefill -----------------------------------------------------------
+
+
+def _load_page(
+    problem: _Problem, data_ref: Ref, which: int, blocks: Array, head: Array, position: Array, valid: Array
+) -> Array:
+    """[keys, width] keys (which=0) or values (which=1) of one KV head at positions of one sequence."""
+    column = jnp.arange(problem.width)[None, :]
+    mask = valid[:, None] & (column < problem.head_dim)
+    place = data_ref.at[blocks[:, None], which, head, (position % problem.block_size)[:, None], column]
+    return plgpu.load(place, mask=mask, other=0.0)
+
+
+def _attend_keys(
+    problem: _Problem,
+    carry: tuple[Array, Array, Array],
+    q: Array,
+    position: Array,
+    query_position: Array,
+    slope: Array | None,
+    load: Callable[[int], Array],
+) -> tuple[Array, Array, Array]:
+    """Online softmax (Milakov & Gimelshein 2018): `carry` = (output, maximum, sum) after the keys at `position`."""
+    out, top, total = carry
+    exact = q.dtype == jnp.float32
+    precision = lax.Precision.HIGHEST if exact else None
+    key, value = load(0).astype(q.dtype), load(1).astype(q.dtype)
+    scores = plgpu.dot(q, key.T, precision=precision) * problem.scale
+    if problem.softcap is not None:
+        scores = problem.softcap * jnp.tanh(scores / problem.softcap)
+    distance = query_position[:, None] - position[None, :]
+    if slope is not None:
+        scores -= slope[:, None] * distance.astype(jnp.float32)
+    seen = distance >= 0
+    if problem.window is not None:
+        seen &= distance < problem.window
+    scores = jnp.where(seen, scores, MASKED)
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    # where no key of a turn is seen, new_top is MASKED and exp(0) would count the hidden keys
+    weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
+    shrink = jnp.exp(top - new_top)
+    out = out * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), value, precision=precision)
+    return out, new_top, total * shrink + weights.sum(axis=1)
+
+
+def _start(rows: int, width: int) -> tuple[Array, Array, Array]:
+    return (
+        jnp.zeros((rows, width), jnp.float32),
+        jnp.full((rows,), MASKED, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+
+
+# --- decode: one row, one KV head, one split --------------------------------------------------------------------------
+
+
+def _decode_kernel(
+    tables_ref: Ref, lens_ref: Ref, starts_ref: Ref, sinks_ref: Ref, slopes_ref: Ref, q_ref: Ref,
+    data_ref: Ref, *rest: Ref, problem: _Problem,
+) -> None:  # fmt: skip
+    """With one split: writes the output. With more: writes [split, row, head, width] and the logarithm of the sum."""
+    *_, out_ref, lse_ref = rest if problem.splits > 1 else (*rest, None)
+    row, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    first = starts_ref[row]
+    length = lens_ref[row]
+    is_decode = starts_ref[row + 1] - first == 1
+    begin = split * problem.tiling.split_keys
+    end = jnp.minimum(begin + problem.tiling.split_keys, length)
+    if problem.window is not None:
+        begin = jnp.maximum(begin, length - problem.window)
+
+    def own() -> None:
+        lane = jnp.arange(problem.group_rows)
+        query_head = head * problem.group + jnp.minimum(lane, problem.group - 1)
+        column = jnp.arange(problem.width)[None, :]
+        mine = (lane < problem.group)[:, None] & (column < problem.head_dim)
+        q = plgpu.load(q_ref.at[first, query_head[:, None], column], mask=mine, other=0.0)
+        slope = plgpu.load(slopes_ref.at[query_head]) if problem.has_slopes else None
+        query_position = jnp.full((problem.group_rows,), length - 1, jnp.int32)
+
+        def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            position = i * problem.tiling.decode_keys + jnp.arange(problem.tiling.decode_keys)
+            valid = (position >= begin) & (position < end)
+            blocks = plgpu.load(tables_ref.at[row, position // problem.block_size], mask=valid, other=0)
+            load = functools.partial(
+                _load_page, problem, data_ref, blocks=blocks, head=head, position=position, valid=valid
+            )
+            # keys of a neighbouring split lie in the past of the query, too: push them out of sight
+            position = jnp.where(valid, position, length)
+            return _attend_keys(problem, carry, q, position, query_position, slope, lambda which: load(which=which))
+
+        size = problem.tiling.decode_keys
+        out, top, total = lax.fori_loop(
+            begin // size, pl.cdiv(end, size), turn, _start(problem.group_rows, problem.width)
+        )
+        if lse_ref is None and problem.has_sinks:
+            total += jnp.exp(plgpu.load(sinks_ref.at[query_head]) - top)
+        out /= jnp.where(total == 0, 1.0, total)[:, None]
+        if lse_ref is None:
+            place = out_ref.at[first, jnp.where(lane < problem.group, query_head, q_ref.shape[1])[:, None], column]
+            plgpu.store(place, out.astype(out_ref.dtype), mask=mine)
+        else:
+            nowhere = jnp.where(lane < problem.group, query_head, lse_ref.shape[2])
+            plgpu.store(out_ref.at[split, row, nowhere[:, None], column], out, mask=mine)
+            lse = top + jnp.log(jnp.where(total == 0, 1.0, total))
+            plgpu.store(lse_ref.at[split, row, nowhere], jnp.where(total == 0, MASKED, lse), mask=lane < problem.group)
+
+    # a split beyond the row's end, or before its window, has nothing to say and nobody reads it
+    pl.when(is_decode & (begin < end))(own)
+
+
+def _merge_kernel(
+    lens_ref: Ref, starts_ref: Ref, sinks_ref: Ref, parts_ref: Ref, lse_ref: Ref, *rest: Ref,
+    problem: _Problem,
+) -> None:  # fmt: skip
+    """One row and one head: the splits' outputs weighted by their sums."""
+    out_ref = rest[-1]
+    row, head = pl.program_id(0), pl.program_id(1)
+    first, length = starts_ref[row], lens_ref[row]
+    is_decode = (starts_ref[row + 1] - first == 1) & (length > 0)
+
+    def own() -> None:
+        split = jnp.arange(pl.next_power_of_2(problem.splits))
+        begin = split * problem.tiling.split_keys
+        written = begin < length
+        if problem.window is not None:
+            written &= begin + problem.tiling.split_keys > length - problem.window
+        lse = plgpu.load(lse_ref.at[split, row, head], mask=written, other=MASKED)
+        top = lse.max()
+        if problem.has_sinks:
+            top = jnp.maximum(top, sinks_ref[head])
+        weights = jnp.where(written, jnp.exp(lse - top), 0.0)
+        total = weights.sum()
+        if problem.has_sinks:
+            total += jnp.exp(sinks_ref[head] - top)
+        column = jnp.arange(problem.width)[None, :]
+        mask = written[:, None] & (column < problem.head_dim)
+        parts = plgpu.load(parts_ref.at[split[:, None], row, head, column], mask=mask, other=0.0)
+        merged = (parts * weights[:, None]).sum(axis=0) / total
+        column = jnp.arange(problem.width)
+        plgpu.store(out_ref.at[first, head, column], merged.astype(out_ref.dtype), mask=column < problem.head_dim)
+
+    pl.when(is_decode)(own)
+
+
+def _decode(
+    problem: _Problem,
+    q: Array,
+    pages: KVPages,
+    rows: tuple[Array, Array, Array],
+    sinks: Array,
+    slopes: Array,
+    out: Array | None,
+    interpret: bool,
+) -> Array:
+    """The output of rows of one token, put into `out` (what the prefill gave) where there is one."""
+    block_tables, context_lens, query_start_loc = rows
+    num_rows, q_heads = context_lens.shape[0], q.shape[1]
+    tiling = problem.tiling
+    params = plgpu.CompilerParams(num_warps=tiling.decode_warps, num_stages=tiling.decode_stages)
+    arguments = (block_tables, context_lens, query_start_loc, sinks, slopes, q, pages.data)
+    final = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    grid = (num_rows, pages.num_kv_heads, problem.splits)
+    kernel = functools.partial(_decode_kernel, problem=problem)
+    before = () if out is None else (out,)
+    if problem.splits == 1:
+        return pl.pallas_call(
+            kernel, final, grid=grid, compiler_params=params, interpret=interpret, name="paged_decode",
+            input_output_aliases={len(arguments): 0} if before else {},
+        )(*arguments, *before)  # fmt: skip
+    parts, lse = pl.pallas_call(
+        kernel,
+        (
+            jax.ShapeDtypeStruct((problem.splits, num_rows, q_heads, problem.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((problem.splits, num_rows, q_heads), jnp.float32),
+        ),
+        grid=grid, compiler_params=params, interpret=interpret, name="paged_decode_splits",
+    )(*arguments)  # fmt: skip
+    arguments = (context_lens, query_start_loc, sinks, parts, lse)
+    return pl.pallas_call(
+        functools.partial(_merge_kernel, problem=problem), final, grid=(num_rows, q_heads),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1), interpret=interpret, name="paged_decode_merge",
+        input_output_aliases={len(arguments): 0} if before else {},
+    )(*arguments, *before)  # fmt: skip
+
+
+# --- prefill: one KV head, one tile of a row's tokens -----------------------------------------------------------------
+
+
+def _prefill_kernel(
+    tile_row_ref: Ref, tile_first_ref: Ref, tables_ref: Ref, lens_ref: Ref, starts_ref: Ref,
+    sinks_ref: Ref, slopes_ref: Ref, q_ref: Ref, data_ref: Ref, out_ref: Ref, *, problem: _Problem,
+    tile_tokens: int,
+) -> None:  # fmt: skip
+    """Query rows are tokens x heads of the group, padded to a power of two."""
+    tile, head = pl.program_id(0), pl.program_id(1)
+    row = tile_row_ref[tile]
+
+    def own() -> None:
+        padded_group = pl.next_power_of_2(problem.group)
+        first, length = starts_ref[row], lens_ref[row]
+        count = starts_ref[row + 1] - first
+        line = jnp.arange(tile_tokens * padded_group)
+        token = tile_first_ref[tile] + line // padded_group
+        lane = line % padded_group
+        real = (token < count) & (lane < problem.group)
+        query_head = head * problem.group + jnp.minimum(lane, problem.group - 1)
+        place = first + jnp.minimum(token, count - 1)
+        column = jnp.arange(problem.width)[None, :]
+        mine = real[:, None] & (column < problem.head_dim)
+        q = plgpu.load(q_ref.at[place[:, None], query_head[:, None], column], mask=mine, other=0.0)
+        slope = plgpu.load(slopes_ref.at[query_head]) if problem.has_slopes else None
+        query_position = length - count + token
+        begin = jnp.int32(0)
+        end = jnp.minimum(length - count + tile_first_ref[tile] + tile_tokens, length)
+        if problem.window is not None:
+            begin = jnp.maximum(length - count + tile_first_ref[tile] - problem.window + 1, 0)
+        size = problem.tiling.prefill_keys
+
+        def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            position = i * size + jnp.arange(size)
+            valid = position < end
+            blocks = plgpu.load(tables_ref.at[row, position // problem.block_size], mask=valid, other=0)
+            load = functools.partial(
+                _load_page, problem, data_ref, blocks=blocks, head=head, position=position, valid=valid
+            )
+            return _attend_keys(problem, carry, q, position, query_position, slope, lambda which: load(which=which))
+
+        carry = _start(tile_tokens * padded_group, problem.width)
+        out, top, total = lax.fori_loop(begin // size, pl.cdiv(end, size), turn, carry)
+        if problem.has_sinks:
+            total += jnp.exp(plgpu.load(sinks_ref.at[query_head]) - top)
+        out /= jnp.where(total == 0, 1.0, total)[:, None]
+        target = jnp.where(real, place, out_ref.shape[0])
+        plgpu.store(
+            out_ref.at[target[:, None], query_head[:, None], column], out.astype(out_ref.dtype), mask=mine
+        )
+
+    pl.when(row >= 0)(own)
+
+
+def _prefill(
+    problem: _Problem,
+    q: Array,
+    pages: KVPages,
+    rows: tuple[Array, Array, Array],
+    sinks: Array,
+    slopes: Array,
+    interpret: bool,
+) -> Array:
+    """The output of rows of more than one token; what belongs to others is left as it lies in memory."""
+    block_tables, context_lens, query_start_loc = rows
+    tiling = problem.tiling
+    tile_tokens = max(1, tiling.prefill_rows // pl.next_power_of_2(problem.group))
+    tile_row, tile_first = prompt_tiles(query_start_loc, q.shape[0], tile_tokens)
+    counts = query_start_loc[1:] - query_start_loc[:-1]
+    # rows of one token are the decode's, tiles of no row are nobody's
+    theirs = (tile_row < 0) | (jnp.take(counts, tile_row, mode="clip") < 2)
+    tile_row = jnp.where(theirs, -1, tile_row).astype(jnp.int32)
+    return pl.pallas_call(
+        functools.partial(_prefill_kernel, problem=problem, tile_tokens=tile_tokens),
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(tile_row.shape[0], pages.num_kv_heads),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.prefill_warps, num_stages=tiling.prefill_stages),
+        interpret=interpret,
+        name="paged_prefill",
+    )(tile_row, tile_first, block_tables, context_lens, query_start_loc, sinks, slopes, q, pages.data)
