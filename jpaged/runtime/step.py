@@ -189,7 +189,9 @@ class PagedAttend:
         scale: float,
         window: int | None,
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:
-        pages = write_kv(pages, k, v, metadata.slots)
+        pages = write_kv(
+            pages, k, v, metadata.slots, implementation="triton" if self.implementation == "triton" else None
+        )
         out = paged_attention(
             q, pages, metadata.block_tables, metadata.context_lens, metadata.query_start_loc,
             scale=scale, max_query_len=self.max_query_len, sliding_window=window, implementation=self.implementation,

@@ -1,26 +1,19 @@
 """paged_attention: attention of ragged rows over paged keys and values. Signature, checks, choice of implementation."""
 
 import functools
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import reference, triton, xla
-
-
-def _triton(*args: Any, **options: Any) -> Array:
-    """The Triton kernels on NVIDIA; in interpret mode wherever else the call is lowered for."""
-    compiled, interpreted = (functools.partial(triton.paged_attention, **options, interpret=i) for i in (False, True))
-    return jax.lax.platform_dependent(*args, cuda=compiled, default=interpreted)
-
+from pallas_kernels.platforms import on_cuda
 
 IMPLEMENTATIONS = {
     "reference": reference.paged_attention,
     "xla": functools.partial(xla.paged_attention, device_loops=False),
     "xla_loop": functools.partial(xla.paged_attention, device_loops=True),
-    "triton": _triton,
+    "triton": on_cuda(triton.paged_attention),
 }
 
 
@@ -61,7 +54,8 @@ def paged_attention(
     sinks:           one logit a head that joins the softmax's sum and nothing else   (arXiv:2309.17453).
     alibi_slopes:    float32 a head: slope * (key position - query position) is added (arXiv:2108.12409).
     implementation:  "reference" (plain, gathers everything), "xla" (online softmax over fixed blocks of keys, static
-                     loops), "xla_loop" (the same, loops end at the longest row: for CPU), or None to choose.
+                     loops), "xla_loop" (the same, loops end at the longest row: for CPU), "triton" (kernels for
+                     NVIDIA; in interpret mode elsewhere), or None to choose.
     debug:           check the index arguments on the host (only outside jit); raises ValueError.
 
     Returns q's shape and dtype. Sums over keys are in float32.

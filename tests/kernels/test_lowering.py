@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import KVPages, paged_attention
+from pallas_kernels import KVPages, paged_attention, write_kv
 
 ROWS, TOKENS, WIDTH, NUM_BLOCKS = 4, 64, 128, 1024
 HEADS = {"gqa": (32, 8), "mha": (4, 4), "group-7": (14, 2), "mqa": (8, 1)}
@@ -61,3 +61,13 @@ def test_triton_kernels_lower(shape, options, max_query_len):
     expected = {"paged_decode_splits", "paged_decode_merge"} | ({"paged_prefill"} if max_query_len > 1 else set())
     assert set(names) == expected
     assert text.count("custom_call @__gpu$xla.gpu.triton") == len(expected)
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "dtype"), [("gqa", 128, "bfloat16"), ("mha", 80, "float32")])
+def test_triton_write_lowers(heads, head_dim, dtype):
+    given = shapes(heads, head_dim, dtype, 16, TOKENS)
+    new = jax.ShapeDtypeStruct((TOKENS, HEADS[heads][1], head_dim), jnp.dtype(dtype))
+    slots = jax.ShapeDtypeStruct((TOKENS,), np.int32)
+    arguments = {"pages": given["pages"], "k": new, "v": new, "slots": slots}
+    text = lower_for_cuda(functools.partial(write_kv, implementation="triton"), arguments)
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 1

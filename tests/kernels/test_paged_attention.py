@@ -168,13 +168,15 @@ def test_nan_in_a_stale_page_touches_nobody():
         np.testing.assert_array_equal(attend(case, name), expected)
 
 
-def test_write_kv_fills_slots_and_drops_padding():
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_write_kv_fills_slots_and_drops_padding(implementation):
     rng = np.random.default_rng(0)
-    pages = KVPages.create(5, 8, 2, 4, jnp.float32)
-    k, v = rng.standard_normal((2, 6, 2, 4)).astype(np.float32)
+    pages = KVPages.create(5, 8, 2, 5, jnp.float32)
+    k, v = rng.standard_normal((2, 6, 2, 5)).astype(np.float32)
     slots = np.array([39, -1, 0, 17, -1, -7], np.int32)  # -1 must not become the last slot
-    out = np.asarray(jax.jit(write_kv, donate_argnums=0)(pages, k, v, slots).data)
-    expected = np.zeros((5, 2, 2, 8, 4), np.float32)
+    call = jax.jit(functools.partial(write_kv, implementation=implementation), donate_argnums=0)
+    out = np.asarray(call(pages, k, v, slots).data)
+    expected = np.zeros((5, 2, 2, 8, 5), np.float32)
     for i, slot in enumerate(slots):
         if slot >= 0:
             expected[slot // 8, 0, :, slot % 8], expected[slot // 8, 1, :, slot % 8] = k[i], v[i]
@@ -220,7 +222,7 @@ def test_write_kv_names_wrong_arguments():
     pages = KVPages.create(2, 8, 2, 4, jnp.float32)
     with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=r"kv_heads|tokens, 2, 4"):
         write_kv(pages, jnp.zeros((3, 1, 4)), jnp.zeros((3, 1, 4)), jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match="implementation='triton'"):
-        write_kv(pages, jnp.zeros((3, 2, 4)), jnp.zeros((3, 2, 4)), jnp.zeros(3, jnp.int32), implementation="triton")
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        write_kv(pages, jnp.zeros((3, 2, 4)), jnp.zeros((3, 2, 4)), jnp.zeros(3, jnp.int32), implementation="cuda")
     with pytest.raises(ValueError, match="dtype=int8"):
         KVPages.create(2, 8, 2, 4, jnp.int8)

@@ -31,16 +31,13 @@ BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 DECODE = ProgramShape(True, ROWS, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
 PREFILL = ProgramShape(False, 64, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
 
-TARGETS = [
-    "cpu",
-    pytest.param(
-        "h200",
-        marks=[
-            pytest.mark.deviceless,
-            pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax-cuda13-plugin"),
-        ],
-    ),
+DEVICELESS = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax-cuda13-plugin"),
 ]
+# what the step is compiled for, and the attention it is compiled with
+IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton"}
+TARGETS = ["cpu", *(pytest.param(name, marks=DEVICELESS) for name in IMPLEMENTATIONS if name != "cpu")]
 
 
 def dtype_of(target):
@@ -52,7 +49,7 @@ def dtype_of(target):
 @functools.cache
 def compiled(target, shape, blocks=BLOCKS):
     dtype, sharding, mesh = dtype_of(target), None, contextlib.nullcontext()
-    if target == "h200":
+    if target != "cpu":
         sharding = h200_target.sharding()
         device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
         mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
@@ -65,7 +62,7 @@ def compiled(target, shape, blocks=BLOCKS):
     with mesh:
         return compile_step(
             params, None, state, spec=SPEC, layout=WeightLayout(), shape=shape, num_logprobs=20, sharding=sharding,
-            implementation="xla_loop" if target == "cpu" else "xla",
+            implementation=IMPLEMENTATIONS[target],
         )  # fmt: skip
 
 
@@ -102,6 +99,16 @@ def test_nothing_as_large_as_a_layers_kv_or_weights_is_copied(target, shape):
     assert memory.temp_size_in_bytes < limit(target)
     # the pages come in and go out as the same buffers
     assert memory.alias_size_in_bytes >= SPEC.num_layers * pool_bytes(target)
+
+
+@pytest.mark.parametrize(("shape", "kernels"), [(DECODE, 3), (PREFILL, 4)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("target", [pytest.param("h200 kernels", marks=DEVICELESS)])
+def test_a_layers_custom_calls_are_few(target, shape, kernels):
+    """write_kv, decode, its merge (two splits cover the table), and prefill where rows may be longer than a token."""
+    text = compiled(target, shape).as_text()
+    names = re.findall(r'name = "(\w+)", num_stages', text)
+    assert len(names) == kernels * SPEC.num_layers, collections.Counter(names)
+    assert set(names) <= {"write_kv", "paged_prefill", "paged_decode_splits", "paged_decode_merge"}
 
 
 def test_the_check_sees_a_copy():
