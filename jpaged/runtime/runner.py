@@ -25,6 +25,7 @@ from jpaged.runtime.programs import ProgramTable, bucket_shapes, smallest_bucket
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, create_state, state_shapes
 from jpaged.runtime.step import ProgramShape, block_updates, compile_step, pack, upload_row
+from pallas_kernels import KernelCheckError, self_check
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,8 @@ class ModelRunner:
             )  # fmt: skip
 
         with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
+            if device.platform != "cpu":
+                _check_attention(spec, limits, implementation, dtype, device)
             fit = functools.partial(
                 memory.fit, spec, config, limits, dtype=dtype, weight_bytes=memory.tree_bytes(params)
             )
@@ -239,11 +242,25 @@ class ModelRunner:
 
 def _implementation(config: EngineConfig, device: Any) -> str:
     """The attention implementation that the options ask for, or the platform's."""
-    name = config.attention_implementation or choose_implementation(device.platform)
+    name = config.attention_implementation or choose_implementation(device)
     if name not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ModelLoadError(f"attention_implementation={name!r}: there are {known}; leave it out to have one chosen")
     return name
+
+
+def _check_attention(
+    spec: DecoderSpec, limits: memory.Limits, implementation: str, dtype: Any, device: Any
+) -> None:
+    """Raise ModelLoadError where the kernels are wrong on this device: rather no answer than a wrong one."""
+    try:
+        errors = self_check(
+            q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=limits.block_size,
+            dtype=dtype, sliding_window=spec.window(0), implementation=implementation, device=device,
+        )  # fmt: skip
+    except KernelCheckError as error:
+        raise ModelLoadError(f"{error}: attention_implementation='xla'") from error
+    logger.info("attention %r agrees with its reference: largest difference %.2g", implementation, max(errors.values()))
 
 
 def _table_sizes(limits: memory.Limits) -> dict[str, int]:

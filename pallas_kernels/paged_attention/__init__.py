@@ -1,6 +1,7 @@
 """paged_attention: attention of ragged rows over paged keys and values. Signature, checks, choice of implementation."""
 
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -17,9 +18,16 @@ IMPLEMENTATIONS = {
 }
 
 
-def choose_implementation(platform: str) -> str:
-    """The implementation for a platform ("cpu", "gpu", "tpu"): on CPU the one whose loops end where the rows end."""
-    return "xla_loop" if platform == "cpu" else "xla"
+def choose_implementation(device: Any) -> str:
+    """The implementation for a jax Device: on CPU the one whose loops end where the rows end, kernels on NVIDIA.
+
+    Triton's products of 16-bit numbers need compute capability 8.0 (Ampere) or newer; older cards and TPUs take XLA.
+    """
+    if device.platform == "cpu":
+        return "xla_loop"
+    if device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8.0:
+        return "triton"
+    return "xla"
 
 
 def paged_attention(
@@ -60,7 +68,7 @@ def paged_attention(
 
     Returns q's shape and dtype. Sums over keys are in float32.
     """
-    name = implementation or choose_implementation(jax.default_backend())
+    name = implementation or choose_implementation(jax.devices()[0])
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: paged_attention has {', '.join(IMPLEMENTATIONS)}")
     if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim:

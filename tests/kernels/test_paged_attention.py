@@ -1,6 +1,7 @@
 """paged_attention and write_kv against a float64 oracle, and to the bit against themselves in other company."""
 
 import functools
+import types
 from unittest import mock
 
 import jax
@@ -9,8 +10,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from pallas_kernels import KVPages, paged_attention, write_kv
-from pallas_kernels.paged_attention import triton
+from pallas_kernels import KernelCheckError, KVPages, paged_attention, self_check, write_kv
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, triton
 
 NUM_BLOCKS, WIDTH = 64, 20
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
@@ -216,6 +217,33 @@ def test_wrong_arguments_are_named(change, message):
     # in tests the annotated shapes are checked too, and may speak first
     with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=message):
         paged_attention(**{**make_case(RAGGED), "scale": 1.0, "max_query_len": 64} | change)
+
+
+@pytest.mark.parametrize("implementation", ["xla_loop", "triton"])
+def test_self_check_finds_agreement(implementation):
+    errors = self_check(implementation=implementation, dtype=jnp.float32, head_dim=16, q_heads=4)
+    assert set(errors) == {"decode", "chunks", "mixed"}
+    assert max(errors.values()) < 1e-5
+
+
+def test_self_check_refuses_a_wrong_kernel(monkeypatch):
+    def scale_forgotten(*args, **options):
+        return IMPLEMENTATIONS["xla_loop"](*args, **{**options, "scale": 1.0})
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", scale_forgotten)
+    with pytest.raises(KernelCheckError, match=r"'wrong' on .*case decode .*differs from the reference by"):
+        self_check(implementation="wrong", dtype=jnp.float32, head_dim=16, q_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "name"),
+    [("cpu", None, "xla_loop"), ("gpu", "9.0", "triton"), ("gpu", "7.5", "xla"), ("tpu", None, "xla")],
+)
+def test_the_device_decides_the_implementation(platform, capability, name):
+    device = types.SimpleNamespace(platform=platform)
+    if capability:
+        device.compute_capability = capability
+    assert choose_implementation(device) == name
 
 
 def test_write_kv_names_wrong_arguments():
