@@ -1,0 +1,377 @@
+"""The kernels on an NVIDIA card: are they right, how fast are they, and how fast are the others.
+
+    python benchmarks/kernels.py --check                  # compare with the reference on this device, and stop
+    python benchmarks/kernels.py --out benchmarks/results # check, then measure: at most 8 minutes on a card
+    python benchmarks/kernels.py --tiny                   # the same code on small shapes, anywhere: a rehearsal
+
+1. What the card does: bytes copied a second, bf16 products a second. Everything below is a share of these.
+2. paged_attention: decodes and a prefill chunk with Llama-3-8B's heads (32 query and 8 KV heads of 128, bf16, blocks of
+   16), and beside it JAX's own `paged_attention` (pages) and `decode_attention`, cuDNN and torch (contiguous KV).
+3. write_kv.
+
+Nothing is timed by single calls: a measurement is one jitted loop whose turns depend on each other, over the pages of
+several layers in turn, more than any cache holds. Printed is the median of the repeats; the JSON file has all of them.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import importlib.util
+import json
+import math
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import KVPages, paged_attention, self_check, write_kv
+from pallas_kernels.paged_attention import choose_implementation
+
+CHECKS = [  # query heads, KV heads, head_dim, block size, dtype, window
+    (32, 8, 128, 16, "bfloat16", None),
+    (32, 8, 128, 64, "float16", None),
+    (8, 2, 128, 16, "float32", 100),
+    (14, 2, 64, 16, "bfloat16", None),
+    (4, 4, 80, 32, "bfloat16", 300),
+    (8, 1, 96, 128, "bfloat16", None),
+    (8, 4, 256, 16, "bfloat16", None),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A batch for attention."""
+
+    name: str
+    context: tuple[int, ...]  # keys of each row
+    chunk: int = 1            # tokens of each row
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values that one call has to read, bf16."""
+        return 2 * sum(self.context) * self.kv_heads * self.head_dim * 2
+
+    @property
+    def flops(self) -> int:
+        """Of the two products, for what a causal chunk sees."""
+        seen = sum(self.chunk * n - self.chunk * (self.chunk - 1) // 2 for n in self.context)
+        return 4 * seen * self.heads * self.head_dim
+
+    @property
+    def layers(self) -> int:
+        """Pools to go through in turn, so that no cache holds what a turn reads: 400 MB, at least 2."""
+        return max(2, min(16, math.ceil(4e8 / self.kv_bytes)))
+
+
+def shapes(tiny: bool) -> list[Shape]:
+    """What is measured."""
+    rng = np.random.default_rng(0)
+    mixed = tuple(int(n) for n in rng.integers(128, 8193, 256))
+    real = [
+        Shape("decode, 64 rows of 4,096", (4096,) * 64),
+        Shape("decode, 1 row of 32,768", (32768,)),
+        Shape("decode, 256 rows of 128 to 8,192", mixed),
+        Shape("prefill, 2,048 tokens on 8,192", (8192,), chunk=2048),
+    ]
+    if not tiny:
+        return real
+    small = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    return [
+        Shape(real[0].name, (40,) * 4, **small),
+        Shape(real[1].name, (1100,), **small),
+        Shape(real[2].name, (5, 60, 33), **small),
+        Shape(real[3].name, (64,), chunk=16, **small),
+    ]
+
+
+def seconds(call: Callable[..., Any], arguments: tuple, turns: int, repeats: int) -> list[float]:
+    """Seconds a turn of `call(*arguments)`, a jitted loop of `turns` turns; the first run is not counted."""
+    jax.block_until_ready(call(*arguments))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        times.append((time.perf_counter() - start) / turns)
+    return times
+
+
+def chained(attend: Callable[..., jax.Array], turns: int) -> Callable[..., jax.Array]:
+    """A jitted loop in which each call's output is the next one's query, over all layers, `turns` times."""
+
+    @jax.jit
+    def run(q: jax.Array, layers: tuple, *rest: jax.Array) -> jax.Array:
+        def turn(_: jax.Array, q: jax.Array) -> jax.Array:
+            for layer in layers:
+                q = attend(q, layer, *rest)
+            return q
+
+        return lax.fori_loop(0, turns, turn, q)
+
+    return run
+
+
+# --- the card ---------------------------------------------------------------------------------------------------------
+
+
+def measure_card(tiny: bool, repeats: int) -> dict[str, float]:
+    """bytes a second of a copy (read and written), flops a second of a bf16 product."""
+    size, width = (1 << 16, 64) if tiny else (1 << 30, 8192)
+    source = jnp.arange(size // 4, dtype=jnp.float32)
+    turns = 4 if tiny else 20
+
+    @jax.jit
+    def copies(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, turns, lambda i, x: x + 1.0, x)
+
+    copy = statistics.median(seconds(copies, (source,), turns, repeats))
+    a = jnp.full((width, width), 0.01, jnp.bfloat16)
+
+    @jax.jit
+    def products(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, turns, lambda i, x: (x @ w) * jnp.bfloat16(0.1), x)
+
+    product = statistics.median(seconds(products, (a, a), turns, repeats))
+    return {"copy_bytes_per_s": 2 * size / copy, "bf16_flops_per_s": 2 * width**3 / product}
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def paged_case(shape: Shape) -> tuple:
+    """q, one KVPages a layer, block tables (shuffled blocks), context lengths, query starts."""
+    rng = np.random.default_rng(0)
+    rows = len(shape.context)
+    blocks = [-(-n // shape.block_size) for n in shape.context]
+    order, tables, used = rng.permutation(sum(blocks)), np.zeros((rows, max(blocks)), np.int32), 0
+    for row, count in enumerate(blocks):
+        tables[row, :count] = order[used : used + count]
+        used += count
+    key = jax.random.key(0)
+    size = (sum(blocks), 2, shape.kv_heads, shape.block_size, shape.head_dim)
+    layers = tuple(KVPages(jax.random.normal(k, size, jnp.bfloat16)) for k in jax.random.split(key, shape.layers))
+    q = jax.random.normal(key, (rows * shape.chunk, shape.heads, shape.head_dim), jnp.bfloat16)
+    starts = np.arange(rows + 1, dtype=np.int32) * shape.chunk
+    return q, layers, jnp.asarray(tables), jnp.asarray(shape.context, jnp.int32), jnp.asarray(starts)
+
+
+def ours(shape: Shape, implementation: str) -> tuple[Callable, tuple]:
+    """pallas_kernels.paged_attention."""
+    attend = functools.partial(
+        paged_attention, scale=shape.head_dim**-0.5, max_query_len=shape.chunk, implementation=implementation
+    )
+    return attend, paged_case(shape)
+
+
+def jax_paged(shape: Shape) -> tuple[Callable, tuple]:
+    """JAX's example kernel for pages: decode only."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as jax_kernels
+
+    q, layers, tables, lens, _ = paged_case(shape)
+    # its pages: [kv_heads, blocks, block_size, head_dim], keys and values apart
+    layers = tuple(tuple(p.data[:, i].transpose(1, 0, 2, 3) for i in (0, 1)) for p in layers)
+    splits = max(s for s in (1, 2, 4, 8, 16) if tables.shape[1] % s == 0)
+    per_block = max(n for n in (1, 2, 4, 8) if tables.shape[1] // splits % n == 0)
+
+    def attend(q: jax.Array, kv: tuple, tables: jax.Array, lens: jax.Array) -> jax.Array:
+        scaled = q * q.shape[-1] ** -0.5
+        return jax_kernels.paged_attention(
+            scaled, *kv, tables, lens, k_splits=splits, pages_per_compute_block=per_block
+        )
+
+    return attend, (q, layers, tables, lens)
+
+
+def contiguous_case(shape: Shape) -> tuple:
+    """q [rows, chunk, heads, dim], (k, v) [rows, longest, kv_heads, dim] a layer, context lengths."""
+    key, rows = jax.random.key(0), len(shape.context)
+    size = (rows, max(shape.context), shape.kv_heads, shape.head_dim)
+    layers = tuple(
+        tuple(jax.random.normal(k, size, jnp.bfloat16) for k in jax.random.split(layer))
+        for layer in jax.random.split(key, shape.layers)
+    )
+    q = jax.random.normal(key, (rows, shape.chunk, shape.heads, shape.head_dim), jnp.bfloat16)
+    return q, layers, jnp.asarray(shape.context, jnp.int32)
+
+
+def jax_decode(shape: Shape) -> tuple[Callable, tuple]:
+    """JAX's example kernel for decodes over contiguous KV."""
+    from jax.experimental.pallas.ops.gpu import decode_attention
+
+    q, layers, lens = contiguous_case(shape)
+
+    def attend(q: jax.Array, kv: tuple, lens: jax.Array) -> jax.Array:
+        return decode_attention.gqa(q, *kv, kv_seq_len=lens, sm_scale=q.shape[-1] ** -0.5)
+
+    return attend, (q[:, 0], layers, lens)
+
+
+def cudnn(shape: Shape) -> tuple[Callable, tuple]:
+    """cuDNN through jax.nn, contiguous KV. A chunk at the end of its context: the bias is the mask."""
+    q, layers, lens = contiguous_case(shape)
+
+    def attend(q: jax.Array, kv: tuple, lens: jax.Array) -> jax.Array:
+        if shape.chunk == 1:
+            return jax.nn.dot_product_attention(q, *kv, key_value_seq_lengths=lens, implementation="cudnn")
+        position = lens[:, None] - shape.chunk + jnp.arange(shape.chunk)
+        seen = (jnp.arange(kv[0].shape[1]) <= position[:, :, None])[:, None]
+        return jax.nn.dot_product_attention(q, *kv, mask=seen, implementation="cudnn")
+
+    return attend, (q, layers, lens)
+
+
+def torch_seconds(shape: Shape, repeats: int) -> list[float]:
+    """torch's scaled_dot_product_attention on contiguous KV of equal lengths, in a CUDA graph's place: many calls."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    rows, longest = len(shape.context), max(shape.context)
+    kv = [
+        torch.randn(2, rows, shape.kv_heads, longest, shape.head_dim, dtype=torch.bfloat16, device="cuda")
+        for _ in range(shape.layers)
+    ]
+    q = torch.randn(rows, shape.heads, shape.chunk, shape.head_dim, dtype=torch.bfloat16, device="cuda")
+    mask = None
+    if shape.chunk > 1:
+        position = longest - shape.chunk + torch.arange(shape.chunk, device="cuda")
+        mask = torch.arange(longest, device="cuda") <= position[:, None]
+    times = []
+    for repeat in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for k, v in kv * 4:
+            q = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        torch.cuda.synchronize()
+        if repeat:
+            times.append((time.perf_counter() - start) / (4 * shape.layers))
+    return times
+
+
+def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: int) -> dict[str, Any]:
+    """Seconds a call of each engine that takes the shape; a sentence for one that does not."""
+    results: dict[str, Any] = {}
+    cases: dict[str, Callable[[], tuple[Callable, tuple]]] = {implementation: lambda: ours(shape, implementation)}
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu:
+        cases["xla"] = lambda: ours(shape, "xla")
+        cases["cuDNN, contiguous"] = lambda: cudnn(shape)
+        if shape.chunk == 1:
+            cases["JAX paged_attention"] = lambda: jax_paged(shape)
+            cases["JAX decode_attention, contiguous"] = lambda: jax_decode(shape)
+    turns = 1 if tiny else max(1, round(0.02 / (shape.layers * (shape.kv_bytes / 3e12 + shape.flops / 3e14))))
+    for name, case in cases.items():
+        try:
+            attend, arguments = case()
+            # the XLA path goes over whole tables and is there to compare: fewer turns
+            own = 1 if name == "xla" else turns
+            times = seconds(chained(attend, own), arguments, own * shape.layers, repeats)
+            results[name] = times
+        except Exception as error:  # one engine that cannot take a shape must not end the comparison
+            results[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    if on_gpu and importlib.util.find_spec("torch"):
+        try:
+            results["torch, contiguous"] = torch_seconds(shape, repeats)
+        except Exception as error:  # as above
+            results["torch, contiguous"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return results
+
+
+def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, list[float]]:
+    """Seconds a call of write_kv: 8,192 tokens of 8 KV heads of 128, bf16."""
+    tokens, heads, dim, turns = (64, 2, 16, 2) if tiny else (8192, 8, 128, 50)
+    pages = KVPages.create(2 * tokens // 16, 16, heads, dim, jnp.bfloat16)
+    k = jax.random.normal(jax.random.key(0), (tokens, heads, dim), jnp.bfloat16)
+    slots = jnp.asarray(np.random.default_rng(0).permutation(2 * tokens)[:tokens], jnp.int32)
+
+    def run(pages: KVPages, k: jax.Array, slots: jax.Array, *, name: str) -> KVPages:
+        def turn(i: jax.Array, pages: KVPages) -> KVPages:
+            return write_kv(pages, k + i.astype(k.dtype), k, slots, implementation=name)
+
+        return lax.fori_loop(0, turns, turn, pages)
+
+    names = dict.fromkeys(("triton" if implementation == "triton" else "xla", "xla"))
+    return {
+        name: seconds(jax.jit(functools.partial(run, name=name)), (pages, k, slots), turns, repeats) for name in names
+    }
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def check(implementation: str, tiny: bool) -> None:
+    """Print the largest differences from the reference; raises where one is too large."""
+    for heads, kv_heads, dim, block, dtype, window in CHECKS[-4:-3] if tiny else CHECKS:
+        errors = self_check(
+            q_heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=block, dtype=dtype, sliding_window=window,
+            implementation=implementation,
+        )  # fmt: skip
+        found = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
+        print(f"  {heads:3}/{kv_heads} heads of {dim:3}, blocks of {block:3}, {dtype:8} window {window}: {found}")
+
+
+def main() -> None:
+    """Check, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only compare with the reference")
+    parser.add_argument("--tiny", action="store_true", help="small shapes: a rehearsal without a card")
+    parser.add_argument("--implementation", default=None, help="default: what is chosen for this device")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=pathlib.Path, help="folder for the results as JSON")
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    implementation = args.implementation or choose_implementation(device)
+    print(f"{device.device_kind}, JAX {jax.__version__}, Python {platform.python_version()}: {implementation!r}")
+    print("difference from the reference:", flush=True)
+    check(implementation, args.tiny)
+    if args.check:
+        return
+    card = measure_card(args.tiny, args.repeats)
+    copy, product = card["copy_bytes_per_s"], card["bf16_flops_per_s"]
+    print(f"copy {copy / 1e9:,.0f} GB/s; bf16 product {product / 1e12:,.1f} Tflop/s", flush=True)
+    record: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "device": device.device_kind,
+        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        "tiny": args.tiny,
+        "card": card,
+        "attention": {},
+    }
+    for shape in shapes(args.tiny):
+        results = measure_attention(shape, implementation, args.tiny, args.repeats)
+        record["attention"][shape.name] = results
+        print(shape.name)
+        for name, times in results.items():
+            if isinstance(times, str):
+                print(f"  {name:34} {times}")
+                continue
+            middle = statistics.median(times)
+            rate, of = (shape.kv_bytes / middle, copy) if shape.chunk == 1 else (shape.flops / middle, product)
+            unit = f"{rate / 1e9:8,.0f} GB/s of KV " if shape.chunk == 1 else f"{rate / 1e12:8,.1f} Tflop/s    "
+            print(f"  {name:34} {middle * 1e6:10,.1f} us {unit} {100 * rate / of:5.1f}%", flush=True)
+    record["write_kv"] = measure_write(implementation, args.tiny, args.repeats)
+    tokens_bytes = (64 * 2 * 16 if args.tiny else 8192 * 8 * 128) * 2 * 2 * 2  # keys and values, read and written
+    for name, times in record["write_kv"].items():
+        rate = tokens_bytes / statistics.median(times)
+        print(f"write_kv {name:25} {statistics.median(times) * 1e6:10,.1f} us {rate / 1e9:8,.0f} GB/s", end="")
+        print(f"  {100 * rate / copy:5.1f}%")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        name = device.device_kind.lower().replace(" ", "-")
+        file = args.out / f"kernels-{name}-{record['date']}.json"
+        file.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        print(file)
+
+
+if __name__ == "__main__":
+    main()
