@@ -44,9 +44,35 @@ class BuiltEngine:
     default_sampling_params: SamplingParams  # for requests that bring none
 
 
+# vLLM's engine options that are not built yet, with the values that ask for nothing: a script that sets these runs.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
+    "distributed_executor_backend": (None,), "quantization": (None,), "kv_cache_dtype": ("auto",), "swap_space": (0,),
+    "cpu_offload_gb": (0,), "enforce_eager": (False, True), "enable_chunked_prefill": (True, None),
+    "max_seq_len_to_capture": (), "disable_log_stats": (False, True), "enable_lora": (False, None),
+    "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
+    "tokenizer_mode": ("auto",), "load_format": ("auto", "safetensors"), "skip_tokenizer_init": (False,),
+    "hf_overrides": (None, {}), "rope_scaling": (None, {}), "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+    "scheduling_policy": ("fcfs",), "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
+    "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,),
+}  # fmt: skip
+
+
+def _is_already_so(name: str, value: Any) -> bool:
+    """Whether an option of vLLM asks for what is done anyway. Raises RequestError where it asks for more."""
+    if name not in NOT_YET:
+        return False
+    if any(type(value) is type(neutral) and value == neutral for neutral in NOT_YET[name]):
+        return True
+    others = " or ".join(repr(neutral) for neutral in NOT_YET[name] if neutral is not None)
+    raise RequestError(name, value, "not supported yet: leave it out" + (f", or {others}" if others else ""))
+
+
 def engine_config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
     """Options by name as an EngineConfig. Raises RequestError for a name that is no option, or a value of no use."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
+    options = {name: value for name, value in options.items() if not _is_already_so(name, value)}
     for name, value in options.items():
         if name not in names:
             close = difflib.get_close_matches(name, names, n=3)

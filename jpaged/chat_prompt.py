@@ -1,9 +1,12 @@
 """Conversations to prompts: the one place where a chat template is applied, offline and in the server alike."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant")
+EXAMPLE = '{"role": "user", "content": "Hello."}'
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -26,6 +29,7 @@ def chat_prompt(
     """
     if not messages:
         raise RequestError("messages", [], "must not be empty")
+    checked = [_checked(f"messages[{i}]", message) for i, message in enumerate(_as_list(messages))]
     if tokenizer is None or not (chat_template or has_chat_template(tokenizer)):
         raise RequestError(
             "messages",
@@ -34,12 +38,9 @@ def chat_prompt(
         )
     from jinja2.exceptions import TemplateError
 
-    renamed = [
-        {**message, "role": "system" if message["role"] == "developer" else message["role"]} for message in messages
-    ]
     try:
         token_ids = tokenizer.apply_chat_template(
-            renamed,
+            checked,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -49,3 +50,27 @@ def chat_prompt(
     except (TemplateError, ValueError, TypeError) as error:
         raise RequestError("messages", list(messages), f"the chat template refuses them: {error}") from None
     return {"prompt_token_ids": [int(token_id) for token_id in token_ids]}
+
+
+def _as_list(messages: Any) -> Sequence[Any]:
+    if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
+        return messages
+    raise RequestError("messages", messages, f"must be a list of messages like {EXAMPLE}")
+
+
+def _checked(name: str, message: Any) -> dict[str, Any]:
+    """A message as templates take it: a role they know, and one text."""
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise RequestError(name, message, f"must be a dict with role and content, like {EXAMPLE}")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise RequestError(f"{name}.role", role, f"must be one of {', '.join(ROLES)}")
+    if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
+        for i, part in enumerate(content):
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                accepted = 'only text parts can be read: {"type": "text", "text": "..."}'
+                raise RequestError(f"{name}.content[{i}]", part, accepted)
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise RequestError(f"{name}.content", content, "must be a text, or a list of text parts")
+    return {**message, "role": "system" if role == "developer" else role, "content": content}

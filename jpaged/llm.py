@@ -3,7 +3,7 @@
 import atexit
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -96,7 +96,8 @@ class LLM:
 
         messages: dicts with role and content. Raises as `generate` does.
         """
-        one = bool(messages) and isinstance(messages[0], dict)
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        one = not is_list or (bool(messages) and isinstance(messages[0], Mapping))
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
         prompts = [
             chat_prompt(
@@ -226,7 +227,8 @@ def generate(
 ) -> list[RequestOutput]:
     """Complete prompts with a model, in one call.
 
-    model: a folder, a hub id, an `LLM`, or (config, params) with live JAX arrays, which are used without a copy.
+    model: a folder, a hub id, an `LLM`, or (config, params) with live JAX arrays, which are used without a copy
+        (docs/live_arrays.md has the tree); for texts as prompts they need tokenizer=, a folder or a hub id.
     engine_options: as of `LLM`; an `LLM` has its own already. Whoever calls this often keeps an `LLM` instead: an
     engine is built, its programs taken from the compile cache, and closed again each time.
     """
@@ -239,6 +241,10 @@ def generate(
         if len(model) != 2:
             raise RequestError("model", f"a tuple of {len(model)}", "a tuple must be (config, params)")
         model, params = model
+        if not isinstance(model, str) and engine_options.get("tokenizer") is None:
+            for prompt in _prompt_list(prompts):  # told before a model is compiled for it
+                if isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt):
+                    raise RequestError("prompts", prompt, "live arrays come without a tokenizer: name one (tokenizer=)")
     with LLM(model, params=params, **engine_options) as llm:
         return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

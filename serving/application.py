@@ -16,6 +16,7 @@ from jpaged.serving.error_responses import ClientDisconnected, handle_error
 from jpaged.serving.generation import Server
 from jpaged.serving.routes_chat import chat_completions
 from jpaged.serving.routes_completions import completions
+from jpaged.serving.stopping import AnswerWhenStopped
 
 
 def create_app(server: Server, *, api_keys: Sequence[str] = ()) -> Starlette:
@@ -38,7 +39,7 @@ def create_app(server: Server, *, api_keys: Sequence[str] = ()) -> Starlette:
             Route("/health", routes_service.health),
             Route("/version", routes_service.version),
         ],
-        middleware=[Middleware(RequireKey, keys=api_keys)] if api_keys else [],
+        middleware=[Middleware(AnswerWhenStopped), *([Middleware(RequireKey, keys=api_keys)] if api_keys else [])],
         exception_handlers=dict.fromkeys((JPagedError, HTTPException, ClientDisconnected, Exception), handle_error),
         lifespan=lifespan,
     )

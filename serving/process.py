@@ -43,6 +43,13 @@ class _Server(uvicorn.Server):
         if self.started:
             self._ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        running = len(self.server_state.tasks)
+        if running:
+            limit = self.config.timeout_graceful_shutdown
+            print(f"stopping: waits up to {limit} s for {running} running requests; Ctrl-C ends it now", flush=True)
+        await super().shutdown(sockets)
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -80,3 +80,20 @@ def test_a_layout_that_is_none_or_has_no_params():
         LLM(SPEC, params={}, layout="in, out")
     with pytest.raises(RequestError, match="goes together with params"):
         LLM("demo", layout=LAYOUT)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor_parallel_size": 1, "quantization": None, "enforce_eager": True}, {"enable_chunked_prefill": True}],
+)
+def test_options_of_vllm_that_ask_for_nothing_are_taken(options: dict[str, Any]):
+    assert engine_config("model", options) == EngineConfig(model="model")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [("tensor_parallel_size", 2, "or 1"), ("quantization", "awq", "leave it out"), ("swap_space", 4, "or 0")],
+)
+def test_options_of_vllm_that_are_not_built_are_refused_as_such(name: str, value: Any, instead: str):
+    with pytest.raises(RequestError, match=f"{name}=.*not supported yet: .*{instead}"):
+        engine_config("model", {name: value})

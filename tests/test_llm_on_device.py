@@ -2,7 +2,10 @@
 
 import asyncio
 import dataclasses
+import pathlib
 import random
+import re
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 import jpaged
 from jpaged import LLM, AsyncLLM, SamplingParams
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from tests.ctrl_c import press_ctrl_c_during_generate
 
@@ -44,6 +47,29 @@ def params() -> Any:
 def llm(params: Any) -> Iterator[LLM]:
     with LLM(SPEC, params=params, **OPTIONS) as llm:
         yield llm
+
+
+def test_the_documented_example_runs(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    """docs/live_arrays.md on the demo model's weights, beside the demo model itself."""
+    text = (pathlib.Path(__file__).resolve().parents[1] / "docs" / "live_arrays.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "example.py").write_text(code, "utf-8")
+    runpy.run_path(str(tmp_path / "example.py"))
+    with LLM("demo", dtype="float32", max_num_seqs=8, max_num_batched_tokens=32) as demo:
+        greedy = SamplingParams(temperature=0, max_tokens=16)
+        (output,) = demo.generate("def main():", greedy, use_tqdm=False)
+    assert f"def main(): {output.outputs[0].text}\n" in capsys.readouterr().out
+
+
+def test_live_arrays_are_told_what_is_wrong_with_them(params: Any):
+    with pytest.raises(RequestError, match="live arrays come without a tokenizer"):
+        jpaged.generate((SPEC, params), ["text"])
+    with pytest.raises(ModelLoadError, match=r"\(config, params\), in this order"):
+        jpaged.generate((params, SPEC), [[1, 2]])
+    gone = jax.tree.map(lambda a: a, params) | {"final_norm": params["final_norm"].copy()}
+    gone["final_norm"].delete()
+    with pytest.raises(ModelLoadError, match=r"params\['final_norm'\] has been deleted"):
+        jpaged.generate((SPEC, gone), [[1, 2]], **OPTIONS)
 
 
 def workload(count: int, seed: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:

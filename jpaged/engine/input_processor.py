@@ -151,8 +151,8 @@ class InputProcessor:
             raise RequestError(
                 name,
                 value,
-                f"has {length:,} tokens, a prompt takes at most {limit - 1:,}: shorten it, or start with "
-                f"max_model_len={length + 1} or more (now {limit})",
+                f"has {length:,} tokens, a prompt takes at most {limit - 1:,}: shorten it, or start with a larger "
+                f"max_model_len (now {limit:,}) where the model has been made for more",
             )
 
 

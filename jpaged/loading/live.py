@@ -15,7 +15,7 @@ from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
 _SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _TOP_MATRICES = ("lm_head", "project_in", "project_out")
-_PASS_LAYOUT = "pass layout=WeightLayout(split_qkv=…, split_gate_up=…, transposed=frozenset({…}))"
+_PASS_LAYOUT = "pass layout=jpaged.models.spec.WeightLayout(split_qkv=…, split_gate_up=…, transposed=frozenset({…}))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,10 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
             "tuple(jax.tree.map(lambda a: a[i], stacked) for i in range(num_layers))"
         )
     if not isinstance(layers, Sequence) or not all(isinstance(layer, Mapping) for layer in layers):
-        raise ModelLoadError("params['layers'] must be a tuple with one dictionary of arrays a layer")
+        raise ModelLoadError(
+            "params['layers'] must be a tuple with one dictionary of arrays a layer; docs/live_arrays.md has the names "
+            "of the leaves beside those of Hugging Face"
+        )
     if len(layers) != spec.num_layers:
         raise ModelLoadError(f"params['layers'] has {len(layers)} layers, the config calls for {spec.num_layers}")
 
@@ -110,6 +113,8 @@ def _dtype(params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> np
     for name, leaf in named:
         if not isinstance(leaf, jax.Array):
             raise ModelLoadError(f"{name} is a {type(leaf).__name__}, not a JAX array: put it on the device first")
+        if leaf.is_deleted():
+            raise ModelLoadError(f"{name} has been deleted: somebody donated it to a jitted function, or deleted it")
         if np.dtype(leaf.dtype) not in BY_NAME.values():
             raise ModelLoadError(f"{name} is {leaf.dtype}; supported are {', '.join(BY_NAME)}")
         if dtype is not None and leaf.dtype != dtype:

@@ -117,6 +117,8 @@ def _from_live(
         values, spec = {}, model_config
     else:
         values = config_values(model_config)
+        if "layers" in values or not values:
+            raise ModelLoadError("live arrays come as (config, params), in this order: this is no config")
         reader = CheckpointConfig(values)
         _check_depth(reader, len(jax.tree.leaves(params)))
         spec = family_of(values).spec(reader)

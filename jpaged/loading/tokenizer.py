@@ -26,11 +26,13 @@ def load_tokenizer(folder: Path) -> Any | None:
         logger.warning("%s has no tokenizer: only prompts of token ids are taken, and outputs have no text", folder)
         return None
     # Imported here: it takes seconds, and prompts of token ids need none of it.
+    # On import it warns that PyTorch is not there and models cannot be used, which is no news here.
+    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
     import transformers
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it warns that PyTorch is not there, which is no news
+    transformers_logging.set_verbosity_error()
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever a damaged tokenizer file makes it raise

@@ -65,7 +65,7 @@ def test_a_text_beside_token_ids_is_kept_for_the_output():
         ({"prompt": ""}, "prompt", "must not be empty"),
         ({"prompt_token_ids": []}, "prompt_token_ids", "must not be empty"),
         ("A" * 16, "prompt", "has 16 tokens, a prompt takes at most 15"),
-        ([1] * 17, "prompt_token_ids", "max_model_len=18"),
+        ([1] * 17, "prompt_token_ids", "at most 15: shorten it"),
         ("B" * 1000, "prompt", "1,000 characters"),
         ([1, -1], "prompt_token_ids", "0 to 99"),
         ([100], "prompt_token_ids", "0 to 99"),

@@ -37,7 +37,7 @@ def start():
 
     def make(shutdown_timeout: int) -> tuple[subprocess.Popen, str]:
         command = [sys.executable, "-c", SCRIPT, str(pathlib.Path(__file__).parent), str(shutdown_timeout)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
         started.append(process)
         line = process.stdout.readline()
         assert line.startswith("ready: http://127.0.0.1:")
@@ -55,20 +55,21 @@ def test_running_requests_finish_before_it_stops(start, number):
     process, url = start(20)
     answers = []
 
-    def ask() -> None:
-        answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 20}, timeout=20))
+    def ask(client: httpx.Client) -> None:
+        answers.append(client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 20}, timeout=20))
 
-    asking = threading.Thread(target=ask)
-    body = {"prompt": "abc", "max_tokens": 20, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
+    body = {"prompt": "abc", "max_tokens": 60, "stream": True}
+    with httpx.Client(base_url=url) as client, httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
+        client.get("/health")  # connected before it asks: its request is under way at once
+        asking = threading.Thread(target=ask, args=(client,))
         lines = stream.iter_lines()
         next(lines)
         asking.start()
-        while '"b"' not in next(lines):
-            pass
+        for _ in range(20):  # lines of a stream with a step every 0.05 s
+            next(lines)
         process.send_signal(number)
         rest = list(lines)
-    asking.join()
+        asking.join()
     assert rest[-2] == "data: [DONE]"
     assert answers[0].json()["choices"][0]["text"] == "abcabcabcabcabcabcab"
     assert process.wait(timeout=10) == 0
@@ -80,10 +81,30 @@ def test_running_requests_finish_before_it_stops(start, number):
 def test_it_does_not_wait_for_ever(start):
     process, url = start(1)
     body = {"prompt": "a", "max_tokens": 4000, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
-        next(stream.iter_lines())
+    answers = []
+
+    def ask(client: httpx.Client) -> None:
+        answers.append(client.post("/v1/completions", json={**body, "stream": False}, timeout=20))
+
+    with httpx.Client(base_url=url) as client, httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
+        client.get("/health")  # connected before it asks: its request is under way at once
+        asking = threading.Thread(target=ask, args=(client,))
+        lines = stream.iter_lines()
+        next(lines)
+        asking.start()
+        for _ in range(40):  # lines of a stream with a step every 0.05 s
+            next(lines)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        rest = [line for line in lines if line]
+        asking.join()
+    assert "the server is stopping" in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"]["code"] == "stopping"
+    assert process.wait(timeout=10) == 0
+    said = process.stdout.read()
+    assert "waits up to 1 s for 2 running requests" in said
+    assert "Traceback" not in said
 
 
 def test_a_port_in_use_is_told():
