@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -133,8 +134,15 @@ class ProgramTable:
             tqdm(total=len(shapes), desc="Compiling", unit="program", disable=not progress, leave=False) as bar,
         ):
             futures = [pool.submit(make, shape) for shape in order]
-            for _ in concurrent.futures.as_completed(futures):
-                bar.update()
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    future.result()
+                    bar.update()
+            except BaseException as error:  # a failed program, or Ctrl-C: what has not begun is not begun any more
+                pool.shutdown(wait=False, cancel_futures=True)
+                if isinstance(error, KeyboardInterrupt) and progress:
+                    bar.write("stopping when the programs that are being compiled are done", file=sys.stderr)
+                raise
             programs = [future.result() for future in futures]
         return cls(sorted(programs, key=lambda p: (not p.shape.is_decode, p.shape.tokens, p.shape.variant)))
 

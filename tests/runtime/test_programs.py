@@ -1,6 +1,8 @@
 """The table of programs: finite, small, and a program for every plan an engine may make."""
 
 import dataclasses
+import os
+import time
 
 import numpy as np
 import pytest
@@ -92,3 +94,21 @@ def test_buckets_that_a_caller_names():
     }
     with pytest.raises(ValueError, match="no program"):
         table(8, 64).choose(make_plan(0, 65, SamplerVariant.GREEDY))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_has_not_begun_is_not_compiled_after_an_error(error):
+    """Ctrl-C while compiling must not wait for the whole table."""
+    shapes = table(256, 2048)._by_need
+    begun = []
+
+    def compile_one(shape: ProgramShape):
+        begun.append(shape)
+        if len(begun) == 1:
+            raise error
+        time.sleep(0.2)
+        raise AssertionError("not reached: the first one ends it")
+
+    with pytest.raises(error):
+        ProgramTable.compile([program.shape for program in shapes], compile_one, progress=False)
+    assert len(begun) <= 2 * (os.cpu_count() or 1) < len(shapes)
