@@ -1,7 +1,7 @@
 """Train the demo model: a 5-million-parameter Llama on the source of Python's standard library.
 
     python -m pip install -e . optax
-    PYTHONPATH=. python tools/train_demo.py train          # about 50 minutes on two CPU cores
+    PYTHONPATH=. python tools/train_demo.py train          # about 50 minutes on two quiet CPU cores
     PYTHONPATH=. python tools/train_demo.py train          # again, after an interruption: goes on where it was
     PYTHONPATH=. python tools/train_demo.py export --out jpaged/demo_model
     PYTHONPATH=. python tools/train_demo.py sample         # greedy continuations of the built-in prompts
