@@ -27,7 +27,7 @@ def load_tokenizer(folder: Path) -> Any | None:
         return None
     # Imported here: it takes seconds, and prompts of token ids need none of it.
     # On import it warns that PyTorch is not there and models cannot be used, which is no news here.
-    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
+    logging.getLogger("transformers").addFilter(_is_news)
     import transformers
     from transformers.utils import logging as transformers_logging
 
@@ -45,6 +45,11 @@ def load_tokenizer(folder: Path) -> Any | None:
         raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
     finally:
         transformers_logging.set_verbosity(before)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """A function of its own: added again and again, it is one filter."""
+    return "PyTorch was not found" not in record.getMessage()
 
 
 def valid_token_mask(tokenizer: Any | None, vocab_size: int) -> np.ndarray | None:
