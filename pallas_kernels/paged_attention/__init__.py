@@ -25,7 +25,8 @@ def choose_implementation(device: Any) -> str:
     """
     if device.platform == "cpu":
         return "xla_loop"
-    if device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8.0:
+    major = str(getattr(device, "compute_capability", "")).split(".")[0]  # "9.0" on NVIDIA, a name like "gfx942" on AMD
+    if device.platform == "gpu" and major.isdigit() and int(major) >= 8:
         return "triton"
     return "xla"
 

@@ -237,7 +237,10 @@ def test_self_check_refuses_a_wrong_kernel(monkeypatch):
 
 @pytest.mark.parametrize(
     ("platform", "capability", "name"),
-    [("cpu", None, "xla_loop"), ("gpu", "9.0", "triton"), ("gpu", "7.5", "xla"), ("tpu", None, "xla")],
+    [
+        ("cpu", None, "xla_loop"), ("tpu", None, "xla"),
+        ("gpu", "9.0", "triton"), ("gpu", "7.5", "xla"), ("gpu", "gfx942", "xla"),
+    ],
 )
 def test_the_device_decides_the_implementation(platform, capability, name):
     device = types.SimpleNamespace(platform=platform)
