@@ -330,7 +330,9 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="folder for the results as JSON")
     args = parser.parse_args()
     device = jax.devices()[0]
-    implementation = args.implementation or choose_implementation(device)
+    q = jax.ShapeDtypeStruct((1, 32, 128), jnp.dtype(jnp.bfloat16))
+    pages, tables = KVPages.shapes(1, 16, 8, 128, jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.dtype(jnp.int32))
+    implementation = args.implementation or choose_implementation(device, q, pages, tables)
     print(f"{device.device_kind}, JAX {jax.__version__}, Python {platform.python_version()}: {implementation!r}")
     print("difference from the reference:", flush=True)
     check(implementation, args.tiny)

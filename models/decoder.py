@@ -9,6 +9,7 @@
 Every layer is the same jitted function, so tracing and lowering cost one layer whatever the depth.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -20,8 +21,41 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models import rope as rotary
 from jpaged.models.spec import Activation, DecoderSpec, Norm, Rope, WeightLayout
+from pallas_kernels.write_qkv.reference import finish, rms_norm
 
 Params = dict[str, Any]  # the tree of spec.param_shapes
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["product", "bias", "q_norm", "k_norm", "cos", "sin"], meta_fields=["norm_eps"],
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """The product of a layer's input with its q, k and v matrices, and what has still to be done to it.
+
+    Not done yet, because serving does it in one kernel with the write into the pages; `finish` does it in jnp.
+    """
+
+    product: Any  # [tokens, kv_heads, group + 2, head_dim]; or (q, k, v) where the matrices are apart, bias added
+    bias: Any     # [kv_heads, group + 2, head_dim] or None
+    q_norm: Any   # [head_dim] or None; k_norm likewise
+    k_norm: Any
+    cos: Any      # float32[tokens, half] or None; sin likewise
+    sin: Any
+    norm_eps: float
+
+    def finish(self) -> tuple[Array, Array, Array]:
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], ready for attention."""
+        if isinstance(self.product, tuple):
+            q, k, v = self.product
+        else:
+            qkv = _add(self.product, self.bias)
+            q, k, v = qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3]), qkv[:, :, -2], qkv[:, :, -1]
+        q, k = finish(
+            q, k, cos=self.cos, sin=self.sin, q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps
+        )
+        return q, k, v
 
 
 @runtime_checkable
@@ -29,17 +63,9 @@ class Attend(Protocol):
     """Attention of one layer. Must be hashable and the same object from call to call: it is a static argument."""
 
     def __call__(
-        self,
-        q: Float[Array, "tokens heads head_dim"],
-        k: Float[Array, "tokens kv_heads head_dim"],
-        v: Float[Array, "tokens kv_heads head_dim"],
-        pages: Any,
-        metadata: Any,
-        *,
-        scale: float,
-        window: int | None,
+        self, projection: Projection, pages: Any, metadata: Any, *, scale: float, window: int | None
     ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
-        """Store k and v, attend, and give (output, pages)."""
+        """Finish the projection, store keys and values, attend, and give (output, pages)."""
         ...
 
 
@@ -99,14 +125,7 @@ def head(
 
 
 def dense_causal_attend(
-    q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
-    pages: Any,
-    metadata: Int[Array, "batch length"],
-    *,
-    scale: float,
-    window: int | None,
+    projection: Projection, pages: Any, metadata: Int[Array, "batch length"], *, scale: float, window: int | None
 ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
     """Attention inside equally long sequences that lie behind each other: for training and for checking.
 
@@ -114,6 +133,7 @@ def dense_causal_attend(
     Products and softmax are in float32 where q is, else the products are in q's dtype with float32 sums.
     """
     batch, length = metadata.shape
+    q, k, v = projection.finish()
     kv_heads, head_dim = k.shape[1:]
     q = q.reshape(batch, length, kv_heads, -1, head_dim)
     k, v = (a.reshape(batch, length, kv_heads, head_dim) for a in (k, v))
@@ -151,12 +171,13 @@ def _layer(
     attn_norm = functools.partial(_norm, spec, weight=vectors["attn_norm"], bias=vectors.get("attn_norm_bias"))
     mlp_norm = functools.partial(_norm, spec, weight=vectors["mlp_norm"], bias=vectors.get("mlp_norm_bias"))
 
-    q, k, v = _qkv(spec, layout, matrices, vectors.get("qkv_bias"), x if spec.post_norm else attn_norm(x))
-    if spec.qk_norm:
-        q, k = _rms_norm(q, vectors["q_norm"], spec.norm_eps), _rms_norm(k, vectors["k_norm"], spec.norm_eps)
-    if angles is not None:
-        q, k = _rotate(q, *angles), _rotate(k, *angles)
-    out, pages = attend(q, k, v, pages, metadata, scale=spec.scale, window=window)
+    cos, sin = angles or (None, None)
+    norms = (vectors["q_norm"], vectors["k_norm"]) if spec.qk_norm else (None, None)
+    projection = Projection(
+        *_qkv(spec, layout, matrices, vectors.get("qkv_bias"), x if spec.post_norm else attn_norm(x)),
+        *norms, cos, sin, spec.norm_eps,
+    )  # fmt: skip
+    out, pages = attend(projection, pages, metadata, scale=spec.scale, window=window)
     x += _add(_product(out.reshape(x.shape[0], -1), matrices["o"], "o" in layout.transposed), vectors.get("o_bias"))
     if spec.post_norm:
         x = attn_norm(x)
@@ -168,24 +189,21 @@ def _layer(
 
 def _qkv(
     spec: DecoderSpec, layout: WeightLayout, matrices: Params, bias: Array | None, x: Float[Array, "tokens hidden"]
-) -> tuple[Array, Array, Array]:
-    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
+) -> tuple[Any, Array | None]:
+    """A Projection's product, and the bias that it still needs."""
     tokens, group = x.shape[0], spec.group
-    if layout.split_qkv:
-        parts = [
-            _product(x, matrices[n], n in layout.transposed).reshape(tokens, spec.num_kv_heads, -1, spec.head_dim)
-            for n in ("q", "k", "v")
-        ]
-        if bias is not None:
-            cuts = (slice(group), slice(group, group + 1), slice(group + 1, None))
-            parts = [_add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
-        q, k, v = parts[0], parts[1][:, :, 0], parts[2][:, :, 0]
-    else:
+    if not layout.split_qkv:
         weight = matrices["qkv"]
         flat = _product(x, weight.reshape(-1, weight.shape[-1]), transposed=False)
-        qkv = _add(flat.reshape(tokens, spec.num_kv_heads, group + 2, spec.head_dim), bias)
-        q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
-    return q.reshape(tokens, spec.num_heads, spec.head_dim), k, v
+        return flat.reshape(tokens, spec.num_kv_heads, group + 2, spec.head_dim), bias
+    parts = [
+        _product(x, matrices[n], n in layout.transposed).reshape(tokens, spec.num_kv_heads, -1, spec.head_dim)
+        for n in ("q", "k", "v")
+    ]
+    if bias is not None:
+        cuts = (slice(group), slice(group, group + 1), slice(group + 1, None))
+        parts = [_add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
+    return (parts[0].reshape(tokens, spec.num_heads, spec.head_dim), parts[1][:, :, 0], parts[2][:, :, 0]), None
 
 
 def _feed_forward(
@@ -235,18 +253,12 @@ def _activate(spec: DecoderSpec, x: Array) -> Array:
 
 def _norm(spec: DecoderSpec, x: Array, weight: Array, bias: Array | None) -> Array:
     if spec.norm is Norm.RMS:
-        return _rms_norm(x, weight, spec.norm_eps)
+        return rms_norm(x, weight, spec.norm_eps)
     y = x.astype(jnp.float32)
     y -= y.mean(-1, keepdims=True)
     y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + spec.norm_eps)
     y = y * weight.astype(jnp.float32)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
-
-
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    y = x.astype(jnp.float32)
-    y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
-    return y.astype(x.dtype) * weight
 
 
 def _rope_angles(
@@ -261,12 +273,3 @@ def _rope_angles(
         frequencies = jnp.asarray(inv_freq)[None, :]
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def _rotate(x: Float[Array, "tokens heads head_dim"], cos: Array, sin: Array) -> Float[Array, "tokens heads head_dim"]:
-    """Rotary embedding in the rotate-half form: dimension i is paired with i + head_dim / 2."""
-    half = x.shape[-1] // 2
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    y = x.astype(jnp.float32)
-    a, b = y[..., :half], y[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

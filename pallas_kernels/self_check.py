@@ -1,5 +1,6 @@
-"""self_check: does the chosen attention give on this device what the specification says? Seconds, at start-up."""
+"""self_check: does what was chosen for a device give there what the specification says? Seconds, at start-up."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,14 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_pages import FP8, INT8, KVPages
 from pallas_kernels.paged_attention import choose_implementation, paged_attention
-from pallas_kernels.write_kv import IMPLEMENTATIONS as WRITES
 from pallas_kernels.write_kv import write_kv
+from pallas_kernels.write_qkv import write_qkv
 
 # Largest difference from the reference in float32, on inputs from N(0, 1); the products' own rounding is below half.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}
+# Of what is written, in 8 bits: a step at the largest numbers, since one that lies between two may go either way.
+WRITE_TOLERANCE = {"int8": 0.06, "float8_e4m3fn": 0.5}
 ROWS, WIDTH_KEYS = 4, 2048
+CASES = {  # tokens of each row, keys of each row; None is the block size plus one
+    "decode": ((1, 1, 1, 1), (1, None, 777, WIDTH_KEYS)),
+    "chunks": ((64, 0, 33, 2), (64, 0, 1000, None)),
+    "mixed": ((1, 70, 0, 1), (WIDTH_KEYS, 200, 0, 5)),
+}
 
 
 class KernelCheckError(RuntimeError):
@@ -28,76 +36,110 @@ def self_check(
     head_dim: int = 128,
     block_size: int = 16,
     dtype: Any = jnp.bfloat16,
+    kv_dtype: Any = None,
     sliding_window: int | None = None,
     implementation: str | None = None,
     device: Any = None,
 ) -> dict[str, float]:
-    """Run decodes, chunks and a mix of both through write_kv and paged_attention, and compare with the reference.
+    """Run decodes, chunks and a mix of both through the writes and paged_attention, and compare with the reference.
 
-    The shape is that of one layer; rows have 1 to 2,048 keys in shuffled blocks whose unused tails hold NaN. device: a
-    jax Device; JAX's default otherwise. Returns the largest difference of each case. Raises KernelCheckError, which
-    names the implementation, the device, the case and the difference, where one is too large or not a number.
+    The shape is that of one layer; rows have 1 to 2,048 keys in shuffled blocks whose unused tails hold NaN. The new
+    tokens come through write_qkv, the history through write_kv, both as chosen for the device.
+
+    kv_dtype: of the pages; dtype where None. implementation: of paged_attention; the writes' follows. device: a jax
+    Device; JAX's default otherwise. Returns the largest difference of each case. Raises KernelCheckError, which names
+    the implementation, the device, the case and the difference, where one is too large or not a number.
     """
     device = device or jax.devices()[0]
-    name = implementation or choose_implementation(device)
-    rng = np.random.default_rng(0)
-    dtype = jnp.dtype(dtype)
-    width = -(-WIDTH_KEYS // block_size)
-    tables = rng.permutation(ROWS * width).reshape(ROWS, width).astype(np.int32)
+    dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype)
+    width = WIDTH_KEYS // block_size
+    pages = KVPages.shapes(ROWS * width, block_size, kv_heads, head_dim, kv_dtype)
+    tables = np.random.default_rng(0).permutation(ROWS * width).reshape(ROWS, width).astype(np.int32)
+    q = jax.ShapeDtypeStruct((1, q_heads, head_dim), dtype)
+    name = implementation or choose_implementation(device, q, pages, tables)
+    write = "triton" if name == "triton" else "xla"
+    tolerance = TOLERANCE[dtype.name]
+    stored = WRITE_TOLERANCE.get(kv_dtype.name, tolerance)
     errors = {}
-    for case, counts, lens in (
-        ("decode", (1, 1, 1, 1), (1, block_size, 777, WIDTH_KEYS)),
-        ("chunks", (64, 0, 33, 2), (64, 0, 1000, block_size + 1)),
-        ("mixed", (1, 70, 0, 1), (WIDTH_KEYS, 200, 0, 5)),
-    ):
-        tokens = -(-sum(counts) // 8) * 8 if case != "decode" else ROWS
-        history = np.full((ROWS * width, 2, kv_heads, block_size, head_dim), np.nan, np.float32)
-        slots = np.full(tokens, -1, np.int32)
-        token = 0
-        for row, (count, length) in enumerate(zip(counts, lens, strict=True)):
-            for position in range(length):
-                block, place = tables[row, position // block_size], position % block_size
-                if position < length - count:
-                    history[block, :, :, place] = rng.standard_normal((2, kv_heads, head_dim))
-                else:
-                    slots[token] = block * block_size + place
-                    token += 1
-        q, k, v = (rng.standard_normal((tokens, heads, head_dim)) for heads in (q_heads, kv_heads, kv_heads))
-        arguments = jax.device_put(
-            (
-                *(jnp.asarray(a, dtype) for a in (history, q, k, v)),
-                slots, tables, np.array(lens, np.int32), np.cumsum([0, *counts], dtype=np.int32),
-            ),
-            device,
-        )  # fmt: skip
-        results = [
-            np.asarray(
-                _attend(
-                    *arguments, implementation=which, sliding_window=sliding_window, max_query_len=max(counts)
-                ),
-                np.float64,
-            )[: sum(counts)]
-            for which in (name, "reference")
-        ]
-        difference = np.abs(results[0] - results[1]).max()
-        errors[case] = float(difference)
-        if not difference <= TOLERANCE[dtype.name]:  # NaN is not, either
-            raise KernelCheckError(
-                f"paged_attention {name!r} on {device.device_kind}, case {case} ({q_heads}/{kv_heads} heads of "
-                f"{head_dim}, {dtype.name}, blocks of {block_size}): differs from the reference by {difference:.3g}, "
-                f"more than {TOLERANCE[dtype.name]:g}. Use the implementation 'xla', and please report this"
-            )
+    for case, (counts, given_lens) in CASES.items():
+        lens = np.array([block_size + 1 if n is None else n for n in given_lens], np.int32)
+        tokens, rows = _arguments(counts, lens, tables, q_heads, kv_heads, head_dim, dtype)
+        tokens, rows = jax.device_put((tokens, rows), device)
+        write_all = functools.partial(_write, *tokens, block_size=block_size, kv_dtype=kv_dtype, num_blocks=tables.size)
+        q, written = write_all(write=write)
+        # attention reads the same pages both times: how the writes rounded is a comparison of its own
+        attend = functools.partial(_attend, q, written, *rows, sliding_window=sliding_window, max_query_len=max(counts))
+        expected_q, expected = write_all(write="xla")
+        every = rows[0].reshape(1, -1)
+        keys, values = (zip(*(pages.gather(every, jnp.float32) for pages in (written, expected)), strict=True))
+        for what, pair, limit in (
+            (f"write_qkv {write!r}, queries", (q, expected_q), tolerance),
+            (f"{write!r} writes, keys", keys, stored),
+            (f"{write!r} writes, values", values, stored),
+            (f"paged_attention {name!r}", (attend(implementation=name), attend(implementation="reference")), tolerance),
+        ):
+            ours, theirs = (np.asarray(a, np.float64) for a in pair)
+            if len(ours) == len(q):
+                ours, theirs = ours[: sum(counts)], theirs[: sum(counts)]  # padding tokens may come out as anything
+            # stale places are NaN in both, or else one of them has written there
+            difference = float(np.where(np.isnan(ours) & np.isnan(theirs), 0.0, np.abs(ours - theirs)).max())
+            if not difference <= limit:  # NaN is not, either
+                raise KernelCheckError(
+                    f"{what} on {device.device_kind}, case {case} ({q_heads}/{kv_heads} heads of {head_dim}, "
+                    f"{dtype.name}, pages of {kv_dtype.name}, blocks of {block_size}): differs from the reference by "
+                    f"{difference:.3g}, more than {limit:g}. Use the implementation 'xla', and please report this"
+                )
+            errors[case] = difference  # of the last: attention
     return errors
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "sliding_window", "max_query_len"))
+def _arguments(
+    counts: tuple[int, ...], lens: np.ndarray, tables: np.ndarray, q_heads: int, kv_heads: int, head_dim: int,
+    dtype: Any,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    """What is written: history k, v and slots, new qkv, slots, cos and sin. What is read: tables, lengths, starts."""
+    rng = np.random.default_rng(1)
+    block_size = WIDTH_KEYS // tables.shape[1]
+    tokens = -(-sum(counts) // 8) * 8
+    history, new = [], []
+    for row, (count, length) in enumerate(zip(counts, lens, strict=True)):
+        position = np.arange(length)
+        slots = tables[row, position // block_size] * block_size + position % block_size
+        history.append(slots[: length - count])
+        new.append(slots[length - count :])
+    history_slots = np.concatenate(history)
+    history_slots = np.pad(history_slots, (0, ROWS * WIDTH_KEYS - len(history_slots)), constant_values=-1)
+    new_slots = np.pad(np.concatenate(new), (0, tokens - sum(counts)), constant_values=-1)
+    k, v = rng.standard_normal((2, len(history_slots), kv_heads, head_dim), np.float32)
+    qkv = rng.standard_normal((tokens, kv_heads, q_heads // kv_heads + 2, head_dim), np.float32)
+    angles = rng.uniform(0, 2 * np.pi, (tokens, head_dim // 2)).astype(np.float32)
+    k, v, qkv = (jnp.asarray(a, dtype) for a in (k, v, qkv))
+    written = (k, v, history_slots.astype(np.int32), qkv, new_slots.astype(np.int32), np.cos(angles), np.sin(angles))
+    return written, (tables, lens, np.cumsum([0, *counts], dtype=np.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "kv_dtype", "num_blocks", "write"))
+def _write(
+    k: Any, v: Any, history_slots: Any, qkv: Any, new_slots: Any, cos: Any, sin: Any,
+    *, block_size: int, kv_dtype: Any, num_blocks: int, write: str,
+) -> tuple[Any, KVPages]:  # fmt: skip
+    """q, and pages with history and new tokens; what nobody wrote is NaN."""
+    pages = KVPages.create(num_blocks, block_size, k.shape[1], k.shape[2], kv_dtype)
+    if pages.dtype == FP8:  # whose scales are no page's
+        pages = dataclasses.replace(pages, data=jnp.full_like(pages.data, jnp.nan))
+    else:
+        pages = jax.tree.map(lambda a: a if a.dtype == INT8 else jnp.full_like(a, jnp.nan), pages)
+    pages = write_kv(pages, k, v, history_slots, implementation=write)
+    # norm weights of one: q and k stay N(0, 1) numbers, rotated
+    ones = jnp.ones(k.shape[2], k.dtype)
+    return write_qkv(pages, qkv, new_slots, cos=cos, sin=sin, q_norm=ones, k_norm=ones, implementation=write)
+
+
+@functools.partial(jax.jit, static_argnames=("sliding_window", "max_query_len", "implementation"))
 def _attend(
-    history: Any, q: Any, k: Any, v: Any, slots: Any, tables: Any, lens: Any, starts: Any, *, implementation: str,
-    sliding_window: int | None, max_query_len: int,
+    q: Any, pages: KVPages, tables: Any, lens: Any, starts: Any, *, sliding_window: int | None, max_query_len: int,
+    implementation: str,
 ) -> Any:  # fmt: skip
-    pages = write_kv(
-        KVPages(history), k, v, slots, implementation=implementation if implementation in WRITES else None
-    )
     # the scale spreads the weights over many keys, as a model's does
     return paged_attention(
         q, pages, tables, lens, starts, scale=q.shape[2] ** -0.5, max_query_len=max_query_len,

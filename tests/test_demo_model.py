@@ -235,11 +235,14 @@ def test_attention_of_the_training_is_the_decoders():
     q, k, v, weight = (jnp.asarray(rng.standard_normal((tokens, n, 16)), jnp.float32) for n in (4, 2, 2, 4))
     shape = jnp.zeros((2, 300), jnp.int32)
 
+    def attended(attend, q, k, v):
+        return attend(decoder.Projection((q, k, v), *(None,) * 5, 1e-6), None, shape, scale=0.25, window=None)[0]
+
     def total(attend, q, k, v):
-        return (attend(q, k, v, None, shape, scale=0.25, window=None)[0] * weight).sum()
+        return (attended(attend, q, k, v) * weight).sum()
 
     for attend in (blocked, decoder.dense_causal_attend):
-        assert attend(q, k, v, None, shape, scale=0.25, window=None)[0].shape == q.shape
+        assert attended(attend, q, k, v).shape == q.shape
     ours, theirs = (
         jax.value_and_grad(functools.partial(total, attend), argnums=(0, 1, 2))(q, k, v)
         for attend in (blocked, decoder.dense_causal_attend)

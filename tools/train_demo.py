@@ -120,9 +120,7 @@ def init_params(seed: int) -> decoder.Params:
 
 
 def blocked_causal_attend(
-    q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    projection: decoder.Projection,
     pages: Any,
     metadata: Int[Array, "batch length"],
     *,
@@ -135,6 +133,7 @@ def blocked_causal_attend(
     at a time 502 (two Zen 5 cores, float32). Causal only, without a window.
     """
     batch, length = metadata.shape
+    q, k, v = projection.finish()
     kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     q = q.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)

@@ -8,11 +8,11 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec
+from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,8 @@ def _positive(name: str, value: int | None, default: int) -> int:
 
 def block_bytes(spec: DecoderSpec, block_size: int, dtype: Any) -> int:
     """Bytes of one KV block in all layers: keys and values."""
-    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * jnp.dtype(dtype).itemsize
+    page = KVPages.shapes(1, block_size, spec.num_kv_heads, spec.head_dim, dtype)
+    return spec.num_layers * page.num_bytes
 
 
 def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_bytes: int | None) -> int:

@@ -25,7 +25,7 @@ from jpaged.runtime.programs import ProgramTable, bucket_shapes, smallest_bucket
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, create_state, state_shapes
 from jpaged.runtime.step import ProgramShape, block_updates, compile_step, pack, upload_row
-from pallas_kernels import KernelCheckError, self_check
+from pallas_kernels import KernelCheckError, KVPages, self_check
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class ModelRunner:
         `create` would raise the same, but with the weights on the device already. device: the default one otherwise.
         """
         device = device or jax.devices()[0]
-        _implementation(config, device)
         limits = memory.decide_limits(spec, config, device.platform)
+        _implementation(spec, config, limits, dtype, device)
         weight_bytes = memory.tree_bytes(param_shapes(spec, dtype))
         free = memory.free_device_bytes(device, config)
         memory.fit(
@@ -108,10 +108,10 @@ class ModelRunner:
         Raises ModelLoadError where an option does not fit the model or the memory.
         """
         device = _only_device(params)
-        implementation = _implementation(config, device)
         num_logprobs = min(config.max_logprobs, spec.vocab_size)
         limits = memory.decide_limits(spec, config, device.platform)
         dtype = params["embed"].dtype
+        implementation = _implementation(spec, config, limits, dtype, device)
         sharding = jax.sharding.SingleDeviceSharding(device)
 
         def abstract(tree: Any) -> Any:
@@ -240,12 +240,24 @@ class ModelRunner:
                 self._state = self._make_state()
 
 
-def _implementation(config: EngineConfig, device: Any) -> str:
-    """The attention implementation that the options ask for, or the platform's."""
-    name = config.attention_implementation or choose_implementation(device)
+def _implementation(
+    spec: DecoderSpec, config: EngineConfig, limits: memory.Limits, dtype: Any, device: Any
+) -> str:
+    """The attention implementation that the options ask for, or the one for the platform and the model's shape."""
+    q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), np.dtype(dtype))
+    pages = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype)
+    tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.blocks_per_request), np.dtype(np.int32))
+    name = config.attention_implementation
+    if name is None:
+        return choose_implementation(device, q, pages, tables)
     if name not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ModelLoadError(f"attention_implementation={name!r}: there are {known}; leave it out to have one chosen")
+    reason = IMPLEMENTATIONS[name].refuse(device, q, pages, tables)
+    if reason is not None:
+        raise ModelLoadError(
+            f"attention_implementation={name!r} cannot serve this model here: {reason}; leave it out to have one chosen"
+        )
     return name
 
 

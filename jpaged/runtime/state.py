@@ -59,9 +59,9 @@ def state_shapes(
     spec: DecoderSpec, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any
 ) -> DeviceState:
     """The same as ShapeDtypeStructs: to compile without taking memory."""
-    page = jax.ShapeDtypeStruct((num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim), np.dtype(dtype))
+    page = KVPages.shapes(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
     return DeviceState(
-        pages=tuple(KVPages(page) for _ in range(spec.num_layers)),
+        pages=(page,) * spec.num_layers,
         table=jax.ShapeDtypeStruct((rows, NUM_FIELDS), np.dtype(np.int32)),
         blocks=jax.ShapeDtypeStruct((rows, width), np.dtype(np.int32)),
     )

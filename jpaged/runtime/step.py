@@ -23,7 +23,7 @@ from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.runtime import sampler
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, row_values
-from pallas_kernels import KVPages, paged_attention, write_kv
+from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
 
 # Block-table changes that a packed plan has room for beyond those its own tokens can need.
 SPARE_UPDATES = 64
@@ -179,19 +179,18 @@ class PagedAttend:
     implementation: str
 
     def __call__(
-        self,
-        q: Float[Array, "tokens heads head_dim"],
-        k: Float[Array, "tokens kv_heads head_dim"],
-        v: Float[Array, "tokens kv_heads head_dim"],
-        pages: KVPages,
-        metadata: Batch,
-        *,
-        scale: float,
-        window: int | None,
+        self, projection: decoder.Projection, pages: KVPages, metadata: Batch, *, scale: float, window: int | None
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:
-        pages = write_kv(
-            pages, k, v, metadata.slots, implementation="triton" if self.implementation == "triton" else None
-        )
+        write = "triton" if self.implementation == "triton" else None
+        if isinstance(projection.product, tuple):
+            q, k, v = projection.finish()
+            pages = write_kv(pages, k, v, metadata.slots, implementation=write)
+        else:
+            q, pages = write_qkv(
+                pages, projection.product, metadata.slots, bias=projection.bias, cos=projection.cos,
+                sin=projection.sin, q_norm=projection.q_norm, k_norm=projection.k_norm, norm_eps=projection.norm_eps,
+                implementation=write,
+            )  # fmt: skip
         out = paged_attention(
             q, pages, metadata.block_tables, metadata.context_lens, metadata.query_start_loc,
             scale=scale, max_query_len=self.max_query_len, sliding_window=window, implementation=self.implementation,

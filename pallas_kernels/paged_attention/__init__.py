@@ -1,33 +1,48 @@
 """paged_attention: attention of ragged rows over paged keys and values. Signature, checks, choice of implementation."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_pages import FLOATS, KVPages
 from pallas_kernels.paged_attention import reference, triton, xla
 from pallas_kernels.platforms import on_cuda
 
+
+def _takes_all(device: Any, q: Any, pages: KVPages, block_tables: Any) -> None:
+    """XLA's operations take every call on every platform."""
+    del device, q, pages, block_tables
+
+
+class Implementation(NamedTuple):
+    """One way to compute attention, and what it cannot do."""
+
+    call: Callable[..., Any]
+    # (device, q, pages, block_tables), arrays or ShapeDtypeStructs: None, or why not, to follow "cannot take this: "
+    refuse: Callable[..., str | None] = _takes_all
+
+
 IMPLEMENTATIONS = {
-    "reference": reference.paged_attention,
-    "xla": functools.partial(xla.paged_attention, device_loops=False),
-    "xla_loop": functools.partial(xla.paged_attention, device_loops=True),
-    "triton": on_cuda(triton.paged_attention),
+    "reference": Implementation(reference.paged_attention),
+    "xla": Implementation(functools.partial(xla.paged_attention, device_loops=False)),
+    "xla_loop": Implementation(functools.partial(xla.paged_attention, device_loops=True)),
+    "triton": Implementation(on_cuda(triton.paged_attention), triton.refuse),
 }
+PREFERRED = {"cpu": ("xla_loop",), "gpu": ("triton", "xla")}  # the first that does not refuse; others take "xla"
 
 
-def choose_implementation(device: Any) -> str:
-    """The implementation for a jax Device: on CPU the one whose loops end where the rows end, kernels on NVIDIA.
+def choose_implementation(device: Any, q: Any, pages: KVPages, block_tables: Any) -> str:
+    """The implementation for a jax Device and a call: kernels where they can run, XLA's operations elsewhere.
 
-    Triton's products of 16-bit numbers need compute capability 8.0 (Ampere) or newer; older cards and TPUs take XLA.
+    q, pages, block_tables: arrays or ShapeDtypeStructs.
     """
-    if device.platform == "cpu":
-        return "xla_loop"
-    major = str(getattr(device, "compute_capability", "")).split(".")[0]  # "9.0" on NVIDIA, a name like "gfx942" on AMD
-    if device.platform == "gpu" and major.isdigit() and int(major) >= 8:
-        return "triton"
+    for name in PREFERRED.get(device.platform, ("xla",)):
+        if IMPLEMENTATIONS[name].refuse(device, q, pages, block_tables) is None:
+            return name
     return "xla"
 
 
@@ -46,7 +61,7 @@ def paged_attention(
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     implementation: str | None = None,
     debug: bool = False,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> Float[Array, "tokens q_heads v_dim"]:
     """Softmax attention of every token over the keys of its own row, up to and including itself.
 
     The tokens of a row lie behind each other, row i at query_start_loc[i] .. query_start_loc[i + 1] - 1; they are the
@@ -69,9 +84,6 @@ def paged_attention(
 
     Returns q's shape and dtype. Sums over keys are in float32.
     """
-    name = implementation or choose_implementation(jax.devices()[0])
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: paged_attention has {', '.join(IMPLEMENTATIONS)}")
     if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim:
         raise ValueError(
             f"q {q.shape}: needs a multiple of {pages.num_kv_heads} heads of width {pages.head_dim}, as the pages have"
@@ -83,9 +95,33 @@ def paged_attention(
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
+    if logit_softcap is not None and not logit_softcap > 0:
+        raise ValueError(f"logit_softcap={logit_softcap}: must be above 0")
+    for part, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if given is not None and given.shape != (q.shape[1],):
+            raise ValueError(f"{part} {given.shape}: must be [{q.shape[1]}], one a query head")
+    if q.dtype not in FLOATS:
+        raise ValueError(f"q of {q.dtype}: must be bfloat16, float16 or float32")
+    if max_query_len < 1:
+        raise ValueError(f"max_query_len={max_query_len}: must be at least 1")
+    device = jax.devices()[0]
+    name = implementation or choose_implementation(device, q, pages, block_tables)
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={name!r}: paged_attention has {', '.join(IMPLEMENTATIONS)}")
+    reason = IMPLEMENTATIONS[name].refuse(device, q, pages, block_tables)
+    if reason is not None:
+        raise ValueError(f"implementation={name!r} cannot take this: {reason}. Leave it out to have one chosen")
     if debug:
-        reference.check_indices(q, pages, block_tables, context_lens, query_start_loc, max_query_len)
-    return IMPLEMENTATIONS[name](
+        check = functools.partial(
+            reference.check_indices, tokens=q.shape[0], num_blocks=pages.num_blocks, block_size=pages.block_size,
+            max_query_len=max_query_len,
+        )  # fmt: skip
+        # called when the arrays are there: at once outside jit, and from the running program inside
+        jax.debug.callback(check, block_tables, context_lens, query_start_loc)
+        # until it is, nothing may be read that is not there
+        block_tables = jnp.clip(block_tables, 0, pages.num_blocks - 1)
+        context_lens = jnp.clip(context_lens, 0, block_tables.shape[1] * pages.block_size)
+    return IMPLEMENTATIONS[name].call(
         q, pages, block_tables, context_lens, query_start_loc,
         scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, logit_softcap=logit_softcap,
         sinks=sinks, alibi_slopes=alibi_slopes,

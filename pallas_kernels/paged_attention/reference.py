@@ -20,7 +20,7 @@ def paged_attention(
     logit_softcap: float | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> Float[Array, "tokens q_heads v_dim"]:
     """As `pallas_kernels.paged_attention` says, all in float32; padding tokens give zeros."""
     del max_query_len
     tokens, q_heads, _ = q.shape
@@ -33,7 +33,7 @@ def paged_attention(
     # position of a token in its sequence: the row's last token is at context_len - 1
     position = context_lens[row] - query_start_loc[row + 1] + token
 
-    keys, values = (a[row].astype(jnp.float32) for a in pages.gather(block_tables))  # [tokens, kv_heads, keys, dim]
+    keys, values = (a[row] for a in pages.gather(block_tables, jnp.float32))  # [tokens, kv_heads, keys, dim]
     keys, values = (jnp.repeat(a, group, axis=1) for a in (keys, values))
     key_position = jnp.arange(keys.shape[2])
     distance = position[:, None] - key_position  # [tokens, keys]
@@ -62,23 +62,25 @@ def paged_attention(
 
 
 def check_indices(
-    q: Array,
-    pages: KVPages,
     block_tables: Array,
     context_lens: Array,
     query_start_loc: Array,
+    *,
+    tokens: int,
+    num_blocks: int,
+    block_size: int,
     max_query_len: int,
 ) -> None:
     """Raise ValueError where an index argument breaks the contract: JAX would clamp or drop it silently."""
     tables, lens, starts = (np.asarray(a) for a in (block_tables, context_lens, query_start_loc))
     counts = np.diff(starts)
-    if starts[0] != 0 or (counts < 0).any() or starts[-1] > q.shape[0]:
-        raise ValueError(f"query_start_loc={starts}: must rise from 0 to at most {q.shape[0]} tokens")
+    if starts[0] != 0 or (counts < 0).any() or starts[-1] > tokens:
+        raise ValueError(f"query_start_loc={starts}: must rise from 0 to at most {tokens} tokens")
     if (counts > max_query_len).any():
         raise ValueError(f"query_start_loc={starts}: a row has more than max_query_len={max_query_len} tokens")
-    if (lens < counts).any() or (lens > tables.shape[1] * pages.block_size).any():
+    if (lens < counts).any() or (lens > tables.shape[1] * block_size).any():
         raise ValueError(f"context_lens={lens}: must be between the row's tokens {counts} and the table's width")
     for row, length in enumerate(lens):
-        used = tables[row, : -(-int(length) // pages.block_size)]
-        if ((used < 0) | (used >= pages.num_blocks)).any():
-            raise ValueError(f"block_tables[{row}]={used}: blocks are 0 to {pages.num_blocks - 1}")
+        used = tables[row, : -(-int(length) // block_size)]
+        if ((used < 0) | (used >= num_blocks)).any():
+            raise ValueError(f"block_tables[{row}]={used}: blocks are 0 to {num_blocks - 1}")

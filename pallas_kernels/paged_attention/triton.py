@@ -17,8 +17,7 @@ mode would otherwise write clamped duplicates over good rows.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_pages import FP8, INT8, KVPages
 from pallas_kernels.paged_attention.tiles import prompt_tiles
+from pallas_kernels.platforms import nvidia_capability, refuse_triton
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 MASKED = -1e30  # finite: -inf - -inf would be NaN
@@ -88,19 +88,47 @@ def paged_attention(
         softcap=logit_softcap,
         has_sinks=sinks is not None,
         has_slopes=alibi_slopes is not None,
+        scales={INT8: "token", FP8: "head"}.get(pages.dtype, "none"),
         splits=-(-table_keys // tiling.split_keys),
         tiling=tiling,
         only_decodes=max_query_len == 1,
     )
-    # a head's own numbers, always given, so that each kernel has one signature
+    # always given, so that each kernel has one signature
     none = jnp.zeros(1, jnp.float32)
-    sinks = none if sinks is None else sinks.astype(jnp.float32)
-    slopes = none if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    rows = (block_tables, context_lens, query_start_loc)
-    out = None
-    if not problem.only_decodes:
-        out = _prefill(problem, q, pages, rows, sinks, slopes, interpret)
-    return _decode(problem, q, pages, rows, sinks, slopes, out, interpret)
+    given = _Given(
+        block_tables, context_lens, query_start_loc,
+        none if sinks is None else sinks.astype(jnp.float32),
+        none if alibi_slopes is None else alibi_slopes.astype(jnp.float32),
+        q, pages.data, none if pages.scales is None else pages.scales,
+    )  # fmt: skip
+    out = None if problem.only_decodes else _prefill(problem, given, interpret)
+    return _decode(problem, given, out, interpret)
+
+
+def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any) -> str | None:
+    """Why the kernels cannot take a call on a jax Device; None where they can."""
+    del block_tables
+    capability = nvidia_capability(device)
+    if pages.v_dim is not None:
+        return "latent pages go through 'xla'"
+    if q.shape[2] > 256:
+        return f"head_dim {q.shape[2]}: tiles of more than 256 do not fit into shared memory"
+    if pages.dtype == FP8 and capability and capability < (8, 9):
+        return f"pages of {FP8} need compute capability 8.9 (Ada) or newer"
+    return refuse_triton(device)
+
+
+class _Given(NamedTuple):
+    """The arrays of a call, and inside the kernels the references to them."""
+
+    tables: Any
+    lens: Any
+    starts: Any
+    sinks: Any   # float32[q_heads], or [1] where there are none; so are slopes and scales
+    slopes: Any
+    q: Any
+    data: Any
+    scales: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +143,7 @@ class _Problem:
     softcap: float | None
     has_sinks: bool
     has_slopes: bool
+    scales: str  # of the pages: "none", "token" (int8) or "head" (fp8)
     splits: int
     tiling: Tiling
     only_decodes: bool
@@ -132,38 +161,55 @@ class _Problem:
 
 # --- one turn over a few keys: shared by decode and prefill -----------------------------------------------------------
 
+Carry = tuple[Array, Array, Array]  # output [rows, width], maximum [rows], sum [rows], all float32
+
 
 def _load_page(
-    problem: _Problem, data_ref: Ref, which: int, blocks: Array, head: Array, position: Array, valid: Array
-) -> Array:
-    """[keys, width] keys (which=0) or values (which=1) of one KV head at positions of one sequence."""
+    problem: _Problem, given: _Given, which: int, blocks: Array, head: Array, place: Array, valid: Array
+) -> tuple[Array, Array | None]:
+    """Keys (which=0) or values (which=1) of one KV head at places in blocks: [keys, width], and scales to multiply by.
+
+    Scales are [keys] or a scalar. What is not valid gives zeros.
+    """
     column = jnp.arange(problem.width)[None, :]
     mask = valid[:, None] & (column < problem.head_dim)
-    place = data_ref.at[blocks[:, None], which, head, (position % problem.block_size)[:, None], column]
-    return plgpu.load(place, mask=mask, other=0.0)
+    page = plgpu.load(given.data.at[blocks[:, None], which, head, place[:, None], column], mask=mask, other=0.0)
+    match problem.scales:
+        case "token":
+            scale = plgpu.load(given.scales.at[blocks, which, head, place], mask=valid, other=0.0)
+            return page, scale.astype(jnp.float32)
+        case "head":
+            return page, given.scales[which, head]
+    return page, None
 
 
 def _attend_keys(
     problem: _Problem,
-    carry: tuple[Array, Array, Array],
+    given: _Given,
+    carry: Carry,
     q: Array,
-    position: Array,
-    query_position: Array,
     slope: Array | None,
-    load: Callable[[int], Array],
-) -> tuple[Array, Array, Array]:
-    """Online softmax (Milakov & Gimelshein 2018): `carry` = (output, maximum, sum) after the keys at `position`."""
+    query_position: Array,
+    row: Array,
+    head: Array,
+    position: Array,
+    valid: Array,
+) -> Carry:
+    """Online softmax (Milakov & Gimelshein 2018): `carry` after a row's keys at the valid positions."""
     out, top, total = carry
-    exact = q.dtype == jnp.float32
-    precision = lax.Precision.HIGHEST if exact else None
-    key, value = load(0).astype(q.dtype), load(1).astype(q.dtype)
-    scores = plgpu.dot(q, key.T, precision=precision) * problem.scale
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    blocks = plgpu.load(given.tables.at[row, position // problem.block_size], mask=valid, other=0)
+    place = position % problem.block_size
+    key, key_scale = _load_page(problem, given, 0, blocks, head, place, valid)
+    scores = plgpu.dot(q, key.astype(q.dtype).T, precision=precision) * problem.scale
+    if key_scale is not None:
+        scores *= key_scale[None, :] if key_scale.ndim else key_scale
     if problem.softcap is not None:
         scores = problem.softcap * jnp.tanh(scores / problem.softcap)
     distance = query_position[:, None] - position[None, :]
     if slope is not None:
         scores -= slope[:, None] * distance.astype(jnp.float32)
-    seen = distance >= 0
+    seen = (distance >= 0) & valid[None, :]
     if problem.window is not None:
         seen &= distance < problem.window
     scores = jnp.where(seen, scores, MASKED)
@@ -171,11 +217,15 @@ def _attend_keys(
     # where no key of a turn is seen, new_top is MASKED and exp(0) would count the hidden keys
     weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
     shrink = jnp.exp(top - new_top)
-    out = out * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), value, precision=precision)
-    return out, new_top, total * shrink + weights.sum(axis=1)
+    total = total * shrink + weights.sum(axis=1)
+    value, value_scale = _load_page(problem, given, 1, blocks, head, place, valid)
+    if value_scale is not None:
+        weights *= value_scale[None, :] if value_scale.ndim else value_scale
+    out = out * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), value.astype(q.dtype), precision=precision)
+    return out, new_top, total
 
 
-def _start(rows: int, width: int) -> tuple[Array, Array, Array]:
+def _start(rows: int, width: int) -> Carry:
     return (
         jnp.zeros((rows, width), jnp.float32),
         jnp.full((rows,), MASKED, jnp.float32),
@@ -186,16 +236,14 @@ def _start(rows: int, width: int) -> tuple[Array, Array, Array]:
 # --- decode: one row, one KV head, one split --------------------------------------------------------------------------
 
 
-def _decode_kernel(
-    tables_ref: Ref, lens_ref: Ref, starts_ref: Ref, sinks_ref: Ref, slopes_ref: Ref, q_ref: Ref,
-    data_ref: Ref, *rest: Ref, problem: _Problem,
-) -> None:  # fmt: skip
+def _decode_kernel(*refs: Ref, problem: _Problem) -> None:
     """With one split: writes the output. With more: writes [split, row, head, width] and the logarithm of the sum."""
+    given, rest = _Given(*refs[: len(_Given._fields)]), refs[len(_Given._fields) :]
     *_, out_ref, lse_ref = rest if problem.splits > 1 else (*rest, None)
     row, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    first = starts_ref[row]
-    length = lens_ref[row]
-    is_decode = starts_ref[row + 1] - first == 1
+    first = given.starts[row]
+    length = given.lens[row]
+    is_decode = given.starts[row + 1] - first == 1
     begin = split * problem.tiling.split_keys
     end = jnp.minimum(begin + problem.tiling.split_keys, length)
     if problem.window is not None:
@@ -206,30 +254,26 @@ def _decode_kernel(
         query_head = head * problem.group + jnp.minimum(lane, problem.group - 1)
         column = jnp.arange(problem.width)[None, :]
         mine = (lane < problem.group)[:, None] & (column < problem.head_dim)
-        q = plgpu.load(q_ref.at[first, query_head[:, None], column], mask=mine, other=0.0)
-        slope = plgpu.load(slopes_ref.at[query_head]) if problem.has_slopes else None
+        q = plgpu.load(given.q.at[first, query_head[:, None], column], mask=mine, other=0.0)
+        slope = plgpu.load(given.slopes.at[query_head]) if problem.has_slopes else None
         query_position = jnp.full((problem.group_rows,), length - 1, jnp.int32)
 
-        def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            position = i * problem.tiling.decode_keys + jnp.arange(problem.tiling.decode_keys)
-            valid = (position >= begin) & (position < end)
-            blocks = plgpu.load(tables_ref.at[row, position // problem.block_size], mask=valid, other=0)
-            load = functools.partial(
-                _load_page, problem, data_ref, blocks=blocks, head=head, position=position, valid=valid
-            )
-            # keys of a neighbouring split lie in the past of the query, too: push them out of sight
-            position = jnp.where(valid, position, length)
-            return _attend_keys(problem, carry, q, position, query_position, slope, lambda which: load(which=which))
-
         size = problem.tiling.decode_keys
+
+        def turn(i: Array, carry: Carry) -> Carry:
+            position = i * size + jnp.arange(size)
+            # turns are aligned to `size`, so the first may begin in the neighbouring split
+            valid = (position >= begin) & (position < end)
+            return _attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid)
+
         out, top, total = lax.fori_loop(
             begin // size, pl.cdiv(end, size), turn, _start(problem.group_rows, problem.width)
         )
         if lse_ref is None and problem.has_sinks:
-            total += jnp.exp(plgpu.load(sinks_ref.at[query_head]) - top)
+            total += jnp.exp(plgpu.load(given.sinks.at[query_head]) - top)
         out /= jnp.where(total == 0, 1.0, total)[:, None]
         if lse_ref is None:
-            place = out_ref.at[first, jnp.where(lane < problem.group, query_head, q_ref.shape[1])[:, None], column]
+            place = out_ref.at[first, jnp.where(lane < problem.group, query_head, given.q.shape[1])[:, None], column]
             plgpu.store(place, out.astype(out_ref.dtype), mask=mine)
         else:
             nowhere = jnp.where(lane < problem.group, query_head, lse_ref.shape[2])
@@ -275,31 +319,20 @@ def _merge_kernel(
     pl.when(is_decode)(own)
 
 
-def _decode(
-    problem: _Problem,
-    q: Array,
-    pages: KVPages,
-    rows: tuple[Array, Array, Array],
-    sinks: Array,
-    slopes: Array,
-    out: Array | None,
-    interpret: bool,
-) -> Array:
+def _decode(problem: _Problem, given: _Given, out: Array | None, interpret: bool) -> Array:
     """The output of rows of one token, put into `out` (what the prefill gave) where there is one."""
-    block_tables, context_lens, query_start_loc = rows
-    num_rows, q_heads = context_lens.shape[0], q.shape[1]
+    num_rows, q_heads = given.lens.shape[0], given.q.shape[1]
     tiling = problem.tiling
     params = plgpu.CompilerParams(num_warps=tiling.decode_warps, num_stages=tiling.decode_stages)
-    arguments = (block_tables, context_lens, query_start_loc, sinks, slopes, q, pages.data)
-    final = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    grid = (num_rows, pages.num_kv_heads, problem.splits)
+    final = jax.ShapeDtypeStruct(given.q.shape, given.q.dtype)
+    grid = (num_rows, q_heads // problem.group, problem.splits)
     kernel = functools.partial(_decode_kernel, problem=problem)
     before = () if out is None else (out,)
     if problem.splits == 1:
         return pl.pallas_call(
             kernel, final, grid=grid, compiler_params=params, interpret=interpret, name="paged_decode",
-            input_output_aliases={len(arguments): 0} if before else {},
-        )(*arguments, *before)  # fmt: skip
+            input_output_aliases={len(given): 0} if before else {},
+        )(*given, *before)  # fmt: skip
     parts, lse = pl.pallas_call(
         kernel,
         (
@@ -307,8 +340,8 @@ def _decode(
             jax.ShapeDtypeStruct((problem.splits, num_rows, q_heads), jnp.float32),
         ),
         grid=grid, compiler_params=params, interpret=interpret, name="paged_decode_splits",
-    )(*arguments)  # fmt: skip
-    arguments = (context_lens, query_start_loc, sinks, parts, lse)
+    )(*given)  # fmt: skip
+    arguments = (given.lens, given.starts, given.sinks, parts, lse)
     return pl.pallas_call(
         functools.partial(_merge_kernel, problem=problem), final, grid=(num_rows, q_heads),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1), interpret=interpret, name="paged_decode_merge",
@@ -320,18 +353,17 @@ def _decode(
 
 
 def _prefill_kernel(
-    tile_row_ref: Ref, tile_first_ref: Ref, tables_ref: Ref, lens_ref: Ref, starts_ref: Ref,
-    sinks_ref: Ref, slopes_ref: Ref, q_ref: Ref, data_ref: Ref, out_ref: Ref, *, problem: _Problem,
-    tile_tokens: int,
-) -> None:  # fmt: skip
+    tile_row_ref: Ref, tile_first_ref: Ref, *refs: Ref, problem: _Problem, tile_tokens: int
+) -> None:
     """Query rows are tokens x heads of the group, padded to a power of two."""
+    given, out_ref = _Given(*refs[:-1]), refs[-1]
     tile, head = pl.program_id(0), pl.program_id(1)
     row = tile_row_ref[tile]
 
     def own() -> None:
         padded_group = pl.next_power_of_2(problem.group)
-        first, length = starts_ref[row], lens_ref[row]
-        count = starts_ref[row + 1] - first
+        first, length = given.starts[row], given.lens[row]
+        count = given.starts[row + 1] - first
         line = jnp.arange(tile_tokens * padded_group)
         token = tile_first_ref[tile] + line // padded_group
         lane = line % padded_group
@@ -340,8 +372,8 @@ def _prefill_kernel(
         place = first + jnp.minimum(token, count - 1)
         column = jnp.arange(problem.width)[None, :]
         mine = real[:, None] & (column < problem.head_dim)
-        q = plgpu.load(q_ref.at[place[:, None], query_head[:, None], column], mask=mine, other=0.0)
-        slope = plgpu.load(slopes_ref.at[query_head]) if problem.has_slopes else None
+        q = plgpu.load(given.q.at[place[:, None], query_head[:, None], column], mask=mine, other=0.0)
+        slope = plgpu.load(given.slopes.at[query_head]) if problem.has_slopes else None
         query_position = length - count + token
         begin = jnp.int32(0)
         end = jnp.minimum(length - count + tile_first_ref[tile] + tile_tokens, length)
@@ -349,19 +381,14 @@ def _prefill_kernel(
             begin = jnp.maximum(length - count + tile_first_ref[tile] - problem.window + 1, 0)
         size = problem.tiling.prefill_keys
 
-        def turn(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def turn(i: Array, carry: Carry) -> Carry:
             position = i * size + jnp.arange(size)
-            valid = position < end
-            blocks = plgpu.load(tables_ref.at[row, position // problem.block_size], mask=valid, other=0)
-            load = functools.partial(
-                _load_page, problem, data_ref, blocks=blocks, head=head, position=position, valid=valid
-            )
-            return _attend_keys(problem, carry, q, position, query_position, slope, lambda which: load(which=which))
+            return _attend_keys(problem, given, carry, q, slope, query_position, row, head, position, position < end)
 
         carry = _start(tile_tokens * padded_group, problem.width)
         out, top, total = lax.fori_loop(begin // size, pl.cdiv(end, size), turn, carry)
         if problem.has_sinks:
-            total += jnp.exp(plgpu.load(sinks_ref.at[query_head]) - top)
+            total += jnp.exp(plgpu.load(given.sinks.at[query_head]) - top)
         out /= jnp.where(total == 0, 1.0, total)[:, None]
         target = jnp.where(real, place, out_ref.shape[0])
         plgpu.store(
@@ -371,29 +398,21 @@ def _prefill_kernel(
     pl.when(row >= 0)(own)
 
 
-def _prefill(
-    problem: _Problem,
-    q: Array,
-    pages: KVPages,
-    rows: tuple[Array, Array, Array],
-    sinks: Array,
-    slopes: Array,
-    interpret: bool,
-) -> Array:
+def _prefill(problem: _Problem, given: _Given, interpret: bool) -> Array:
     """The output of rows of more than one token; what belongs to others is left as it lies in memory."""
-    block_tables, context_lens, query_start_loc = rows
+    q, starts = given.q, given.starts
     tiling = problem.tiling
     tile_tokens = max(1, tiling.prefill_rows // pl.next_power_of_2(problem.group))
-    tile_row, tile_first = prompt_tiles(query_start_loc, q.shape[0], tile_tokens)
-    counts = query_start_loc[1:] - query_start_loc[:-1]
+    tile_row, tile_first = prompt_tiles(starts, q.shape[0], tile_tokens)
+    counts = starts[1:] - starts[:-1]
     # rows of one token are the decode's, tiles of no row are nobody's
     theirs = (tile_row < 0) | (jnp.take(counts, tile_row, mode="clip") < 2)
     tile_row = jnp.where(theirs, -1, tile_row).astype(jnp.int32)
     return pl.pallas_call(
         functools.partial(_prefill_kernel, problem=problem, tile_tokens=tile_tokens),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(tile_row.shape[0], pages.num_kv_heads),
+        grid=(tile_row.shape[0], q.shape[1] // problem.group),
         compiler_params=plgpu.CompilerParams(num_warps=tiling.prefill_warps, num_stages=tiling.prefill_stages),
         interpret=interpret,
         name="paged_prefill",
-    )(tile_row, tile_first, block_tables, context_lens, query_start_loc, sinks, slopes, q, pages.data)
+    )(tile_row, tile_first, *given)

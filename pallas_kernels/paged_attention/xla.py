@@ -45,13 +45,14 @@ def paged_attention(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
     device_loops: bool,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> Float[Array, "tokens q_heads v_dim"]:
     """As `pallas_kernels.paged_attention` says.
 
     device_loops: loops may end where the data says (CPU). Elsewhere they run over the whole table: a loop whose end
     the device decides makes XLA read its condition back to the host every turn on GPU.
     """
     tokens, q_heads, head_dim = q.shape
+    v_dim = pages.v_dim or head_dim
     rows, kv_heads = context_lens.shape[0], pages.num_kv_heads
     group = q_heads // kv_heads
     # tokens of a tile, and its rows: a group larger than a tile makes tiles of one token
@@ -100,7 +101,7 @@ def paged_attention(
         x = jnp.tile(x.reshape(kv_heads, 1, group), (1, tile, 1)).reshape(kv_heads, tile * group)
         return jnp.pad(x, ((0, 0), (0, soft_rows - tile * group)))[None]
 
-    def attend(first: Array | int, size: int) -> Float[Array, "size kv_heads soft_rows head_dim"]:
+    def attend(first: Array | int, size: int) -> Float[Array, "size kv_heads soft_rows v_dim"]:
         """Tiles first .. first + size - 1 over all the keys they need."""
 
         def cut(x: Array) -> Array:
@@ -113,11 +114,12 @@ def paged_attention(
 
         def over_keys(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             out, top, total = carry
-            k, v = pages.gather(lax.dynamic_slice_in_dim(own_tables, step * blocks_per_step, blocks_per_step, axis=1))
+            blocks = lax.dynamic_slice_in_dim(own_tables, step * blocks_per_step, blocks_per_step, axis=1)
+            k, v = pages.gather(blocks, x.dtype)
             key_position = step * keys_per_step + jnp.arange(keys_per_step)
             # beyond the row's end a page may hold anything, NaN included, and 0 * NaN would spoil the sum
             v = jnp.where((key_position < end[:, None])[:, None, :, None], v, 0)
-            scores = _product("thqd,thkd->thqk", x, k.astype(x.dtype))[:, :, :soft_rows] * scale
+            scores = _product("thqd,thkd->thqk", x, k)[:, :, :soft_rows] * scale
             distance = position[:, :, None] - key_position
             seen = distance >= 0
             if sliding_window is not None:
@@ -131,11 +133,11 @@ def paged_attention(
             weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
             factors = jnp.pad(weights.astype(x.dtype), ((0, 0), (0, 0), (0, padded - soft_rows), (0, 0)))
-            added = _product("thqk,thkd->thqd", factors, v.astype(x.dtype))[:, :, :soft_rows]
+            added = _product("thqk,thkd->thqd", factors, v)[:, :, :soft_rows]
             return out * shrink[..., None] + added, new_top, total * shrink + weights.sum(axis=3)
 
         zeros = jnp.zeros((size, kv_heads, soft_rows), jnp.float32)
-        carry = (jnp.zeros((size, kv_heads, soft_rows, head_dim), jnp.float32), zeros + MASKED, zeros)
+        carry = (jnp.zeros((size, kv_heads, soft_rows, v_dim), jnp.float32), zeros + MASKED, zeros)
         if device_loops:
             low = jnp.int32(0)
             if sliding_window is not None:
@@ -157,12 +159,12 @@ def paged_attention(
         def over_groups(i: Array, result: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(result, attend(i * TILE_GROUP, TILE_GROUP), i * TILE_GROUP, axis=0)
 
-        empty = jnp.zeros((num_tiles, kv_heads, soft_rows, head_dim), q.dtype)
+        empty = jnp.zeros((num_tiles, kv_heads, soft_rows, v_dim), q.dtype)
         result = lax.fori_loop(0, -(-used_tiles // TILE_GROUP), over_groups, empty)
 
     # --- back into token order ---------------------------------------------------------------------------------
-    result = result[:, :, : tile * group].reshape(num_tiles, kv_heads, tile, group, head_dim)
-    result = result.transpose(0, 2, 1, 3, 4).reshape(num_tiles * tile, q_heads, head_dim)
+    result = result[:, :, : tile * group].reshape(num_tiles, kv_heads, tile, group, v_dim)
+    result = result.transpose(0, 2, 1, 3, 4).reshape(num_tiles * tile, q_heads, v_dim)
     token = jnp.arange(tokens)
     row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), rows - 1)
     place = token - query_start_loc[row]

@@ -1,7 +1,9 @@
 """write_kv for NVIDIA in Pallas, lowered through Triton: a program copies one KV head of a few tokens, in place."""
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_pages import FP8, INT8, KVPages, int8_scale, to_fp8, to_int8
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 TILE_TOKENS = 16  # tokens of a program: enough bytes to hide the launch of one, few enough to fill a card at 64 tokens
@@ -18,36 +20,100 @@ TILE_TOKENS = 16  # tokens of a program: enough bytes to hide the launch of one,
 def write_kv(
     pages: KVPages,
     k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     slot_mapping: Int[Array, " tokens"],
     *,
     interpret: bool = False,
 ) -> KVPages:
     """As `pallas_kernels.write_kv` says. interpret: run the kernel in XLA operations, on any platform."""
-    data = pages.data
-    written = pl.pallas_call(
-        functools.partial(_kernel, num_blocks=pages.num_blocks, block_size=pages.block_size),
-        jax.ShapeDtypeStruct(data.shape, data.dtype),
-        grid=(-(-k.shape[0] // TILE_TOKENS), pages.num_kv_heads),
-        input_output_aliases={3: 0},
+    assert v is not None, "latent pages are refused before"
+    _, written = call_with_pages(
+        _kernel, "write_kv", pages, (slot_mapping, k, v), grid=(-(-k.shape[0] // TILE_TOKENS), pages.num_kv_heads),
+        interpret=interpret,
+    )  # fmt: skip
+    return written
+
+
+def _kernel(slots_ref: Ref, k_ref: Ref, v_ref: Ref, *, writer: "PageWriter") -> None:
+    tokens = k_ref.shape[0]
+    token, head = pl.program_id(0) * TILE_TOKENS + jnp.arange(TILE_TOKENS), pl.program_id(1)
+    slot = plgpu.load(slots_ref.at[token], mask=token < tokens, other=-1)
+    column = jnp.arange(pl.next_power_of_2(k_ref.shape[2]))
+    mask = (slot >= 0)[:, None] & (column < k_ref.shape[2])
+    for which, ref in enumerate((k_ref, v_ref)):
+        rows = plgpu.load(ref.at[token[:, None], head, column[None, :]], mask=mask, other=0.0)
+        writer.store(which, head, slot, [Piece(rows, column, k_ref.shape[2])])
+
+
+# --- for every kernel that fills pages --------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Neighbouring columns of one head of a tile of tokens; zero beyond `end`."""
+
+    x: Array       # [tokens, width]
+    column: Array  # int32[width]
+    end: int       # the first column that is not the piece's
+
+
+@dataclasses.dataclass(frozen=True)
+class PageWriter:
+    """The pages inside a kernel: puts tokens of one KV head into their slots, as the pages hold them."""
+
+    data_ref: Ref
+    scales_ref: Ref
+
+    def store(self, which: int, head: Array, slot: Array, pieces: Sequence[Piece]) -> None:
+        """Keys (which=0) or values (which=1) of one head.
+
+        slot:   int32[tokens]; negative = written nowhere.
+        pieces: all columns of the head.
+        """
+        num_blocks, _, _, block_size, _ = self.data_ref.shape
+        # What is masked must point past the end, too: interpret mode would write it over slot 0.
+        block = jnp.where(slot >= 0, slot // block_size, num_blocks)
+        place = jnp.where(slot >= 0, slot % block_size, 0)
+        dtype = self.data_ref.dtype
+        if dtype == INT8:
+            largest = functools.reduce(jnp.maximum, [jnp.abs(p.x.astype(jnp.float32)).max(axis=1) for p in pieces])
+            scale = int8_scale(largest)
+            plgpu.store(self.scales_ref.at[block, which, head, place], scale, mask=slot >= 0)
+            pieces = [piece._replace(x=to_int8(piece.x, scale[:, None])) for piece in pieces]
+        elif dtype == FP8:
+            pieces = [piece._replace(x=to_fp8(piece.x, self.scales_ref[which, head])) for piece in pieces]
+        for x, column, end in pieces:
+            target = self.data_ref.at[block[:, None], which, head, place[:, None], column[None, :]]
+            plgpu.store(target, x.astype(dtype), mask=(slot >= 0)[:, None] & (column < end)[None, :])
+
+
+def call_with_pages(
+    kernel: Any,
+    name: str,
+    pages: KVPages,
+    arguments: Sequence[Array],
+    *,
+    grid: tuple[int, ...],
+    out: Sequence[jax.ShapeDtypeStruct] = (),
+    interpret: bool,
+) -> tuple[tuple[Array, ...], KVPages]:
+    """Run `kernel(*arguments' references, *out's references, writer=PageWriter)`; the pages change in place."""
+    in_place = [pages.data, *([pages.scales] if pages.dtype == INT8 else [])]
+    fixed = [pages.scales] if pages.dtype == FP8 else []
+
+    def body(*refs: Ref) -> None:
+        given, results = refs[: len(arguments) + len(fixed)], refs[-len(out) - len(in_place) :]
+        scales = results[-1] if pages.dtype == INT8 else given[-1] if fixed else None
+        kernel(*given[: len(arguments)], *results[: len(out)], writer=PageWriter(results[len(out)], scales))
+
+    first = len(arguments) + len(fixed)
+    results = pl.pallas_call(
+        body,
+        [*out, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in in_place)],
+        grid=grid,
+        input_output_aliases={first + i: len(out) + i for i in range(len(in_place))},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="write_kv",
-    )(slot_mapping, k, v, data)
-    return KVPages(written)
-
-
-def _kernel(
-    slots_ref: Ref, k_ref: Ref, v_ref: Ref, _: Ref, data_ref: Ref, *, num_blocks: int, block_size: int
-) -> None:
-    tokens, _heads, head_dim = k_ref.shape
-    token, head = pl.program_id(0) * TILE_TOKENS + jnp.arange(TILE_TOKENS), pl.program_id(1)
-    column = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
-    slot = plgpu.load(slots_ref.at[token], mask=token < tokens, other=-1)
-    mask = (slot >= 0)[:, None] & (column < head_dim)
-    # What is masked must point past the end, too: interpret mode would write it over slot 0.
-    block = jnp.where(slot >= 0, slot // block_size, num_blocks)[:, None]
-    place = jnp.where(slot >= 0, slot % block_size, 0)[:, None]
-    for which, ref in enumerate((k_ref, v_ref)):
-        rows = plgpu.load(ref.at[token[:, None], head, column], mask=mask, other=0.0)
-        plgpu.store(data_ref.at[block, which, head, place, column], rows.astype(data_ref.dtype), mask=mask)
+        name=name,
+    )(*arguments, *fixed, *in_place)
+    changed = dict(zip(("data", "scales"), results[len(out) :], strict=False))  # float pages have no scales
+    return tuple(results[: len(out)]), dataclasses.replace(pages, **changed)

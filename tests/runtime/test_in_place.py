@@ -5,8 +5,8 @@ For CPU always; for an H200 without one where JAX's CUDA plugin is installed (`-
 
 import collections
 import contextlib
+import dataclasses
 import functools
-import importlib.util
 import re
 import statistics
 import time
@@ -20,7 +20,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
 from jpaged.runtime.state import create_state, state_shapes
 from jpaged.runtime.step import ProgramShape, compile_step
-from tests.runtime import h200_target
+from tests import h200_target
 
 # Activations of 8 rows, and of a chunk, are far smaller than a layer's weights or pages.
 SPEC = DecoderSpec(
@@ -33,7 +33,7 @@ PREFILL = ProgramShape(False, 64, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
 
 DEVICELESS = [
     pytest.mark.deviceless,
-    pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax-cuda13-plugin"),
+    pytest.mark.skipif(not h200_target.available(), reason="needs jax-cuda13-plugin"),
 ]
 # what the step is compiled for, and the attention it is compiled with
 IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton"}
@@ -47,21 +47,20 @@ def dtype_of(target):
 
 
 @functools.cache
-def compiled(target, shape, blocks=BLOCKS):
+def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers):
     dtype, sharding, mesh = dtype_of(target), None, contextlib.nullcontext()
+    spec = dataclasses.replace(SPEC, num_layers=layers)
     if target != "cpu":
-        sharding = h200_target.sharding()
-        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-        mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+        sharding, mesh = h200_target.sharding(), h200_target.tracing()
     state = state_shapes(
-        SPEC, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=SPEC.max_position // BLOCK_SIZE, dtype=dtype
+        spec, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=spec.max_position // BLOCK_SIZE, dtype=dtype
     )
     params, state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (param_shapes(SPEC, dtype), state)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (param_shapes(spec, dtype), state)
     )
     with mesh:
         return compile_step(
-            params, None, state, spec=SPEC, layout=WeightLayout(), shape=shape, num_logprobs=20, sharding=sharding,
+            params, None, state, spec=spec, layout=WeightLayout(), shape=shape, num_logprobs=20, sharding=sharding,
             implementation=IMPLEMENTATIONS[target],
         )  # fmt: skip
 
@@ -77,6 +76,8 @@ def limit(target):
     return min(pool_bytes(target), largest)
 
 
+# Instructions of a GPU program that are a kernel; others are bookkeeping.
+LAUNCHES = ("fusion", "custom-call", "copy", "dot", "convolution", "reduce", "sort", "scatter", "gather", "while")
 ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1, "s64": 8, "f64": 8}
 
 
@@ -104,11 +105,23 @@ def test_nothing_as_large_as_a_layers_kv_or_weights_is_copied(target, shape):
 @pytest.mark.parametrize(("shape", "kernels"), [(DECODE, 3), (PREFILL, 4)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("target", [pytest.param("h200 kernels", marks=DEVICELESS)])
 def test_a_layers_custom_calls_are_few(target, shape, kernels):
-    """write_kv, decode, its merge (two splits cover the table), and prefill where rows may be longer than a token."""
+    """write_qkv, decode, its merge (two splits cover the table), and prefill where rows may be longer than a token."""
     text = compiled(target, shape).as_text()
     names = re.findall(r'name = "(\w+)", num_stages', text)
     assert len(names) == kernels * SPEC.num_layers, collections.Counter(names)
-    assert set(names) <= {"write_kv", "paged_prefill", "paged_decode_splits", "paged_decode_merge"}
+    assert set(names) <= {"write_qkv", "paged_prefill", "paged_decode_splits", "paged_decode_merge"}
+
+
+@pytest.mark.parametrize("target", [pytest.param("h200 kernels", marks=DEVICELESS)])
+def test_a_decode_layer_is_at_most_twelve_kernels(target):
+    """Every kernel costs a launch of some microseconds, which is what a small decode step is made of."""
+    one_less, whole = (
+        operations(main_computation(compiled(target, DECODE, layers=n).as_text()))
+        for n in (SPEC.num_layers - 1, SPEC.num_layers)
+    )
+    layer = {name: whole[name] - one_less[name] for name in LAUNCHES}
+    assert layer["custom-call"] == 3
+    assert sum(layer.values()) <= 12, layer
 
 
 def test_the_check_sees_a_copy():
@@ -123,7 +136,7 @@ def test_the_check_sees_a_copy():
 def test_ten_times_the_pool_costs_nothing_but_the_pool(target, shape):
     small, large = compiled(target, shape), compiled(target, shape, 10 * BLOCKS)
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
-    assert operations(small) == operations(large)
+    assert operations(small.as_text()) == operations(large.as_text())
     if target != "cpu":
         return  # without the device its compiler does not count flops and bytes
     costs = [_costs(program) for program in (small, large)]
@@ -135,9 +148,14 @@ def test_ten_times_the_pool_costs_nothing_but_the_pool(target, shape):
     assert more < 4.5 * SPEC.num_layers * grown  # read for keys and for values, and taken and given by the write
 
 
-def operations(program):
-    """How often each operation stands in a program's text."""
-    return collections.Counter(re.findall(r"= \S+ ([\w-]+)\(", program.as_text()))
+def operations(text):
+    """How often each operation stands in a program's text, or in a part of it."""
+    return collections.Counter(re.findall(r"^  \S.*? = (?:\(.*?\)|\S+) ([\w-]+)\(", text, re.MULTILINE))
+
+
+def main_computation(text):
+    """The part of a program's text that says what is launched."""
+    return re.search(r"^ENTRY .*?^}", text, re.DOTALL | re.MULTILINE)[0]
 
 
 @pytest.mark.slow

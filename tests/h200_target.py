@@ -1,5 +1,8 @@
 """An H200 to compile for without having one. Hardware facts from NVIDIA's data sheets, in XLA's text format."""
 
+import contextlib
+import importlib.util
+
 import jax
 from jax.experimental import topologies
 
@@ -21,7 +24,18 @@ device_description_str: "NVIDIA H200"
 """
 
 
+def available() -> bool:
+    """Whether JAX's compiler for NVIDIA is installed."""
+    return bool(importlib.util.find_spec("jax_cuda13_plugin"))
+
+
 def sharding() -> jax.sharding.Sharding:
     """Where arguments lie that are compiled for the H200. Needs the jax-cuda plugin, no card."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def tracing() -> contextlib.AbstractContextManager:
+    """What to trace and lower in: kernels ask it for the device."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))

@@ -1,0 +1,71 @@
+"""write_qkv: from the product of a layer's input with its q, k and v matrices to q, and pages with the new KV."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_pages import FLOATS, KVPages
+from pallas_kernels.platforms import on_cuda
+from pallas_kernels.write_kv import check_implementation, choose_implementation
+from pallas_kernels.write_qkv import triton, xla
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"xla": xla.write_qkv, "triton": on_cuda(triton.write_qkv)}
+
+
+def write_qkv(
+    pages: KVPages,
+    qkv: Float[Array, "tokens kv_heads group_plus_2 head_dim"],
+    slot_mapping: Int[Array, " tokens"],
+    *,
+    bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None = None,
+    cos: Float[Array, "tokens half"] | None = None,
+    sin: Float[Array, "tokens half"] | None = None,
+    q_norm: Float[Array, " head_dim"] | None = None,
+    k_norm: Float[Array, " head_dim"] | None = None,
+    norm_eps: float = 1e-6,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
+    """q ready for `paged_attention`, and the pages with the new keys and values in their slots.
+
+    In this order, each where it is given: bias; q and k over their root mean square, a head at a time
+    (arXiv:1910.07467); rotary embedding of q and k (arXiv:2104.09864).
+
+    qkv:            a KV head's query heads, then its key, then its value, as one product gives them.
+    slot_mapping:   as `write_kv` has it.
+    cos, sin:       float32, of every token's angles, in the rotate-half form: dimension i is paired with i + half;
+                    dimensions from 2 * half on are left as they are.
+    q_norm, k_norm: the norms' weights; both or neither.
+    implementation: "xla", "triton" (one kernel for NVIDIA; in interpret mode elsewhere), or None to choose.
+
+    Returns q in qkv's dtype, heads in the order of the KV heads. In place where the pages are donated. Raises
+    ValueError, naming the argument.
+    """
+    tokens, kv_heads, lanes, head_dim = qkv.shape
+    name = implementation or choose_implementation(jax.devices()[0], pages)
+    check_implementation(name, IMPLEMENTATIONS, pages)
+    if (kv_heads, head_dim) != (pages.num_kv_heads, pages.head_dim) or lanes < 3:
+        raise ValueError(
+            f"qkv {qkv.shape}: must be [tokens, {pages.num_kv_heads}, query heads a KV head + 2, {pages.head_dim}], as "
+            "the pages have"
+        )
+    if qkv.dtype not in FLOATS:
+        raise ValueError(f"qkv of {qkv.dtype}: must be bfloat16, float16 or float32")
+    if pages.v_dim is not None:
+        raise ValueError("pages: latent pages hold no keys and values apart; use write_kv")
+    if slot_mapping.shape != (tokens,):
+        raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{tokens}], as many as qkv has tokens")
+    if (cos is None) != (sin is None) or (q_norm is None) != (k_norm is None):
+        raise ValueError("cos and sin, q_norm and k_norm: both of a pair or neither")
+    for part, given in (("cos", cos), ("sin", sin)):
+        if given is not None and (given.shape != (tokens, given.shape[-1]) or 2 * given.shape[-1] > head_dim):
+            raise ValueError(f"{part} {given.shape}: must be [{tokens}, half], half at most {head_dim // 2}")
+    for part, given in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if given is not None and given.shape != (head_dim,):
+            raise ValueError(f"{part} {given.shape}: must be [{head_dim}]")
+    if bias is not None and bias.shape != qkv.shape[1:]:
+        raise ValueError(f"bias {bias.shape}: must be {list(qkv.shape[1:])}, as qkv has")
+    return IMPLEMENTATIONS[name](
+        pages, qkv, slot_mapping, bias, cos, sin, q_norm, k_norm, norm_eps=norm_eps
+    )

@@ -1,0 +1,45 @@
+"""What is done to q, k and v between their product and attention, in plain jnp: the specification of write_qkv."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def rms_norm(x: Float[Array, "*lead width"], weight: Float[Array, " width"], eps: float) -> Float[Array, "*lead width"]:
+    """x over its root mean square, times weight (arXiv:1910.07467). The mean is float32, the result x's dtype."""
+    y = x.astype(jnp.float32)
+    y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
+    return y.astype(x.dtype) * weight
+
+
+def rotate(
+    x: Float[Array, "tokens heads head_dim"], cos: Float[Array, "tokens half"], sin: Float[Array, "tokens half"]
+) -> Float[Array, "tokens heads head_dim"]:
+    """Rotary embedding (arXiv:2104.09864) in the rotate-half form: dimension i is paired with i + half.
+
+    Dimensions from 2 * half on are left as they are (partial rotary embedding).
+    """
+    half = cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    y = x.astype(jnp.float32)
+    a, b = y[..., :half], y[..., half : 2 * half]
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, y[..., 2 * half :]], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def finish(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    *,
+    cos: Float[Array, "tokens half"] | None,
+    sin: Float[Array, "tokens half"] | None,
+    q_norm: Float[Array, " head_dim"] | None,
+    k_norm: Float[Array, " head_dim"] | None,
+    norm_eps: float,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens kv_heads head_dim"]]:
+    """q and k with norm and rotary embedding, each where it is given."""
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, norm_eps), rms_norm(k, k_norm, norm_eps)
+    if cos is not None and sin is not None:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return q, k

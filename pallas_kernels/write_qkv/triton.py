@@ -1,0 +1,110 @@
+"""write_qkv for NVIDIA in Pallas, lowered through Triton: bias, norm, rotation and write in one pass over the product.
+
+A program is one head (of q, or the keys, or the values) of a few tokens. A head comes in three pieces, because the
+rotation pairs its first half with its second, and cutting is for references only in this lowering: the two halves that
+are rotated, and what is not (partial rotary embedding; all of the head where nothing is rotated).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.write_kv.triton import TILE_TOKENS, PageWriter, Piece, call_with_pages
+
+Ref = Any  # an array inside a kernel, addressed by `.at`
+
+
+def write_qkv(
+    pages: KVPages,
+    qkv: Float[Array, "tokens kv_heads group_plus_2 head_dim"],
+    slot_mapping: Int[Array, " tokens"],
+    bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None,
+    cos: Float[Array, "tokens half"] | None,
+    sin: Float[Array, "tokens half"] | None,
+    q_norm: Float[Array, " head_dim"] | None,
+    k_norm: Float[Array, " head_dim"] | None,
+    *,
+    norm_eps: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
+    """As `pallas_kernels.write_qkv` says. interpret: run the kernel in XLA operations, on any platform."""
+    tokens, kv_heads, slots, head_dim = qkv.shape
+    optional = {"bias": bias, "cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
+    given = {name: value for name, value in optional.items() if value is not None}
+    (q,), pages = call_with_pages(
+        functools.partial(_kernel, names=tuple(given), half=0 if cos is None else cos.shape[1], norm_eps=norm_eps),
+        "write_qkv", pages, (slot_mapping, qkv, *given.values()), interpret=interpret,
+        grid=(-(-tokens // TILE_TOKENS), kv_heads, slots),
+        out=[jax.ShapeDtypeStruct((tokens, kv_heads * (slots - 2), head_dim), qkv.dtype)],
+    )  # fmt: skip
+    return q, pages
+
+
+def _kernel(
+    slots_ref: Ref, qkv_ref: Ref, *refs: Ref, writer: PageWriter, names: tuple[str, ...], half: int, norm_eps: float
+) -> None:
+    *rest, out_ref = refs
+    given = dict(zip(names, rest, strict=True))
+    tokens, _, heads, head_dim = qkv_ref.shape
+    group = heads - 2
+    token, kv_head, lane = pl.program_id(0) * TILE_TOKENS + jnp.arange(TILE_TOKENS), pl.program_id(1), pl.program_id(2)
+    real = token < tokens
+    slot = plgpu.load(slots_ref.at[token], mask=real, other=-1)
+    dtype = qkv_ref.dtype
+
+    def load(begin: int, end: int) -> Piece:
+        column = begin + jnp.arange(pl.next_power_of_2(end - begin))
+        mask = real[:, None] & (column < end)[None, :]
+        x = plgpu.load(qkv_ref.at[token[:, None], kv_head, lane, column[None, :]], mask=mask, other=0.0)
+        if "bias" in given:
+            added = plgpu.load(given["bias"].at[kv_head, lane, column], mask=column < end, other=0.0)
+            x = (x + added[None, :]).astype(dtype)
+        return Piece(x, column, end)
+
+    def normed(pieces: list[Piece], weight_ref: Ref) -> list[Piece]:
+        squares = sum((piece.x.astype(jnp.float32) ** 2).sum(axis=1) for piece in pieces)
+        factor = lax.rsqrt(squares / head_dim + norm_eps)[:, None]
+
+        def scaled(piece: Piece) -> Piece:
+            weight = plgpu.load(weight_ref.at[piece.column], mask=piece.column < piece.end, other=0.0)
+            x = (piece.x.astype(jnp.float32) * factor).astype(dtype) * weight[None, :].astype(dtype)
+            return piece._replace(x=x)
+
+        return [scaled(piece) for piece in pieces]
+
+    def finished(norm: str) -> list[Piece]:
+        pieces = [load(0, half), load(half, 2 * half)] if half else []
+        if 2 * half < head_dim:
+            pieces.append(load(2 * half, head_dim))
+        if norm in given:
+            pieces = normed(pieces, given[norm])
+        if half:
+            first, second, *unturned = pieces
+            place = token[:, None], first.column[None, :]
+            mask = real[:, None] & (first.column < half)[None, :]
+            cos, sin = (plgpu.load(given[name].at[place], mask=mask, other=0.0) for name in ("cos", "sin"))
+            a, b = first.x.astype(jnp.float32), second.x.astype(jnp.float32)
+            turned = [
+                first._replace(x=(a * cos - b * sin).astype(dtype)),
+                second._replace(x=(b * cos + a * sin).astype(dtype)),
+            ]
+            pieces = turned + unturned
+        return pieces
+
+    def query() -> None:
+        # what is masked points past the end: interpret mode would write it over the last token
+        place = jnp.where(real, token, tokens)[:, None]
+        for x, column, end in finished("q_norm"):
+            target = out_ref.at[place, kv_head * group + lane, column[None, :]]
+            plgpu.store(target, x, mask=real[:, None] & (column < end)[None, :])
+
+    pl.when(lane < group)(query)
+    pl.when(lane == group)(lambda: writer.store(0, kv_head, slot, finished("k_norm")))
+    pl.when(lane == group + 1)(lambda: writer.store(1, kv_head, slot, [load(0, head_dim)]))

@@ -1,0 +1,27 @@
+"""write_qkv in XLA operations: the specification, then the scatter. Every platform."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.write_qkv.reference import finish
+
+
+def write_qkv(
+    pages: KVPages,
+    qkv: Float[Array, "tokens kv_heads group_plus_2 head_dim"],
+    slot_mapping: Int[Array, " tokens"],
+    bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None,
+    cos: Float[Array, "tokens half"] | None,
+    sin: Float[Array, "tokens half"] | None,
+    q_norm: Float[Array, " head_dim"] | None,
+    k_norm: Float[Array, " head_dim"] | None,
+    *,
+    norm_eps: float,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
+    """As `pallas_kernels.write_qkv` says."""
+    if bias is not None:
+        qkv = qkv + bias
+    tokens, _, _, head_dim = qkv.shape
+    q = qkv[:, :, :-2].reshape(tokens, -1, head_dim)
+    q, k = finish(q, qkv[:, :, -2], cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps)
+    return q, pages.scatter(k, qkv[:, :, -1], slot_mapping)

@@ -1,0 +1,86 @@
+"""The variants of the kernels that must lower and compile for accelerators, without data: models' real shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
+
+ROWS, TOKENS, WIDTH, NUM_BLOCKS = 4, 64, 128, 1024
+HEADS = {"gqa": (32, 8), "mha": (4, 4), "group-7": (14, 2), "mqa": (8, 1)}
+
+# name: heads, head_dim, dtype, dtype of the pages, block size, options; those in brackets are arrays of such a shape
+ATTENTION = {
+    "llama-3-8b": ("gqa", 128, "bfloat16", None, 16, {}),
+    "float32-window": ("gqa", 128, "float32", None, 16, {"sliding_window": 100}),
+    "mha-80-float16-softcap": ("mha", 80, "float16", None, 32, {"logit_softcap": 30.0}),
+    "group-7-64-sinks": ("group-7", 64, "bfloat16", None, 64, {"sinks": (14,)}),
+    "mqa-96-alibi": ("mqa", 96, "bfloat16", None, 128, {"alibi_slopes": (8,)}),
+    "mha-256": ("mha", 256, "bfloat16", None, 16, {}),
+    "float32-256": ("mha", 256, "float32", None, 16, {}),
+    "int8": ("gqa", 128, "bfloat16", "int8", 16, {}),
+    "int8-float32": ("mha", 64, "float32", "int8", 32, {}),
+    "fp8": ("gqa", 128, "bfloat16", "float8_e4m3fn", 16, {}),
+}
+# name: heads, head_dim, dtype, dtype of the pages, bias, norm, half
+QKV = {
+    "llama-3-8b": ("gqa", 128, "bfloat16", None, False, False, 64),
+    "qwen2": ("group-7", 64, "bfloat16", None, True, False, 32),
+    "qwen3": ("gqa", 128, "bfloat16", None, False, True, 64),
+    "partial-80": ("mha", 80, "float32", None, True, True, 10),
+    "no-rotation": ("mqa", 64, "float16", None, False, False, 0),
+    "int8": ("gqa", 128, "bfloat16", "int8", False, True, 64),
+    "fp8": ("gqa", 128, "bfloat16", "float8_e4m3fn", False, True, 64),
+}
+WRITES = [("gqa", 128, "bfloat16", None), ("mha", 80, "float32", None), ("gqa", 128, "bfloat16", "int8"),
+          ("mqa", 96, "bfloat16", "float8_e4m3fn")]  # fmt: skip
+
+
+def array(shape, dtype):
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
+
+def pages_of(heads, head_dim, dtype, kv_dtype, block_size=16):
+    return KVPages.shapes(NUM_BLOCKS, block_size, HEADS[heads][1], head_dim, kv_dtype or dtype)
+
+
+def attention(name, max_query_len, implementation):
+    """A function of arrays, and ShapeDtypeStructs to call it with."""
+    heads, head_dim, dtype, kv_dtype, block_size, options = ATTENTION[name]
+    tokens = ROWS if max_query_len == 1 else TOKENS
+    names = [n for n, value in options.items() if isinstance(value, tuple)]
+    fixed = {n: value for n, value in options.items() if n not in names}
+
+    def call(q, pages, tables, lens, starts, *more):
+        return paged_attention(
+            q, pages, tables, lens, starts, scale=head_dim**-0.5, max_query_len=max_query_len,
+            implementation=implementation, **fixed, **dict(zip(names, more, strict=True)),
+        )  # fmt: skip
+
+    return call, (
+        array((tokens, HEADS[heads][0], head_dim), dtype), pages_of(heads, head_dim, dtype, kv_dtype, block_size),
+        array((ROWS, WIDTH), "int32"), array((ROWS,), "int32"), array((ROWS + 1,), "int32"),
+        *(array(options[n], "float32") for n in names),
+    )  # fmt: skip
+
+
+def writing(heads, head_dim, dtype, kv_dtype, implementation):
+    new = array((TOKENS, HEADS[heads][1], head_dim), dtype)
+    call = functools.partial(write_kv, implementation=implementation)
+    return call, (pages_of(heads, head_dim, dtype, kv_dtype), new, new, array((TOKENS,), np.int32))
+
+
+def writing_qkv(name, implementation):
+    heads, head_dim, dtype, kv_dtype, bias, norm, half = QKV[name]
+    q_heads, kv_heads = HEADS[heads]
+    qkv = array((TOKENS, kv_heads, q_heads // kv_heads + 2, head_dim), dtype)
+    given = {"bias": array(qkv.shape[1:], dtype)} if bias else {}
+    given |= {n: array((head_dim,), dtype) for n in ("q_norm", "k_norm") if norm}
+    given |= {n: array((TOKENS, half), "float32") for n in ("cos", "sin") if half}
+
+    def call(pages, qkv, slots, given):
+        return write_qkv(pages, qkv, slots, implementation=implementation, **given)
+
+    return call, (pages_of(heads, head_dim, dtype, kv_dtype), qkv, array((TOKENS,), np.int32), given)

@@ -1,0 +1,154 @@
+"""Cases for the kernels, and attention written down once more: float64, in numpy, nothing shared with the package."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import KVPages, paged_attention
+
+# Largest absolute difference from float64 on inputs from N(0, 1), up to 1,024 keys.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is static in a call: one compiled program an implementation."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 16
+    dtype: str = "float32"
+    kv_dtype: str | None = None  # of the pages; dtype where None
+    v_dim: int | None = None     # latent pages
+    rows: int = 6
+    tokens: int = 64             # 0: every row has one token
+    width: int = 20
+    num_blocks: int = 64
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    slopes: bool = False
+
+    @property
+    def options(self) -> dict:
+        """The options of a call, arrays as numpy."""
+        return {
+            "scale": self.head_dim**-0.5,
+            "sliding_window": self.window,
+            "logit_softcap": self.softcap,
+            "sinks": np.linspace(-1, 1, self.heads, dtype=np.float32) if self.sinks else None,
+            "alibi_slopes": 2.0 ** -np.arange(1, self.heads + 1, dtype=np.float32) if self.slopes else None,
+        }
+
+    @property
+    def table_keys(self) -> int:
+        """Keys that a block table has room for."""
+        return self.width * self.block_size
+
+
+RAGGED = ((1, 5), (1, 300), (0, 0), (33, 40), (7, 200), (16, 16))
+DECODES = ((1, 1), (1, 15), (1, 16), (0, 0), (1, 17), (1, 129))
+
+
+def make_case(shape: Shape, rows=RAGGED, *, seed=0, shared=0):
+    """Random pages and queries for rows of (tokens, keys), keys counting the tokens.
+
+    What no row uses is poisoned: NaN in the places of the pages, and block numbers far outside the pool in the tables.
+    shared: so many first blocks are the same for all rows.
+    """
+    rng = np.random.default_rng(seed)
+    counts, lens = np.array(list(zip(*rows, strict=True)), np.int32)
+    counts, lens = (np.pad(a, (0, shape.rows - len(a))) for a in (counts, lens))
+    used_blocks = -(-lens // shape.block_size)
+    tables = np.full((shape.rows, shape.width), 10**6, np.int32)
+    order = rng.permutation(shape.num_blocks)
+    beginning, free = order[:shared], list(order[shared:])
+    for row, n in enumerate(used_blocks):
+        # rows draw from the same blocks where there are not enough: sharing is allowed
+        own = [free.pop() if len(free) > 1 else rng.choice(order) for _ in range(n)]
+        tables[row, :n] = np.concatenate([beginning, own])[:n]
+    used = np.zeros((shape.num_blocks, shape.block_size), bool)
+    for row, length in enumerate(lens):
+        position = np.arange(length)
+        used[tables[row, position // shape.block_size], position % shape.block_size] = True
+
+    parts = 1 if shape.v_dim else 2
+    values = rng.standard_normal((shape.num_blocks, parts, shape.kv_heads, shape.block_size, shape.head_dim))
+    poisoned = ~used[:, None, None, :, None]
+    kv_dtype, scales = shape.kv_dtype or shape.dtype, None
+    if kv_dtype == "int8":
+        data = jnp.asarray(np.clip(values * 40, -127, 127), jnp.int8)
+        scales = rng.uniform(0.01, 0.04, values.shape[:-1])
+        scales = jnp.asarray(np.where(poisoned[..., 0], np.nan, scales), jnp.bfloat16)
+    else:
+        data = jnp.asarray(np.where(poisoned, np.nan, values), kv_dtype)
+        if kv_dtype == "float8_e4m3fn":
+            scales = jnp.asarray(rng.uniform(0.5, 1.5, (2, shape.kv_heads)), jnp.float32)
+    tokens = shape.tokens or shape.rows
+    return {
+        "q": jnp.asarray(rng.standard_normal((tokens, shape.heads, shape.head_dim)), shape.dtype),
+        "pages": KVPages(data, scales, shape.v_dim),
+        "block_tables": jnp.asarray(tables),
+        "context_lens": jnp.asarray(lens),
+        "query_start_loc": jnp.asarray(np.cumsum([0, *counts]), jnp.int32),
+    }
+
+
+@functools.cache
+def _program(shape: Shape, implementation: str, tiling):
+    """tiling: only a key; whoever changes how tiles are chosen gives another one."""
+    given = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in shape.options.items()}
+    call = functools.partial(
+        paged_attention, implementation=implementation, max_query_len=shape.tokens or 1, **given
+    )
+    return jax.jit(call)
+
+
+def attend(shape: Shape, case, implementation, tiling=None):
+    """The outputs of all real tokens, float32."""
+    out = _program(shape, implementation, tiling)(*case.values())
+    return np.asarray(out, np.float32)[: int(case["query_start_loc"][-1])]
+
+
+def expected(shape: Shape, case):
+    """The same in float64."""
+    options = shape.options
+    pages, q = case["pages"], np.asarray(case["q"], np.float64)
+    data = np.asarray(pages.data.astype(jnp.float32), np.float64)
+    if pages.scales is not None:
+        scales = np.asarray(pages.scales.astype(jnp.float32), np.float64)
+        data = data * (scales[..., None] if scales.ndim == 4 else scales[None, :, :, None, None])
+    tables, lens, starts = (np.asarray(case[n]) for n in ("block_tables", "context_lens", "query_start_loc"))
+    group = shape.heads // shape.kv_heads
+    out = np.zeros((starts[-1], shape.heads, shape.v_dim or shape.head_dim))
+    for row, length in enumerate(lens):
+        tokens = slice(starts[row], starts[row + 1])
+        if tokens.start == tokens.stop:
+            continue
+        key = np.arange(length)
+        kv = data[tables[row, key // shape.block_size], :, :, key % shape.block_size]  # [keys, parts, kv_heads, dim]
+        position = length - (tokens.stop - tokens.start) + np.arange(tokens.stop - tokens.start)
+        distance = position[:, None] - key
+        hidden = distance < 0
+        if shape.window is not None:
+            hidden |= distance >= shape.window
+        for head in range(shape.heads):
+            keys = kv[:, 0, head // group]
+            values = keys[:, : shape.v_dim] if shape.v_dim else kv[:, 1, head // group]
+            scores = q[tokens, head] @ keys.T * options["scale"]
+            if shape.softcap is not None:
+                scores = shape.softcap * np.tanh(scores / shape.softcap)
+            if shape.slopes:
+                scores = scores - options["alibi_slopes"][head] * distance
+            scores[hidden] = -np.inf
+            top = scores.max(1, keepdims=True)
+            weights = np.exp(scores - top)
+            total = weights.sum(1, keepdims=True)
+            if shape.sinks:
+                total = total + np.exp(options["sinks"][head] - top)
+            out[tokens, head] = weights / total @ values
+    return out

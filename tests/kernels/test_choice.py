@@ -1,0 +1,111 @@
+"""Which implementation runs where, and the check that refuses a wrong one."""
+
+import importlib
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import KernelCheckError, KVPages, paged_attention, self_check
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, Implementation, choose_implementation
+from tests.kernels.oracle import Shape, make_case
+
+write_kv = importlib.import_module("pallas_kernels.write_kv")  # the package has a function of that name
+
+
+@pytest.mark.parametrize(
+    ("implementation", "kv_dtype"),
+    [("xla_loop", None), ("triton", None), ("triton", "int8")],
+)
+def test_self_check_finds_agreement(implementation, kv_dtype):
+    errors = self_check(implementation=implementation, dtype=jnp.float32, kv_dtype=kv_dtype, head_dim=16, q_heads=4)
+    assert set(errors) == {"decode", "chunks", "mixed"}
+    assert max(errors.values()) < 1e-5
+
+
+def test_self_check_refuses_a_wrong_write(monkeypatch):
+    def one_slot_late(pages, k, v, slots):
+        return pages.scatter(k, v, jnp.where(slots < 0, slots, slots + 1))
+
+    monkeypatch.setitem(write_kv.IMPLEMENTATIONS, "triton", one_slot_late)
+    with pytest.raises(KernelCheckError, match=r"'triton' writes, keys on .*case decode .*differs from the reference"):
+        self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=4)  # a shape not traced before
+
+
+def test_self_check_refuses_a_wrong_kernel(monkeypatch):
+    def scale_forgotten(*args, **options):
+        return IMPLEMENTATIONS["xla_loop"].call(*args, **{**options, "scale": 1.0})
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", Implementation(scale_forgotten))
+    with pytest.raises(KernelCheckError, match=r"'wrong' on .*case decode .*differs from the reference by"):
+        self_check(implementation="wrong", dtype=jnp.float32, head_dim=16, q_heads=4)
+
+
+def device_like(platform, capability=None):
+    device = types.SimpleNamespace(platform=platform, device_kind="a device")
+    if capability:
+        device.compute_capability = capability
+    return device
+
+
+def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None):
+    q = jax.ShapeDtypeStruct((8, 4, head_dim), jnp.dtype("bfloat16"))
+    tables = jax.ShapeDtypeStruct((8, 16), jnp.dtype("int32"))
+    return q, KVPages.shapes(32, 16, 2, head_dim, kv_dtype, v_dim=v_dim), tables
+
+
+@pytest.mark.parametrize(
+    ("device", "call", "name"),
+    [
+        (("cpu",), {}, "xla_loop"),
+        (("tpu",), {}, "xla"),
+        (("gpu", "9.0"), {}, "triton"),
+        (("gpu", "7.5"), {}, "xla"),
+        (("gpu", "gfx942"), {}, "xla"),
+        (("gpu", "9.0"), {"head_dim": 512}, "xla"),
+        (("gpu", "9.0"), {"head_dim": 576, "v_dim": 512}, "xla"),
+        (("gpu", "8.0"), {"kv_dtype": "int8"}, "triton"),
+        (("gpu", "8.0"), {"kv_dtype": "float8_e4m3fn"}, "xla"),
+        (("gpu", "8.9"), {"kv_dtype": "float8_e4m3fn"}, "triton"),
+    ],
+)
+def test_device_and_shape_decide_the_implementation(device, call, name):
+    assert choose_implementation(device_like(*device), *call_shapes(**call)) == name
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "message"),
+    [
+        (("gpu", "7.5"), Shape(), "compute capability 8.0 .Ampere. or newer, a device has 7.5"),
+        (("gpu", "gfx942"), Shape(), "for NVIDIA"),
+        (("tpu",), Shape(), "for NVIDIA"),
+        (("gpu", "8.0"), Shape(kv_dtype="float8_e4m3fn"), "8.9"),
+        (("gpu", "9.0"), Shape(head_dim=512), "head_dim 512"),
+        (("cpu",), Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64), "latent pages"),
+    ],
+)
+def test_an_impossible_wish_says_why(monkeypatch, device, shape, message):
+    monkeypatch.setattr(jax, "devices", lambda: [device_like(*device)])
+    with pytest.raises(ValueError, match=r"implementation='triton' cannot take this: .*" + message):
+        paged_attention(**make_case(shape), scale=1.0, max_query_len=64, implementation="triton")
+
+
+def test_debug_reports_from_inside_jit():
+    """Where nobody can look at the indices before: the running program reports them."""
+    case = make_case(Shape())
+
+    @jax.jit
+    def call(case, tables):
+        return paged_attention(**{**case, "block_tables": tables}, scale=1.0, max_query_len=64, debug=True)
+
+    call(case, case["block_tables"]).block_until_ready()
+    jax.effects_barrier()
+
+    def wrong():
+        call(case, jnp.full_like(case["block_tables"], 64)).block_until_ready()
+        jax.effects_barrier()
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape("blocks are 0 to 63")):
+        wrong()

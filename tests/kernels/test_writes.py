@@ -1,0 +1,201 @@
+"""KVPages, write_kv and write_qkv: what goes where, as the pages hold it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import KVPages, write_kv, write_qkv
+
+SLOTS = np.array([39, -1, 0, 17, -1, -7], np.int32)  # -1 must not become the last slot
+
+
+def slot_values(pages):
+    """float64 [num_blocks * block_size, 2, kv_heads, head_dim]: what reading gives, in numpy."""
+    data = np.asarray(pages.data.astype(jnp.float32), np.float64)
+    if pages.scales is not None:
+        scales = np.asarray(pages.scales.astype(jnp.float32), np.float64)
+        data = data * (scales[..., None] if scales.ndim == 4 else scales[None, :, :, None, None])
+    return data.transpose(0, 3, 1, 2, 4).reshape(-1, *np.delete(data.shape, (0, 3)))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+def test_write_kv_fills_slots_and_drops_padding(dtype, implementation):
+    rng = np.random.default_rng(0)
+    fp8_scales = np.array([[0.5, 2.0], [1.0, 0.25]]) if dtype == "float8_e4m3fn" else None
+    pages = KVPages.create(5, 8, 2, 5, dtype, fp8_scales=fp8_scales)
+    k, v = 100 * rng.standard_normal((2, 6, 2, 5)).astype(np.float32)
+    k[0], k[2, 0], v[3, 1, 0] = 0.0, 1e-30, 1e4  # nothing to scale by, hardly anything, more than fp8 holds
+    call = jax.jit(functools.partial(write_kv, implementation=implementation), donate_argnums=0)
+    out = slot_values(call(pages, k, v, SLOTS))
+    expected = np.zeros((40, 2, 2, 5))
+    real = SLOTS >= 0
+    expected[SLOTS[real]] = np.stack([k, v], axis=1)[real]
+    if dtype == "int8":  # within half a step of a scale that is rounded to bfloat16: 1 in 256
+        step = np.abs(expected).max(-1, keepdims=True) / 127
+        assert (np.abs(out - expected) <= 0.5 * step * (1 + 2**-7) + np.abs(expected) * 2**-8).all()
+        return
+    if fp8_scales is not None:
+        scaled = np.clip(expected / fp8_scales[None, :, :, None], -448, 448).astype(np.float32)
+        expected = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * fp8_scales[None, :, :, None]
+    elif dtype == "bfloat16":
+        expected = expected.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    np.testing.assert_array_equal(out, expected)
+
+
+def numpy_qkv(qkv, *, bias=None, cos=None, sin=None, q_norm=None, k_norm=None, eps=1e-6):
+    """q, k, v in float64."""
+    x = np.asarray(qkv, np.float64) + (0 if bias is None else bias)
+    q, k, v = x[:, :, :-2], x[:, :, -2:-1], x[:, :, -1]
+
+    def finish(x, weight):
+        if weight is not None:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+        if cos is not None:
+            half = cos.shape[1]
+            c, s = cos[:, None, None], sin[:, None, None]
+            a, b = x[..., :half], x[..., half : 2 * half]
+            x = np.concatenate([a * c - b * s, b * c + a * s, x[..., 2 * half :]], -1)
+        return x
+
+    return finish(q, q_norm).reshape(len(x), -1, x.shape[-1]), finish(k, k_norm)[:, :, 0], v
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize(
+    ("group", "dim", "half", "options", "dtype"),
+    [
+        pytest.param(1, 8, 4, (), "float32", id="rotation"),
+        pytest.param(7, 20, 10, ("bias",), "float32", id="bias-group-7"),
+        pytest.param(4, 64, 32, ("norm",), "float32", id="norm"),
+        pytest.param(2, 80, 10, ("norm", "bias"), "float32", id="partial"),
+        pytest.param(3, 16, 0, (), "float32", id="no-rotation"),
+        pytest.param(2, 128, 64, ("norm",), "bfloat16", id="bf16"),
+        pytest.param(2, 64, 32, ("norm",), "int8", id="int8-pages"),
+        pytest.param(2, 64, 32, (), "float8_e4m3fn", id="fp8-pages"),
+    ],
+)
+def test_write_qkv_is_the_arithmetic(group, dim, half, options, dtype, implementation):
+    """q to the last digits, and pages that hold the keys and values; 35 tokens: no whole number of tiles."""
+    rng = np.random.default_rng(1)
+    tokens, heads = 35, 2
+    kind = dtype if dtype in ("float32", "bfloat16") else "float32"
+    qkv = jnp.asarray(rng.standard_normal((tokens, heads, group + 2, dim)), kind)
+    angles = rng.uniform(0, 6, (tokens, half))
+    given = {"cos": np.cos(angles), "sin": np.sin(angles)} if half else {}
+    if "bias" in options:
+        given["bias"] = rng.standard_normal(qkv.shape[1:])
+    if "norm" in options:
+        given |= {"q_norm": rng.uniform(0.5, 2, dim), "k_norm": rng.uniform(0.5, 2, dim)}
+    slots = rng.permutation(80)[:tokens].astype(np.int32)
+    slots[[3, 34]] = -1
+    pages = KVPages.create(10, 8, heads, dim, dtype)
+    call = jax.jit(functools.partial(write_qkv, implementation=implementation))
+    arrays = {n: jnp.asarray(a, kind if n in ("bias", "q_norm", "k_norm") else "float32") for n, a in given.items()}
+    q, pages = call(pages, qkv, slots, **arrays)
+    expected_q, k, v = numpy_qkv(qkv, **{n: np.asarray(a, np.float64) for n, a in arrays.items()})
+    exact, stored = {"float32": (2e-6, 2e-6), "bfloat16": (6e-2, 6e-2), "int8": (2e-6, 3e-2)}.get(dtype, (2e-6, 0.26))
+    np.testing.assert_allclose(np.asarray(q, np.float64), expected_q, atol=exact, rtol=1e-6)
+    values, real = slot_values(pages), slots >= 0
+    np.testing.assert_allclose(values[slots[real], 0], k[real], atol=stored)
+    np.testing.assert_allclose(values[slots[real], 1], v[real], atol=stored)
+    untouched = np.setdiff1d(np.arange(80), slots[real])
+    assert not values[untouched].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
+def test_blocks_move_and_copy(dtype):
+    rng = np.random.default_rng(0)
+    data = rng.standard_normal((6, 2, 2, 8, 4)).astype(np.float32)
+    pages = KVPages.create(6, 8, 2, 4, dtype)
+    k, v = data.transpose(1, 0, 3, 2, 4).reshape(2, 48, 2, 4)
+    pages = write_kv(pages, jnp.asarray(k), jnp.asarray(v), jnp.arange(48, dtype=jnp.int32))
+    held_before = slot_values(pages).reshape(6, 8, 2, 2, 4)
+    copied = slot_values(pages.copy_blocks(jnp.asarray([[0, 3], [3, 5], [1, -1]]))).reshape(held_before.shape)
+    expected = held_before.copy()
+    expected[3], expected[5] = held_before[0], held_before[3]  # reads come before writes
+    np.testing.assert_array_equal(copied, expected)
+    held = pages.to_host(np.array([4, 1]))
+    assert all(isinstance(a, np.ndarray) for a in jax.tree.leaves(held))
+    back = KVPages.create(6, 8, 2, 4, dtype).from_host(np.array([2, 0]), held)
+    np.testing.assert_array_equal(slot_values(back).reshape(held_before.shape)[[2, 0]], held_before[[4, 1]])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "more"),
+    [("bfloat16", 128, 0), ("int8", 128, 2 / 128), ("int8", 64, 2 / 64), ("float8_e4m3fn", 128, 0)],
+)
+def test_scales_take_few_bytes(dtype, head_dim, more):
+    """int8 scales: under 4% from heads of 64 on."""
+    pages = KVPages.shapes(100, 16, 8, head_dim, dtype)
+    plain = 100 * 2 * 8 * 16 * head_dim * jnp.dtype(dtype).itemsize
+    static = 2 * 8 * 4 if dtype == "float8_e4m3fn" else 0
+    assert pages.num_bytes == plain * (1 + more) + static
+    assert more < 0.04
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((2, 8, 2, 4, jnp.int16), {}, "dtype=int16"),
+        ((0, 8, 2, 4, jnp.int8), {}, "num_blocks=0"),
+        ((2, 8, 0, 4, jnp.float32), {}, "num_kv_heads=0"),
+        ((2, 8, 1, 4, jnp.float32), {"v_dim": 5}, "v_dim=5"),
+        ((2, 8, 1, 4, jnp.int8), {"v_dim": 4}, "v_dim=4"),
+        # Triton's offsets into an array of 2^31 to 2^32 bytes are 32 bits and signed
+        ((131_072, 16, 8, 128, jnp.int8), {}, "num_blocks=131072.*at most 65,536 blocks"),
+    ],
+)
+def test_pages_that_cannot_be_are_named(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        KVPages.shapes(*arguments, **options)
+    with pytest.raises(ValueError, match="fp8_scales"):
+        KVPages.create(2, 8, 2, 4, jnp.bfloat16, fp8_scales=np.ones((2, 2)))
+    assert KVPages.shapes(65_536, 16, 8, 128, jnp.int8).num_blocks == 65_536
+    assert KVPages.shapes(131_073, 16, 8, 128, jnp.int8).num_blocks == 131_073
+
+
+def test_write_kv_names_wrong_arguments():
+    pages, latent = KVPages.create(2, 8, 2, 4, jnp.float32), KVPages.create(2, 8, 2, 4, jnp.float32, v_dim=2)
+    k, slots = jnp.zeros((3, 2, 4)), jnp.zeros(3, jnp.int32)
+    either = (ValueError, jaxtyping.TypeCheckError)  # in tests the annotated shapes are checked too
+    with pytest.raises(either, match=r"kv_heads|tokens, 2, 4"):
+        write_kv(pages, k[:, :1], k[:, :1], slots)
+    with pytest.raises(either, match=r"slot_mapping|tokens"):
+        write_kv(pages, k, k, slots[:2])
+    for implementation in ("cuda", "mosaic"):
+        with pytest.raises(ValueError, match=f"implementation='{implementation}'"):
+            write_kv(pages, k, k, slots, implementation=implementation)
+    with pytest.raises(ValueError, match="latent pages"):
+        write_kv(latent, k, k, slots)
+    with pytest.raises(ValueError, match="latent pages"):
+        write_kv(pages, k, None, slots)
+    with pytest.raises(ValueError, match="triton"):
+        write_kv(latent, k, None, slots, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"implementation": "cuda"}, "implementation='cuda'"),
+        ({"qkv": np.zeros((3, 2, 2, 4), np.float32)}, "qkv"),
+        ({"qkv": np.zeros((3, 2, 4, 8), np.float32)}, "qkv"),
+        ({"slot_mapping": np.zeros(2, np.int32)}, "slot_mapping|tokens"),
+        ({"cos": np.zeros((3, 2), np.float32)}, "both of a pair"),
+        ({"cos": np.zeros((3, 4), np.float32), "sin": np.zeros((3, 4), np.float32)}, r"cos \(3, 4\)"),
+        ({"q_norm": np.zeros(4, np.float32)}, "both of a pair"),
+        ({"bias": np.zeros((2, 3, 4), np.float32)}, "bias|group_plus_2"),
+    ],
+)
+def test_write_qkv_names_wrong_arguments(change, message):
+    arguments = {
+        "pages": KVPages.create(2, 8, 2, 4, jnp.float32), "qkv": np.zeros((3, 2, 4, 4), np.float32),
+        "slot_mapping": np.zeros(3, np.int32),
+    }  # fmt: skip
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=message):
+        write_qkv(**{k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in (arguments | change).items()})
