@@ -267,6 +267,7 @@ def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: in
         cases["xla"] = lambda: ours(shape, "xla")
         cases["cuDNN, contiguous"] = lambda: cudnn(shape)
         if shape.chunk == 1:
+            cases["mosaic_gpu"] = lambda: ours(shape, "mosaic_gpu")
             cases["JAX paged_attention"] = lambda: jax_paged(shape)
             cases["JAX decode_attention, contiguous"] = lambda: jax_decode(shape)
     turns = 1 if tiny else max(1, round(0.02 / (shape.layers * (shape.kv_bytes / 3e12 + shape.flops / 3e14))))
@@ -332,7 +333,7 @@ def main() -> None:
     device = jax.devices()[0]
     q = jax.ShapeDtypeStruct((1, 32, 128), jnp.dtype(jnp.bfloat16))
     pages, tables = KVPages.shapes(1, 16, 8, 128, jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.dtype(jnp.int32))
-    implementation = args.implementation or choose_implementation(device, q, pages, tables)
+    implementation = args.implementation or choose_implementation(device, q, pages, tables, 1)
     print(f"{device.device_kind}, JAX {jax.__version__}, Python {platform.python_version()}: {implementation!r}")
     print("difference from the reference:", flush=True)
     check(implementation, args.tiny)

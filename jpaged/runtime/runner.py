@@ -247,13 +247,14 @@ def _implementation(
     q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), np.dtype(dtype))
     pages = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype)
     tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.blocks_per_request), np.dtype(np.int32))
+    call = (q, pages, tables, limits.max_num_batched_tokens)
     name = config.attention_implementation
     if name is None:
-        return choose_implementation(device, q, pages, tables)
+        return choose_implementation(device, *call)
     if name not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ModelLoadError(f"attention_implementation={name!r}: there are {known}; leave it out to have one chosen")
-    reason = IMPLEMENTATIONS[name].refuse(device, q, pages, tables)
+    reason = IMPLEMENTATIONS[name].refuse(device, *call)
     if reason is not None:
         raise ModelLoadError(
             f"attention_implementation={name!r} cannot serve this model here: {reason}; leave it out to have one chosen"

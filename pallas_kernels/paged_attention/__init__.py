@@ -1,6 +1,7 @@
 """paged_attention: attention of ragged rows over paged keys and values. Signature, checks, choice of implementation."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,17 +14,21 @@ from pallas_kernels.paged_attention import reference, triton, xla
 from pallas_kernels.platforms import on_cuda
 
 
-def _takes_all(device: Any, q: Any, pages: KVPages, block_tables: Any) -> None:
-    """XLA's operations take every call on every platform."""
-    del device, q, pages, block_tables
-
-
 class Implementation(NamedTuple):
     """One way to compute attention, and what it cannot do."""
 
     call: Callable[..., Any]
-    # (device, q, pages, block_tables), arrays or ShapeDtypeStructs: None, or why not, to follow "cannot take this: "
-    refuse: Callable[..., str | None] = _takes_all
+    # (device, q, pages, block_tables, max_query_len), arrays or ShapeDtypeStructs: None, or why it cannot take that
+    refuse: Callable[..., str | None] = lambda *_: None  # XLA's operations take everything everywhere
+
+
+def _mosaic_gpu(name: str) -> Callable[..., Any]:
+    """A function of mosaic_gpu.py, imported when called: it is experimental, and its import takes a quarter second."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module("pallas_kernels.paged_attention.mosaic_gpu"), name)(*args, **options)
+
+    return call
 
 
 IMPLEMENTATIONS = {
@@ -31,19 +36,18 @@ IMPLEMENTATIONS = {
     "xla": Implementation(functools.partial(xla.paged_attention, device_loops=False)),
     "xla_loop": Implementation(functools.partial(xla.paged_attention, device_loops=True)),
     "triton": Implementation(on_cuda(triton.paged_attention), triton.refuse),
+    "mosaic_gpu": Implementation(_mosaic_gpu("paged_attention"), _mosaic_gpu("refuse")),
 }
 PREFERRED = {"cpu": ("xla_loop",), "gpu": ("triton", "xla")}  # the first that does not refuse; others take "xla"
 
 
-def choose_implementation(device: Any, q: Any, pages: KVPages, block_tables: Any) -> str:
+def choose_implementation(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str:
     """The implementation for a jax Device and a call: kernels where they can run, XLA's operations elsewhere.
 
-    q, pages, block_tables: arrays or ShapeDtypeStructs.
+    q, pages, block_tables: arrays or ShapeDtypeStructs. max_query_len: as `paged_attention` has it.
     """
-    for name in PREFERRED.get(device.platform, ("xla",)):
-        if IMPLEMENTATIONS[name].refuse(device, q, pages, block_tables) is None:
-            return name
-    return "xla"
+    call = (device, q, pages, block_tables, max_query_len)
+    return next((n for n in PREFERRED.get(device.platform, ()) if IMPLEMENTATIONS[n].refuse(*call) is None), "xla")
 
 
 def paged_attention(
@@ -79,10 +83,14 @@ def paged_attention(
     alibi_slopes:    float32 a head: slope * (key position - query position) is added (arXiv:2108.12409).
     implementation:  "reference" (plain, gathers everything), "xla" (online softmax over fixed blocks of keys, static
                      loops), "xla_loop" (the same, loops end at the longest row: for CPU), "triton" (kernels for
-                     NVIDIA; in interpret mode elsewhere), or None to choose.
-    debug:           check the index arguments on the host (only outside jit); raises ValueError.
+                     NVIDIA; in interpret mode elsewhere), "mosaic_gpu" (experimental, never chosen: Hopper, rows of
+                     one token), or None to choose by device and shape.
+    debug:           check the values of the index arguments when they are there, also inside jit, where the running
+                     program reports what is wrong: ValueError, or JaxRuntimeError that holds its text. Costs a call
+                     back to the host. Without it, indices out of range give undefined results.
 
-    Returns q's shape and dtype. Sums over keys are in float32.
+    Returns q's dtype; latent pages give v_dim numbers a head. Sums over keys are in float32. Raises ValueError, naming
+    the argument, for shapes and dtypes that do not fit, and for an implementation that cannot take them.
     """
     if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim:
         raise ValueError(
@@ -105,10 +113,10 @@ def paged_attention(
     if max_query_len < 1:
         raise ValueError(f"max_query_len={max_query_len}: must be at least 1")
     device = jax.devices()[0]
-    name = implementation or choose_implementation(device, q, pages, block_tables)
+    name = implementation or choose_implementation(device, q, pages, block_tables, max_query_len)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: paged_attention has {', '.join(IMPLEMENTATIONS)}")
-    reason = IMPLEMENTATIONS[name].refuse(device, q, pages, block_tables)
+    reason = IMPLEMENTATIONS[name].refuse(device, q, pages, block_tables, max_query_len)
     if reason is not None:
         raise ValueError(f"implementation={name!r} cannot take this: {reason}. Leave it out to have one chosen")
     if debug:

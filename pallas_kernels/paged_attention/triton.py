@@ -105,9 +105,9 @@ def paged_attention(
     return _decode(problem, given, out, interpret)
 
 
-def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any) -> str | None:
+def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str | None:
     """Why the kernels cannot take a call on a jax Device; None where they can."""
-    del block_tables
+    del block_tables, max_query_len
     capability = nvidia_capability(device)
     if pages.v_dim is not None:
         return "latent pages go through 'xla'"

@@ -24,6 +24,13 @@ ATTENTION = {
     "int8-float32": ("mha", 64, "float32", "int8", 32, {}),
     "fp8": ("gqa", 128, "bfloat16", "float8_e4m3fn", 16, {}),
 }
+# the same for the decode through Mosaic GPU
+HOPPER = {
+    "llama-3-8b": ("gqa", 128, "bfloat16", None, 16, {}),
+    "group-7-64": ("group-7", 64, "float16", None, 64, {"sliding_window": 100, "sinks": (14,)}),
+    "mqa-softcap": ("mqa", 128, "bfloat16", None, 128, {"logit_softcap": 30.0}),
+    "alibi": ("mha", 64, "bfloat16", None, 32, {"alibi_slopes": (4,)}),
+}
 # name: heads, head_dim, dtype, dtype of the pages, bias, norm, half
 QKV = {
     "llama-3-8b": ("gqa", 128, "bfloat16", None, False, False, 64),
@@ -46,9 +53,9 @@ def pages_of(heads, head_dim, dtype, kv_dtype, block_size=16):
     return KVPages.shapes(NUM_BLOCKS, block_size, HEADS[heads][1], head_dim, kv_dtype or dtype)
 
 
-def attention(name, max_query_len, implementation):
+def attention(name, max_query_len, implementation, variants=ATTENTION):
     """A function of arrays, and ShapeDtypeStructs to call it with."""
-    heads, head_dim, dtype, kv_dtype, block_size, options = ATTENTION[name]
+    heads, head_dim, dtype, kv_dtype, block_size, options = variants[name]
     tokens = ROWS if max_query_len == 1 else TOKENS
     names = [n for n, value in options.items() if isinstance(value, tuple)]
     fixed = {n: value for n, value in options.items() if n not in names}

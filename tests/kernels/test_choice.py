@@ -53,7 +53,7 @@ def device_like(platform, capability=None):
 def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None):
     q = jax.ShapeDtypeStruct((8, 4, head_dim), jnp.dtype("bfloat16"))
     tables = jax.ShapeDtypeStruct((8, 16), jnp.dtype("int32"))
-    return q, KVPages.shapes(32, 16, 2, head_dim, kv_dtype, v_dim=v_dim), tables
+    return q, KVPages.shapes(32, 16, 2, head_dim, kv_dtype, v_dim=v_dim), tables, 1
 
 
 @pytest.mark.parametrize(

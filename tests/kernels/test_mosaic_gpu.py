@@ -1,0 +1,108 @@
+"""The experimental decode for Hopper: against the float64 oracle in Pallas' GPU interpreter, lowered, and compiled."""
+
+from unittest import mock
+
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import KVPages, paged_attention, self_check
+from pallas_kernels.paged_attention import triton
+from tests import h200_target
+from tests.kernels import lowered
+from tests.kernels.oracle import DECODES, TOLERANCE, Shape, attend, expected, make_case
+from tests.kernels.test_compiling import compile_for_h200
+from tests.kernels.test_lowering import lower_for_cuda
+
+has_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "force_gpu_interpret_mode"), reason="JAX 0.10 has no interpreter for these kernels"
+)
+PLAIN = Shape(head_dim=64, dtype="bfloat16", tokens=0)
+# in splits of 192, which is three tiles, one more than lie in shared memory at a time: ends on and behind their borders
+SPLITS = triton.Tiling(split_keys=192, decode_keys=64, prefill_rows=16, prefill_keys=64)
+LONG = ((1, 300), (1, 64), (0, 0), (1, 65), (1, 192))
+
+
+def interpreted(shape, rows):
+    case = make_case(shape, rows)
+    with plgpu.force_gpu_interpret_mode(), mock.patch.object(triton.Tiling, "choose", return_value=SPLITS):
+        return case, attend(shape, case, "mosaic_gpu", SPLITS)
+
+
+@has_interpreter
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        pytest.param({}, DECODES, id="decodes"),
+        pytest.param({}, LONG, id="splits"),
+        pytest.param({"heads": 7, "kv_heads": 1, "head_dim": 128}, LONG, id="mqa-odd-group-head-128"),
+        pytest.param({"heads": 2, "block_size": 64, "width": 5}, LONG, id="mha-block-64"),
+        pytest.param({"block_size": 128, "width": 3}, LONG, id="block-128"),
+        pytest.param({"dtype": "float16", "block_size": 32, "width": 10}, LONG, id="fp16-block-32"),
+        pytest.param({"window": 100}, LONG, id="window"),
+        pytest.param({"window": 1}, DECODES, id="window-1"),
+        pytest.param({"softcap": 2.0}, DECODES, id="softcap"),
+        pytest.param({"sinks": True}, LONG, id="sinks"),
+        pytest.param({"slopes": True}, LONG, id="alibi"),
+        # the last tile reaches beyond the table
+        pytest.param({"width": 19}, LONG, id="narrow-table"),
+    ],
+)
+def test_matches_float64(options, rows):
+    shape = Shape(**{"head_dim": 64, "dtype": "bfloat16", "tokens": 0} | options)
+    case, out = interpreted(shape, rows)
+    np.testing.assert_allclose(out, expected(shape, case), atol=TOLERANCE[shape.dtype], rtol=0)
+
+
+@has_interpreter
+def test_a_row_gets_the_same_bits_in_any_company():
+    np.testing.assert_array_equal(
+        interpreted(PLAIN, ((1, 300), (1, 7), (1, 150)))[1][:1], interpreted(PLAIN, ((1, 300),))[1]
+    )
+
+
+@has_interpreter
+def test_self_check_of_decodes_finds_agreement():
+    with plgpu.force_gpu_interpret_mode():
+        errors = self_check(implementation="mosaic_gpu", q_heads=2, kv_heads=1, head_dim=64, cases=("decode",))
+    assert set(errors) == {"decode"}
+    assert errors["decode"] < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "message"),
+    [
+        (PLAIN, {"max_query_len": 2}, "max_query_len=2"),
+        (PLAIN, {"q": jnp.zeros((6, 4, 64), jnp.float32)}, "q float32"),
+        (Shape(head_dim=32, dtype="bfloat16", tokens=0), {}, "head_dim=32"),
+        (Shape(head_dim=64, dtype="bfloat16", tokens=0, block_size=24), {}, "block_size=24"),
+    ],
+)
+def test_what_it_does_not_take_is_named(shape, change, message):
+    given = make_case(shape, DECODES) | {"scale": 1.0, "max_query_len": 1} | change
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=message):
+        paged_attention(**given, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("name", lowered.HOPPER)
+def test_lowers(name):
+    text = lower_for_cuda(*lowered.attention(name, 1, "mosaic_gpu", lowered.HOPPER))
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(not h200_target.available(), reason="needs jax-cuda13-plugin")
+@pytest.mark.parametrize("name", lowered.HOPPER)
+def test_compiles_for_an_h200(name):
+    """Past ptxas, and beside other operations without a copy of the pages."""
+    attention, arguments = lowered.attention(name, 1, "mosaic_gpu", lowered.HOPPER)
+
+    def step(q, pages, *rest):
+        pages = KVPages(pages.data.at[0, :, :, 0].add(1.0))
+        return attention(q * 2, pages, *rest) + 1, pages
+
+    memory = compile_for_h200(step, arguments, donate_argnums=1).memory_analysis()
+    assert memory.temp_size_in_bytes < arguments[1].num_bytes / 2
+    assert memory.alias_size_in_bytes >= arguments[1].num_bytes
