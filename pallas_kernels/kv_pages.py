@@ -7,11 +7,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float, Int
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 INT8, FP8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
 FP8_LARGEST = 448.0  # of e4m3fn, which has no infinity: what is larger would become NaN
+
+
+def page_format(sharding: Any, dimensions: int) -> Any:
+    """How an array of pages lies on the devices of a Sharding: a token's numbers together, as kernels read them.
+
+    On TPU that must be said: for heads narrower than 128 XLA would make the blocks the innermost axis, which needs no
+    padding, and copy all pages before and behind every kernel. It costs that padding: heads of 64 take what 128 do.
+    """
+    device = next(iter(sharding.device_set))
+    return Format(Layout(tuple(range(dimensions))), sharding) if device.platform == "tpu" else sharding
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scales"], meta_fields=["v_dim"])
@@ -33,9 +44,13 @@ class KVPages:
 
     @classmethod
     def shapes(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, *, v_dim: int | None = None
-    ) -> "KVPages":
-        """Pages of ShapeDtypeStructs, to plan and to compile without taking memory. Arguments and errors: `create`."""
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, *,
+        v_dim: int | None = None, sharding: Any = None,
+    ) -> "KVPages":  # fmt: skip
+        """Pages of ShapeDtypeStructs, to plan and to compile without taking memory. Arguments and errors: `create`.
+
+        sharding: where they will lie, as `create` places them there.
+        """
         kind = jnp.dtype(dtype)
         if kind not in (*FLOATS, INT8, FP8):
             raise ValueError(f"dtype={kind}: KV pages hold bfloat16, float16, float32, int8 or float8_e4m3fn")
@@ -54,12 +69,17 @@ class KVPages:
                 f"num_blocks={num_blocks}: 8-bit pages of {np.prod(shape, dtype=np.int64):,} bytes cannot be addressed "
                 f"right; take at most {2**31 // int(np.prod(shape[1:])):,} blocks, or more than twice as many"
             )
+
+        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            lies = None if sharding is None else page_format(sharding, len(shape))
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=lies)
+
         scales = None
         if kind == INT8:
-            scales = jax.ShapeDtypeStruct(shape[:-1], jnp.dtype(jnp.bfloat16))
+            scales = array(shape[:-1], jnp.bfloat16)
         elif kind == FP8:
-            scales = jax.ShapeDtypeStruct((2, num_kv_heads), jnp.dtype(jnp.float32))
-        return cls(jax.ShapeDtypeStruct(shape, kind), scales, v_dim)
+            scales = array((2, num_kv_heads), jnp.float32)
+        return cls(array(shape, kind), scales, v_dim)
 
     @classmethod
     def create(
@@ -71,18 +91,22 @@ class KVPages:
         dtype:      bfloat16, float16, float32, int8 or float8_e4m3fn.
         v_dim:      makes latent pages: head_dim numbers a token, of which the first v_dim are the values.
         fp8_scales: [2, kv_heads]: what a stored key or value is multiplied by to be read; 1.0 where not given.
-        device:     a jax Device or Sharding; the default otherwise.
+        device:     a jax Device or Sharding; the default otherwise. To be named on TPU for heads narrower than 128:
+                    only then are the pages laid out as the kernels read them (`page_format`).
         Raises ValueError, naming the argument.
         """
-        shapes = cls.shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype, v_dim=v_dim)
+        if isinstance(device, jax.Device):
+            device = jax.sharding.SingleDeviceSharding(device)
+        shapes = cls.shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype, v_dim=v_dim, sharding=device)
         if fp8_scales is not None and shapes.data.dtype != FP8:
             raise ValueError(f"fp8_scales: only pages of float8_e4m3fn have them, not {shapes.data.dtype}")
-        pages = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=device), shapes)
+        pages = jax.tree.map(_zeros, shapes)
         if shapes.data.dtype == FP8:
             scales = np.ones((2, num_kv_heads), np.float32) if fp8_scales is None else fp8_scales
             if np.shape(scales) != (2, num_kv_heads):
                 raise ValueError(f"fp8_scales {np.shape(scales)}: must be [2, {num_kv_heads}], of keys and of values")
-            pages = dataclasses.replace(pages, scales=jnp.asarray(scales, jnp.float32, device=device))
+            placed = jnp.asarray(scales, jnp.float32)
+            pages = dataclasses.replace(pages, scales=placed if device is None else jax.device_put(placed, device))
         return pages
 
     @property
@@ -114,6 +138,13 @@ class KVPages:
     def num_bytes(self) -> int:
         """Bytes that the pages take on the device, their scales included."""
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    def bytes_on(self, platform: str) -> int:
+        """Bytes that the pages take on a platform: a TPU pads heads to 128 numbers."""
+        if platform != "tpu":
+            return self.num_bytes
+        scales = self.num_bytes - self.data.size * self.dtype.itemsize
+        return self.data.size // self.head_dim * -(-self.head_dim // 128) * 128 * self.dtype.itemsize + scales
 
     def gather(
         self, blocks: Int[Array, "rows n"], dtype: Any
@@ -187,6 +218,14 @@ class KVPages:
         if self.dtype == INT8:
             scales = change(scales, *(other.scales for other in others))
         return dataclasses.replace(self, data=data, scales=scales)
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
+    """An array of zeros, placed as the shape says."""
+    if shape.sharding is None or shape.format.layout is None:
+        return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+    # jnp.zeros takes no layout
+    return jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.format)()
 
 
 # --- 8-bit numbers: plain arithmetic, used inside kernels too ---------------------------------------------------------

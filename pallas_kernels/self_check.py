@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels.kv_pages import FP8, INT8, KVPages
 from pallas_kernels.paged_attention import choose_implementation, paged_attention
-from pallas_kernels.write_kv import write_kv
+from pallas_kernels.write_kv import matching_write, write_kv
 from pallas_kernels.write_qkv import write_qkv
 
 # Largest difference from the reference in float32, on inputs from N(0, 1); the products' own rounding is below half.
@@ -60,7 +60,7 @@ def self_check(
     tables = np.random.default_rng(0).permutation(ROWS * width).reshape(ROWS, width).astype(np.int32)
     q = jax.ShapeDtypeStruct((1, q_heads, head_dim), dtype)
     name = implementation or choose_implementation(device, q, pages, tables, 64)
-    write = "triton" if name == "triton" else "xla"
+    write = matching_write(name)
     tolerance = TOLERANCE[dtype.name]
     stored = WRITE_TOLERANCE.get(kv_dtype.name, tolerance)
     errors = {}

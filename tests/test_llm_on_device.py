@@ -94,11 +94,12 @@ def workload(count: int, seed: int) -> tuple[list[dict[str, list[int]]], list[Sa
     return prompts, params
 
 
-def test_triton_kernels_write_what_xla_writes(llm: LLM, params: Any):
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+def test_kernels_write_what_xla_writes(llm: LLM, params: Any, implementation: str):
     """The kernels, in interpret mode on CPU, in the engine: prompts in chunks beside decodes, preemptions included."""
     prompts, _ = workload(12, seed=7)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM(SPEC, params=params, attention_implementation="triton", **OPTIONS) as kernels:
+    with LLM(SPEC, params=params, attention_implementation=implementation, **OPTIONS) as kernels:
         ours = [output.outputs[0].token_ids for output in kernels.generate(prompts, greedy, use_tqdm=False)]
     theirs = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
     assert ours == theirs

@@ -103,10 +103,10 @@ def _positive(name: str, value: int | None, default: int) -> int:
     return value
 
 
-def block_bytes(spec: DecoderSpec, block_size: int, dtype: Any) -> int:
-    """Bytes of one KV block in all layers: keys and values."""
+def block_bytes(spec: DecoderSpec, block_size: int, dtype: Any, platform: str) -> int:
+    """Bytes of one KV block in all layers on a platform: keys and values."""
     page = KVPages.shapes(1, block_size, spec.num_kv_heads, spec.head_dim, dtype)
-    return spec.num_layers * page.num_bytes
+    return spec.num_layers * page.bytes_on(platform)
 
 
 def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_bytes: int | None) -> int:
@@ -130,11 +130,12 @@ def fit(
     *,
     dtype: Any,
     weight_bytes: int,
+    platform: str,
     temp_bytes: int = 0,
     free_bytes: int | None = None,
 ) -> MemoryPlan:
     """The memory plan. An explicit max_model_len that cannot fit is refused, the default shrinks to what fits."""
-    per_block = block_bytes(spec, limits.block_size, dtype)
+    per_block = block_bytes(spec, limits.block_size, dtype, platform)
     available = pool_bytes(config, limits, per_block, free_bytes)
     num_blocks = available // per_block
     if num_blocks >= limits.blocks_per_request:

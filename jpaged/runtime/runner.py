@@ -23,7 +23,7 @@ from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.programs import ProgramTable, bucket_shapes, smallest_bucket, temp_bytes
 from jpaged.runtime.sampler import Sampled
-from jpaged.runtime.state import DeviceState, create_state, state_shapes
+from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
 from jpaged.runtime.step import ProgramShape, block_updates, compile_step, pack, upload_row
 from pallas_kernels import KernelCheckError, KVPages, self_check
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
@@ -84,7 +84,7 @@ class ModelRunner:
         weight_bytes = memory.tree_bytes(param_shapes(spec, dtype))
         free = memory.free_device_bytes(device, config)
         memory.fit(
-            spec, config, limits, dtype=dtype, weight_bytes=weight_bytes,
+            spec, config, limits, dtype=dtype, weight_bytes=weight_bytes, platform=device.platform,
             free_bytes=None if free is None else max(0, free - weight_bytes),
         )  # fmt: skip
 
@@ -122,10 +122,12 @@ class ModelRunner:
             allowed = jax.device_put(np.asarray(tokenizer_ids, bool), sharding)
 
         def compile_one(shape: ProgramShape, limits: memory.Limits, num_blocks: int) -> Any:
-            state = state_shapes(spec, dtype=dtype, num_blocks=num_blocks, **_table_sizes(limits))
+            state = state_shapes(
+                spec, dtype=dtype, num_blocks=num_blocks, sharding=sharding, **_table_sizes(limits)
+            )
             with pinned():  # here, too: settings are a thread's, and programs compile in several
                 return compile_step(
-                    abstract(params), abstract(allowed), abstract(state), spec=spec, layout=layout, shape=shape,
+                    abstract(params), abstract(allowed), state, spec=spec, layout=layout, shape=shape,
                     implementation=implementation, num_logprobs=num_logprobs, sharding=sharding,
                 )  # fmt: skip
 
@@ -140,8 +142,9 @@ class ModelRunner:
             if device.platform != "cpu":
                 _check_attention(spec, limits, implementation, dtype, device)
             fit = functools.partial(
-                memory.fit, spec, config, limits, dtype=dtype, weight_bytes=memory.tree_bytes(params)
-            )
+                memory.fit, spec, config, limits, dtype=dtype, weight_bytes=memory.tree_bytes(params),
+                platform=device.platform,
+            )  # fmt: skip
             free = memory.free_device_bytes(device, config)
             if free is None:
                 plan = fit()
@@ -158,9 +161,9 @@ class ModelRunner:
                 shapes(plan.limits), lambda s: compile_one(s, plan.limits, plan.num_blocks), progress=progress
             )
             sizes = _table_sizes(plan.limits)
-            state = abstract(state_shapes(spec, dtype=dtype, num_blocks=plan.num_blocks, **sizes))
+            state = state_shapes(spec, dtype=dtype, num_blocks=plan.num_blocks, sharding=sharding, **sizes)
             row = jax.ShapeDtypeStruct((1 + sizes["width"],), np.dtype(np.int32), sharding=sharding)
-            upload = jax.jit(upload_row, donate_argnums=0).lower(state, row).compile()
+            upload = jax.jit(upload_row, donate_argnums=0, out_shardings=formats(state)).lower(state, row).compile()
             seconds = time.perf_counter() - start
             logger.info("compiled %d programs in %.1f s:\n%s", len(table.programs) + 1, seconds, table)
             plan = dataclasses.replace(plan, temp_bytes=table.temp_bytes)

@@ -56,15 +56,23 @@ def create_state(
 
 
 def state_shapes(
-    spec: DecoderSpec, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any
+    spec: DecoderSpec, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any, sharding: Any = None
 ) -> DeviceState:
     """The same as ShapeDtypeStructs: to compile without taking memory."""
-    page = KVPages.shapes(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
+    page = KVPages.shapes(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, sharding=sharding)
     return DeviceState(
         pages=(page,) * spec.num_layers,
-        table=jax.ShapeDtypeStruct((rows, NUM_FIELDS), np.dtype(np.int32)),
-        blocks=jax.ShapeDtypeStruct((rows, width), np.dtype(np.int32)),
+        table=jax.ShapeDtypeStruct((rows, NUM_FIELDS), np.dtype(np.int32), sharding=sharding),
+        blocks=jax.ShapeDtypeStruct((rows, width), np.dtype(np.int32), sharding=sharding),
     )
+
+
+def formats(state: DeviceState) -> Any:
+    """How each array of a state lies in memory, None where it does not say, as `out_shardings` of a program.
+
+    What is donated and comes out as it went in is never copied.
+    """
+    return jax.tree.map(lambda x: x.format if x.format.layout else None, state)
 
 
 def row_values(init: RowInit) -> np.ndarray:

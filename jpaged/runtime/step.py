@@ -22,8 +22,9 @@ from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.runtime import sampler
-from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, row_values
+from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, formats, row_values
 from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
+from pallas_kernels.write_kv import matching_write
 
 # Block-table changes that a packed plan has room for beyond those its own tokens can need.
 SPARE_UPDATES = 64
@@ -181,7 +182,7 @@ class PagedAttend:
     def __call__(
         self, projection: decoder.Projection, pages: KVPages, metadata: Batch, *, scale: float, window: int | None
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:
-        write = "triton" if self.implementation == "triton" else None
+        write = matching_write(self.implementation)
         if isinstance(projection.product, tuple):
             q, k, v = projection.finish()
             pages = write_kv(pages, k, v, metadata.slots, implementation=write)
@@ -271,4 +272,5 @@ def compile_step(
     )
     packed = jax.ShapeDtypeStruct((shape.packed_size,), np.dtype(np.int32), sharding=sharding)
     # keep_unused: every program of the table takes the same arguments
-    return jax.jit(call, donate_argnums=2, keep_unused=True).lower(params, allowed, state, packed).compile()
+    jitted = jax.jit(call, donate_argnums=2, keep_unused=True, out_shardings=(formats(state), None))
+    return jitted.lower(params, allowed, state, packed).compile()

@@ -3,23 +3,15 @@
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import FLOATS, KVPages
-from pallas_kernels.paged_attention import reference, triton, xla
-from pallas_kernels.platforms import on_cuda
-
-
-class Implementation(NamedTuple):
-    """One way to compute attention, and what it cannot do."""
-
-    call: Callable[..., Any]
-    # (device, q, pages, block_tables, max_query_len), arrays or ShapeDtypeStructs: None, or why it cannot take that
-    refuse: Callable[..., str | None] = lambda *_: None  # XLA's operations take everything everywhere
+from pallas_kernels.paged_attention import mosaic_tpu, reference, triton, xla
+from pallas_kernels.platforms import Implementation, choose, compiled_on, pick
 
 
 def _mosaic_gpu(name: str) -> Callable[..., Any]:
@@ -31,14 +23,15 @@ def _mosaic_gpu(name: str) -> Callable[..., Any]:
     return call
 
 
+# refusals are asked with (device, q, pages, block_tables, max_query_len)
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.paged_attention),
     "xla": Implementation(functools.partial(xla.paged_attention, device_loops=False)),
     "xla_loop": Implementation(functools.partial(xla.paged_attention, device_loops=True)),
-    "triton": Implementation(on_cuda(triton.paged_attention), triton.refuse),
+    "triton": Implementation(compiled_on("cuda", triton.paged_attention), triton.refuse),
+    "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.paged_attention), mosaic_tpu.refuse),
     "mosaic_gpu": Implementation(_mosaic_gpu("paged_attention"), _mosaic_gpu("refuse")),
 }
-PREFERRED = {"cpu": ("xla_loop",), "gpu": ("triton", "xla")}  # the first that does not refuse; others take "xla"
 
 
 def choose_implementation(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str:
@@ -46,8 +39,7 @@ def choose_implementation(device: Any, q: Any, pages: KVPages, block_tables: Any
 
     q, pages, block_tables: arrays or ShapeDtypeStructs. max_query_len: as `paged_attention` has it.
     """
-    call = (device, q, pages, block_tables, max_query_len)
-    return next((n for n in PREFERRED.get(device.platform, ()) if IMPLEMENTATIONS[n].refuse(*call) is None), "xla")
+    return choose(IMPLEMENTATIONS, device, q, pages, block_tables, max_query_len)
 
 
 def paged_attention(
@@ -83,8 +75,8 @@ def paged_attention(
     alibi_slopes:    float32 a head: slope * (key position - query position) is added (arXiv:2108.12409).
     implementation:  "reference" (plain, gathers everything), "xla" (online softmax over fixed blocks of keys, static
                      loops), "xla_loop" (the same, loops end at the longest row: for CPU), "triton" (kernels for
-                     NVIDIA; in interpret mode elsewhere), "mosaic_gpu" (experimental, never chosen: Hopper, rows of
-                     one token), or None to choose by device and shape.
+                     NVIDIA), "mosaic_tpu" (a kernel for TPU; both in interpret mode on CPU), "mosaic_gpu"
+                     (experimental, never chosen: Hopper, rows of one token), or None to choose by device and shape.
     debug:           check the values of the index arguments when they are there, also inside jit, where the running
                      program reports what is wrong: ValueError, or JaxRuntimeError that holds its text. Costs a call
                      back to the host. Without it, indices out of range give undefined results.
@@ -112,13 +104,7 @@ def paged_attention(
         raise ValueError(f"q of {q.dtype}: must be bfloat16, float16 or float32")
     if max_query_len < 1:
         raise ValueError(f"max_query_len={max_query_len}: must be at least 1")
-    device = jax.devices()[0]
-    name = implementation or choose_implementation(device, q, pages, block_tables, max_query_len)
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: paged_attention has {', '.join(IMPLEMENTATIONS)}")
-    reason = IMPLEMENTATIONS[name].refuse(device, q, pages, block_tables, max_query_len)
-    if reason is not None:
-        raise ValueError(f"implementation={name!r} cannot take this: {reason}. Leave it out to have one chosen")
+    attend = pick(IMPLEMENTATIONS, implementation, q, pages, block_tables, max_query_len)
     if debug:
         check = functools.partial(
             reference.check_indices, tokens=q.shape[0], num_blocks=pages.num_blocks, block_size=pages.block_size,
@@ -129,7 +115,7 @@ def paged_attention(
         # until it is, nothing may be read that is not there
         block_tables = jnp.clip(block_tables, 0, pages.num_blocks - 1)
         context_lens = jnp.clip(context_lens, 0, block_tables.shape[1] * pages.block_size)
-    return IMPLEMENTATIONS[name].call(
+    return attend(
         q, pages, block_tables, context_lens, query_start_loc,
         scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, logit_softcap=logit_softcap,
         sinks=sinks, alibi_slopes=alibi_slopes,

@@ -1,7 +1,7 @@
 """Which tokens go through attention together: tiles of a fixed number of tokens, all of one row."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 def prompt_tiles(
@@ -21,3 +21,43 @@ def prompt_tiles(
     own = jnp.minimum(row, rows - 1)
     first = (index - (ends - tiles)[own]) * tile
     return jnp.where(row < rows, row, -1), jnp.where(row < rows, first, 0).astype(jnp.int32)
+
+
+def queries_of_tiles(
+    q: Float[Array, "tokens q_heads head_dim"], place: Int[Array, "tiles tile"], kv_heads: int, padded: int
+) -> Float[Array, "tiles kv_heads padded head_dim"]:
+    """The queries of each tile: for each KV head the heads of its group, token by token, and padding.
+
+    place: which token; where it is outside of q, any query.
+    """
+    (tiles, tile), (_, q_heads, head_dim) = place.shape, q.shape
+    lines = tile * q_heads // kv_heads
+    queries = jnp.take(q, place, axis=0, mode="clip").reshape(tiles, tile, kv_heads, -1, head_dim)
+    queries = queries.transpose(0, 2, 1, 3, 4).reshape(tiles, kv_heads, lines, head_dim)
+    return jnp.pad(queries, ((0, 0), (0, 0), (0, padded - lines), (0, 0)))
+
+
+def heads_of_tokens(
+    result: Float[Array, "tiles kv_heads padded head_dim"], place: Int[Array, " tokens"], tile: int, group: int
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """What `queries_of_tiles` laid out, in token order. place: of a token among the places of all tiles."""
+    tiles, kv_heads, _, head_dim = result.shape
+    result = result[:, :, : tile * group].reshape(tiles, kv_heads, tile, group, head_dim)
+    result = result.transpose(0, 2, 1, 3, 4).reshape(tiles * tile, kv_heads * group, head_dim)
+    return jnp.take(result, place, axis=0, mode="clip")
+
+
+def row_of_token(query_start_loc: Int[Array, " rows_plus_1"], tokens: int) -> Int[Array, " tokens"]:
+    """The row of each token; the last one for padding."""
+    token = jnp.arange(tokens)
+    ended = jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1)
+    return jnp.minimum(ended, query_start_loc.shape[0] - 2)
+
+
+def place_in_tiles(query_start_loc: Int[Array, " rows_plus_1"], tokens: int, tile: int) -> Int[Array, " tokens"]:
+    """Where `prompt_tiles` puts each token, among the places of all tiles."""
+    row = row_of_token(query_start_loc, tokens)
+    tiles = -(-(query_start_loc[1:] - query_start_loc[:-1]) // tile)
+    first_tile = (jnp.cumsum(tiles) - tiles)[row]
+    place = jnp.arange(tokens) - query_start_loc[row]
+    return (first_tile + place // tile) * tile + place % tile

@@ -15,7 +15,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_attention.tiles import prompt_tiles
+from pallas_kernels.paged_attention.tiles import (
+    heads_of_tokens,
+    place_in_tiles,
+    prompt_tiles,
+    queries_of_tiles,
+    row_of_token,
+)
 
 # 128 keys: 0.91 ms against 1.13 (64) and 1.39 (32) for 32 rows of 200 tokens, 4 KV heads of 64, bf16, 2 CPU cores.
 KEYS_PER_STEP = 128
@@ -84,12 +90,7 @@ def paged_attention(
     real = (offset >= 0) & (offset < counts[tile_row][:, None])
     query_position = jnp.where(real, (context_lens - counts)[tile_row][:, None] + offset, -1)
     tile_end = query_position.max(axis=1) + 1  # keys that the tile needs; 0 for an empty one
-    queries = jnp.take(q, start + offset, axis=0, mode="clip")  # [tiles, tile, q_heads, head_dim]
-
-    # [tiles, kv_heads, padded, head_dim]
-    queries = queries.reshape(num_tiles, tile, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
-    queries = queries.reshape(num_tiles, kv_heads, tile * group, head_dim)
-    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded - tile * group), (0, 0)))
+    queries = queries_of_tiles(q, start + offset, kv_heads, padded)  # [tiles, kv_heads, padded, head_dim]
 
     blocks_per_step = max(1, KEYS_PER_STEP // pages.block_size)
     keys_per_step = blocks_per_step * pages.block_size
@@ -163,15 +164,11 @@ def paged_attention(
         result = lax.fori_loop(0, -(-used_tiles // TILE_GROUP), over_groups, empty)
 
     # --- back into token order ---------------------------------------------------------------------------------
-    result = result[:, :, : tile * group].reshape(num_tiles, kv_heads, tile, group, v_dim)
-    result = result.transpose(0, 2, 1, 3, 4).reshape(num_tiles * tile, q_heads, v_dim)
-    token = jnp.arange(tokens)
-    row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), rows - 1)
-    place = token - query_start_loc[row]
     if max_query_len == 1:
-        return jnp.take(result, place_of_row[row], axis=0, mode="clip")
-    first_tile = (jnp.cumsum(-(-counts // tile)) - -(-counts // tile))[row]
-    return jnp.take(result, (first_tile + place // tile) * tile + place % tile, axis=0, mode="clip")
+        place = place_of_row[row_of_token(query_start_loc, tokens)]
+    else:
+        place = place_in_tiles(query_start_loc, tokens, tile)
+    return heads_of_tokens(result, place, tile, group)
 
 
 def _up(n: int, multiple: int) -> int:

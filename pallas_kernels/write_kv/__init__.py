@@ -1,37 +1,22 @@
 """write_kv: put new keys and values into their slots, in place where the pages are donated."""
 
-from collections.abc import Collection
-from typing import Any
-
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import FLOATS, KVPages
-from pallas_kernels.platforms import on_cuda, refuse_triton
-from pallas_kernels.write_kv import triton
+from pallas_kernels.platforms import Implementation, compiled_on, pick
+from pallas_kernels.write_kv import mosaic_tpu, triton
 
+# refusals are asked with (device, pages)
 IMPLEMENTATIONS = {
-    "xla": KVPages.scatter,
-    "triton": on_cuda(triton.write_kv),
+    "xla": Implementation(KVPages.scatter),
+    "triton": Implementation(compiled_on("cuda", triton.write_kv), triton.refuse),
+    "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.write_kv), mosaic_tpu.refuse),
 }
 
 
-def choose_implementation(device: Any, pages: KVPages) -> str:
-    """The implementation of the writes for a jax Device: a kernel on NVIDIA, XLA's scatter elsewhere."""
-    return "triton" if device.platform == "gpu" and _refuse_triton(device, pages) is None else "xla"
-
-
-def check_implementation(name: str, implementations: Collection[str], pages: KVPages) -> None:
-    """Raise ValueError where a write's implementation is not there, or cannot run here."""
-    if name not in implementations:
-        raise ValueError(f"implementation={name!r}: must be one of {', '.join(implementations)}")
-    reason = _refuse_triton(jax.devices()[0], pages) if name == "triton" else None
-    if reason is not None:
-        raise ValueError(f"implementation={name!r} cannot take this: {reason}. Leave it out to have one chosen")
-
-
-def _refuse_triton(device: Any, pages: KVPages) -> str | None:
-    return refuse_triton(device) if pages.v_dim is None else "latent pages go through 'xla'"
+def matching_write(attention: str) -> str:
+    """The implementation of the writes that goes with one of paged_attention: the same back end's, or XLA's."""
+    return attention if attention in IMPLEMENTATIONS else "xla"
 
 
 def write_kv(
@@ -49,12 +34,12 @@ def write_kv(
                   Latent pages take no v: it is the beginning of k.
     slot_mapping: int32; block * block_size + offset, distinct, below num_blocks * block_size; negative = padding,
                   nothing written. Checked by nobody on the device: an id too large is dropped silently.
-    implementation: "xla", "triton" (a kernel for NVIDIA; in interpret mode elsewhere), or None to choose.
+    implementation: "xla", "triton" (a kernel for NVIDIA), "mosaic_tpu" (for TPU; both in interpret mode on CPU), or
+                  None to choose.
 
     Under jit with donated pages the write is in place: no copy of the pages is made.
     """
-    name = implementation or choose_implementation(jax.devices()[0], pages)
-    check_implementation(name, IMPLEMENTATIONS, pages)
+    write = pick(IMPLEMENTATIONS, implementation, pages)
     if (v is None) != (pages.v_dim is not None):
         raise ValueError(f"v: latent pages (v_dim={pages.v_dim}) take None, others an array")
     expected = (pages.num_kv_heads, pages.head_dim)
@@ -65,4 +50,4 @@ def write_kv(
         raise ValueError(f"k of {k.dtype}: must be bfloat16, float16 or float32, and v too")
     if slot_mapping.shape != k.shape[:1]:
         raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{k.shape[0]}], as many as k has tokens")
-    return IMPLEMENTATIONS[name](pages, k, v, slot_mapping)
+    return write(pages, k, v, slot_mapping)

@@ -12,9 +12,17 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import FP8, INT8, KVPages, int8_scale, to_fp8, to_int8
+from pallas_kernels.platforms import refuse_triton
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 TILE_TOKENS = 16  # tokens of a program: enough bytes to hide the launch of one, few enough to fill a card at 64 tokens
+
+
+def refuse(device: Any, pages: KVPages) -> str | None:
+    """Why the kernels that write cannot take pages on a jax Device; None where they can."""
+    if pages.v_dim is not None:
+        return "latent pages go through 'xla'"
+    return refuse_triton(device)
 
 
 def write_kv(
@@ -26,7 +34,7 @@ def write_kv(
     interpret: bool = False,
 ) -> KVPages:
     """As `pallas_kernels.write_kv` says. interpret: run the kernel in XLA operations, on any platform."""
-    assert v is not None, "latent pages are refused before"
+    assert v is not None  # latent pages are refused
     _, written = call_with_pages(
         _kernel, "write_kv", pages, (slot_mapping, k, v), grid=(-(-k.shape[0] // TILE_TOKENS), pages.num_kv_heads),
         interpret=interpret,

@@ -1,17 +1,19 @@
 """write_qkv: from the product of a layer's input with its q, k and v matrices to q, and pages with the new KV."""
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import FLOATS, KVPages
-from pallas_kernels.platforms import on_cuda
-from pallas_kernels.write_kv import check_implementation, choose_implementation
+from pallas_kernels.platforms import Implementation, compiled_on, pick
+from pallas_kernels.write_kv import IMPLEMENTATIONS as WRITES
 from pallas_kernels.write_qkv import triton, xla
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"xla": xla.write_qkv, "triton": on_cuda(triton.write_qkv)}
+# those of write_kv, of which only Triton's has the arithmetic in the same kernel
+IMPLEMENTATIONS = {
+    name: Implementation(functools.partial(xla.write_qkv, write=write.call), write.refuse)
+    for name, write in WRITES.items()
+} | {"triton": Implementation(compiled_on("cuda", triton.write_qkv), WRITES["triton"].refuse)}
 
 
 def write_qkv(
@@ -37,14 +39,15 @@ def write_qkv(
     cos, sin:       float32, of every token's angles, in the rotate-half form: dimension i is paired with i + half;
                     dimensions from 2 * half on are left as they are.
     q_norm, k_norm: the norms' weights; both or neither.
-    implementation: "xla", "triton" (one kernel for NVIDIA; in interpret mode elsewhere), or None to choose.
+    implementation: as of write_kv; "triton" is one kernel.
 
     Returns q in qkv's dtype, heads in the order of the KV heads. In place where the pages are donated. Raises
     ValueError, naming the argument.
     """
+    if pages.v_dim is not None:
+        raise ValueError("pages: latent pages hold no keys and values apart; use write_kv")
     tokens, kv_heads, lanes, head_dim = qkv.shape
-    name = implementation or choose_implementation(jax.devices()[0], pages)
-    check_implementation(name, IMPLEMENTATIONS, pages)
+    write = pick(IMPLEMENTATIONS, implementation, pages)
     if (kv_heads, head_dim) != (pages.num_kv_heads, pages.head_dim) or lanes < 3:
         raise ValueError(
             f"qkv {qkv.shape}: must be [tokens, {pages.num_kv_heads}, query heads a KV head + 2, {pages.head_dim}], as "
@@ -52,8 +55,6 @@ def write_qkv(
         )
     if qkv.dtype not in FLOATS:
         raise ValueError(f"qkv of {qkv.dtype}: must be bfloat16, float16 or float32")
-    if pages.v_dim is not None:
-        raise ValueError("pages: latent pages hold no keys and values apart; use write_kv")
     if slot_mapping.shape != (tokens,):
         raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{tokens}], as many as qkv has tokens")
     if (cos is None) != (sin is None) or (q_norm is None) != (k_norm is None):
@@ -66,6 +67,6 @@ def write_qkv(
             raise ValueError(f"{part} {given.shape}: must be [{head_dim}]")
     if bias is not None and bias.shape != qkv.shape[1:]:
         raise ValueError(f"bias {bias.shape}: must be {list(qkv.shape[1:])}, as qkv has")
-    return IMPLEMENTATIONS[name](
+    return write(
         pages, qkv, slot_mapping, bias, cos, sin, q_norm, k_norm, norm_eps=norm_eps
     )

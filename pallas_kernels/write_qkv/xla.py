@@ -1,4 +1,6 @@
-"""write_qkv in XLA operations: the specification, then the scatter. Every platform."""
+"""write_qkv in XLA operations: the specification, then one of write_kv's implementations. Every platform."""
+
+from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
@@ -17,11 +19,12 @@ def write_qkv(
     k_norm: Float[Array, " head_dim"] | None,
     *,
     norm_eps: float,
+    write: Callable[..., KVPages],
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
-    """As `pallas_kernels.write_qkv` says."""
+    """As `pallas_kernels.write_qkv` says. write: an implementation of write_kv."""
     if bias is not None:
         qkv = qkv + bias
     tokens, _, _, head_dim = qkv.shape
     q = qkv[:, :, :-2].reshape(tokens, -1, head_dim)
     q, k = finish(q, qkv[:, :, -2], cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps)
-    return q, pages.scatter(k, qkv[:, :, -1], slot_mapping)
+    return q, write(pages, k, qkv[:, :, -1], slot_mapping)

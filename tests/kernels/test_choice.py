@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import KernelCheckError, KVPages, paged_attention, self_check
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, Implementation, choose_implementation
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
+from pallas_kernels.platforms import Implementation
 from tests.kernels.oracle import Shape, make_case
 
 write_kv = importlib.import_module("pallas_kernels.write_kv")  # the package has a function of that name
@@ -17,7 +18,7 @@ write_kv = importlib.import_module("pallas_kernels.write_kv")  # the package has
 
 @pytest.mark.parametrize(
     ("implementation", "kv_dtype"),
-    [("xla_loop", None), ("triton", None), ("triton", "int8")],
+    [("xla_loop", None), ("triton", None), ("triton", "int8"), ("mosaic_tpu", None)],
 )
 def test_self_check_finds_agreement(implementation, kv_dtype):
     errors = self_check(implementation=implementation, dtype=jnp.float32, kv_dtype=kv_dtype, head_dim=16, q_heads=4)
@@ -29,7 +30,7 @@ def test_self_check_refuses_a_wrong_write(monkeypatch):
     def one_slot_late(pages, k, v, slots):
         return pages.scatter(k, v, jnp.where(slots < 0, slots, slots + 1))
 
-    monkeypatch.setitem(write_kv.IMPLEMENTATIONS, "triton", one_slot_late)
+    monkeypatch.setitem(write_kv.IMPLEMENTATIONS, "triton", Implementation(one_slot_late))
     with pytest.raises(KernelCheckError, match=r"'triton' writes, keys on .*case decode .*differs from the reference"):
         self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=4)  # a shape not traced before
 
@@ -60,7 +61,9 @@ def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None):
     ("device", "call", "name"),
     [
         (("cpu",), {}, "xla_loop"),
-        (("tpu",), {}, "xla"),
+        (("tpu",), {}, "mosaic_tpu"),
+        (("tpu",), {"kv_dtype": "int8"}, "xla"),
+        (("tpu",), {"head_dim": 576, "v_dim": 512}, "xla"),
         (("gpu", "9.0"), {}, "triton"),
         (("gpu", "7.5"), {}, "xla"),
         (("gpu", "gfx942"), {}, "xla"),
@@ -76,20 +79,24 @@ def test_device_and_shape_decide_the_implementation(device, call, name):
 
 
 @pytest.mark.parametrize(
-    ("device", "shape", "message"),
+    ("name", "device", "shape", "message"),
     [
-        (("gpu", "7.5"), Shape(), "compute capability 8.0 .Ampere. or newer, a device has 7.5"),
-        (("gpu", "gfx942"), Shape(), "for NVIDIA"),
-        (("tpu",), Shape(), "for NVIDIA"),
-        (("gpu", "8.0"), Shape(kv_dtype="float8_e4m3fn"), "8.9"),
-        (("gpu", "9.0"), Shape(head_dim=512), "head_dim 512"),
-        (("cpu",), Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64), "latent pages"),
+        ("mosaic_tpu", ("gpu", "9.0"), Shape(), "for TPU"),
+        ("mosaic_tpu", ("tpu",), Shape(kv_dtype="int8"), "pages are int8"),
+        ("mosaic_tpu", ("tpu",), Shape(dtype="bfloat16", block_size=8, width=40), "multiples of 16"),
+        ("mosaic_gpu", ("gpu", "8.0"), Shape(), "Hopper"),
+        ("triton", ("gpu", "7.5"), Shape(), "compute capability 8.0 .Ampere. or newer, a device has 7.5"),
+        ("triton", ("gpu", "gfx942"), Shape(), "for NVIDIA"),
+        ("triton", ("tpu",), Shape(), "for NVIDIA"),
+        ("triton", ("gpu", "8.0"), Shape(kv_dtype="float8_e4m3fn"), "8.9"),
+        ("triton", ("gpu", "9.0"), Shape(head_dim=512), "head_dim 512"),
+        ("triton", ("cpu",), Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64), "latent pages"),
     ],
 )
-def test_an_impossible_wish_says_why(monkeypatch, device, shape, message):
+def test_an_impossible_wish_says_why(monkeypatch, name, device, shape, message):
     monkeypatch.setattr(jax, "devices", lambda: [device_like(*device)])
-    with pytest.raises(ValueError, match=r"implementation='triton' cannot take this: .*" + message):
-        paged_attention(**make_case(shape), scale=1.0, max_query_len=64, implementation="triton")
+    with pytest.raises(ValueError, match=f"implementation='{name}' cannot take this: .*{message}"):
+        paged_attention(**make_case(shape), scale=1.0, max_query_len=64, implementation=name)
 
 
 def test_debug_reports_from_inside_jit():

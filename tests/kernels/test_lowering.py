@@ -1,5 +1,5 @@
 """Every variant of the kernels lowers for its platform, on a machine that has none: what interpret mode accepts and
-Triton refuses is found here."""
+Triton or Mosaic refuses is found here."""
 
 import jax
 import pytest
@@ -7,18 +7,22 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from tests.kernels import lowered
 
+DEVICES = {
+    "cuda": AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu"),
+    "tpu": AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu"),
+}
 
-def lower_for_cuda(call, arguments):
-    """The StableHLO of `call` for NVIDIA."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device)):
-        return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+def lower_for(platform, call, arguments):
+    """The StableHLO of `call` for an accelerator."""
+    with use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=DEVICES[platform])):
+        return jax.jit(call).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("max_query_len", [1, 32], ids=["decode", "mixed"])
 @pytest.mark.parametrize("name", lowered.ATTENTION)
 def test_triton_kernels_lower(name, max_query_len):
-    text = lower_for_cuda(*lowered.attention(name, max_query_len, "triton"))
+    text = lower_for("cuda", *lowered.attention(name, max_query_len, "triton"))
     names = {name for name in ("paged_prefill", "paged_decode_splits", "paged_decode_merge") if name in text}
     expected = {"paged_decode_splits", "paged_decode_merge"} | ({"paged_prefill"} if max_query_len > 1 else set())
     assert names == expected
@@ -27,12 +31,27 @@ def test_triton_kernels_lower(name, max_query_len):
 
 @pytest.mark.parametrize("variant", lowered.WRITES, ids=lambda v: "-".join(str(x) for x in v))
 def test_triton_write_lowers(variant):
-    text = lower_for_cuda(*lowered.writing(*variant, "triton"))
+    text = lower_for("cuda", *lowered.writing(*variant, "triton"))
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 
 @pytest.mark.parametrize("name", lowered.QKV)
 def test_triton_fused_write_lowers(name):
     """Bias, norm, rotation and write are one kernel."""
-    text = lower_for_cuda(*lowered.writing_qkv(name, "triton"))
+    text = lower_for("cuda", *lowered.writing_qkv(name, "triton"))
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("max_query_len", [1, 32], ids=["decode", "mixed"])
+@pytest.mark.parametrize("name", lowered.TPU)
+def test_tpu_kernel_lowers(name, max_query_len):
+    text = lower_for("tpu", *lowered.attention(name, max_query_len, "mosaic_tpu", lowered.TPU))
+    assert text.count("custom_call @tpu_custom_call") == 1
+    assert "paged_attention_tpu" in text
+
+
+@pytest.mark.parametrize("variant", lowered.TPU_WRITES, ids=lambda v: "-".join(str(x) for x in v))
+def test_tpu_write_lowers(variant):
+    text = lower_for("tpu", *lowered.writing(*variant, "mosaic_tpu"))
+    assert text.count("custom_call @tpu_custom_call") == 1
+    assert "write_kv_tpu" in text

@@ -14,7 +14,7 @@ from tests import h200_target
 from tests.kernels import lowered
 from tests.kernels.oracle import DECODES, TOLERANCE, Shape, attend, expected, make_case
 from tests.kernels.test_compiling import compile_for_h200
-from tests.kernels.test_lowering import lower_for_cuda
+from tests.kernels.test_lowering import lower_for
 
 has_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "force_gpu_interpret_mode"), reason="JAX 0.10 has no interpreter for these kernels"
@@ -88,7 +88,7 @@ def test_what_it_does_not_take_is_named(shape, change, message):
 
 @pytest.mark.parametrize("name", lowered.HOPPER)
 def test_lowers(name):
-    text = lower_for_cuda(*lowered.attention(name, 1, "mosaic_gpu", lowered.HOPPER))
+    text = lower_for("cuda", *lowered.attention(name, 1, "mosaic_gpu", lowered.HOPPER))
     assert text.count("custom_call @mosaic_gpu") == 1
 
 

