@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_attention.triton import Tiling
+from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.platforms import nvidia_capability
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
@@ -48,7 +48,7 @@ def paged_attention(
     alibi_slopes: Float[Array, " q_heads"] | None,
     tiling: Tiling | None = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """As `pallas_kernels.paged_attention` says, for max_query_len=1. Of `tiling` only split_keys is used.
+    """As `pallas_kernels.paged_attention` says, for max_query_len=1. Of `tiling` only the splits are used.
 
     Off NVIDIA it runs only inside `jax.experimental.pallas.mosaic_gpu.force_gpu_interpret_mode()` (JAX 0.11 or newer).
     It does not choose that by itself, as the Triton kernels do: the interpreter is made of ordered callbacks, and a
@@ -59,7 +59,7 @@ def paged_attention(
     group = q_heads // kv_heads
     del max_query_len  # 1: `refuse` has seen to it
     table_keys = block_tables.shape[1] * block_size
-    tiling = tiling or Tiling.choose(table_keys, head_dim, pages.dtype.itemsize)
+    split_keys = (tiling or Tiling.choose(q, pages)).split_keys(table_keys)
     problem = _Problem(
         scale=scale,
         lanes=-(-group // 8) * 8,
@@ -68,8 +68,8 @@ def paged_attention(
         window=sliding_window,
         softcap=logit_softcap,
         has_slopes=alibi_slopes is not None,
-        split_keys=tiling.split_keys,
-        splits=-(-table_keys // tiling.split_keys),
+        split_keys=split_keys,
+        splits=-(-table_keys // split_keys),
     )
     # heads of a group, padded to what a tile in shared memory is made of
     lanes = jnp.pad(

@@ -28,36 +28,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import FP8, INT8, KVPages
 from pallas_kernels.paged_attention.tiles import prompt_tiles
+from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.platforms import nvidia_capability, refuse_triton
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 MASKED = -1e30  # finite: -inf - -inf would be NaN
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """Sizes that change the time and not the result (but `split_keys`, which also sets the order of the sums)."""
-
-    split_keys: int     # keys of a decode program
-    decode_keys: int    # keys a turn of its loop
-    prefill_rows: int   # query rows of a prefill tile: tokens times heads of the group
-    prefill_keys: int   # keys a turn of its loop
-    decode_warps: int = 4
-    decode_stages: int = 2
-    prefill_warps: int = 4
-    prefill_stages: int = 2
-
-    @classmethod
-    def choose(cls, table_keys: int, head_dim: int, itemsize: int) -> "Tiling":
-        """The rule for shapes nobody has tuned.
-
-        At most 32 splits, of at least 512 keys: a split's result (float32) is then under 2% of the keys and values it
-        read, and one row of 32,768 keys still has 32 programs a KV head. Tiles are as large as a card's shared memory
-        (228 KiB a multiprocessor on Hopper) holds two stages of keys and values of.
-        """
-        split = max(512, pl.next_power_of_2(-(-table_keys // 32)))
-        wide = head_dim * itemsize > 256
-        return cls(split, 32 if wide else 64, 64 if wide else 128, 32 if wide else 64, prefill_warps=4 if wide else 8)
 
 
 def paged_attention(
@@ -76,9 +51,13 @@ def paged_attention(
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """As `pallas_kernels.paged_attention` says. interpret: run the kernels in XLA operations, on any platform."""
+    """As `pallas_kernels.paged_attention` says.
+
+    tiling: chosen by device and shape where None. interpret: run the kernels in XLA operations, on any platform.
+    """
     table_keys = block_tables.shape[1] * pages.block_size
-    tiling = tiling or Tiling.choose(table_keys, pages.head_dim, pages.data.dtype.itemsize)
+    tiling = tiling or Tiling.choose(q, pages)
+    split_keys = tiling.split_keys(table_keys)
     problem = _Problem(
         scale=scale,
         group=q.shape[1] // pages.num_kv_heads,
@@ -89,7 +68,8 @@ def paged_attention(
         has_sinks=sinks is not None,
         has_slopes=alibi_slopes is not None,
         scales={INT8: "token", FP8: "head"}.get(pages.dtype, "none"),
-        splits=-(-table_keys // tiling.split_keys),
+        splits=-(-table_keys // split_keys),
+        split_keys=split_keys,
         tiling=tiling,
         only_decodes=max_query_len == 1,
     )
@@ -144,7 +124,8 @@ class _Problem:
     has_sinks: bool
     has_slopes: bool
     scales: str  # of the pages: "none", "token" (int8) or "head" (fp8)
-    splits: int
+    splits: int      # decode programs of a row and KV head
+    split_keys: int  # keys of each
     tiling: Tiling
     only_decodes: bool
 
@@ -244,8 +225,8 @@ def _decode_kernel(*refs: Ref, problem: _Problem) -> None:
     first = given.starts[row]
     length = given.lens[row]
     is_decode = given.starts[row + 1] - first == 1
-    begin = split * problem.tiling.split_keys
-    end = jnp.minimum(begin + problem.tiling.split_keys, length)
+    begin = split * problem.split_keys
+    end = jnp.minimum(begin + problem.split_keys, length)
     if problem.window is not None:
         begin = jnp.maximum(begin, length - problem.window)
 
@@ -297,10 +278,10 @@ def _merge_kernel(
 
     def own() -> None:
         split = jnp.arange(pl.next_power_of_2(problem.splits))
-        begin = split * problem.tiling.split_keys
+        begin = split * problem.split_keys
         written = begin < length
         if problem.window is not None:
-            written &= begin + problem.tiling.split_keys > length - problem.window
+            written &= begin + problem.split_keys > length - problem.window
         lse = plgpu.load(lse_ref.at[split, row, head], mask=written, other=MASKED)
         top = lse.max()
         if problem.has_sinks:

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import KVPages, paged_attention, self_check
-from pallas_kernels.paged_attention import triton
+from pallas_kernels.paged_attention.tiling import Tiling
 from tests import h200_target
 from tests.kernels import lowered
 from tests.kernels.oracle import DECODES, TOLERANCE, Shape, attend, expected, make_case
@@ -21,13 +21,13 @@ has_interpreter = pytest.mark.skipif(
 )
 PLAIN = Shape(head_dim=64, dtype="bfloat16", tokens=0)
 # in splits of 192, which is three tiles, one more than lie in shared memory at a time: ends on and behind their borders
-SPLITS = triton.Tiling(split_keys=192, decode_keys=64, prefill_rows=16, prefill_keys=64)
+SPLITS = Tiling(decode_keys=64, prefill_rows=16, prefill_keys=64, min_split_keys=192)
 LONG = ((1, 300), (1, 64), (0, 0), (1, 65), (1, 192))
 
 
 def interpreted(shape, rows):
     case = make_case(shape, rows)
-    with plgpu.force_gpu_interpret_mode(), mock.patch.object(triton.Tiling, "choose", return_value=SPLITS):
+    with plgpu.force_gpu_interpret_mode(), mock.patch.object(Tiling, "choose", return_value=SPLITS):
         return case, attend(shape, case, "mosaic_gpu", SPLITS)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention import triton
+from pallas_kernels.paged_attention.tiling import Tiling
 from tests.kernels.oracle import DECODES, RAGGED, TOLERANCE, Shape, attend, expected, make_case
 
 # At most 30: every shape is a program an implementation, which takes seconds to compile in interpret mode.
@@ -55,7 +55,7 @@ IMPLEMENTED = {
     ),
 }
 # splits of 64 keys: rows of up to 320 keys have five, the last ones empty, the first ones before a window
-SMALL_TILES = triton.Tiling(split_keys=64, decode_keys=32, prefill_rows=16, prefill_keys=32)
+SMALL_TILES = Tiling(decode_keys=32, prefill_rows=16, prefill_keys=32, min_split_keys=64)
 SPLIT = ("ragged", "decodes", "window", "all-options", "int8-decodes-bf16")
 
 
@@ -96,7 +96,7 @@ def test_matches_float64(name, implementation, tiling):
     def drawn(rows, seed, shared):
         compare(rows, seed, shared)
 
-    choose = mock.patch.object(triton.Tiling, "choose", return_value=tiling) if tiling else mock.MagicMock()
+    choose = mock.patch.object(Tiling, "choose", return_value=tiling) if tiling else mock.MagicMock()
     with choose:
         compare(RAGGED if shape.tokens >= 64 else DECODES, 0, 0)
         drawn()
@@ -104,7 +104,7 @@ def test_matches_float64(name, implementation, tiling):
 
 def test_triton_decode_gets_the_same_bits_in_any_company():
     """Splits are cut at fixed positions: more rows, other rows or a chunk beside it change nothing."""
-    with mock.patch.object(triton.Tiling, "choose", return_value=SMALL_TILES):
+    with mock.patch.object(Tiling, "choose", return_value=SMALL_TILES):
         shape = SHAPES["ragged"]
         alone, first = (make_case(shape, rows) for rows in (((1, 300),), ((1, 300), (1, 7), (6, 150))))
         # the first row's blocks are drawn first, and data does not depend on the rows

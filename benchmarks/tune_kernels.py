@@ -1,0 +1,162 @@
+"""Find the fastest tile sizes of the NVIDIA kernels on this card, and write them where the kernels look for them.
+
+    python benchmarks/tune_kernels.py                      # the shapes below, about 5 minutes each on a card
+    python benchmarks/tune_kernels.py --only llama-3-8b
+    python benchmarks/tune_kernels.py --tiny --file /tmp/tuning.json   # a rehearsal anywhere, in interpret mode
+
+For each shape, decode and prefill apart: begin with the rule (`Tiling.by_rule`), change one size at a time, keep what
+is faster by 2% or more, until nothing is. A candidate that does not compile, or that differs from the reference, is out.
+What counts is the geometric mean of the times of the workloads. How a call is timed: benchmarks/kernels.py.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+import statistics
+from typing import Any
+
+import jax
+import numpy as np
+from kernels import Shape, chained, paged_case, seconds
+from tqdm import tqdm
+
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention import tiling as tilings
+from pallas_kernels.paged_attention import triton
+from pallas_kernels.paged_attention.tiling import Tiling
+from pallas_kernels.platforms import compiled_on, nvidia_capability
+
+MODELS = {  # query heads, KV heads, head_dim, block size
+    "llama-3-8b": (32, 8, 128, 16),
+    "qwen2-0.5b": (14, 2, 64, 16),
+    "qwen3-30b-a3b": (32, 4, 128, 16),
+    "gemma-2-9b": (16, 8, 256, 16),
+}
+DECODE = {
+    "decode_keys": (32, 64, 128), "decode_warps": (2, 4, 8), "decode_stages": (1, 2, 3, 4),
+    "min_split_keys": (256, 512, 1024),
+}  # fmt: skip
+PREFILL = {
+    "prefill_rows": (32, 64, 128, 256), "prefill_keys": (32, 64, 128), "prefill_warps": (4, 8),
+    "prefill_stages": (1, 2, 3, 4),
+}  # fmt: skip
+GAIN = 0.98  # a time must be below this share of the best to count as faster: repeats differ by about 1%
+
+
+def workloads(model: str, tiny: bool) -> tuple[list[Shape], list[Shape]]:
+    """What decodes and prefills are judged by."""
+    heads, kv_heads, head_dim, block = MODELS[model]
+    given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block}
+    if tiny:
+        given = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+        return [Shape("decode", (40, 7), **given)], [Shape("prefill", (64,), chunk=16, **given)]
+    decodes = [Shape("64 rows of 4,096", (4096,) * 64, **given), Shape("1 row of 32,768", (32768,), **given)]
+    return decodes, [Shape("2,048 tokens on 8,192", (8192,), chunk=2048, **given)]
+
+
+class Judge:
+    """Times of tilings over the same workloads."""
+
+    def __init__(self, shapes: list[Shape], repeats: int) -> None:
+        self._cases = [(shape, paged_case(shape)) for shape in shapes]
+        self._repeats = repeats
+        self._expected: dict[str, Any] = {}
+        self.problems: dict[str, str] = {}
+
+    def __call__(self, tiling: Tiling) -> float:
+        """Geometric mean of seconds a call; infinite where the tiling is out."""
+        times = []
+        for shape, case in self._cases:
+            attend = functools.partial(
+                compiled_on("cuda", triton.paged_attention), tiling=tiling, scale=shape.head_dim**-0.5,
+                max_query_len=shape.chunk, sliding_window=None, logit_softcap=None, sinks=None, alibi_slopes=None,
+            )  # fmt: skip
+            try:
+                self._check(shape, case, attend)
+                turns = max(1, round(0.01 / (shape.layers * (shape.kv_bytes / 3e12 + shape.flops / 3e14))))
+                turns = turns if jax.default_backend() == "gpu" else 1
+                times.append(statistics.median(seconds(chained(attend, turns), case, turns * shape.layers, self._repeats)))
+            except Exception as error:  # a candidate that does not compile is no candidate
+                self.problems[str(tiling)] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                return float("inf")
+        return statistics.geometric_mean(times)
+
+    def _check(self, shape: Shape, case: tuple, attend: Any) -> None:
+        q, layers, *rest = case
+        if shape.name not in self._expected:
+            call = functools.partial(paged_attention, scale=shape.head_dim**-0.5, max_query_len=shape.chunk)
+            self._expected[shape.name] = np.asarray(
+                jax.jit(functools.partial(call, implementation="xla"))(q, layers[0], *rest), np.float32
+            )
+        difference = np.abs(np.asarray(jax.jit(attend)(q, layers[0], *rest), np.float32) - self._expected[shape.name])
+        if not difference.max() <= 2e-2:
+            raise ValueError(f"differs from XLA's by {difference.max():.3g}")
+
+
+def search(judge: Judge, start: Tiling, choices: dict[str, tuple[int, ...]], name: str) -> tuple[Tiling, float]:
+    """The best tiling found, and its time as a share of the first one's."""
+    best, best_time = start, judge(start)
+    first, seen = best_time, {start}
+    candidates = sum(len(values) - 1 for values in choices.values())
+    with tqdm(total=candidates, desc=name) as bar:
+        improved = True
+        while improved:
+            improved = False
+            for field, values in choices.items():
+                for value in values:
+                    tiling = dataclasses.replace(best, **{field: value})
+                    if tiling in seen:
+                        continue
+                    seen.add(tiling)
+                    bar.total = max(bar.total, len(seen) - 1)
+                    time = judge(tiling)
+                    bar.update()
+                    if time < GAIN * best_time:
+                        best, best_time, improved = tiling, time, True
+                        bar.set_postfix_str(f"{best_time / first:.2f} of the rule's time")
+    return best, best_time / first
+
+
+def main() -> None:
+    """Search, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=MODELS, help="one shape; default: all")
+    parser.add_argument("--file", type=pathlib.Path, default=tilings.FILE, help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="small shapes and few candidates: a rehearsal")
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    if not args.tiny and nvidia_capability(device) is None:
+        parser.exit(2, f"{device.device_kind} is no NVIDIA card: there is nothing to tune; --tiny rehearses\n")
+    if args.tiny and args.file == tilings.FILE:
+        parser.exit(2, "--tiny measures nothing: name another --file than the kernels' own\n")
+    found = json.loads(args.file.read_text("utf-8")) if args.file.exists() else {}
+    for model in [args.only] if args.only else list(MODELS)[: 1 if args.tiny else None]:
+        decodes, prefills = workloads(model, args.tiny)
+        shape = decodes[0]
+        q, layers, *_ = paged_case(dataclasses.replace(shape, context=(1,)))
+        best = Tiling.by_rule(shape.head_dim, q.dtype.itemsize)
+        gains = {}
+        for kind, judged, choices in (("decode", decodes, DECODE), ("prefill", prefills, PREFILL)):
+            if args.tiny:
+                choices = {name: values[:2] for name, values in list(choices.items())[:1]}
+            judge = Judge(judged, args.repeats)
+            best, gains[kind] = search(judge, best, choices, f"{model}, {kind}")
+            for tiling, problem in judge.problems.items():
+                print(f"  out: {tiling}: {problem}")
+        print(f"{model}: {best}; " + ", ".join(f"{kind} {gain:.2f} of the rule's time" for kind, gain in gains.items()))
+        found.setdefault(device.device_kind, {})[tilings.key(q, layers[0])] = {
+            "tiling": dataclasses.asdict(best),
+            "time_of_rules": {kind: round(gain, 3) for kind, gain in gains.items()},
+            "jax": jax.__version__,
+            "date": datetime.date.today().isoformat(),
+        }
+        args.file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    print(args.file)
+
+
+if __name__ == "__main__":
+    main()
