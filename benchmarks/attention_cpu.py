@@ -2,6 +2,7 @@
 
     python benchmarks/attention_cpu.py [--dtype bfloat16]
     python benchmarks/attention_cpu.py --profile     # where a decode's time goes, operation by operation
+    python benchmarks/attention_cpu.py --contexts    # a decode by context length, 64 to 8,192
 
 Interleaved runs in one process; prints minimum and median in milliseconds a call. The shape is a small Llama's: 8 heads
 over 4 KV heads of 64, blocks of 16. `decode` is 32 rows of 60 to 450 keys, `prompt` one prompt of 512 tokens, `mixed`
@@ -56,6 +57,36 @@ def make_case(rng: np.random.Generator, dtype: str, tokens: int, counts: list[in
     )
 
 
+def by_context(dtype: str, repeats: int) -> None:
+    """Print a decode's time by context: of 8 equal rows, of one such row among short ones, with 8 times the table."""
+    rows, width = 8, 8192 // BLOCK_SIZE
+    rng = np.random.default_rng(0)
+    call = jax.jit(functools.partial(xla.paged_attention, **OPTIONS, max_query_len=1))
+    q, pages, _, _, starts = make_case(rng, dtype, rows, [1] * rows, [0] * rows)
+    contexts = [2**n for n in range(6, 14)]
+    cases = {}
+    for n in contexts:
+        equal, one_long = [n] * rows, [n] + [64] * (rows - 1)
+        for name, lens, wide in (
+            ("8 rows", equal, 1), ("1 row, 7 of 64", one_long, 1), ("8 rows, 8 x table", equal, 8)
+        ):  # fmt: skip
+            tables = jnp.asarray(rng.integers(0, NUM_BLOCKS, (rows, wide * width)), jnp.int32)
+            cases[n, name] = (q, pages, tables, jnp.asarray(lens, jnp.int32), starts)
+    times: dict[tuple[int, str], list[float]] = {key: [] for key in cases}
+    for repeat in range(repeats + 1):
+        for key, case in cases.items():
+            start = time.perf_counter()
+            call(*case).block_until_ready()
+            if repeat:  # the first compiles
+                times[key].append(time.perf_counter() - start)
+    names = list(dict.fromkeys(name for _, name in cases))
+    print(f"{dtype}, JAX {jax.__version__}, Python {platform.python_version()}; ms a call, minimum (median)")
+    print(f"{'keys':>8}" + "".join(f"{name:>20}" for name in names))
+    for n in contexts:
+        cells = [f"{min(times[n, c]) * 1e3:.2f} ({statistics.median(times[n, c]) * 1e3:.2f})" for c in names]
+        print(f"{n:>8,}" + "".join(f"{cell:>20}" for cell in cells))
+
+
 def profile(call: Callable, arguments: tuple, layers: int = 8, calls: int = 20) -> None:
     """Print microseconds a layer of each operation of `call`, run for `layers` layers in one program.
 
@@ -101,7 +132,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--profile", action="store_true", help="time each operation of the decode instead")
+    parser.add_argument("--contexts", action="store_true", help="time a decode by context length instead")
     args = parser.parse_args()
+    if args.contexts:
+        by_context(args.dtype, args.repeats)
+        return
     rng = np.random.default_rng(0)
     lens = rng.integers(60, 450, 32).tolist()
     cases = {

@@ -7,7 +7,7 @@
 1. What the card does: bytes copied a second, bf16 products a second. Everything below is a share of these.
 2. paged_attention: decodes and a prefill chunk with Llama-3-8B's heads (32 query and 8 KV heads of 128, bf16, blocks of
    16), and beside it JAX's own `paged_attention` (pages) and `decode_attention`, cuDNN and torch (contiguous KV).
-3. write_kv.
+3. write_kv, and write_qkv, which reads the product of the q, k and v matrices.
 
 Nothing is timed by single calls: a measurement is one jitted loop whose turns depend on each other, over the pages of
 several layers in turn, more than any cache holds. Printed is the median of the repeats; the JSON file has all of them.
@@ -32,17 +32,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import KVPages, paged_attention, self_check, write_kv
+from pallas_kernels import KVPages, paged_attention, self_check, write_kv, write_qkv
 from pallas_kernels.paged_attention import choose_implementation
+from pallas_kernels.self_check import CASES
+from pallas_kernels.write_kv import matching_write
 
-CHECKS = [  # query heads, KV heads, head_dim, block size, dtype, window
-    (32, 8, 128, 16, "bfloat16", None),
-    (32, 8, 128, 64, "float16", None),
-    (8, 2, 128, 16, "float32", 100),
-    (14, 2, 64, 16, "bfloat16", None),
-    (4, 4, 80, 32, "bfloat16", 300),
-    (8, 1, 96, 128, "bfloat16", None),
-    (8, 4, 256, 16, "bfloat16", None),
+CHECKS = [  # query heads, KV heads, head_dim, block size, dtype, dtype of the pages, window
+    (32, 8, 128, 16, "bfloat16", "bfloat16", None),
+    (32, 8, 128, 64, "float16", "float16", None),
+    (8, 2, 128, 16, "float32", "float32", 100),
+    (4, 4, 80, 32, "bfloat16", "bfloat16", 300),
+    (8, 1, 96, 128, "bfloat16", "bfloat16", None),
+    (8, 4, 256, 16, "bfloat16", "bfloat16", None),
+    (32, 8, 128, 16, "bfloat16", "int8", None),
+    (14, 2, 64, 16, "float32", "int8", None),
+    (32, 8, 128, 16, "bfloat16", "float8_e4m3fn", None),
+    (14, 2, 64, 16, "bfloat16", "bfloat16", None),
 ]
 
 
@@ -57,11 +62,12 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    kv_dtype: str = "bfloat16"
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that one call has to read, bf16."""
-        return 2 * sum(self.context) * self.kv_heads * self.head_dim * 2
+        """Keys and values that one call has to read, scales not counted."""
+        return 2 * sum(self.context) * self.kv_heads * self.head_dim * jnp.dtype(self.kv_dtype).itemsize
 
     @property
     def flops(self) -> int:
@@ -84,15 +90,19 @@ def shapes(tiny: bool) -> list[Shape]:
         Shape("decode, 1 row of 32,768", (32768,)),
         Shape("decode, 256 rows of 128 to 8,192", mixed),
         Shape("prefill, 2,048 tokens on 8,192", (8192,), chunk=2048),
+        Shape("decode, 64 rows of 4,096, int8 pages", (4096,) * 64, kv_dtype="int8"),
+        Shape("decode, 64 rows of 4,096, fp8 pages", (4096,) * 64, kv_dtype="float8_e4m3fn"),
     ]
     if not tiny:
         return real
-    small = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    small = functools.partial(Shape, heads=4, kv_heads=2, head_dim=16)
     return [
-        Shape(real[0].name, (40,) * 4, **small),
-        Shape(real[1].name, (1100,), **small),
-        Shape(real[2].name, (5, 60, 33), **small),
-        Shape(real[3].name, (64,), chunk=16, **small),
+        small(real[0].name, (40,) * 4),
+        small(real[1].name, (1100,)),
+        small(real[2].name, (5, 60, 33)),
+        small(real[3].name, (64,), chunk=16),
+        small(real[4].name, (40,) * 4, kv_dtype="int8"),
+        small(real[5].name, (40,) * 4, kv_dtype="float8_e4m3fn"),
     ]
 
 
@@ -160,7 +170,16 @@ def paged_case(shape: Shape) -> tuple:
         used += count
     key = jax.random.key(0)
     size = (sum(blocks), 2, shape.kv_heads, shape.block_size, shape.head_dim)
-    layers = tuple(KVPages(jax.random.normal(k, size, jnp.bfloat16)) for k in jax.random.split(key, shape.layers))
+
+    def pages(key: jax.Array) -> KVPages:
+        data = jax.random.normal(key, size, jnp.bfloat16)
+        if shape.kv_dtype == "int8":
+            return KVPages((data * 40).astype(jnp.int8), jnp.full(size[:-1], 1 / 40, jnp.bfloat16))
+        if shape.kv_dtype == "float8_e4m3fn":
+            return KVPages(data.astype(jnp.float8_e4m3fn), jnp.ones((2, shape.kv_heads), jnp.float32))
+        return KVPages(data)
+
+    layers = tuple(pages(k) for k in jax.random.split(key, shape.layers))
     q = jax.random.normal(key, (rows * shape.chunk, shape.heads, shape.head_dim), jnp.bfloat16)
     starts = np.arange(rows + 1, dtype=np.int32) * shape.chunk
     return q, layers, jnp.asarray(tables), jnp.asarray(shape.context, jnp.int32), jnp.asarray(starts)
@@ -265,6 +284,8 @@ def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: in
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu:
         cases["xla"] = lambda: ours(shape, "xla")
+    plain = shape.kv_dtype == "bfloat16"  # what the others take
+    if on_gpu and plain:
         cases["cuDNN, contiguous"] = lambda: cudnn(shape)
         if shape.chunk == 1:
             cases["mosaic_gpu"] = lambda: ours(shape, "mosaic_gpu")
@@ -280,7 +301,7 @@ def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: in
             results[name] = times
         except Exception as error:  # one engine that cannot take a shape must not end the comparison
             results[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    if on_gpu and importlib.util.find_spec("torch"):
+    if on_gpu and plain and importlib.util.find_spec("torch"):
         try:
             results["torch, contiguous"] = torch_seconds(shape, repeats)
         except Exception as error:  # as above
@@ -289,21 +310,37 @@ def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: in
 
 
 def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, list[float]]:
-    """Seconds a call of write_kv: 8,192 tokens of 8 KV heads of 128, bf16."""
-    tokens, heads, dim, turns = (64, 2, 16, 2) if tiny else (8192, 8, 128, 50)
+    """Seconds a call of write_kv and write_qkv: 8,192 tokens of 8 KV heads of 128, bf16; write_qkv: 32 query heads."""
+    tokens, heads, group, dim, turns = (64, 2, 2, 16, 2) if tiny else (8192, 8, 4, 128, 50)
     pages = KVPages.create(2 * tokens // 16, 16, heads, dim, jnp.bfloat16)
-    k = jax.random.normal(jax.random.key(0), (tokens, heads, dim), jnp.bfloat16)
+    qkv = jax.random.normal(jax.random.key(0), (tokens, heads, group + 2, dim), jnp.bfloat16)
     slots = jnp.asarray(np.random.default_rng(0).permutation(2 * tokens)[:tokens], jnp.int32)
+    angles = jax.random.uniform(jax.random.key(1), (tokens, dim // 2))
+    norm = jnp.ones(dim, jnp.bfloat16)
+    # each turn differs in something small, so that nothing but the call itself moves bytes or is done only once
 
-    def run(pages: KVPages, k: jax.Array, slots: jax.Array, *, name: str) -> KVPages:
+    def plain(pages: KVPages, qkv: jax.Array, slots: jax.Array, *, name: str) -> KVPages:
+        k, v = qkv[:, :, -2], qkv[:, :, -1]
+
         def turn(i: jax.Array, pages: KVPages) -> KVPages:
-            return write_kv(pages, k + i.astype(k.dtype), k, slots, implementation=name)
+            return write_kv(pages, k, v, jnp.roll(slots, i), implementation=name)
 
         return lax.fori_loop(0, turns, turn, pages)
 
-    names = dict.fromkeys(("triton" if implementation == "triton" else "xla", "xla"))
+    def fused(pages: KVPages, qkv: jax.Array, slots: jax.Array, *, name: str) -> tuple[jax.Array, KVPages]:
+        def turn(i: jax.Array, carry: tuple[jax.Array, KVPages]) -> tuple[jax.Array, KVPages]:
+            return write_qkv(
+                carry[1], qkv, slots, cos=jnp.cos(angles + i), sin=jnp.sin(angles + i), q_norm=norm, k_norm=norm,
+                implementation=name,
+            )  # fmt: skip
+
+        return lax.fori_loop(0, turns, turn, (jnp.zeros((tokens, heads * group, dim), qkv.dtype), pages))
+
+    names = dict.fromkeys((matching_write(implementation), "xla"))
     return {
-        name: seconds(jax.jit(functools.partial(run, name=name)), (pages, k, slots), turns, repeats) for name in names
+        f"{kind} {name}": seconds(jax.jit(functools.partial(run, name=name)), (pages, qkv, slots), turns, repeats)
+        for kind, run in (("write_kv", plain), ("write_qkv", fused))
+        for name in names
     }
 
 
@@ -312,13 +349,18 @@ def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, li
 
 def check(implementation: str, tiny: bool) -> None:
     """Print the largest differences from the reference; raises where one is too large."""
-    for heads, kv_heads, dim, block, dtype, window in CHECKS[-4:-3] if tiny else CHECKS:
-        errors = self_check(
-            q_heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=block, dtype=dtype, sliding_window=window,
-            implementation=implementation,
-        )  # fmt: skip
-        found = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
-        print(f"  {heads:3}/{kv_heads} heads of {dim:3}, blocks of {block:3}, {dtype:8} window {window}: {found}")
+    cases = ("decode",) if implementation == "mosaic_gpu" else CASES
+    for heads, kv_heads, dim, block, dtype, kv_dtype, window in CHECKS[-1:] if tiny else CHECKS:
+        try:
+            errors = self_check(
+                q_heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=block, dtype=dtype, kv_dtype=kv_dtype,
+                sliding_window=window, implementation=implementation, cases=cases,
+            )  # fmt: skip
+            found = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
+        except ValueError as error:  # a shape that this implementation does not take
+            found = str(error)
+        shape = f"{heads:3}/{kv_heads} heads of {dim:3}, blocks of {block:3}, {dtype:8}"
+        print(f"  {shape} pages {kv_dtype:13} window {window}: {found}", flush=True)
 
 
 def main() -> None:
@@ -362,12 +404,15 @@ def main() -> None:
             rate, of = (shape.kv_bytes / middle, copy) if shape.chunk == 1 else (shape.flops / middle, product)
             unit = f"{rate / 1e9:8,.0f} GB/s of KV " if shape.chunk == 1 else f"{rate / 1e12:8,.1f} Tflop/s    "
             print(f"  {name:34} {middle * 1e6:10,.1f} us {unit} {100 * rate / of:5.1f}%", flush=True)
-    record["write_kv"] = measure_write(implementation, args.tiny, args.repeats)
-    tokens_bytes = (64 * 2 * 16 if args.tiny else 8192 * 8 * 128) * 2 * 2 * 2  # keys and values, read and written
-    for name, times in record["write_kv"].items():
-        rate = tokens_bytes / statistics.median(times)
-        print(f"write_kv {name:25} {statistics.median(times) * 1e6:10,.1f} us {rate / 1e9:8,.0f} GB/s", end="")
-        print(f"  {100 * rate / copy:5.1f}%")
+    record["write"] = measure_write(implementation, args.tiny, args.repeats)
+    token = (2 * 16 if args.tiny else 8 * 128) * 2  # bytes of a token's keys
+    tokens, group = (64, 2) if args.tiny else (8192, 4)
+    # read and written: keys and values, and the queries
+    moved = {"write_kv": 2 * 2 * tokens * token, "write_qkv": 2 * (2 + group) * tokens * token}
+    for name, times in record["write"].items():
+        rate = moved[name.split()[0]] / statistics.median(times)
+        print(f"{name:36} {statistics.median(times) * 1e6:10,.1f} us {rate / 1e9:8,.0f} GB/s", end="")
+        print(f"        {100 * rate / copy:5.1f}%")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         name = device.device_kind.lower().replace(" ", "-")

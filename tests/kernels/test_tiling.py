@@ -1,9 +1,6 @@
 """Tile sizes: the file is read, its entries are meant for one card and shape, and the script that makes it runs."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -12,8 +9,6 @@ import pytest
 from pallas_kernels import KVPages
 from pallas_kernels.paged_attention import tiling
 from pallas_kernels.paged_attention.tiling import Tiling
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def call(head_dim=128, q_heads=8):
@@ -45,14 +40,3 @@ def test_a_measured_shape_takes_its_tiling_and_others_the_rule(monkeypatch, tmp_
 @pytest.mark.parametrize(("keys", "size"), [(16, 512), (16384, 512), (16385, 1024), (131072, 4096)])
 def test_splits_are_few_and_long(keys, size):
     assert Tiling.by_rule(128, 2).split_keys(keys) == size
-
-
-@pytest.mark.slow
-def test_the_script_writes_what_the_kernels_read(tmp_path):
-    file = tmp_path / "tuning.json"
-    script = [sys.executable, "benchmarks/tune_kernels.py", "--tiny", "--repeats", "1", "--file", str(file)]
-    subprocess.run(script, cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""})
-    (shapes,) = json.loads(file.read_text()).values()
-    ((key, entry),) = shapes.items()
-    assert key == "q bfloat16, pages bfloat16, head_dim 16, group 2, block 16"
-    assert Tiling(**entry["tiling"]).decode_keys in (32, 64)

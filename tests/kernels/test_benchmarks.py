@@ -1,0 +1,37 @@
+"""The scripts that measure the kernels run through on small shapes: with a card at hand nobody wants to mend them."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels.paged_attention.tiling import Tiling
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+def run(script, *arguments):
+    command = [sys.executable, f"benchmarks/{script}.py", "--tiny", "--repeats", "1", *map(str, arguments)]
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
+    return subprocess.run(command, cwd=ROOT, check=True, env=environment, capture_output=True, text=True).stdout
+
+
+def test_tuning_writes_what_the_kernels_read(tmp_path):
+    run("tune_kernels", "--file", tmp_path / "tuning.json")
+    (shapes,) = json.loads((tmp_path / "tuning.json").read_text()).values()
+    ((key, entry),) = shapes.items()
+    assert key == "q bfloat16, pages bfloat16, head_dim 16, group 2, block 16"
+    assert Tiling(**entry["tiling"]).decode_keys in (32, 64)
+
+
+def test_the_benchmark_checks_and_measures(tmp_path):
+    printed = run("kernels", "--implementation", "triton", "--out", tmp_path)
+    assert printed.count("us") >= 10
+    (file,) = tmp_path.glob("kernels-cpu-*.json")
+    record = json.loads(file.read_text())
+    assert record["tiny"]
+    for name, results in record["attention"].items():
+        assert all(isinstance(times, list) for times in results.values()), (name, results)
