@@ -1,4 +1,4 @@
-"""Tile sizes: the file is read, its entries are meant for one card and shape, and the script that makes it runs."""
+"""Tile sizes: the file is read, and its entries are meant for one card and shape."""
 
 import json
 
