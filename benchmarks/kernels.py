@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py --check                  # compare with the reference on this device, and stop
     python benchmarks/kernels.py --out benchmarks/results # check, then measure: at most 8 minutes on a card
-    python benchmarks/kernels.py --tiny                   # the same code on small shapes, anywhere: a rehearsal
+    python benchmarks/kernels.py --tiny                   # small shapes, anywhere: a rehearsal, no figures
 
 1. What the card does: bytes copied a second, bf16 products a second. Everything below is a share of these.
 2. paged_attention: decodes and a prefill chunk with Llama-3-8B's heads (32 query and 8 KV heads of 128, bf16, blocks of
@@ -10,7 +10,8 @@
 3. write_kv, and write_qkv, which reads the product of the q, k and v matrices.
 
 Nothing is timed by single calls: a measurement is one jitted loop whose turns depend on each other, over the pages of
-several layers in turn, more than any cache holds. Printed is the median of the repeats; the JSON file has all of them.
+several layers in turn, more than any cache holds. Printed is the median of the repeats; the JSON file has all of them,
+and is written again after every step. What does not compile or run is noted and does not end the others.
 """
 
 import argparse
@@ -28,12 +29,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_kernels import KVPages, paged_attention, self_check, write_kv, write_qkv
-from pallas_kernels.paged_attention import choose_implementation
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
 from pallas_kernels.self_check import CASES
 from pallas_kernels.write_kv import matching_write
 
@@ -97,13 +99,18 @@ def shapes(tiny: bool) -> list[Shape]:
         return real
     small = functools.partial(Shape, heads=4, kv_heads=2, head_dim=16)
     return [
-        small(real[0].name, (40,) * 4),
-        small(real[1].name, (1100,)),
-        small(real[2].name, (5, 60, 33)),
-        small(real[3].name, (64,), chunk=16),
-        small(real[4].name, (40,) * 4, kv_dtype="int8"),
-        small(real[5].name, (40,) * 4, kv_dtype="float8_e4m3fn"),
+        small("rehearsal: decode, 4 rows of 40", (40,) * 4),
+        small("rehearsal: decode, 1 row of 1,100", (1100,)),
+        small("rehearsal: decode, 3 rows of 5 to 60", (5, 60, 33)),
+        small("rehearsal: prefill, 16 tokens on 64", (64,), chunk=16),
+        small("rehearsal: decode, int8 pages", (40,) * 4, kv_dtype="int8"),
+        small("rehearsal: decode, fp8 pages", (40,) * 4, kv_dtype="float8_e4m3fn"),
     ]
+
+
+def sentence(error: Exception) -> str:
+    """An error in one line, its kind first."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def seconds(call: Callable[..., Any], arguments: tuple, turns: int, repeats: int) -> list[float]:
@@ -139,20 +146,22 @@ def measure_card(tiny: bool, repeats: int) -> dict[str, float]:
     """bytes a second of a copy (read and written), flops a second of a bf16 product."""
     size, width = (1 << 16, 64) if tiny else (1 << 30, 8192)
     source = jnp.arange(size // 4, dtype=jnp.float32)
-    turns = 4 if tiny else 20
+    turns = 4 if tiny else 200  # the loop begins with a copy of its own, which is not counted
 
     @jax.jit
     def copies(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, turns, lambda i, x: x + 1.0, x)
 
     copy = statistics.median(seconds(copies, (source,), turns, repeats))
-    a = jnp.full((width, width), 0.01, jnp.bfloat16)
+    # random numbers, since cards clock higher on constant ones; scaled so that they stay what they are
+    x, w = jax.random.normal(jax.random.key(0), (2, width, width), jnp.bfloat16)
+    turns = 4 if tiny else 40
 
     @jax.jit
     def products(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, turns, lambda i, x: (x @ w) * jnp.bfloat16(0.1), x)
+        return lax.fori_loop(0, turns, lambda i, x: (x @ w) * jnp.bfloat16(width**-0.5), x)
 
-    product = statistics.median(seconds(products, (a, a), turns, repeats))
+    product = statistics.median(seconds(products, (x, w), turns, repeats))
     return {"copy_bytes_per_s": 2 * size / copy, "bf16_flops_per_s": 2 * width**3 / product}
 
 
@@ -200,6 +209,7 @@ def jax_paged(shape: Shape) -> tuple[Callable, tuple]:
     q, layers, tables, lens, _ = paged_case(shape)
     # its pages: [kv_heads, blocks, block_size, head_dim], keys and values apart
     layers = tuple(tuple(p.data[:, i].transpose(1, 0, 2, 3) for i in (0, 1)) for p in layers)
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % 128)))  # or it could split an odd width into one part only
     splits = max(s for s in (1, 2, 4, 8, 16) if tables.shape[1] % s == 0)
     per_block = max(n for n in (1, 2, 4, 8) if tables.shape[1] // splits % n == 0)
 
@@ -215,7 +225,8 @@ def jax_paged(shape: Shape) -> tuple[Callable, tuple]:
 def contiguous_case(shape: Shape) -> tuple:
     """q [rows, chunk, heads, dim], (k, v) [rows, longest, kv_heads, dim] a layer, context lengths."""
     key, rows = jax.random.key(0), len(shape.context)
-    size = (rows, max(shape.context), shape.kv_heads, shape.head_dim)
+    # a multiple of 256, or JAX's decode_attention cannot split it
+    size = (rows, -(-max(shape.context) // 256) * 256, shape.kv_heads, shape.head_dim)
     layers = tuple(
         tuple(jax.random.normal(k, size, jnp.bfloat16) for k in jax.random.split(layer))
         for layer in jax.random.split(key, shape.layers)
@@ -231,7 +242,7 @@ def jax_decode(shape: Shape) -> tuple[Callable, tuple]:
     q, layers, lens = contiguous_case(shape)
 
     def attend(q: jax.Array, kv: tuple, lens: jax.Array) -> jax.Array:
-        return decode_attention.gqa(q, *kv, kv_seq_len=lens, sm_scale=q.shape[-1] ** -0.5)
+        return decode_attention.gqa(q, *kv, kv_seq_len=lens, sm_scale=q.shape[-1] ** -0.5).astype(q.dtype)
 
     return attend, (q[:, 0], layers, lens)
 
@@ -300,67 +311,106 @@ def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: in
             times = seconds(chained(attend, own), arguments, own * shape.layers, repeats)
             results[name] = times
         except Exception as error:  # one engine that cannot take a shape must not end the comparison
-            results[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    if on_gpu and plain and importlib.util.find_spec("torch"):
+            results[name] = sentence(error)
+    if on_gpu and plain and not importlib.util.find_spec("torch"):
+        results["torch, contiguous"] = "not installed"
+    elif on_gpu and plain:
         try:
             results["torch, contiguous"] = torch_seconds(shape, repeats)
         except Exception as error:  # as above
-            results["torch, contiguous"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            results["torch, contiguous"] = sentence(error)
     return results
 
 
-def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, list[float]]:
-    """Seconds a call of write_kv and write_qkv: 8,192 tokens of 8 KV heads of 128, bf16; write_qkv: 32 query heads."""
-    tokens, heads, group, dim, turns = (64, 2, 2, 16, 2) if tiny else (8192, 8, 4, 128, 50)
-    pages = KVPages.create(2 * tokens // 16, 16, heads, dim, jnp.bfloat16)
-    qkv = jax.random.normal(jax.random.key(0), (tokens, heads, group + 2, dim), jnp.bfloat16)
+def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, Any]:
+    """Seconds a call of write_kv and write_qkv: 8,192 tokens of 8 KV heads of 128, bf16; write_qkv: 32 query heads.
+
+    Six layers in turn: 200 MB of new keys and values, 400 MB of pages.
+    """
+    tokens, heads, group, dim, turns = (64, 2, 2, 16, 2) if tiny else (8192, 8, 4, 128, 20)
+    num_layers = 2 if tiny else 6
+    keys = jax.random.split(jax.random.key(0), num_layers)
     slots = jnp.asarray(np.random.default_rng(0).permutation(2 * tokens)[:tokens], jnp.int32)
     angles = jax.random.uniform(jax.random.key(1), (tokens, dim // 2))
     norm = jnp.ones(dim, jnp.bfloat16)
-    # each turn differs in something small, so that nothing but the call itself moves bytes or is done only once
+    layers = tuple(KVPages.create(2 * tokens // 16, 16, heads, dim, jnp.bfloat16) for _ in keys)
+    products = tuple(jax.random.normal(k, (tokens, heads, group + 2, dim), jnp.bfloat16) for k in keys)
+    news = tuple(tuple(jax.random.normal(k, (2, tokens, heads, dim), jnp.bfloat16)) for k in keys)
+    # each turn differs in something small, so that nothing is done only once
 
-    def plain(pages: KVPages, qkv: jax.Array, slots: jax.Array, *, name: str) -> KVPages:
-        k, v = qkv[:, :, -2], qkv[:, :, -1]
+    def plain(layers: tuple, news: tuple, slots: jax.Array, *, name: str) -> tuple:
+        def turn(i: jax.Array, layers: tuple) -> tuple:
+            moved = jnp.roll(slots, i)
+            return tuple(
+                write_kv(pages, *new, moved, implementation=name) for pages, new in zip(layers, news, strict=True)
+            )
 
-        def turn(i: jax.Array, pages: KVPages) -> KVPages:
-            return write_kv(pages, k, v, jnp.roll(slots, i), implementation=name)
+        return lax.fori_loop(0, turns, turn, layers)
 
-        return lax.fori_loop(0, turns, turn, pages)
+    def fused(layers: tuple, products: tuple, slots: jax.Array, *, name: str) -> tuple:
+        def turn(i: jax.Array, carry: tuple) -> tuple:
+            cos, sin = jnp.cos(angles + i), jnp.sin(angles + i)
+            return tuple(
+                write_qkv(
+                    pages, product, slots, cos=cos, sin=sin, q_norm=norm, k_norm=norm, implementation=name
+                )
+                for (_, pages), product in zip(carry, products, strict=True)
+            )
 
-    def fused(pages: KVPages, qkv: jax.Array, slots: jax.Array, *, name: str) -> tuple[jax.Array, KVPages]:
-        def turn(i: jax.Array, carry: tuple[jax.Array, KVPages]) -> tuple[jax.Array, KVPages]:
-            return write_qkv(
-                carry[1], qkv, slots, cos=jnp.cos(angles + i), sin=jnp.sin(angles + i), q_norm=norm, k_norm=norm,
-                implementation=name,
-            )  # fmt: skip
+        queries = jnp.zeros((tokens, heads * group, dim), jnp.bfloat16)
+        return lax.fori_loop(0, turns, turn, tuple((queries, pages) for pages in layers))
 
-        return lax.fori_loop(0, turns, turn, (jnp.zeros((tokens, heads * group, dim), qkv.dtype), pages))
-
-    names = dict.fromkeys((matching_write(implementation), "xla"))
-    return {
-        f"{kind} {name}": seconds(jax.jit(functools.partial(run, name=name)), (pages, qkv, slots), turns, repeats)
-        for kind, run in (("write_kv", plain), ("write_qkv", fused))
-        for name in names
-    }
+    results: dict[str, Any] = {}
+    for kind, run, given in (("write_kv", plain, news), ("write_qkv", fused, products)):
+        for name in dict.fromkeys((matching_write(implementation), "xla")):
+            call = jax.jit(functools.partial(run, name=name))
+            try:
+                results[f"{kind} {name}"] = seconds(call, (layers, given, slots), turns * num_layers, repeats)
+            except Exception as error:  # as above
+                results[f"{kind} {name}"] = sentence(error)
+    return results
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def check(implementation: str, tiny: bool) -> None:
-    """Print the largest differences from the reference; raises where one is too large."""
+def check(implementation: str, tiny: bool) -> dict[str, Any]:
+    """Print and return the largest differences from the reference, or what went wrong."""
     cases = ("decode",) if implementation == "mosaic_gpu" else CASES
+    found: dict[str, Any] = {}
     for heads, kv_heads, dim, block, dtype, kv_dtype, window in CHECKS[-1:] if tiny else CHECKS:
+        shape = f"{heads:3}/{kv_heads} heads of {dim:3}, blocks of {block:3}, {dtype:8} pages {kv_dtype:13}"
+        shape += f" window {window}"
         try:
-            errors = self_check(
+            found[shape] = self_check(
                 q_heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=block, dtype=dtype, kv_dtype=kv_dtype,
                 sliding_window=window, implementation=implementation, cases=cases,
             )  # fmt: skip
-            found = ", ".join(f"{case} {error:.1e}" for case, error in errors.items())
-        except ValueError as error:  # a shape that this implementation does not take
-            found = str(error)
-        shape = f"{heads:3}/{kv_heads} heads of {dim:3}, blocks of {block:3}, {dtype:8}"
-        print(f"  {shape} pages {kv_dtype:13} window {window}: {found}", flush=True)
+            text = ", ".join(f"{case} {error:.1e}" for case, error in found[shape].items())
+        except Exception as error:  # also those of the compiler: the other shapes may be right
+            text = found[shape] = sentence(error)
+        print(f"  {shape}: {text}", flush=True)
+    return found
+
+
+def wrong(checks: dict[str, Any]) -> list[str]:
+    """Checks that failed; a shape that an implementation refuses is none."""
+    return [shape for shape, found in checks.items() if isinstance(found, str) and "cannot take this" not in found]
+
+
+def print_times(results: dict[str, Any], moved: Callable[[str], float], unit: str, of: float) -> None:
+    """A line an engine. moved: what one call moves or computes; of: what the card does of that a second."""
+    for name, times in results.items():
+        if isinstance(times, str):
+            print(f"  {name:34} {times}", flush=True)
+            continue
+        middle = statistics.median(times)
+        rate = moved(name) / middle
+        scale, name_of_unit = (1e9, "GB/s") if unit == "bytes" else (1e12, "Tflop/s")
+        print(
+            f"  {name:34} {middle * 1e6:10,.1f} us {rate / scale:8,.1f} {name_of_unit:7} {100 * rate / of:5.1f}%",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -368,57 +418,71 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare with the reference")
     parser.add_argument("--tiny", action="store_true", help="small shapes: a rehearsal without a card")
-    parser.add_argument("--implementation", default=None, help="default: what is chosen for this device")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: what is chosen for this device")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing new after so long (default: 8)")
     parser.add_argument("--out", type=pathlib.Path, help="folder for the results as JSON")
     args = parser.parse_args()
+    end = time.monotonic() + 60 * args.minutes
     device = jax.devices()[0]
     q = jax.ShapeDtypeStruct((1, 32, 128), jnp.dtype(jnp.bfloat16))
     pages, tables = KVPages.shapes(1, 16, 8, 128, jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.dtype(jnp.int32))
     implementation = args.implementation or choose_implementation(device, q, pages, tables, 1)
-    print(f"{device.device_kind}, JAX {jax.__version__}, Python {platform.python_version()}: {implementation!r}")
-    print("difference from the reference:", flush=True)
-    check(implementation, args.tiny)
-    if args.check:
-        return
-    card = measure_card(args.tiny, args.repeats)
-    copy, product = card["copy_bytes_per_s"], card["bf16_flops_per_s"]
-    print(f"copy {copy / 1e9:,.0f} GB/s; bf16 product {product / 1e12:,.1f} Tflop/s", flush=True)
+    now = datetime.datetime.now()
     record: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
+        "date": now.isoformat(timespec="seconds"),
         "device": device.device_kind,
+        "back end": jax.extend.backend.get_backend().platform_version,
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        "implementation": implementation,
+        "repeats": args.repeats,
         "tiny": args.tiny,
-        "card": card,
-        "attention": {},
     }
-    for shape in shapes(args.tiny):
-        results = measure_attention(shape, implementation, args.tiny, args.repeats)
-        record["attention"][shape.name] = results
-        print(shape.name)
-        for name, times in results.items():
-            if isinstance(times, str):
-                print(f"  {name:34} {times}")
-                continue
-            middle = statistics.median(times)
-            rate, of = (shape.kv_bytes / middle, copy) if shape.chunk == 1 else (shape.flops / middle, product)
-            unit = f"{rate / 1e9:8,.0f} GB/s of KV " if shape.chunk == 1 else f"{rate / 1e12:8,.1f} Tflop/s    "
-            print(f"  {name:34} {middle * 1e6:10,.1f} us {unit} {100 * rate / of:5.1f}%", flush=True)
-    record["write"] = measure_write(implementation, args.tiny, args.repeats)
-    token = (2 * 16 if args.tiny else 8 * 128) * 2  # bytes of a token's keys
-    tokens, group = (64, 2) if args.tiny else (8192, 4)
-    # read and written: keys and values, and the queries
-    moved = {"write_kv": 2 * 2 * tokens * token, "write_qkv": 2 * (2 + group) * tokens * token}
-    for name, times in record["write"].items():
-        rate = moved[name.split()[0]] / statistics.median(times)
-        print(f"{name:36} {statistics.median(times) * 1e6:10,.1f} us {rate / 1e9:8,.0f} GB/s", end="")
-        print(f"        {100 * rate / copy:5.1f}%")
+    file = None
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        name = device.device_kind.lower().replace(" ", "-")
-        file = args.out / f"kernels-{name}-{record['date']}.json"
-        file.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        kind = "rehearsal" if args.tiny else "kernels"
+        file = args.out / f"{kind}-{device.device_kind.lower().replace(' ', '-')}-{now:%Y-%m-%d-%H%M%S}.json"
+
+    def keep(**parts: Any) -> None:
+        """Into the record, and onto the disk: what comes later may fail."""
+        record.update(parts)
+        if file:
+            file.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+    print(f"{device.device_kind}, JAX {jax.__version__}, Python {platform.python_version()}: {implementation!r}")
+    print("difference from the reference:", flush=True)
+    checks = check(implementation, args.tiny)
+    keep(checks=checks)
+    if not args.check:
+        card = measure_card(args.tiny, args.repeats)
+        keep(card=card)
+        copy, product = card["copy_bytes_per_s"], card["bf16_flops_per_s"]
+        print(f"copy {copy / 1e9:,.0f} GB/s; bf16 product {product / 1e12:,.1f} Tflop/s", flush=True)
+        attention: dict[str, Any] = {}
+        for shape in shapes(args.tiny):
+            print(shape.name, flush=True)
+            if time.monotonic() > end:
+                print(f"  left out: {args.minutes:g} minutes are over", flush=True)
+                continue
+            results = measure_attention(shape, implementation, args.tiny, args.repeats)
+            attention[shape.name] = dataclasses.asdict(shape) | {"seconds": results}
+            keep(attention=attention)
+            if shape.chunk == 1:
+                print_times(results, lambda _, s=shape: s.kv_bytes, "bytes", copy)
+            else:
+                print_times(results, lambda _, s=shape: s.flops, "flops", product)
+        token = (2 * 16 if args.tiny else 8 * 128) * 2  # bytes of a token's keys
+        tokens, group = (64, 2) if args.tiny else (8192, 4)
+        # read and written: keys and values, and the queries
+        bytes_of = {"write_kv": 2 * 2 * tokens * token, "write_qkv": 2 * (2 + group) * tokens * token}
+        print(f"writes of {tokens:,} tokens", flush=True)
+        keep(write=measure_write(implementation, args.tiny, args.repeats), write_bytes=bytes_of)
+        print_times(record["write"], lambda name: bytes_of[name.split()[0]], "bytes", copy)
+    if file:
         print(file)
+    if wrong(checks):
+        raise SystemExit(f"{len(wrong(checks))} of {len(checks)} checks failed")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ class KVPages:
 
         dtype:      bfloat16, float16, float32, int8 or float8_e4m3fn.
         v_dim:      makes latent pages: head_dim numbers a token, of which the first v_dim are the values.
-        fp8_scales: [2, kv_heads]: what a stored key or value is multiplied by to be read; 1.0 where not given.
+        fp8_scales: [2, kv_heads]: what a stored key or value is multiplied by to be read; 1.0 where not given. Read on
+                    the host, so that nobody's array is donated with the pages.
         device:     a jax Device or Sharding; the default otherwise. To be named on TPU for heads narrower than 128:
                     only then are the pages laid out as the kernels read them (`page_format`).
         Raises ValueError, naming the argument.
@@ -105,7 +106,10 @@ class KVPages:
             scales = np.ones((2, num_kv_heads), np.float32) if fp8_scales is None else fp8_scales
             if np.shape(scales) != (2, num_kv_heads):
                 raise ValueError(f"fp8_scales {np.shape(scales)}: must be [2, {num_kv_heads}], of keys and of values")
-            placed = jnp.asarray(scales, jnp.float32)
+            scales = np.asarray(scales, np.float32)
+            if not (np.isfinite(scales) & (scales > 0)).all():
+                raise ValueError(f"fp8_scales={scales.tolist()}: must be above 0, and finite")
+            placed = jnp.array(scales)  # an own array: pages are donated
             pages = dataclasses.replace(pages, scales=placed if device is None else jax.device_put(placed, device))
         return pages
 
@@ -195,21 +199,38 @@ class KVPages:
         )
 
     def copy_blocks(self, from_to: Int[Array, "copies 2"]) -> "KVPages":
-        """Pages with block from_to[i, 0] copied to from_to[i, 1], all read first; a negative target is dropped."""
-        target = jnp.where(from_to[:, 1] < 0, self.num_blocks, from_to[:, 1])
+        """Pages with block from_to[i, 0] copied to from_to[i, 1], all read first; a negative block on either side is
+        padding, and nothing is copied."""
+        target = jnp.where((from_to < 0).any(axis=1), self.num_blocks, from_to[:, 1])
         return self._each_block(
             lambda pool: pool.at[target].set(jnp.take(pool, from_to[:, 0], axis=0, mode="clip"), mode="drop")
         )
 
     def to_host(self, blocks: np.ndarray) -> "KVPages":
-        """The named blocks (int32[n]) as pages of n blocks, of host arrays."""
-        index = jnp.asarray(blocks)
-        return jax.tree.map(np.asarray, self._each_block(lambda pool: jnp.take(pool, index, axis=0, mode="clip")))
+        """The named blocks (int32[n]) as pages of n blocks, of host arrays. Raises ValueError for blocks not there."""
+        index = self._host_index(blocks)
+        return jax.tree.map(np.asarray, self._each_block(lambda pool: jnp.take(pool, index, axis=0)))
 
     def from_host(self, blocks: np.ndarray, held: "KVPages") -> "KVPages":
-        """Pages with the named blocks (int32[n]) filled from what `to_host` gave."""
-        index = jnp.asarray(blocks)
-        return self._each_block(lambda pool, own: pool.at[index].set(jnp.asarray(own), mode="drop"), held)
+        """Pages with the named blocks (int32[n]) filled from what `to_host` gave.
+
+        Raises ValueError for blocks that are not there, and for pages of another kind.
+        """
+        index = self._host_index(blocks)
+        expected = (len(index), *self.data.shape[1:])
+        if held.data.shape != expected or held.dtype != self.dtype or held.v_dim != self.v_dim:
+            raise ValueError(
+                f"held {held.dtype}{list(held.data.shape)}: must be {self.dtype}{list(expected)}, as these pages"
+            )
+        return self._each_block(lambda pool, own: pool.at[index].set(jnp.asarray(own)), held)
+
+    def _host_index(self, blocks: np.ndarray) -> np.ndarray:
+        index = np.asarray(blocks)
+        if index.ndim != 1 or (index.size and (index.dtype.kind not in "iu" or index.min() < 0)):
+            raise ValueError(f"blocks={index}: must be one row of block numbers")
+        if index.size and index.max() >= self.num_blocks:
+            raise ValueError(f"blocks={index}: must be 0 to {self.num_blocks - 1}")
+        return index.astype(np.int32)
 
     def _each_block(self, change: Any, *others: "KVPages") -> "KVPages":
         """`change` applied to the arrays that have a place for every block; static scales stay as they are."""

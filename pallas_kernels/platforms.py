@@ -37,14 +37,20 @@ def pick(implementations: Mapping[str, Implementation], wish: str | None, *call:
 
     Raises ValueError where there is none of that name, or it cannot take the call.
     """
-    device = jax.devices()[0]
+    device = default_device()
     name = wish or choose(implementations, device, *call)
     if name not in implementations:
         raise ValueError(f"implementation={name!r}: must be one of {', '.join(implementations)}")
     reason = implementations[name].refuse(device, *call)
     if reason is not None:
         raise ValueError(f"implementation={name!r} cannot take this: {reason}. Leave it out to have one chosen")
-    return implementations[name].call
+    return functools.partial(_in_32_bits, implementations[name].call)
+
+
+def _in_32_bits(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Kernels count in int32, also in a program that has 64 bits switched on."""
+    with jax.enable_x64(False):
+        return call(*args, **options)
 
 
 def compiled_on(platform: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,6 +65,14 @@ def compiled_on(platform: str, kernel: Callable[..., Any]) -> Callable[..., Any]
         return jax.lax.platform_dependent(*args, **{platform: compiled}, default=interpreted)
 
     return call
+
+
+def default_device() -> Any:
+    """The jax Device that a call without arrays on another runs on: `jax.default_device`, or the first one."""
+    named = jax.config.jax_default_device
+    if named is None:
+        return jax.devices()[0]
+    return jax.devices(named)[0] if isinstance(named, str) else named
 
 
 def nvidia_capability(device: Any) -> tuple[int, int] | None:

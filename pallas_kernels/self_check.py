@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_kernels.kv_pages import FP8, INT8, KVPages
 from pallas_kernels.paged_attention import choose_implementation, paged_attention
+from pallas_kernels.platforms import default_device
 from pallas_kernels.write_kv import matching_write, write_kv
 from pallas_kernels.write_qkv import write_qkv
 
@@ -53,9 +54,16 @@ def self_check(
     difference of each case. Raises KernelCheckError, which names the implementation, the device, the case and the
     difference, where one is too large or not a number.
     """
-    device = device or jax.devices()[0]
+    device = device or default_device()
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype)
-    width = WIDTH_KEYS // block_size
+    if dtype.name not in TOLERANCE:
+        raise ValueError(f"dtype={dtype.name}: must be one of {', '.join(TOLERANCE)}")
+    cases = (cases,) if isinstance(cases, str) else tuple(cases)
+    if not cases or not set(cases) <= set(CASES):
+        raise ValueError(f"cases={cases}: must be some of {', '.join(CASES)}")
+    if not 1 <= block_size <= WIDTH_KEYS:
+        raise ValueError(f"block_size={block_size}: must be 1 to {WIDTH_KEYS}")
+    width = -(-WIDTH_KEYS // block_size)
     pages = KVPages.shapes(ROWS * width, block_size, kv_heads, head_dim, kv_dtype)
     tables = np.random.default_rng(0).permutation(ROWS * width).reshape(ROWS, width).astype(np.int32)
     q = jax.ShapeDtypeStruct((1, q_heads, head_dim), dtype)
@@ -66,8 +74,8 @@ def self_check(
     errors = {}
     for case in cases:
         counts, given_lens = CASES[case]
-        lens = np.array([block_size + 1 if n is None else n for n in given_lens], np.int32)
-        tokens, rows = _arguments(counts, lens, tables, q_heads, kv_heads, head_dim, dtype)
+        lens = np.array([min(block_size + 1, WIDTH_KEYS) if n is None else n for n in given_lens], np.int32)
+        tokens, rows = _arguments(counts, lens, tables, block_size, q_heads, kv_heads, head_dim, dtype)
         tokens, rows = jax.device_put((tokens, rows), device)
         write_all = functools.partial(_write, *tokens, block_size=block_size, kv_dtype=kv_dtype, num_blocks=tables.size)
         q, written = write_all(write=write)
@@ -98,12 +106,11 @@ def self_check(
 
 
 def _arguments(
-    counts: tuple[int, ...], lens: np.ndarray, tables: np.ndarray, q_heads: int, kv_heads: int, head_dim: int,
-    dtype: Any,
+    counts: tuple[int, ...], lens: np.ndarray, tables: np.ndarray, block_size: int, q_heads: int, kv_heads: int,
+    head_dim: int, dtype: Any,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """What is written: history k, v and slots, new qkv, slots, cos and sin. What is read: tables, lengths, starts."""
     rng = np.random.default_rng(1)
-    block_size = WIDTH_KEYS // tables.shape[1]
     tokens = -(-sum(counts) // 8) * 8
     history, new = [], []
     for row, (count, length) in enumerate(zip(counts, lens, strict=True)):
@@ -112,7 +119,7 @@ def _arguments(
         history.append(slots[: length - count])
         new.append(slots[length - count :])
     history_slots = np.concatenate(history)
-    history_slots = np.pad(history_slots, (0, ROWS * WIDTH_KEYS - len(history_slots)), constant_values=-1)
+    history_slots = np.pad(history_slots, (0, -len(history_slots) % (ROWS * WIDTH_KEYS)), constant_values=-1)
     new_slots = np.pad(np.concatenate(new), (0, tokens - sum(counts)), constant_values=-1)
     k, v = rng.standard_normal((2, len(history_slots), kv_heads, head_dim), np.float32)
     qkv = rng.standard_normal((tokens, kv_heads, q_heads // kv_heads + 2, head_dim), np.float32)

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_pages import FLOATS, KVPages
+from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_pages, expect_static
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import mosaic_tpu, reference, triton, xla
 from pallas_kernels.platforms import Implementation, choose, compiled_on, pick
 
@@ -65,7 +67,8 @@ def paged_attention(
     rows and longer chunks; tokens beyond query_start_loc[-1] are padding and come out as garbage or zeros.
 
     pages:           the layer's KV; q_heads must be a multiple of its kv_heads (query head h uses KV head h // group).
-    block_tables:    int32; block i of a row holds its tokens i * block_size .. Entries past a row's end are not used.
+    block_tables:    int32; block i of a row holds its tokens i * block_size .. Entries past a row's end are not used,
+                     nor those of blocks that lie wholly before the window of the row's first query.
     context_lens:    int32; keys that the row's last query sees, this step's tokens included; 0 = empty row.
     scale:           what q.k is multiplied by.
     max_query_len:   static bound on the tokens of one row; 1 = every row is one token.
@@ -81,30 +84,42 @@ def paged_attention(
                      program reports what is wrong: ValueError, or JaxRuntimeError that holds its text. Costs a call
                      back to the host. Without it, indices out of range give undefined results.
 
+    Gradients: of the XLA implementations only. Under `jax.shard_map`, `check_vma=False`. All but the arrays is static.
+
     Returns q's dtype; latent pages give v_dim numbers a head. Sums over keys are in float32. Raises ValueError, naming
     the argument, for shapes and dtypes that do not fit, and for an implementation that cannot take them.
     """
-    if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim:
+    expect_pages(pages)
+    expect_floats("q", q, "[tokens, q_heads, head_dim]")
+    expect_integers("block_tables", block_tables, "[rows, width]")
+    expect_integers("context_lens", context_lens, "[rows]")
+    expect_integers("query_start_loc", query_start_loc, "[rows + 1]")
+    max_query_len = expect_static("max_query_len", max_query_len, 1)
+    scale = expect_number("scale", scale)
+    if sliding_window is not None:
+        sliding_window = expect_static("sliding_window", sliding_window, 1)
+    if logit_softcap is not None:
+        logit_softcap = expect_number("logit_softcap", logit_softcap, above=0.0)
+    if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim or not q.shape[1]:
         raise ValueError(
-            f"q {q.shape}: needs a multiple of {pages.num_kv_heads} heads of width {pages.head_dim}, as the pages have"
+            f"q {q.shape}: must be [tokens, q_heads, head_dim] with a multiple of {pages.num_kv_heads} heads of width "
+            f"{pages.head_dim}, as the pages have"
         )
     if query_start_loc.shape[0] != context_lens.shape[0] + 1 or block_tables.shape[0] != context_lens.shape[0]:
         raise ValueError(
             f"block_tables {block_tables.shape}, context_lens {context_lens.shape}, query_start_loc "
             f"{query_start_loc.shape}: must be [rows, width], [rows], [rows + 1]"
         )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
-    if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"logit_softcap={logit_softcap}: must be above 0")
     for part, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if given is not None and given.shape != (q.shape[1],):
-            raise ValueError(f"{part} {given.shape}: must be [{q.shape[1]}], one a query head")
-    if q.dtype not in FLOATS:
-        raise ValueError(f"q of {q.dtype}: must be bfloat16, float16 or float32")
-    if max_query_len < 1:
-        raise ValueError(f"max_query_len={max_query_len}: must be at least 1")
+        if given is not None and np.shape(given) != (q.shape[1],):
+            raise ValueError(f"{part} {np.shape(given)}: must be [{q.shape[1]}], one a query head")
     attend = pick(IMPLEMENTATIONS, implementation, q, pages, block_tables, max_query_len)
+    tokens, q_heads, head_dim = q.shape
+    table_keys = block_tables.shape[1] * pages.block_size
+    if 0 in (tokens, table_keys, context_lens.shape[0]):
+        return jnp.zeros((tokens, q_heads, pages.v_dim or head_dim), q.dtype)
+    if sliding_window is not None and sliding_window >= table_keys:
+        sliding_window = None  # hides nothing
     if debug:
         check = functools.partial(
             reference.check_indices, tokens=q.shape[0], num_blocks=pages.num_blocks, block_size=pages.block_size,
@@ -114,9 +129,9 @@ def paged_attention(
         jax.debug.callback(check, block_tables, context_lens, query_start_loc)
         # until it is, nothing may be read that is not there
         block_tables = jnp.clip(block_tables, 0, pages.num_blocks - 1)
-        context_lens = jnp.clip(context_lens, 0, block_tables.shape[1] * pages.block_size)
+        context_lens = jnp.clip(context_lens, 0, table_keys)
     return attend(
-        q, pages, block_tables, context_lens, query_start_loc,
+        q, pages, *(a.astype(jnp.int32) for a in (block_tables, context_lens, query_start_loc)),
         scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, logit_softcap=logit_softcap,
         sinks=sinks, alibi_slopes=alibi_slopes,
     )  # fmt: skip

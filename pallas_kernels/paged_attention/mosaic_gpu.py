@@ -58,6 +58,8 @@ def paged_attention(
     kv_heads, block_size = pages.num_kv_heads, pages.block_size
     group = q_heads // kv_heads
     del max_query_len  # 1: `refuse` has seen to it
+    if alibi_slopes is not None and jax.__version_info__ < (0, 11):
+        raise ValueError("alibi_slopes: 'mosaic_gpu' needs JAX 0.11 for them, 'triton' does not")
     table_keys = block_tables.shape[1] * block_size
     split_keys = (tiling or Tiling.choose(q, pages)).split_keys(table_keys)
     problem = _Problem(
@@ -158,7 +160,9 @@ def _decode_kernel(
         for i in range(STAGES):
             pl.when(first_tile + i < last_tile)(functools.partial(fetch, first_tile + i))
         plgpu.barrier_wait(q_barrier)
-        slope = plgpu.load(slopes_ref, head, layout=_ROWS, optimized=False) if problem.has_slopes else None
+        slope = None
+        if problem.has_slopes:  # JAX 0.10, which the type checker sees, has another signature
+            slope = plgpu.load(slopes_ref.at[head], layout=_ROWS, optimized=False)  # ty: ignore[missing-argument]
 
         def turn(tile: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             out, top, total = carry

@@ -45,7 +45,7 @@ def paged_attention(
     if logit_softcap is not None:
         scores = logit_softcap * jnp.tanh(scores / logit_softcap)
     if alibi_slopes is not None:
-        scores -= alibi_slopes[None, :, None] * distance[:, None, :]
+        scores -= alibi_slopes.astype(jnp.float32)[None, :, None] * distance.astype(jnp.float32)[:, None, :]
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     top = scores.max(axis=2, keepdims=True)
     if sinks is not None:
@@ -79,7 +79,10 @@ def check_indices(
     if (counts > max_query_len).any():
         raise ValueError(f"query_start_loc={starts}: a row has more than max_query_len={max_query_len} tokens")
     if (lens < counts).any() or (lens > tables.shape[1] * block_size).any():
-        raise ValueError(f"context_lens={lens}: must be between the row's tokens {counts} and the table's width")
+        room = tables.shape[1] * block_size
+        raise ValueError(
+            f"context_lens={lens}: must be between the row's tokens {counts} and {room}, the table's room"
+        )
     for row, length in enumerate(lens):
         used = tables[row, : -(-int(length) // block_size)]
         if ((used < 0) | (used >= num_blocks)).any():

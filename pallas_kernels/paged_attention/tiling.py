@@ -9,10 +9,10 @@ import json
 import pathlib
 from typing import Any
 
-import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.platforms import default_device
 
 FILE = pathlib.Path(__file__).with_name("tuning.json")
 
@@ -49,7 +49,7 @@ class Tiling:
     @classmethod
     def choose(cls, q: Any, pages: KVPages) -> "Tiling":
         """The measured tiling for JAX's default device, else the rule. q, pages: arrays or ShapeDtypeStructs."""
-        measured = _measured(FILE).get(jax.devices()[0].device_kind, {}).get(key(q, pages))
+        measured = _measured(FILE).get(default_device().device_kind, {}).get(key(q, pages))
         if measured is None:
             return cls.by_rule(pages.head_dim, q.dtype.itemsize)
         return cls(**measured["tiling"])

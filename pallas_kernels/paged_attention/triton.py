@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kv_pages import FP8, INT8, KVPages
 from pallas_kernels.paged_attention.tiles import prompt_tiles
 from pallas_kernels.paged_attention.tiling import Tiling
-from pallas_kernels.platforms import nvidia_capability, refuse_triton
+from pallas_kernels.write_kv.triton import refuse as refuse_pages
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 MASKED = -1e30  # finite: -inf - -inf would be NaN
@@ -88,14 +88,9 @@ def paged_attention(
 def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str | None:
     """Why the kernels cannot take a call on a jax Device; None where they can."""
     del block_tables, max_query_len
-    capability = nvidia_capability(device)
-    if pages.v_dim is not None:
-        return "latent pages go through 'xla'"
     if q.shape[2] > 256:
         return f"head_dim {q.shape[2]}: tiles of more than 256 do not fit into shared memory"
-    if pages.dtype == FP8 and capability and capability < (8, 9):
-        return f"pages of {FP8} need compute capability 8.9 (Ada) or newer"
-    return refuse_triton(device)
+    return refuse_pages(device, pages)
 
 
 class _Given(NamedTuple):
@@ -364,7 +359,9 @@ def _prefill_kernel(
 
         def turn(i: Array, carry: Carry) -> Carry:
             position = i * size + jnp.arange(size)
-            return _attend_keys(problem, given, carry, q, slope, query_position, row, head, position, position < end)
+            # what lies before every query's window may be gone: its block freed, its place in the table anything
+            valid = (position >= begin) & (position < end)
+            return _attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid)
 
         carry = _start(tile_tokens * padded_group, problem.width)
         out, top, total = lax.fori_loop(begin // size, pl.cdiv(end, size), turn, carry)

@@ -89,7 +89,10 @@ def paged_attention(
     start = query_start_loc[tile_row][:, None]
     real = (offset >= 0) & (offset < counts[tile_row][:, None])
     query_position = jnp.where(real, (context_lens - counts)[tile_row][:, None] + offset, -1)
-    tile_end = query_position.max(axis=1) + 1  # keys that the tile needs; 0 for an empty one
+    # keys that the tile needs; none for an empty one
+    tile_end = query_position.max(axis=1) + 1
+    nobody = jnp.iinfo(jnp.int32).max
+    tile_begin = jnp.where(real, query_position, nobody).min(axis=1) - (sliding_window or nobody) + 1
     queries = queries_of_tiles(q, start + offset, kv_heads, padded)  # [tiles, kv_heads, padded, head_dim]
 
     blocks_per_step = max(1, KEYS_PER_STEP // pages.block_size)
@@ -108,7 +111,7 @@ def paged_attention(
         def cut(x: Array) -> Array:
             return lax.dynamic_slice_in_dim(x, first, size)
 
-        x, row, end = cut(queries), cut(tile_row), cut(tile_end)
+        x, row, begin, end = cut(queries), cut(tile_row), cut(tile_begin), cut(tile_end)
         position = jnp.repeat(cut(query_position), group, axis=1)
         position = jnp.pad(position, ((0, 0), (0, soft_rows - tile * group)), constant_values=-1)  # [size, soft_rows]
         own_tables = tables[row]
@@ -118,8 +121,11 @@ def paged_attention(
             blocks = lax.dynamic_slice_in_dim(own_tables, step * blocks_per_step, blocks_per_step, axis=1)
             k, v = pages.gather(blocks, x.dtype)
             key_position = step * keys_per_step + jnp.arange(keys_per_step)
-            # beyond the row's end a page may hold anything, NaN included, and 0 * NaN would spoil the sum
-            v = jnp.where((key_position < end[:, None])[:, None, :, None], v, 0)
+            # what nobody sees may be anything, NaN included, and 0 * NaN would spoil the sum
+            needed = key_position < end[:, None]
+            if sliding_window is not None:
+                needed &= key_position >= begin[:, None]
+            v = jnp.where(needed[:, None, :, None], v, 0)
             scores = _product("thqd,thkd->thqk", x, k)[:, :, :soft_rows] * scale
             distance = position[:, :, None] - key_position
             seen = distance >= 0
@@ -128,7 +134,7 @@ def paged_attention(
             if logit_softcap is not None:
                 scores = logit_softcap * jnp.tanh(scores / logit_softcap)
             if alibi_slopes is not None:
-                scores -= per_query(alibi_slopes)[..., None] * distance[:, None]
+                scores -= per_query(alibi_slopes.astype(jnp.float32))[..., None] * distance.astype(jnp.float32)[:, None]
             scores = jnp.where(seen[:, None], scores, MASKED)
             new_top = jnp.maximum(top, scores.max(axis=3))
             weights = jnp.exp(scores - new_top[..., None])
@@ -142,10 +148,7 @@ def paged_attention(
         if device_loops:
             low = jnp.int32(0)
             if sliding_window is not None:
-                # the first key that any query of the group sees; empty tiles have none
-                nobody = jnp.iinfo(jnp.int32).max
-                first_query = jnp.where(cut(real), cut(query_position), nobody).min()
-                low = jnp.maximum(first_query - sliding_window + 1, 0) // keys_per_step
+                low = jnp.maximum(begin.min(), 0) // keys_per_step
             out, top, total = lax.fori_loop(low, -(-end.max() // keys_per_step), over_keys, carry)
         else:
             out, top, total = lax.fori_loop(0, steps, over_keys, carry)

@@ -1,8 +1,10 @@
 """write_kv: put new keys and values into their slots, in place where the pages are donated."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_pages import FLOATS, KVPages
+from pallas_kernels.checks import expect_floats, expect_integers, expect_pages
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.platforms import Implementation, compiled_on, pick
 from pallas_kernels.write_kv import mosaic_tpu, triton
 
@@ -33,21 +35,28 @@ def write_kv(
                   fp8 pages are divided by their static scales, and what is too large becomes the largest number.
                   Latent pages take no v: it is the beginning of k.
     slot_mapping: int32; block * block_size + offset, distinct, below num_blocks * block_size; negative = padding,
-                  nothing written. Checked by nobody on the device: an id too large is dropped silently.
+                  nothing written. Nobody checks the values: a slot too large is dropped silently.
     implementation: "xla", "triton" (a kernel for NVIDIA), "mosaic_tpu" (for TPU; both in interpret mode on CPU), or
                   None to choose.
 
     Under jit with donated pages the write is in place: no copy of the pages is made.
     """
-    write = pick(IMPLEMENTATIONS, implementation, pages)
-    if (v is None) != (pages.v_dim is not None):
-        raise ValueError(f"v: latent pages (v_dim={pages.v_dim}) take None, others an array")
+    expect_pages(pages)
+    expect_floats("k", k, "[tokens, kv_heads, head_dim]")
+    if v is not None:
+        expect_floats("v", v, "[tokens, kv_heads, head_dim]")
+    expect_integers("slot_mapping", slot_mapping, "[tokens]")
+    if v is None and pages.v_dim is None:
+        raise ValueError("v=None: only latent pages (made with v_dim) take no values")
+    if v is not None and pages.v_dim is not None:
+        raise ValueError(f"v {v.shape}: latent pages (v_dim={pages.v_dim}) take None, keys hold their values")
     expected = (pages.num_kv_heads, pages.head_dim)
     if k.shape[1:] != expected or (v is not None and v.shape != k.shape):
         given = None if v is None else v.shape
         raise ValueError(f"k {k.shape}, v {given}: both must be [tokens, {expected[0]}, {expected[1]}] as the pages")
-    if k.dtype not in FLOATS or (v is not None and v.dtype not in FLOATS):
-        raise ValueError(f"k of {k.dtype}: must be bfloat16, float16 or float32, and v too")
     if slot_mapping.shape != k.shape[:1]:
         raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{k.shape[0]}], as many as k has tokens")
-    return write(pages, k, v, slot_mapping)
+    write = pick(IMPLEMENTATIONS, implementation, pages)
+    if not k.shape[0]:
+        return pages
+    return write(pages, k, v, slot_mapping.astype(jnp.int32))

@@ -12,16 +12,19 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import FP8, INT8, KVPages, int8_scale, to_fp8, to_int8
-from pallas_kernels.platforms import refuse_triton
+from pallas_kernels.platforms import nvidia_capability, refuse_triton
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 TILE_TOKENS = 16  # tokens of a program: enough bytes to hide the launch of one, few enough to fill a card at 64 tokens
 
 
 def refuse(device: Any, pages: KVPages) -> str | None:
-    """Why the kernels that write cannot take pages on a jax Device; None where they can."""
+    """Why the kernels cannot take pages on a jax Device; None where they can."""
+    capability = nvidia_capability(device)
     if pages.v_dim is not None:
         return "latent pages go through 'xla'"
+    if pages.dtype == FP8 and capability and capability < (8, 9):
+        return f"pages of {FP8} need compute capability 8.9 (Ada) or newer"
     return refuse_triton(device)
 
 

@@ -2,9 +2,11 @@
 
 import functools
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_pages import FLOATS, KVPages
+from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_pages
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.platforms import Implementation, compiled_on, pick
 from pallas_kernels.write_kv import IMPLEMENTATIONS as WRITES
 from pallas_kernels.write_qkv import triton, xla
@@ -44,29 +46,37 @@ def write_qkv(
     Returns q in qkv's dtype, heads in the order of the KV heads. In place where the pages are donated. Raises
     ValueError, naming the argument.
     """
+    expect_pages(pages)
+    expect_floats("qkv", qkv, "[tokens, kv_heads, group + 2, head_dim]")
+    expect_integers("slot_mapping", slot_mapping, "[tokens]")
     if pages.v_dim is not None:
         raise ValueError("pages: latent pages hold no keys and values apart; use write_kv")
     tokens, kv_heads, lanes, head_dim = qkv.shape
-    write = pick(IMPLEMENTATIONS, implementation, pages)
     if (kv_heads, head_dim) != (pages.num_kv_heads, pages.head_dim) or lanes < 3:
         raise ValueError(
             f"qkv {qkv.shape}: must be [tokens, {pages.num_kv_heads}, query heads a KV head + 2, {pages.head_dim}], as "
             "the pages have"
         )
-    if qkv.dtype not in FLOATS:
-        raise ValueError(f"qkv of {qkv.dtype}: must be bfloat16, float16 or float32")
     if slot_mapping.shape != (tokens,):
         raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{tokens}], as many as qkv has tokens")
     if (cos is None) != (sin is None) or (q_norm is None) != (k_norm is None):
         raise ValueError("cos and sin, q_norm and k_norm: both of a pair or neither")
     for part, given in (("cos", cos), ("sin", sin)):
-        if given is not None and (given.shape != (tokens, given.shape[-1]) or 2 * given.shape[-1] > head_dim):
-            raise ValueError(f"{part} {given.shape}: must be [{tokens}, half], half at most {head_dim // 2}")
+        if given is not None:
+            expect_floats(part, given, "[tokens, half]")
+        if given is not None and (given.shape[0] != tokens or not 1 <= given.shape[1] <= head_dim // 2):
+            raise ValueError(f"{part} {given.shape}: must be [{tokens}, half], half 1 to {head_dim // 2}")
+    if cos is not None and sin is not None and cos.shape != sin.shape:
+        raise ValueError(f"cos {cos.shape}, sin {sin.shape}: must have the same shape")
     for part, given in (("q_norm", q_norm), ("k_norm", k_norm)):
         if given is not None and given.shape != (head_dim,):
             raise ValueError(f"{part} {given.shape}: must be [{head_dim}]")
     if bias is not None and bias.shape != qkv.shape[1:]:
         raise ValueError(f"bias {bias.shape}: must be {list(qkv.shape[1:])}, as qkv has")
+    norm_eps = expect_number("norm_eps", norm_eps)
+    write = pick(IMPLEMENTATIONS, implementation, pages)
+    if not tokens:
+        return jnp.zeros((0, kv_heads * (lanes - 2), head_dim), qkv.dtype), pages
     return write(
-        pages, qkv, slot_mapping, bias, cos, sin, q_norm, k_norm, norm_eps=norm_eps
+        pages, qkv, slot_mapping.astype(jnp.int32), bias, cos, sin, q_norm, k_norm, norm_eps=norm_eps
     )

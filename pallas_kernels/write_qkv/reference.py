@@ -9,7 +9,7 @@ def rms_norm(x: Float[Array, "*lead width"], weight: Float[Array, " width"], eps
     """x over its root mean square, times weight (arXiv:1910.07467). The mean is float32, the result x's dtype."""
     y = x.astype(jnp.float32)
     y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
-    return y.astype(x.dtype) * weight
+    return y.astype(x.dtype) * weight.astype(x.dtype)
 
 
 def rotate(

@@ -23,7 +23,7 @@ def write_qkv(
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
     """As `pallas_kernels.write_qkv` says. write: an implementation of write_kv."""
     if bias is not None:
-        qkv = qkv + bias
+        qkv = (qkv + bias).astype(qkv.dtype)
     tokens, _, _, head_dim = qkv.shape
     q = qkv[:, :, :-2].reshape(tokens, -1, head_dim)
     q, k = finish(q, qkv[:, :, -2], cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps)

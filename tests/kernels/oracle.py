@@ -57,11 +57,12 @@ DECODES = ((1, 1), (1, 15), (1, 16), (0, 0), (1, 17), (1, 129))
 def make_case(shape: Shape, rows=RAGGED, *, seed=0, shared=0):
     """Random pages and queries for rows of (tokens, keys), keys counting the tokens.
 
-    What no row uses is poisoned: NaN in the places of the pages, and block numbers far outside the pool in the tables.
+    What no row uses is poisoned: NaN in the places of the pages, and block numbers far outside the pool in the tables;
+    also what lies before every window of a row.
     shared: so many first blocks are the same for all rows.
     """
     rng = np.random.default_rng(seed)
-    counts, lens = np.array(list(zip(*rows, strict=True)), np.int32)
+    counts, lens = np.array(rows, np.int32).reshape(-1, 2).T
     counts, lens = (np.pad(a, (0, shape.rows - len(a))) for a in (counts, lens))
     used_blocks = -(-lens // shape.block_size)
     tables = np.full((shape.rows, shape.width), 10**6, np.int32)
@@ -72,8 +73,11 @@ def make_case(shape: Shape, rows=RAGGED, *, seed=0, shared=0):
         own = [free.pop() if len(free) > 1 else rng.choice(order) for _ in range(n)]
         tables[row, :n] = np.concatenate([beginning, own])[:n]
     used = np.zeros((shape.num_blocks, shape.block_size), bool)
-    for row, length in enumerate(lens):
-        position = np.arange(length)
+    for row, (count, length) in enumerate(zip(counts, lens, strict=True)):
+        # keys before every window are gone, and blocks that hold nothing else
+        first = 0 if shape.window is None else max(0, length - count + 1 - shape.window)
+        position = np.arange(first, length)
+        tables[row, : first // shape.block_size] = 10**6
         used[tables[row, position // shape.block_size], position % shape.block_size] = True
 
     parts = 1 if shape.v_dim else 2
@@ -130,7 +134,8 @@ def expected(shape: Shape, case):
         if tokens.start == tokens.stop:
             continue
         key = np.arange(length)
-        kv = data[tables[row, key // shape.block_size], :, :, key % shape.block_size]  # [keys, parts, kv_heads, dim]
+        block = np.minimum(tables[row, key // shape.block_size], shape.num_blocks - 1)
+        kv = data[block, :, :, key % shape.block_size]  # [keys, parts, kv_heads, dim]
         position = length - (tokens.stop - tokens.start) + np.arange(tokens.stop - tokens.start)
         distance = position[:, None] - key
         hidden = distance < 0
@@ -144,9 +149,10 @@ def expected(shape: Shape, case):
                 scores = shape.softcap * np.tanh(scores / shape.softcap)
             if shape.slopes:
                 scores = scores - options["alibi_slopes"][head] * distance
-            scores[hidden] = -np.inf
+            scores[hidden] = -np.inf  # those of poisoned keys too
             top = scores.max(1, keepdims=True)
             weights = np.exp(scores - top)
+            values = np.where(hidden.all(0)[:, None], 0, values)  # poisoned
             total = weights.sum(1, keepdims=True)
             if shape.sinks:
                 total = total + np.exp(options["sinks"][head] - top)

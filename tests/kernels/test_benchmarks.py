@@ -30,8 +30,11 @@ def test_tuning_writes_what_the_kernels_read(tmp_path):
 def test_the_benchmark_checks_and_measures(tmp_path):
     printed = run("kernels", "--implementation", "triton", "--out", tmp_path)
     assert printed.count("us") >= 10
-    (file,) = tmp_path.glob("kernels-cpu-*.json")
+    (file,) = tmp_path.glob("rehearsal-cpu-*.json")
     record = json.loads(file.read_text())
     assert record["tiny"]
-    for name, results in record["attention"].items():
+    assert all(isinstance(found, dict) for found in record["checks"].values())
+    timed = {name: entry["seconds"] for name, entry in record["attention"].items()} | {"write": record["write"]}
+    assert len(timed) == 7
+    for name, results in timed.items():
         assert all(isinstance(times, list) for times in results.values()), (name, results)

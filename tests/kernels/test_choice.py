@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import KernelCheckError, KVPages, paged_attention, self_check
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
-from pallas_kernels.platforms import Implementation
+from pallas_kernels.platforms import Implementation, choose, default_device
 from tests.kernels.oracle import Shape, make_case
 
 write_kv = importlib.import_module("pallas_kernels.write_kv")  # the package has a function of that name
@@ -24,6 +24,24 @@ def test_self_check_finds_agreement(implementation, kv_dtype):
     errors = self_check(implementation=implementation, dtype=jnp.float32, kv_dtype=kv_dtype, head_dim=16, q_heads=4)
     assert set(errors) == {"decode", "chunks", "mixed"}
     assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("block_size", [24, 1000, 2048])
+def test_self_check_takes_any_block_size(block_size):
+    errors = self_check(
+        implementation="xla_loop", dtype=jnp.float32, head_dim=16, q_heads=4, block_size=block_size, cases="chunks"
+    )
+    assert 0 < errors["chunks"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"block_size": 0}, "block_size=0"), ({"dtype": jnp.int8}, "dtype=int8"), ({"cases": ("d",)}, "cases="),
+     ({"cases": ()}, "cases=")],
+)  # fmt: skip
+def test_self_check_names_what_it_cannot_take(options, message):
+    with pytest.raises(ValueError, match=message):
+        self_check(implementation="xla_loop", **options)
 
 
 def test_self_check_refuses_a_wrong_write(monkeypatch):
@@ -49,6 +67,21 @@ def device_like(platform, capability=None):
     if capability:
         device.compute_capability = capability
     return device
+
+
+@pytest.mark.parametrize(("capability", "write"), [("8.0", "xla"), ("8.9", "triton"), ("7.5", "xla")])
+def test_fp8_is_written_where_it_can_be(capability, write):
+    pages = KVPages.shapes(32, 16, 2, 128, "float8_e4m3fn")
+    assert choose(write_kv.IMPLEMENTATIONS, device_like("gpu", capability), pages) == write
+
+
+def test_the_default_device_is_asked():
+    cpu = jax.devices()[0]
+    assert default_device() == cpu
+    with jax.default_device(cpu):
+        assert default_device() == cpu
+    with jax.default_device("cpu"):
+        assert default_device() == cpu
 
 
 def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None):
@@ -94,7 +127,7 @@ def test_device_and_shape_decide_the_implementation(device, call, name):
     ],
 )
 def test_an_impossible_wish_says_why(monkeypatch, name, device, shape, message):
-    monkeypatch.setattr(jax, "devices", lambda: [device_like(*device)])
+    monkeypatch.setattr(jax, "devices", lambda *_: [device_like(*device)])
     with pytest.raises(ValueError, match=f"implementation='{name}' cannot take this: .*{message}"):
         paged_attention(**make_case(shape), scale=1.0, max_query_len=64, implementation=name)
 

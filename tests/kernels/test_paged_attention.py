@@ -5,7 +5,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -34,6 +33,7 @@ SHAPES = {
     "128-bf16": Shape(heads=8, head_dim=128, dtype="bfloat16"),
     "128-decodes": Shape(heads=8, head_dim=128, tokens=0, dtype="bfloat16"),
     "256": Shape(head_dim=256),
+    "2048-keys": Shape(tokens=0, width=128, num_blocks=160, rows=3),  # four splits by the rule
     "fp16": Shape(head_dim=64, dtype="float16"),
     "int8": Shape(kv_dtype="int8"),
     "int8-decodes-bf16": Shape(heads=8, head_dim=64, tokens=0, dtype="bfloat16", kv_dtype="int8"),
@@ -54,8 +54,9 @@ IMPLEMENTED = {
         if shape.v_dim is None and shape.kv_dtype is None and shape.dtype != "float16"
     ),
 }
-# splits of 64 keys: rows of up to 320 keys have five, the last ones empty, the first ones before a window
-SMALL_TILES = Tiling(decode_keys=32, prefill_rows=16, prefill_keys=32, min_split_keys=64)
+# splits of 48 keys, of which turns of 32 are no whole part: rows of up to 320 keys have seven, the last ones empty, the
+# first ones before a window
+SMALL_TILES = Tiling(decode_keys=32, prefill_rows=16, prefill_keys=32, min_split_keys=48)
 SPLIT = ("ragged", "decodes", "window", "all-options", "int8-decodes-bf16")
 
 
@@ -83,7 +84,7 @@ CASES = [
 def test_matches_float64(name, implementation, tiling):
     """Whatever lies in unused places and unused table entries: `make_case` poisons them."""
     shape = SHAPES[name]
-    tolerance = TOLERANCE[shape.dtype]
+    tolerance = 1e-5 if shape.dtype == "float32" and shape.table_keys > 1024 else TOLERANCE[shape.dtype]
 
     def compare(rows, seed, shared):
         case = make_case(shape, rows, seed=seed, shared=shared)
@@ -98,7 +99,7 @@ def test_matches_float64(name, implementation, tiling):
 
     choose = mock.patch.object(Tiling, "choose", return_value=tiling) if tiling else mock.MagicMock()
     with choose:
-        compare(RAGGED if shape.tokens >= 64 else DECODES, 0, 0)
+        compare((RAGGED if shape.tokens else DECODES)[: shape.rows], 0, 0)
         drawn()
 
 
@@ -132,17 +133,17 @@ def test_a_query_gets_the_same_bits_in_any_company(name):
 
     def part(first, count, company):
         """Queries first .. first + count - 1, in a call of just the right size, with rows of `company` behind them."""
-        case = make_case(shape, ((count, length), *company))
+        case = make_case(shape, ((count, first + count), *company))
         q = np.zeros((-(-(count + sum(c for c, _ in company)) // 8) * 8, *whole_case["q"].shape[1:]), case["q"].dtype)
         q[:count] = whole_case["q"][first : first + count]
-        lens = case["context_lens"].at[0].set(first + count)
         rows = 1 + len(company)
         call = jax.jit(functools.partial(
             paged_attention, implementation="xla_loop", scale=shape.head_dim**-0.5, sliding_window=shape.window,
             max_query_len=int(max(count, *(c for c, _ in company), 1)),
         ))  # fmt: skip
         out = call(
-            jnp.asarray(q), case["pages"], case["block_tables"][:rows], lens[:rows], case["query_start_loc"][: rows + 1]
+            jnp.asarray(q), case["pages"], case["block_tables"][:rows], case["context_lens"][:rows],
+            case["query_start_loc"][: rows + 1],
         )
         return np.asarray(out, np.float32)[:count]
 
@@ -158,12 +159,60 @@ def test_a_query_gets_the_same_bits_in_any_company(name):
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"context_lens": jnp.zeros(5, jnp.int32)}, "context_lens"),
         ({"q": jnp.zeros((64, 3, 16))}, "multiple of 2 heads"),
+        ({"q": jnp.zeros((64, 64))}, r"q \(64, 64\): must be \[tokens, q_heads, head_dim\]"),
+        ({"q": jnp.zeros((64, 4, 16), int)}, "q of int32"),
+        ({"block_tables": jnp.zeros(6, int)}, r"block_tables \(6,\): must be \[rows, width\]"),
+        ({"block_tables": jnp.zeros((6, 20))}, "block_tables of float32: must be int32"),
+        ({"context_lens": [1] * 6}, "context_lens of type list"),
+        ({"pages": jnp.zeros((64, 2, 2, 16, 16))}, "pages of type"),
+        ({"max_query_len": np.int32(64), "sliding_window": np.int32(9)}, None),
+        ({"scale": jnp.inf}, "scale=inf"),
+        ({"max_query_len": 0}, "max_query_len=0"),
+        ({"max_query_len": 2.5}, "max_query_len=2.5: must be a whole number"),
+        ({"sliding_window": 2.5}, "sliding_window=2.5: must be a whole number"),
+        ({"logit_softcap": 0.0}, "logit_softcap=0.0"),
+        ({"sinks": jnp.zeros(3)}, r"sinks \(3,\)"),
     ],
 )
+@pytest.mark.usefixtures("plain_errors")
 def test_wrong_arguments_are_named(change, message):
-    # in tests the annotated shapes are checked too, and may speak first
-    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=message):
+    if message is None:  # taken
         paged_attention(**{**make_case(Shape()), "scale": 1.0, "max_query_len": 64} | change)
+        return
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**{**make_case(Shape()), "scale": 1.0, "max_query_len": 64} | change)
+
+
+@pytest.mark.parametrize("implementation", ["xla_loop", "triton", "mosaic_tpu"])
+@pytest.mark.usefixtures("plain_errors")
+def test_index_types_and_64_bits_change_nothing(implementation):
+    shape = SHAPES["ragged"]
+    case = make_case(shape, RAGGED)
+    wanted = attend(shape, case, implementation)
+    call = functools.partial(
+        paged_attention, scale=shape.head_dim**-0.5, max_query_len=64, implementation=implementation
+    )
+    unsigned = case | {"query_start_loc": case["query_start_loc"].astype(jnp.uint32)}
+    tokens = len(wanted)
+    np.testing.assert_array_equal(np.asarray(call(**unsigned))[:tokens], wanted)
+    with jax.enable_x64(True):
+        long = {name: case[name].astype(jnp.int64) for name in ("block_tables", "context_lens", "query_start_loc")}
+        np.testing.assert_array_equal(np.asarray(jax.jit(call)(**case | long))[:tokens], wanted)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "xla_loop", "triton", "mosaic_tpu"])
+def test_nothing_to_do_gives_nothing(implementation):
+    case = make_case(Shape(), ())
+    nothing = paged_attention(
+        case["q"][:0], case["pages"], case["block_tables"], case["context_lens"], case["query_start_loc"],
+        scale=1.0, max_query_len=1, implementation=implementation,
+    )  # fmt: skip
+    assert nothing.shape == (0, 4, 16)
+    nobody = paged_attention(
+        case["q"], case["pages"], case["block_tables"][:0], case["context_lens"][:0], case["query_start_loc"][:1],
+        scale=1.0, max_query_len=1, implementation=implementation,
+    )  # fmt: skip
+    assert nobody.shape == case["q"].shape
 
 
 WRONG_INDICES = [
