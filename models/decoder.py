@@ -63,7 +63,8 @@ class Attend(Protocol):
     """Attention of one layer. Must be hashable and the same object from call to call: it is a static argument."""
 
     def __call__(
-        self, projection: Projection, pages: Any, metadata: Any, *, scale: float, window: int | None
+        self, projection: Projection, pages: Any, metadata: Any, *, scale: float, window: int | None,
+        softcap: float | None,
     ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
         """Finish the projection, store keys and values, attend, and give (output, pages)."""
         ...
@@ -89,6 +90,8 @@ def decode(
     rope_lens: the sequence length that dynamic rope scaling goes by, a token; only needed for that.
     """
     x = jnp.take(params["embed"], token_ids, axis=0, mode="clip")
+    if spec.embed_scale != 1:
+        x *= jnp.asarray(spec.embed_scale, x.dtype)
     if "project_in" in params:
         x = _product(x, params["project_in"], "project_in" in layout.transposed)
     if spec.rope is None:
@@ -121,12 +124,16 @@ def head(
     if "project_out" in params:
         x = _product(x, params["project_out"], "project_out" in layout.transposed)
     name = "embed" if spec.tie_embeddings else "lm_head"
-    return _product(x, params[name], name in layout.transposed, jnp.float32)
+    logits = _product(x, params[name], name in layout.transposed, jnp.float32)
+    if spec.logit_divisor != 1:
+        logits /= spec.logit_divisor
+    return _softcap(logits, spec.final_softcap)
 
 
 def dense_causal_attend(
-    projection: Projection, pages: Any, metadata: Int[Array, "batch length"], *, scale: float, window: int | None
-) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
+    projection: Projection, pages: Any, metadata: Int[Array, "batch length"], *, scale: float, window: int | None,
+    softcap: float | None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Any]:  # fmt: skip
     """Attention inside equally long sequences that lie behind each other: for training and for checking.
 
     metadata: any array of shape [batch, length], tokens = batch * length; only its shape is used.
@@ -138,6 +145,7 @@ def dense_causal_attend(
     q = q.reshape(batch, length, kv_heads, -1, head_dim)
     k, v = (a.reshape(batch, length, kv_heads, head_dim) for a in (k, v))
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32) * scale
+    scores = _softcap(scores, softcap)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
     seen = distance >= 0
     if window is not None:
@@ -148,7 +156,7 @@ def dense_causal_attend(
 
 
 _LAYER_VECTORS = (
-    "attn_norm", "attn_norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm",
+    "attn_norm", "attn_norm_bias", "attn_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm", "q_norm", "k_norm",
     "qkv_bias", "o_bias", "up_bias", "down_bias",
 )  # fmt: skip
 
@@ -177,13 +185,16 @@ def _layer(
         *_qkv(spec, layout, matrices, vectors.get("qkv_bias"), x if spec.post_norm else attn_norm(x)),
         *norms, cos, sin, spec.norm_eps,
     )  # fmt: skip
-    out, pages = attend(projection, pages, metadata, scale=spec.scale, window=window)
-    x += _add(_product(out.reshape(x.shape[0], -1), matrices["o"], "o" in layout.transposed), vectors.get("o_bias"))
+    out, pages = attend(
+        projection, pages, metadata, scale=spec.scale, window=window, softcap=spec.attention_softcap
+    )
+    out = _add(_product(out.reshape(x.shape[0], -1), matrices["o"], "o" in layout.transposed), vectors.get("o_bias"))
+    x += _scaled(spec, _norm(spec, out, vectors["attn_out_norm"], None) if spec.sandwich_norm else out)
     if spec.post_norm:
         x = attn_norm(x)
 
     h = _feed_forward(spec, layout, matrices, vectors, x if spec.post_norm else mlp_norm(x))
-    x += h
+    x += _scaled(spec, _norm(spec, h, vectors["mlp_out_norm"], None) if spec.sandwich_norm else h)
     return (mlp_norm(x) if spec.post_norm else x), pages
 
 
@@ -236,6 +247,15 @@ def _add(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias
 
 
+def _scaled(spec: DecoderSpec, x: Array) -> Array:
+    """What a block adds to the residual stream."""
+    return x if spec.residual_scale == 1 else (x.astype(jnp.float32) * spec.residual_scale).astype(x.dtype)
+
+
+def _softcap(x: Array, cap: float | None) -> Array:
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def _activate(spec: DecoderSpec, x: Array) -> Array:
     """The non-linearity, in float32: bf16 transcendentals lose digits and do not lower in every kernel back end."""
     y = x.astype(jnp.float32)
@@ -255,6 +275,9 @@ def _norm(spec: DecoderSpec, x: Array, weight: Array, bias: Array | None) -> Arr
     if spec.norm is Norm.RMS:
         return rms_norm(x, weight, spec.norm_eps)
     y = x.astype(jnp.float32)
+    if spec.norm is Norm.RMS_OFFSET:
+        y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + spec.norm_eps)
+        return (y * (1 + weight.astype(jnp.float32))).astype(x.dtype)
     y -= y.mean(-1, keepdims=True)
     y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + spec.norm_eps)
     y = y * weight.astype(jnp.float32)

@@ -15,8 +15,9 @@ import numpy as np
 class Norm(enum.Enum):
     """Which normalisation."""
 
-    RMS = "rms"        # x / rms(x) * w                (Zhang & Sennrich 2019)
-    LAYER = "layer"    # (x - mean) / std * w + b      (Ba et al. 2016)
+    RMS = "rms"            # x / rms(x) * w                       (Zhang & Sennrich 2019)
+    RMS_OFFSET = "offset"  # x / rms(x) * (1 + w), all in float32 (Gemma, arXiv:2403.08295)
+    LAYER = "layer"        # (x - mean) / std * w + b             (Ba et al. 2016)
 
 
 class Activation(enum.Enum):
@@ -61,6 +62,7 @@ class DecoderSpec:
     norm: Norm = Norm.RMS
     norm_eps: float = 1e-6
     post_norm: bool = False      # norms after the residual sum instead of before the block (OPT-350m)
+    sandwich_norm: bool = False  # a second norm behind each block, before the residual sum (Gemma 2)
     final_norm: bool = True
     activation: Activation = Activation.SILU
     gated: bool = True           # act(gate) * up, else act(up)
@@ -73,6 +75,11 @@ class DecoderSpec:
     position_offset: int = 0     # learned positions: row of position 0 (2 for OPT)
     sliding_window: tuple[int | None, ...] = ()  # one a layer; () = none anywhere
     attention_scale: float | None = None         # None: head_dim ** -0.5
+    attention_softcap: float | None = None       # c: scores become c * tanh(scores / c)
+    final_softcap: float | None = None           # the same, of the logits
+    embed_scale: float = 1.0     # embeddings are multiplied by it, rounded to their dtype
+    residual_scale: float = 1.0  # what a block gives is multiplied by it before the residual sum (Granite)
+    logit_divisor: float = 1.0   # logits are divided by it (Granite)
     embed_size: int | None = None  # width of the embedding where it differs from hidden_size (OPT-350m: project_in/out)
     tie_embeddings: bool = False
 
@@ -128,6 +135,8 @@ def param_shapes(spec: DecoderSpec, dtype: Any) -> dict[str, Any]:
         "attn_norm": leaf(layers, hidden),
         "mlp_norm": leaf(layers, hidden),
     }
+    if s.sandwich_norm:
+        tree |= {"attn_out_norm": leaf(layers, hidden), "mlp_out_norm": leaf(layers, hidden)}
     if s.norm is Norm.LAYER:
         tree |= {"attn_norm_bias": leaf(layers, hidden), "mlp_norm_bias": leaf(layers, hidden)}
     if s.final_norm:

@@ -40,6 +40,7 @@ def self_check(
     dtype: Any = jnp.bfloat16,
     kv_dtype: Any = None,
     sliding_window: int | None = None,
+    logit_softcap: float | None = None,
     implementation: str | None = None,
     device: Any = None,
     cases: Iterable[str] = tuple(CASES),
@@ -80,7 +81,10 @@ def self_check(
         write_all = functools.partial(_write, *tokens, block_size=block_size, kv_dtype=kv_dtype, num_blocks=tables.size)
         q, written = write_all(write=write)
         # attention reads the same pages both times: how the writes rounded is a comparison of its own
-        attend = functools.partial(_attend, q, written, *rows, sliding_window=sliding_window, max_query_len=max(counts))
+        attend = functools.partial(
+            _attend, q, written, *rows, sliding_window=sliding_window, logit_softcap=logit_softcap,
+            max_query_len=max(counts),
+        )  # fmt: skip
         expected_q, expected = write_all(write="xla")
         every = rows[0].reshape(1, -1)
         keys, values = (zip(*(pages.gather(every, jnp.float32) for pages in (written, expected)), strict=True))
@@ -146,13 +150,13 @@ def _write(
     return write_qkv(pages, qkv, new_slots, cos=cos, sin=sin, q_norm=ones, k_norm=ones, implementation=write)
 
 
-@functools.partial(jax.jit, static_argnames=("sliding_window", "max_query_len", "implementation"))
+@functools.partial(jax.jit, static_argnames=("sliding_window", "logit_softcap", "max_query_len", "implementation"))
 def _attend(
-    q: Any, pages: KVPages, tables: Any, lens: Any, starts: Any, *, sliding_window: int | None, max_query_len: int,
-    implementation: str,
+    q: Any, pages: KVPages, tables: Any, lens: Any, starts: Any, *, sliding_window: int | None,
+    logit_softcap: float | None, max_query_len: int, implementation: str,
 ) -> Any:  # fmt: skip
     # the scale spreads the weights over many keys, as a model's does
     return paged_attention(
         q, pages, tables, lens, starts, scale=q.shape[2] ** -0.5, max_query_len=max_query_len,
-        sliding_window=sliding_window, implementation=implementation,
+        sliding_window=sliding_window, logit_softcap=logit_softcap, implementation=implementation,
     )  # fmt: skip

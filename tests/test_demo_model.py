@@ -236,7 +236,8 @@ def test_attention_of_the_training_is_the_decoders():
     shape = jnp.zeros((2, 300), jnp.int32)
 
     def attended(attend, q, k, v):
-        return attend(decoder.Projection((q, k, v), *(None,) * 5, 1e-6), None, shape, scale=0.25, window=None)[0]
+        projection = decoder.Projection((q, k, v), *(None,) * 5, 1e-6)
+        return attend(projection, None, shape, scale=0.25, window=None, softcap=None)[0]
 
     def total(attend, q, k, v):
         return (attended(attend, q, k, v) * weight).sum()

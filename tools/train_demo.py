@@ -126,11 +126,12 @@ def blocked_causal_attend(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
     """`decoder.dense_causal_attend`, one KV head of one sequence and 256 queries at a time, recomputed going backward.
 
     Scores then stay in the cache: forward and backward of 4 x 2,048 tokens take 209 ms a layer, with whole sequences
-    at a time 502 (two Zen 5 cores, float32). Causal only, without a window.
+    at a time 502 (two Zen 5 cores, float32). Causal only, without a window or soft cap.
     """
     batch, length = metadata.shape
     q, k, v = projection.finish()

@@ -272,7 +272,8 @@ def _check_attention(
     try:
         errors = self_check(
             q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=limits.block_size,
-            dtype=dtype, sliding_window=spec.window(0), implementation=implementation, device=device,
+            dtype=dtype, sliding_window=spec.window(0), logit_softcap=spec.attention_softcap,
+            implementation=implementation, device=device,
         )  # fmt: skip
     except KernelCheckError as error:
         raise ModelLoadError(f"{error}: attention_implementation='xla'") from error

@@ -180,8 +180,9 @@ class PagedAttend:
     implementation: str
 
     def __call__(
-        self, projection: decoder.Projection, pages: KVPages, metadata: Batch, *, scale: float, window: int | None
-    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:
+        self, projection: decoder.Projection, pages: KVPages, metadata: Batch, *, scale: float, window: int | None,
+        softcap: float | None,
+    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
         write = matching_write(self.implementation)
         if isinstance(projection.product, tuple):
             q, k, v = projection.finish()
@@ -194,7 +195,8 @@ class PagedAttend:
             )  # fmt: skip
         out = paged_attention(
             q, pages, metadata.block_tables, metadata.context_lens, metadata.query_start_loc,
-            scale=scale, max_query_len=self.max_query_len, sliding_window=window, implementation=self.implementation,
+            scale=scale, max_query_len=self.max_query_len, sliding_window=window, logit_softcap=softcap,
+            implementation=self.implementation,
         )  # fmt: skip
         return out, pages
 

@@ -6,7 +6,9 @@ from typing import Any
 from jpaged.errors import ModelLoadError
 from jpaged.models.families.base import Family
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.gemma import GEMMA, GEMMA2
 from jpaged.models.families.gpt2 import GPT2
+from jpaged.models.families.granite import GRANITE
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.mistral import MISTRAL
 from jpaged.models.families.opt import OPT
@@ -14,7 +16,7 @@ from jpaged.models.families.qwen2 import QWEN2
 from jpaged.models.families.qwen3 import QWEN3
 from jpaged.models.spec import DecoderSpec
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, OPT)
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GRANITE, GPT2, OPT)
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 
 __all__ = ["ARCHITECTURES", "FAMILIES", "Family", "family_of", "spec_of"]

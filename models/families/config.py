@@ -60,6 +60,14 @@ class CheckpointConfig:
         """A finite number."""
         return _number("config.json: " + names[0], self.get(*names, default=default))
 
+    def positive(self, name: str, default: float) -> float:
+        """A finite number above 0."""
+        return _positive("config.json: " + name, self.get(name, default=default))
+
+    def optional_positive(self, name: str) -> float | None:
+        """A finite number above 0, None where the key is absent or null."""
+        return None if self.get(name) is None else _positive("config.json: " + name, self.get(name))
+
     def flag(self, name: str, default: bool = False) -> bool:
         """true or false."""
         value = self.get(name, default=default)

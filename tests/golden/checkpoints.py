@@ -42,6 +42,8 @@ def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(variant.config, indent=1))
     tensors = {name: _values(name, shape, seed) for name, shape in tensor_shapes(variant.config).items()}
+    if variant.config["model_type"].startswith("gemma"):  # whose norms add one: with the same gains as the others'
+        tensors |= {name: values - np.float32(1) for name, values in tensors.items() if "norm" in name}
     return write_safetensors(folder / "model.safetensors", tensors)
 
 
@@ -90,7 +92,10 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{at}mlp.{name}.weight"] = shape
             if c.get("mlp_bias"):
                 shapes[f"{at}mlp.{name}.bias"] = shape[:1]
-        shapes |= {f"{at}input_layernorm.weight": (hidden,), f"{at}post_attention_layernorm.weight": (hidden,)}
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if kind == "gemma2":
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes |= {f"{at}{name}.weight": (hidden,) for name in norms}
     shapes["model.norm.weight"] = (hidden,)
     if not c.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (c["vocab_size"], hidden)
@@ -242,6 +247,15 @@ VARIANTS = (
     _kin("qwen3-bias-window", "Qwen3ForCausalLM", "qwen3", head_dim=16, attention_bias=True, num_hidden_layers=3,
          use_sliding_window=True, sliding_window=20,
          layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    _kin("gemma", "GemmaForCausalLM", "gemma", head_dim=24, hidden_act="gelu"),
+    _kin("gemma2", "Gemma2ForCausalLM", "gemma2", head_dim=16, num_hidden_layers=3,
+         hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=4, sliding_window=20,
+         attn_logit_softcapping=5.0, final_logit_softcapping=6.0),
+    _kin("gemma2-uncapped", "Gemma2ForCausalLM", "gemma2", head_dim=16, hidden_activation="gelu_pytorch_tanh",
+         query_pre_attn_scalar=16, sliding_window=20, attn_logit_softcapping=None, final_logit_softcapping=None,
+         layer_types=["full_attention", "sliding_attention"]),
+    _kin("granite", "GraniteForCausalLM", "granite", embedding_multiplier=3.0, attention_multiplier=0.3,
+         residual_multiplier=0.7, logits_scaling=2.5, tie_word_embeddings=True),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,

@@ -29,8 +29,9 @@ def test_self_check_finds_agreement(implementation, kv_dtype):
 @pytest.mark.parametrize("block_size", [24, 1000, 2048])
 def test_self_check_takes_any_block_size(block_size):
     errors = self_check(
-        implementation="xla_loop", dtype=jnp.float32, head_dim=16, q_heads=4, block_size=block_size, cases="chunks"
-    )
+        implementation="xla_loop", dtype=jnp.float32, head_dim=16, q_heads=4, block_size=block_size, cases="chunks",
+        sliding_window=100, logit_softcap=5.0,
+    )  # fmt: skip
     assert 0 < errors["chunks"] < 1e-5
 
 

@@ -18,7 +18,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.loading import LoadedModel, load_model
 from jpaged.models.decoder import decode, dense_causal_attend, head
-from jpaged.models.spec import Rope
+from jpaged.models.spec import Activation, Norm, Rope
 from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS, VARIANTS, Variant, write_checkpoint
 
 TOLERANCE = 1e-4  # on natural logarithms
@@ -68,25 +68,36 @@ def test_answers_are_those_of_transformers(variant: Variant, tmp_path: Path) -> 
 def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
     """Dropping what makes a variant special must change its answers, or the comparison above shows nothing."""
     changes = {
-        "llama-linear": {"rope": Rope()},
-        "llama-dynamic": {"rope": Rope()},
-        "llama-llama3": {"rope": Rope()},
-        "llama-yarn": {"rope": Rope()},
-        "mistral-window": {"sliding_window": ()},
-        "qwen2-window": {"sliding_window": (20, 20, 20)},
-        "qwen3": {"qk_norm": False},
-        "opt-350m": {"post_norm": False},
-        "gpt2": {"attention_scale": 1.0},
-    }
+        "llama-linear": [{"rope": Rope()}],
+        "llama-dynamic": [{"rope": Rope()}],
+        "llama-llama3": [{"rope": Rope()}],
+        "llama-yarn": [{"rope": Rope()}],
+        "mistral-window": [{"sliding_window": ()}],
+        "qwen2-window": [{"sliding_window": (20, 20, 20)}],
+        "qwen3": [{"qk_norm": False}],
+        "gemma": [{"embed_scale": 1.0}, {"norm": Norm.RMS}, {"activation": Activation.GELU}],
+        "gemma2": [
+            {"attention_softcap": None}, {"final_softcap": None}, {"sandwich_norm": False}, {"sliding_window": ()},
+            {"attention_scale": None},
+        ],
+        "granite": [{"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
+        "opt-350m": [{"post_norm": False}],
+        "gpt2": [{"attention_scale": 1.0}],
+    }  # fmt: skip
     for variant in VARIANTS:
         if variant.name not in changes:
             continue
         golden = json.loads(variant.answers.read_text())
         write_checkpoint(variant, golden["seed"], tmp_path / variant.name)
         model = load_model(EngineConfig(model=str(tmp_path / variant.name), dtype="float32"))
-        wrong = dataclasses.replace(model, spec=dataclasses.replace(model.spec, **changes[variant.name]))
         long = golden["answers"][-1:]
-        assert answer_log_probabilities(wrong, long)[0].argmax(-1).tolist() != long[0]["tokens"], variant.name
+        wanted = np.array(long[0]["logprobs"])
+        for change in changes[variant.name]:
+            wrong = dataclasses.replace(model, spec=dataclasses.replace(model.spec, **change))
+            given = answer_log_probabilities(wrong, long)[0]
+            # a scale of all logits changes no greedy token, but every probability
+            off = np.abs(given[np.arange(len(wanted)), long[0]["tokens"]] - wanted).max()
+            assert off > 5 * TOLERANCE, (variant.name, change)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")

@@ -1,0 +1,62 @@
+"""Gemma 1 and 2: norms with an offset of one, scaled embeddings; the second with soft caps, a window on every other
+layer and a norm on both sides of each block."""
+
+import dataclasses
+import math
+
+from jpaged.models.families import llama
+from jpaged.models.families.base import Family, TensorRule
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import DecoderSpec, Norm
+
+_LAYER = "model.layers.{layer}."
+_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+GEMMA2_RULES = (
+    *(rule for rule in llama.RULES if rule.leaf != "mlp_norm"),
+    *(
+        TensorRule(f"{_LAYER}{name}.weight", leaf)
+        for name, leaf in zip(_NORMS, ("attn_out_norm", "mlp_norm", "mlp_out_norm"), strict=True)
+    ),
+)
+
+
+def spec(config: CheckpointConfig) -> DecoderSpec:
+    """What both have in common."""
+    config.refuse("use_bidirectional_attention", False)
+    config.refuse("mlp_bias", False)
+    base = llama.spec(config.with_defaults(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192))
+    return dataclasses.replace(base, norm=Norm.RMS_OFFSET, embed_scale=math.sqrt(base.hidden_size))
+
+
+def _gemma(config: CheckpointConfig) -> DecoderSpec:
+    config = config.with_defaults(hidden_act="gelu_pytorch_tanh")
+    if config.get("hidden_act") == "gelu":  # the first releases said so, and meant the approximation
+        config = CheckpointConfig({**config.values, "hidden_act": "gelu_pytorch_tanh"})
+    config.refuse("hidden_activation", "gelu_pytorch_tanh")
+    if set(config.layer_types()) - {"full_attention"}:
+        config.refuse("layer_types")
+    return spec(config)
+
+
+def _gemma2(config: CheckpointConfig) -> DecoderSpec:
+    config = config.with_defaults(
+        sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, num_key_value_heads=4
+    )
+    # hidden_act stands in the files too, and is not what counts
+    activation = config.get("hidden_activation", default="gelu_pytorch_tanh")
+    base = spec(CheckpointConfig({**config.values, "hidden_act": activation}))
+    window = config.integer("sliding_window") if config.get("sliding_window") is not None else None
+    sliding = [window is not None and layer % 2 == 0 for layer in range(base.num_layers)]
+    return dataclasses.replace(
+        base,
+        sandwich_norm=True,
+        attention_scale=config.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
+        attention_softcap=config.optional_positive("attn_logit_softcapping"),
+        final_softcap=config.optional_positive("final_logit_softcapping"),
+        sliding_window=config.layer_windows(window, sliding),
+    )
+
+
+GEMMA = Family("gemma", ("GemmaForCausalLM", "GemmaModel"), _gemma, llama.RULES, llama.PREFIX, llama.IGNORED)
+GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM", "Gemma2Model"), _gemma2, GEMMA2_RULES, llama.PREFIX, llama.IGNORED)

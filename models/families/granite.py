@@ -1,0 +1,23 @@
+"""Granite 3: Llama with four multipliers, of embeddings, attention scores, residual sums and logits."""
+
+import dataclasses
+
+from jpaged.models.families import llama
+from jpaged.models.families.base import Family
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import DecoderSpec
+
+
+def _granite(config: CheckpointConfig) -> DecoderSpec:
+    if set(config.layer_types()) - {"full_attention"}:
+        config.refuse("layer_types")
+    return dataclasses.replace(
+        llama.spec(config),
+        embed_scale=config.positive("embedding_multiplier", default=1.0),
+        attention_scale=config.positive("attention_multiplier", default=1.0),
+        residual_scale=config.positive("residual_multiplier", default=1.0),
+        logit_divisor=config.positive("logits_scaling", default=1.0),
+    )
+
+
+GRANITE = Family("granite", ("GraniteForCausalLM", "GraniteModel"), _granite, llama.RULES, llama.PREFIX, llama.IGNORED)
