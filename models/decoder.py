@@ -103,7 +103,7 @@ def decode(
     for i, (matrices, page) in enumerate(zip(params["layers"], pages, strict=True)):
         vectors = {name: params[name][i] for name in _LAYER_VECTORS if name in params}
         x, page = _layer(
-            matrices, vectors, x, angles, page, metadata,
+            matrices, vectors, x, angles if spec.uses_rope(i) else None, page, metadata,
             spec=spec, window=spec.window(i), layout=layout, attend=attend,
         )  # fmt: skip
         new_pages.append(page)
@@ -290,9 +290,9 @@ def _rope_angles(
     """cos and sin of every token's angles, float32, the attention factor of yarn multiplied in."""
     if rope.scaling == "dynamic":
         seq_len = positions + 1 if rope_lens is None else rope_lens
-        frequencies, factor = rotary.dynamic_inv_freq(rope, spec.head_dim, seq_len), 1.0
+        frequencies, factor = rotary.dynamic_inv_freq(rope, spec.rope_dim, seq_len), 1.0
     else:
-        inv_freq, factor = rotary.inv_freq(rope, spec.head_dim, spec.max_position)
+        inv_freq, factor = rotary.inv_freq(rope, spec.rope_dim, spec.max_position)
         frequencies = jnp.asarray(inv_freq)[None, :]
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

@@ -31,9 +31,10 @@ class Activation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (Su et al. 2021), rotate-half form, over the whole head."""
+    """Rotary position embedding (Su et al. 2021), rotate-half form."""
 
     theta: float = 10000.0
+    partial: float = 1.0      # the share of a head, from its first number on, that is turned
     scaling: str = "default"  # default | linear | dynamic | llama3 | yarn
     factor: float = 1.0
     original_max_position: int = 0     # dynamic, llama3, yarn: the length the model was trained for
@@ -72,6 +73,7 @@ class DecoderSpec:
     down_bias: bool = False
     qk_norm: bool = False        # RMS norm of every q and k head, before rope (Qwen3)
     rope: Rope | None = None     # None: learned positions
+    rope_layers: tuple[bool, ...] = ()  # which layers turn q and k; () = all (SmolLM3 leaves some out)
     position_offset: int = 0     # learned positions: row of position 0 (2 for OPT)
     sliding_window: tuple[int | None, ...] = ()  # one a layer; () = none anywhere
     attention_scale: float | None = None         # None: head_dim ** -0.5
@@ -92,6 +94,15 @@ class DecoderSpec:
     def scale(self) -> float:
         """What q.k is multiplied by."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that rotary embedding turns."""
+        return 0 if self.rope is None else int(self.head_dim * self.rope.partial)
+
+    def uses_rope(self, layer: int) -> bool:
+        """Whether a layer turns its queries and keys."""
+        return self.rope is not None and (not self.rope_layers or self.rope_layers[layer])
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer: how many keys a query sees, itself included. None = all before it."""

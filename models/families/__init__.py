@@ -12,11 +12,16 @@ from jpaged.models.families.granite import GRANITE
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.mistral import MISTRAL
 from jpaged.models.families.opt import OPT
+from jpaged.models.families.phi3 import PHI3
 from jpaged.models.families.qwen2 import QWEN2
 from jpaged.models.families.qwen3 import QWEN3
+from jpaged.models.families.smollm3 import SMOLLM3
+from jpaged.models.families.starcoder2 import STARCODER2
 from jpaged.models.spec import DecoderSpec
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GRANITE, GPT2, OPT)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, GRANITE, SMOLLM3, STARCODER2, GPT2, OPT
+)  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 
 __all__ = ["ARCHITECTURES", "FAMILIES", "Family", "family_of", "spec_of"]

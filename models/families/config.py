@@ -1,5 +1,6 @@
 """Reading a Hugging Face config.json: typed look-ups whose errors name the key, and the rope keys in both spellings."""
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -104,7 +105,6 @@ class CheckpointConfig:
         """Refuse what no family here can honour."""
         self.refuse("quantization_config")
         self.refuse("compression_config")
-        self.refuse("partial_rotary_factor", 1, 1.0)
         self.refuse("attention_chunk_size")
         self.refuse("is_encoder_decoder", False)
         self.refuse("add_cross_attention", False)
@@ -119,8 +119,25 @@ class CheckpointConfig:
             )
         return heads, kv_heads
 
-    def rope(self) -> Rope:
-        """Rotary embedding, from `rope_parameters` (new) or from `rope_theta` and `rope_scaling` (old)."""
+    def rope(self, *, partial: bool = False, theta: float = 10000.0) -> Rope:
+        """Rotary embedding, from `rope_parameters` (new) or from `rope_theta` and `rope_scaling` (old).
+
+        theta: where the config has none. partial: whether the family can turn a part of each head only
+        (partial_rotary_factor).
+        """
+        rope = self._rope(theta)
+        places = (self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters"), self.values)
+        shares = [values.get("partial_rotary_factor") for values in places]
+        given = [_positive("config.json: partial_rotary_factor", share) for share in shares if share is not None]
+        if len(set(given)) > 1 or any(share > 1 for share in given):
+            raise ModelLoadError(f"config.json: partial_rotary_factor={given} must be one number of at most 1")
+        if not given or given[0] == 1:
+            return rope
+        if not partial:
+            raise ModelLoadError(f"config.json: partial_rotary_factor={given[0]!r} is not supported (only 1)")
+        return dataclasses.replace(rope, partial=given[0])
+
+    def _rope(self, default_theta: float) -> Rope:
         old, new = self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters")
         values = old or new
         given = (d.get("rope_theta") for d in (old, new, self.values))
@@ -129,7 +146,7 @@ class CheckpointConfig:
             raise ModelLoadError(
                 f"config.json: rope_theta is given with different values, {thetas}: keep the right one"
             )
-        theta = thetas[0] if thetas else 10000.0
+        theta = thetas[0] if thetas else default_theta
 
         kind = values.get("rope_type") or values.get("type") or "default"
         if not isinstance(kind, str) or kind not in SCALINGS:
@@ -140,10 +157,6 @@ class CheckpointConfig:
         if unknown:
             raise ModelLoadError(
                 f"config.json: {unknown[0]}={values[unknown[0]]!r} has no meaning for {kind} rope scaling"
-            )
-        if values.get("partial_rotary_factor", 1) not in (None, 1):
-            raise ModelLoadError(
-                f"config.json: partial_rotary_factor={values['partial_rotary_factor']!r} is not supported (only 1)"
             )
         if kind == "default":
             return Rope(theta=theta)

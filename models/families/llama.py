@@ -37,16 +37,22 @@ PREFIX = "model."
 IGNORED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
-def spec(config: CheckpointConfig) -> DecoderSpec:
-    """Spec of a Llama; what Mistral and Qwen have in common with it is read here too."""
+def spec(config: CheckpointConfig, *, partial_rope: bool = False, theta: float = 10000.0) -> DecoderSpec:
+    """Spec of a Llama; what other families have in common with it is read here too.
+
+    partial_rope: whether the family can turn a part of each head only. theta: of the rope, where the config has none.
+    """
     config.refuse_common()
     hidden = config.integer("hidden_size")
     heads, kv_heads = config.heads()
     head_dim = config.integer("head_dim") if config.get("head_dim") else head_share(hidden, heads)
     if head_dim % 2:
         raise ModelLoadError(f"config.json: head_dim={head_dim} must be even: rotary embedding turns pairs")
-    rope = config.rope()
-    if rope.scaling == "dynamic" and head_dim == 2:
+    rope = config.rope(partial=partial_rope, theta=theta)
+    turned = int(head_dim * rope.partial)
+    if turned % 2 or not turned:
+        raise ModelLoadError(f"config.json: partial_rotary_factor={rope.partial} of head_dim={head_dim} must be even")
+    if rope.scaling == "dynamic" and turned == 2:
         raise ModelLoadError("config.json: head_dim=2 must be at least 4 for dynamic rope scaling")
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),

@@ -81,22 +81,29 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(c["num_hidden_layers"]):
         at = f"model.layers.{i}."
         linears = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        if kind == "phi3":
+            linears = {"qkv_proj": (q + 2 * kv, hidden), "o_proj": (hidden, q)}
         for name, shape in linears.items():
             shapes[f"{at}self_attn.{name}.weight"] = shape
-            if c.get("attention_bias") or (kind == "qwen2" and name != "o_proj"):
+            if c.get("attention_bias") or c.get("use_bias") or (kind == "qwen2" and name != "o_proj"):
                 shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
         if kind == "qwen3":
             shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
         linears = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
+        if kind == "phi3":
+            linears = {"gate_up_proj": (2 * inter, hidden), "down_proj": (hidden, inter)}
+        if kind == "starcoder2":
+            linears = {"c_fc": (inter, hidden), "c_proj": (hidden, inter)}
         for name, shape in linears.items():
             shapes[f"{at}mlp.{name}.weight"] = shape
-            if c.get("mlp_bias"):
+            if c.get("mlp_bias") or c.get("use_bias"):
                 shapes[f"{at}mlp.{name}.bias"] = shape[:1]
         norms = ["input_layernorm", "post_attention_layernorm"]
         if kind == "gemma2":
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        shapes |= {f"{at}{name}.weight": (hidden,) for name in norms}
-    shapes["model.norm.weight"] = (hidden,)
+        parts = ("weight", "bias") if kind == "starcoder2" else ("weight",)
+        shapes |= {f"{at}{name}.{part}": (hidden,) for name in norms for part in parts}
+    shapes |= {f"model.norm.{part}": (hidden,) for part in parts}
     if not c.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (c["vocab_size"], hidden)
     return shapes
@@ -256,6 +263,16 @@ VARIANTS = (
          layer_types=["full_attention", "sliding_attention"]),
     _kin("granite", "GraniteForCausalLM", "granite", embedding_multiplier=3.0, attention_multiplier=0.3,
          residual_multiplier=0.7, logits_scaling=2.5, tie_word_embeddings=True),
+    _kin("phi3", "Phi3ForCausalLM", "phi3", num_key_value_heads=4, pad_token_id=0),
+    _kin("phi3-partial-window", "Phi3ForCausalLM", "phi3", sliding_window=20, partial_rotary_factor=0.75,
+         pad_token_id=0),
+    _kin("smollm3", "SmolLM3ForCausalLM", "smollm3", num_hidden_layers=4, no_rope_layer_interval=2, pad_token_id=0),
+    _kin("smollm3-window", "SmolLM3ForCausalLM", "smollm3", num_hidden_layers=3, no_rope_layers=[0, 1, 1],
+         use_sliding_window=True, sliding_window=20, pad_token_id=0, **_rope("default")),
+    _kin("starcoder2", "Starcoder2ForCausalLM", "starcoder2", hidden_act="gelu_pytorch_tanh", norm_epsilon=1e-5,
+         use_bias=True, sliding_window=20),
+    _kin("starcoder2-no-bias", "Starcoder2ForCausalLM", "starcoder2", hidden_act="gelu_pytorch_tanh",
+         norm_epsilon=1e-4, use_bias=False),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,

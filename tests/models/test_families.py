@@ -81,6 +81,10 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
             {"attention_scale": None},
         ],
         "granite": [{"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
+        "phi3-partial-window": [{"rope": Rope()}, {"sliding_window": ()}],
+        "smollm3": [{"rope_layers": ()}],
+        "smollm3-window": [{"rope_layers": ()}, {"sliding_window": ()}],
+        "starcoder2": [{"sliding_window": ()}],
         "opt-350m": [{"post_norm": False}],
         "gpt2": [{"attention_scale": 1.0}],
     }  # fmt: skip

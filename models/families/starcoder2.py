@@ -1,0 +1,46 @@
+"""StarCoder2: layer norms, biases and a plain feed-forward layer on the rotary attention of Llama, with a window."""
+
+import dataclasses
+
+from jpaged.models.families import llama
+from jpaged.models.families.base import Family, TensorRule
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import DecoderSpec, Norm
+
+_LAYER = "model.layers.{layer}."
+
+RULES = (
+    *(rule for rule in llama.RULES if rule.leaf not in ("gate_up", "up_bias", "down", "down_bias")),
+    TensorRule(_LAYER + "input_layernorm.bias", "attn_norm_bias"),
+    TensorRule(_LAYER + "post_attention_layernorm.bias", "mlp_norm_bias"),
+    TensorRule(_LAYER + "mlp.c_fc.weight", "up"),
+    TensorRule(_LAYER + "mlp.c_fc.bias", "up_bias"),
+    TensorRule(_LAYER + "mlp.c_proj.weight", "down"),
+    TensorRule(_LAYER + "mlp.c_proj.bias", "down_bias"),
+    TensorRule("model.norm.bias", "final_norm_bias"),
+)
+
+
+def _starcoder2(config: CheckpointConfig) -> DecoderSpec:
+    config.refuse("attention_bias")
+    config.refuse("mlp_bias")
+    config = config.with_defaults(hidden_act="gelu_pytorch_tanh", num_key_value_heads=2, tie_word_embeddings=True)
+    base = llama.spec(config)
+    bias = config.flag("use_bias", True)
+    window = config.integer("sliding_window") if config.get("sliding_window") is not None else None
+    return dataclasses.replace(
+        base,
+        norm=Norm.LAYER,
+        norm_eps=config.number("norm_epsilon", default=1e-5),
+        gated=False,
+        qkv_bias=bias,
+        o_bias=bias,
+        up_bias=bias,
+        down_bias=bias,
+        sliding_window=() if window is None else (window,) * base.num_layers,
+    )
+
+
+STARCODER2 = Family(
+    "starcoder2", ("Starcoder2ForCausalLM", "Starcoder2Model"), _starcoder2, RULES, llama.PREFIX, llama.IGNORED
+)
