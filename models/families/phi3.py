@@ -5,6 +5,7 @@ Without longrope yet, which Phi-3's and Phi-4-mini's long versions use: refused 
 
 import dataclasses
 
+from jpaged.errors import ModelLoadError
 from jpaged.models.families import llama
 from jpaged.models.families.base import Family, Part, TensorRule
 from jpaged.models.families.config import CheckpointConfig
@@ -24,6 +25,8 @@ def _phi3(config: CheckpointConfig) -> DecoderSpec:
     config.refuse("mlp_bias", False)
     config = config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096)
     base = llama.spec(config, partial_rope=True)
+    if base.rope is None or base.rope.scaling != "default":  # Transformers takes "yarn" here for longrope
+        raise ModelLoadError("config.json: rope_scaling is not supported by jpaged for Phi-3: use a checkpoint without")
     window = config.integer("sliding_window") if config.get("sliding_window") is not None else None
     return dataclasses.replace(base, sliding_window=() if window is None else (window,) * base.num_layers)
 
