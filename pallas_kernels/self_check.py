@@ -15,10 +15,12 @@ from pallas_kernels.platforms import default_device
 from pallas_kernels.write_kv import matching_write, write_kv
 from pallas_kernels.write_qkv import write_qkv
 
-# Largest difference from the reference in float32, on inputs from N(0, 1); the products' own rounding is below half.
+# Largest difference from the reference in float32, on inputs from N(0, 1), of numbers above 1 as a share of them; the
+# products' own rounding is below half.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}
-# Of what is written, in 8 bits: a step at the largest numbers, since one that lies between two may go either way.
-WRITE_TOLERANCE = {"int8": 0.06, "float8_e4m3fn": 0.5}
+# Of what is written, in 8 bits: a step, since what lies between two may go either way. int8: 4.5, about the largest
+# number, over 127; fp8: an eighth.
+WRITE_TOLERANCE = {"int8": 0.06, "float8_e4m3fn": 0.15}
 ROWS, WIDTH_KEYS = 4, 2048
 CASES = {  # tokens of each row, keys of each row; None is the block size plus one
     "decode": ((1, 1, 1, 1), (1, None, 777, WIDTH_KEYS)),
@@ -51,9 +53,9 @@ def self_check(
     tokens come through write_qkv, the history through write_kv, both as chosen for the device.
 
     kv_dtype: of the pages; dtype where None. implementation: of paged_attention; the writes' follows. device: a jax
-    Device; JAX's default otherwise. cases: fewer, for an implementation that takes decodes only. Returns the largest
-    difference of each case. Raises KernelCheckError, which names the implementation, the device, the case and the
-    difference, where one is too large or not a number.
+    Device; JAX's default otherwise. cases: fewer, for an implementation that takes decodes only. Returns attention's
+    largest difference of each case. Raises KernelCheckError, which names the implementation, the device, the case and
+    the difference, where one is too large or not a number.
     """
     device = device or default_device()
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype)
@@ -88,17 +90,24 @@ def self_check(
         expected_q, expected = write_all(write="xla")
         every = rows[0].reshape(1, -1)
         keys, values = (zip(*(pages.gather(every, jnp.float32) for pages in (written, expected)), strict=True))
-        for what, pair, limit in (
-            (f"write_qkv {write!r}, queries", (q, expected_q), tolerance),
-            (f"{write!r} writes, keys", keys, stored),
-            (f"{write!r} writes, values", values, stored),
-            (f"paged_attention {name!r}", (attend(implementation=name), attend(implementation="reference")), tolerance),
-        ):
+        for what, pair, limit, stale in (
+            (f"write_qkv {write!r}, queries", (q, expected_q), tolerance, False),
+            (f"{write!r} writes, keys", keys, stored, True),
+            (f"{write!r} writes, values", values, stored, True),
+            (
+                f"paged_attention {name!r}",
+                (attend(implementation=name), attend(implementation="reference")), tolerance, False,
+            ),
+        ):  # fmt: skip
             ours, theirs = (np.asarray(a, np.float64) for a in pair)
-            if len(ours) == len(q):
-                ours, theirs = ours[: sum(counts)], theirs[: sum(counts)]  # padding tokens may come out as anything
-            # stale places are NaN in both, or else one of them has written there
-            difference = float(np.where(np.isnan(ours) & np.isnan(theirs), 0.0, np.abs(ours - theirs)).max())
+            # of numbers above 1 a share: one that lies between two in bfloat16 may go either way, and above 4 that is
+            # more than the tolerance
+            differences = np.abs(ours - theirs) / np.maximum(1.0, np.abs(theirs))
+            if stale:  # NaN in both, or else one of them has written there
+                differences = differences[~(np.isnan(ours) & np.isnan(theirs))]
+            else:
+                differences = differences[: sum(counts)]  # padding tokens may come out as anything
+            difference = float(differences.max())
             if not difference <= limit:  # NaN is not, either
                 raise KernelCheckError(
                     f"{what} on {device.device_kind}, case {case} ({q_heads}/{kv_heads} heads of {head_dim}, "

@@ -13,7 +13,8 @@ from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementatio
 from pallas_kernels.platforms import Implementation, choose, default_device
 from tests.kernels.oracle import Shape, make_case
 
-write_kv = importlib.import_module("pallas_kernels.write_kv")  # the package has a function of that name
+# the package has functions of these names
+write_kv, write_qkv = (importlib.import_module(f"pallas_kernels.{name}") for name in ("write_kv", "write_qkv"))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,17 @@ def test_self_check_refuses_a_wrong_write(monkeypatch):
     monkeypatch.setitem(write_kv.IMPLEMENTATIONS, "triton", Implementation(one_slot_late))
     with pytest.raises(KernelCheckError, match=r"'triton' writes, keys on .*case decode .*differs from the reference"):
         self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=4)  # a shape not traced before
+
+
+def test_self_check_refuses_nan(monkeypatch):
+    """Also where the reference would be NaN too: queries that a wrong write has spoilt."""
+    def spoilt(pages, qkv, *args, **options):
+        q, pages = write_qkv.IMPLEMENTATIONS["xla"].call(pages, qkv, *args, **options)
+        return q.at[0].set(jnp.nan), pages
+
+    monkeypatch.setitem(write_qkv.IMPLEMENTATIONS, "triton", Implementation(spoilt))
+    with pytest.raises(KernelCheckError, match=r"write_qkv 'triton', queries on .* by nan"):
+        self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=2, kv_heads=1)
 
 
 def test_self_check_refuses_a_wrong_kernel(monkeypatch):
