@@ -92,6 +92,11 @@ class CheckpointConfig:
             raise ModelLoadError(f"config.json: layer_types={types!r} must be a list of names, one a layer")
         return types
 
+    def refuse_layers_but(self, kind: str) -> None:
+        """Refuse a checkpoint that names any other attention than this for a layer."""
+        if set(self.layer_types()) - {kind}:
+            self.refuse("layer_types")
+
     def refuse(self, name: str, *harmless: Any) -> None:
         """Refuse a checkpoint that sets this option to anything but null or a harmless value."""
         value = self.get(name)
@@ -221,6 +226,10 @@ class CheckpointConfig:
         if rope.scaling == "yarn":
             return max(given, int(min(rope.original_max_position * rope.factor, _LARGEST)))
         return given
+
+    def window(self) -> int | None:
+        """sliding_window, None where the key is absent or null."""
+        return None if self.get("sliding_window") is None else self.integer("sliding_window")
 
     def layer_windows(self, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
         """Sliding window of every layer, `layer_types` overriding `sliding`; () where no layer has a window."""

@@ -34,8 +34,7 @@ def _gemma(config: CheckpointConfig) -> DecoderSpec:
     if config.get("hidden_act") == "gelu":  # the first releases said so, and meant the approximation
         config = CheckpointConfig({**config.values, "hidden_act": "gelu_pytorch_tanh"})
     config.refuse("hidden_activation", "gelu_pytorch_tanh")
-    if set(config.layer_types()) - {"full_attention"}:
-        config.refuse("layer_types")
+    config.refuse_layers_but("full_attention")
     return spec(config)
 
 
@@ -46,7 +45,7 @@ def _gemma2(config: CheckpointConfig) -> DecoderSpec:
     # hidden_act stands in the files too, and is not what counts
     activation = config.get("hidden_activation", default="gelu_pytorch_tanh")
     base = spec(CheckpointConfig({**config.values, "hidden_act": activation}))
-    window = config.integer("sliding_window") if config.get("sliding_window") is not None else None
+    window = config.window()
     sliding = [window is not None and layer % 2 == 0 for layer in range(base.num_layers)]
     return dataclasses.replace(
         base,

@@ -9,8 +9,7 @@ from jpaged.models.spec import DecoderSpec
 
 
 def _granite(config: CheckpointConfig) -> DecoderSpec:
-    if set(config.layer_types()) - {"full_attention"}:
-        config.refuse("layer_types")
+    config.refuse_layers_but("full_attention")
     return dataclasses.replace(
         llama.spec(config),
         embed_scale=config.positive("embedding_multiplier", default=1.0),

@@ -76,8 +76,7 @@ def spec(config: CheckpointConfig, *, partial_rope: bool = False, theta: float =
 
 
 def _llama(config: CheckpointConfig) -> DecoderSpec:
-    if set(config.layer_types()) - {"full_attention"}:
-        config.refuse("layer_types")
+    config.refuse_layers_but("full_attention")
     return spec(config)
 
 

@@ -13,9 +13,8 @@ def _mistral(config: CheckpointConfig) -> DecoderSpec:
     config.refuse("mlp_bias", False)
     config = config.with_defaults(num_key_value_heads=8, sliding_window=4096)
     base = llama.spec(config)
-    window = config.integer("sliding_window") if config.get("sliding_window") is not None else None
-    if set(config.layer_types()) - {"full_attention" if window is None else "sliding_attention"}:
-        config.refuse("layer_types")
+    window = config.window()
+    config.refuse_layers_but("full_attention" if window is None else "sliding_attention")
     return dataclasses.replace(base, sliding_window=() if window is None else (window,) * base.num_layers)
 
 

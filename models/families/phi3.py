@@ -27,7 +27,7 @@ def _phi3(config: CheckpointConfig) -> DecoderSpec:
     base = llama.spec(config, partial_rope=True)
     if base.rope is None or base.rope.scaling != "default":  # Transformers takes "yarn" here for longrope
         raise ModelLoadError("config.json: rope_scaling is not supported by jpaged for Phi-3: use a checkpoint without")
-    window = config.integer("sliding_window") if config.get("sliding_window") is not None else None
+    window = config.window()
     return dataclasses.replace(base, sliding_window=() if window is None else (window,) * base.num_layers)
 
 

@@ -27,7 +27,7 @@ def _starcoder2(config: CheckpointConfig) -> DecoderSpec:
     config = config.with_defaults(hidden_act="gelu_pytorch_tanh", num_key_value_heads=2, tie_word_embeddings=True)
     base = llama.spec(config)
     bias = config.flag("use_bias", True)
-    window = config.integer("sliding_window") if config.get("sliding_window") is not None else None
+    window = config.window()
     return dataclasses.replace(
         base,
         norm=Norm.LAYER,

@@ -28,7 +28,9 @@ from pallas_kernels.paged_attention.tiles import (
     place_in_tiles,
     prompt_tiles,
     queries_of_tiles,
+    round_up,
     row_of_token,
+    values_of_tiles,
 )
 from pallas_kernels.write_kv.mosaic_tpu import refuse as refuse_pages
 
@@ -53,7 +55,7 @@ def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len
     rows, width = block_tables.shape
     tile = max(1, TILE_ROWS // (q.shape[1] // pages.num_kv_heads))
     tiles = -(-q.shape[0] // tile) + min(rows, q.shape[0])
-    used = 4 * (4 * _up(width, LANES) + 3 * _up(max(tiles, rows), LANES))
+    used = 4 * (4 * round_up(width, LANES) + 3 * round_up(max(tiles, rows), LANES))
     if used > SMEM_BYTES:
         return (
             f"a block table {width} wide and {tiles} tiles take {used} bytes of scalar memory, of which it has "
@@ -85,7 +87,7 @@ def paged_attention(
     kv_heads, width = pages.num_kv_heads, block_tables.shape[1]
     group = q_heads // kv_heads
     tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // group)
-    rows = _up(tile * group, 32 // q.dtype.itemsize)
+    rows = round_up(tile * group, 32 // q.dtype.itemsize)
 
     # --- tiles: which row, where its queries begin, where its keys end -------------------------------------------
     counts = query_start_loc[1:] - query_start_loc[:-1]
@@ -119,11 +121,6 @@ def paged_attention(
     # --- the kernel ----------------------------------------------------------------------------------------------
     heads, tiles = problem.heads, tile_row.shape[0]
 
-    def per_query(x: Float[Array, " q_heads"]) -> Float[Array, "kv_heads rows 1"]:
-        """A value a query head, laid out as the rows of `queries`."""
-        x = jnp.tile(x.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tile, 1)).reshape(kv_heads, tile * group)
-        return jnp.pad(x, ((0, 0), (0, rows - tile * group)))[..., None]
-
     def table_spec(later: int) -> pl.BlockSpec:
         """The block table of the tile that is `later` programs away."""
         return pl.BlockSpec(
@@ -132,7 +129,9 @@ def paged_attention(
 
     a_tile = pl.BlockSpec((1, heads, rows, head_dim), lambda h, t, *_: (t, h, 0, 0))
     a_head = pl.BlockSpec((heads, rows, 1), lambda h, *_: (h, 0, 0))
-    own_numbers = [per_query(x) for x in (sinks, alibi_slopes) if x is not None]
+    own_numbers = [
+        values_of_tiles(x, kv_heads, tile, rows)[..., None] for x in (sinks, alibi_slopes) if x is not None
+    ]
     tables = block_tables.astype(jnp.int32)[:, None]  # rows are the outermost axis: a row of them is whole tiles
     state = pltpu.VMEM((heads, rows, 1), jnp.float32)
     result = pl.pallas_call(
@@ -187,18 +186,13 @@ class _Problem:
 
 def _heads(kv_heads: int, rows: int, head_dim: int, pages: KVPages, itemsize: int) -> int:
     """KV heads of a program: as many as fit, and divide them all. One head of 256 float32 numbers takes 3 MiB."""
-    keys, wide = max(KEYS_PER_STEP, pages.block_size), _up(head_dim, LANES)
+    keys, wide = max(KEYS_PER_STEP, pages.block_size), round_up(head_dim, LANES)
     buffers = 2 * 2 * keys * wide * pages.dtype.itemsize
     queries_and_results = 2 * 2 * rows * wide * itemsize
     state = rows * (wide + 4 * LANES) * 4  # output, maximum, sum, and twice a number of the head
     scores = 3 * rows * keys * 4
     fitting = max(1, VMEM_BYTES // (buffers + queries_and_results + state + scores))
     return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= fitting)
-
-
-def _up(n: int, multiple: int) -> int:
-    """n, rounded up."""
-    return -(-n // multiple) * multiple
 
 
 def _kernel(

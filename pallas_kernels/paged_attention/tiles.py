@@ -37,6 +37,14 @@ def queries_of_tiles(
     return jnp.pad(queries, ((0, 0), (0, 0), (0, padded - lines), (0, 0)))
 
 
+def values_of_tiles(
+    x: Float[Array, " q_heads"], kv_heads: int, tile: int, padded: int
+) -> Float[Array, "kv_heads padded"]:
+    """A float32 value a query head, laid out as the lines of `queries_of_tiles`; padding is zero."""
+    lines = jnp.tile(x.astype(jnp.float32).reshape(kv_heads, 1, -1), (1, tile, 1)).reshape(kv_heads, -1)
+    return jnp.pad(lines, ((0, 0), (0, padded - lines.shape[1])))
+
+
 def heads_of_tokens(
     result: Float[Array, "tiles kv_heads padded head_dim"], place: Int[Array, " tokens"], tile: int, group: int
 ) -> Float[Array, "tokens q_heads head_dim"]:
@@ -61,3 +69,8 @@ def place_in_tiles(query_start_loc: Int[Array, " rows_plus_1"], tokens: int, til
     first_tile = (jnp.cumsum(tiles) - tiles)[row]
     place = jnp.arange(tokens) - query_start_loc[row]
     return (first_tile + place // tile) * tile + place % tile
+
+
+def round_up(n: int, multiple: int) -> int:
+    """n, or the next multiple."""
+    return -(-n // multiple) * multiple

@@ -20,7 +20,9 @@ from pallas_kernels.paged_attention.tiles import (
     place_in_tiles,
     prompt_tiles,
     queries_of_tiles,
+    round_up,
     row_of_token,
+    values_of_tiles,
 )
 
 # 128 keys: 0.91 ms against 1.13 (64) and 1.39 (32) for 32 rows of 200 tokens, 4 KV heads of 64, bf16, 2 CPU cores.
@@ -63,14 +65,14 @@ def paged_attention(
     group = q_heads // kv_heads
     # tokens of a tile, and its rows: a group larger than a tile makes tiles of one token
     tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // group)
-    padded = max(TILE_ROWS, _up(group, 8))
+    padded = max(TILE_ROWS, round_up(group, 8))
     # rows of a tile that go through the softmax: not the padding that only the products need
     soft_rows = min(padded, max(tile * group, -(-MIN_SCORES // (MIN_TILES * kv_heads * KEYS_PER_STEP))))
 
     # --- tiles: which row, which of its tokens -----------------------------------------------------------------
     counts = query_start_loc[1:] - query_start_loc[:-1]
     if max_query_len == 1:
-        num_tiles = used_tiles = _up(rows, TILE_GROUP if rows > TILE_GROUP else MIN_TILES)
+        num_tiles = used_tiles = round_up(rows, TILE_GROUP if rows > TILE_GROUP else MIN_TILES)
         # longest rows first, so that those which go through the keys together need about as many
         order = jnp.argsort(-context_lens) if device_loops else jnp.arange(rows)
         place_of_row = jnp.argsort(order)
@@ -79,7 +81,7 @@ def paged_attention(
     else:
         tile_row, tile_first = prompt_tiles(query_start_loc, tokens, tile)
         used_tiles = jnp.sum(tile_row >= 0)
-        num_tiles = _up(tile_row.shape[0], TILE_GROUP)
+        num_tiles = round_up(tile_row.shape[0], TILE_GROUP)
         tile_first = jnp.where(tile_row < 0, tokens, tile_first)  # place `tokens` is no token of any row
         tile_row, tile_first = (
             jnp.pad(a, (0, num_tiles - a.shape[0]), constant_values=b)
@@ -99,11 +101,6 @@ def paged_attention(
     keys_per_step = blocks_per_step * pages.block_size
     steps = -(-block_tables.shape[1] // blocks_per_step)
     tables = jnp.pad(block_tables, ((0, 0), (0, steps * blocks_per_step - block_tables.shape[1])))
-
-    def per_query(x: Float[Array, " q_heads"]) -> Float[Array, "1 kv_heads soft_rows"]:
-        """A value a query head, laid out as the rows of `queries`."""
-        x = jnp.tile(x.reshape(kv_heads, 1, group), (1, tile, 1)).reshape(kv_heads, tile * group)
-        return jnp.pad(x, ((0, 0), (0, soft_rows - tile * group)))[None]
 
     def attend(first: Array | int, size: int) -> Float[Array, "size kv_heads soft_rows v_dim"]:
         """Tiles first .. first + size - 1 over all the keys they need."""
@@ -134,7 +131,8 @@ def paged_attention(
             if logit_softcap is not None:
                 scores = logit_softcap * jnp.tanh(scores / logit_softcap)
             if alibi_slopes is not None:
-                scores -= per_query(alibi_slopes.astype(jnp.float32))[..., None] * distance.astype(jnp.float32)[:, None]
+                slopes = values_of_tiles(alibi_slopes, kv_heads, tile, soft_rows)
+                scores -= slopes[..., None] * distance.astype(jnp.float32)[:, None]
             scores = jnp.where(seen[:, None], scores, MASKED)
             new_top = jnp.maximum(top, scores.max(axis=3))
             weights = jnp.exp(scores - new_top[..., None])
@@ -153,7 +151,7 @@ def paged_attention(
         else:
             out, top, total = lax.fori_loop(0, steps, over_keys, carry)
         if sinks is not None:
-            total += jnp.exp(per_query(sinks.astype(jnp.float32)) - top)
+            total += jnp.exp(values_of_tiles(sinks, kv_heads, tile, soft_rows) - top)
         return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)
 
     if not device_loops or num_tiles <= TILE_GROUP:
@@ -172,11 +170,6 @@ def paged_attention(
     else:
         place = place_in_tiles(query_start_loc, tokens, tile)
     return heads_of_tokens(result, place, tile, group)
-
-
-def _up(n: int, multiple: int) -> int:
-    """n, rounded up."""
-    return -(-n // multiple) * multiple
 
 
 def _product(pattern: str, a: Array, b: Array) -> Array:
