@@ -19,7 +19,7 @@ from jpaged.serving.disconnect import until_disconnect
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.generation import Head, Server
 from jpaged.serving.logprob_shapes import chat_logprobs
-from jpaged.serving.request_schema import ChatMessage, ChatRequest
+from jpaged.serving.request_schema import ChatRequest
 from jpaged.serving.response_schema import (
     AssistantMessage,
     ChatChoice,
@@ -49,7 +49,7 @@ async def _answer(request: Request, server: Server, body: ChatRequest) -> Respon
     top = _top_logprobs(body)
     defaults = server.engine.default_sampling_params
     params = generation.sampling_params(body, defaults, max_tokens=_max_tokens(body, defaults), logprobs=top)
-    messages = [{"role": message.role, "content": _text(message)} for message in body.messages]
+    messages = [{"role": m.role, "content": msgspec.to_builtins(m.content)} for m in body.messages]
     prompt = await run_in_threadpool(chat_prompt, server.engine.get_tokenizer(), messages, server.chat_template)
     if body.stream:
         return await open_stream(request.receive, _events(server, prompt, params, head, with_usage))
@@ -90,13 +90,6 @@ async def _events(
             yield ChatCompletionChunk(**head.fields(), choices=[choice], **blank)
     if with_usage:
         yield ChatCompletionChunk(**head.fields(), choices=[], usage=generation.usage(finals))
-
-
-def _text(message: ChatMessage) -> str:
-    """The message as one text; parts stand on lines of their own."""
-    if isinstance(message.content, str):
-        return message.content
-    return "\n".join(part.text for part in message.content)
 
 
 def _logprobs(output: CompletionOutput, tokens: slice, top: int | None) -> ChatLogprobs | None:
