@@ -20,7 +20,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.models import rope as rotary
-from jpaged.models.spec import Activation, DecoderSpec, Norm, Rope, WeightLayout
+from jpaged.models.spec import (
+    Activation,
+    AttentionOptions,
+    DecoderSpec,
+    Norm,
+    NormPlace,
+    QKNorm,
+    Rope,
+    WeightLayout,
+)
 from pallas_kernels.write_qkv.reference import finish, rms_norm
 
 Params = dict[str, Any]  # the tree of spec.param_shapes
@@ -37,7 +46,7 @@ class Projection:
     Not done yet, because serving does it in one kernel with the write into the pages; `finish` does it in jnp.
     """
 
-    product: Any  # [tokens, kv_heads, group + 2, head_dim]; or (q, k, v) where the matrices are apart, bias added
+    product: Any  # [tokens, kv_heads, group + 2, head_dim]; or (q, k, v), bias added, where it cannot stay whole
     bias: Any     # [kv_heads, group + 2, head_dim] or None
     q_norm: Any   # [head_dim] or None; k_norm likewise
     k_norm: Any
@@ -63,10 +72,9 @@ class Attend(Protocol):
     """Attention of one layer. Must be hashable and the same object from call to call: it is a static argument."""
 
     def __call__(
-        self, projection: Projection, pages: Any, metadata: Any, *, scale: float, window: int | None,
-        softcap: float | None,
+        self, projection: Projection, pages: Any, metadata: Any, options: AttentionOptions, sinks: Array | None
     ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
-        """Finish the projection, store keys and values, attend, and give (output, pages)."""
+        """Finish the projection, store keys and values, attend, and give (output, pages). sinks: [heads] or None."""
         ...
 
 
@@ -94,17 +102,19 @@ def decode(
         x *= jnp.asarray(spec.embed_scale, x.dtype)
     if "project_in" in params:
         x = _product(x, params["project_in"], "project_in" in layout.transposed)
-    if spec.rope is None:
+    if spec.embed_norm:
+        x = _norm(spec, x, params["embed_norm"], params.get("embed_norm_bias"))
+    if spec.learned_positions:
         x += jnp.take(params["pos_embed"], positions + spec.position_offset, axis=0, mode="clip")
-        angles = None
-    else:
-        angles = _rope_angles(spec, spec.rope, positions, rope_lens)
+    ropes = {rope for i in range(spec.num_layers) if (rope := spec.layer_rope(i)) is not None}
+    angles = {rope: _rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
     new_pages = []
     for i, (matrices, page) in enumerate(zip(params["layers"], pages, strict=True)):
         vectors = {name: params[name][i] for name in _LAYER_VECTORS if name in params}
+        rope = spec.layer_rope(i)
         x, page = _layer(
-            matrices, vectors, x, angles if spec.uses_rope(i) else None, page, metadata,
-            spec=spec, window=spec.window(i), layout=layout, attend=attend,
+            matrices, vectors, x, None if rope is None else angles[rope], page, metadata,
+            spec=spec, options=spec.attention(i), layout=layout, attend=attend,
         )  # fmt: skip
         new_pages.append(page)
     return x, tuple(new_pages)
@@ -131,8 +141,8 @@ def head(
 
 
 def dense_causal_attend(
-    projection: Projection, pages: Any, metadata: Int[Array, "batch length"], *, scale: float, window: int | None,
-    softcap: float | None,
+    projection: Projection, pages: Any, metadata: Int[Array, "batch length"], options: AttentionOptions,
+    sinks: Float[Array, " heads"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:  # fmt: skip
     """Attention inside equally long sequences that lie behind each other: for training and for checking.
 
@@ -144,24 +154,32 @@ def dense_causal_attend(
     kv_heads, head_dim = k.shape[1:]
     q = q.reshape(batch, length, kv_heads, -1, head_dim)
     k, v = (a.reshape(batch, length, kv_heads, head_dim) for a in (k, v))
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32) * scale
-    scores = _softcap(scores, softcap)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32) * options.scale
+    scores = _softcap(scores, options.softcap)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    if options.alibi_slopes is not None:
+        slopes = jnp.array(options.alibi_slopes, jnp.float32).reshape(kv_heads, -1, 1, 1)
+        scores -= slopes * distance
     seen = distance >= 0
-    if window is not None:
-        seen &= distance < window
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    if options.window is not None:
+        seen &= distance < options.window
+    scores = jnp.where(seen, scores, -1e30)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return out.astype(q.dtype).reshape(batch * length, -1, head_dim), pages
 
 
 _LAYER_VECTORS = (
     "attn_norm", "attn_norm_bias", "attn_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm", "q_norm", "k_norm",
-    "qkv_bias", "o_bias", "up_bias", "down_bias",
+    "attn_out_norm_bias", "mlp_out_norm_bias", "qkv_bias", "o_bias", "up_bias", "down_bias", "sinks",
 )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "window", "layout", "attend"))
+@functools.partial(jax.jit, static_argnames=("spec", "options", "layout", "attend"))
 def _layer(
     matrices: Params,
     vectors: Params,
@@ -171,31 +189,53 @@ def _layer(
     metadata: Any,
     *,
     spec: DecoderSpec,
-    window: int | None,
+    options: AttentionOptions,
     layout: WeightLayout,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Any]:
     """One layer: attention and feed-forward, each with its norm and its residual sum."""
-    attn_norm = functools.partial(_norm, spec, weight=vectors["attn_norm"], bias=vectors.get("attn_norm_bias"))
-    mlp_norm = functools.partial(_norm, spec, weight=vectors["mlp_norm"], bias=vectors.get("mlp_norm_bias"))
+    place = spec.norm_place
+
+    def norm(name: str, x: Array, *places: NormPlace) -> Array:
+        """The layer's norm of that name, where this model has its norms there."""
+        return _norm(spec, x, vectors[name], vectors.get(f"{name}_bias")) if place in places else x
 
     cos, sin = angles or (None, None)
-    norms = (vectors["q_norm"], vectors["k_norm"]) if spec.qk_norm else (None, None)
-    projection = Projection(
-        *_qkv(spec, layout, matrices, vectors.get("qkv_bias"), x if spec.post_norm else attn_norm(x)),
-        *norms, cos, sin, spec.norm_eps,
-    )  # fmt: skip
-    out, pages = attend(
-        projection, pages, metadata, scale=spec.scale, window=window, softcap=spec.attention_softcap
-    )
+    normed = norm("attn_norm", x, NormPlace.PRE, NormPlace.SANDWICH)
+    projection = _project(spec, layout, matrices, vectors, normed, cos, sin)
+    out, pages = attend(projection, pages, metadata, options, vectors.get("sinks"))
     out = _add(_product(out.reshape(x.shape[0], -1), matrices["o"], "o" in layout.transposed), vectors.get("o_bias"))
-    x += _scaled(spec, _norm(spec, out, vectors["attn_out_norm"], None) if spec.sandwich_norm else out)
-    if spec.post_norm:
-        x = attn_norm(x)
+    attended = x + _scaled(spec, norm("attn_out_norm", out, NormPlace.SANDWICH, NormPlace.OUTPUT))
+    attended = norm("attn_norm", attended, NormPlace.POST)
 
-    h = _feed_forward(spec, layout, matrices, vectors, x if spec.post_norm else mlp_norm(x))
-    x += _scaled(spec, _norm(spec, h, vectors["mlp_out_norm"], None) if spec.sandwich_norm else h)
-    return (mlp_norm(x) if spec.post_norm else x), pages
+    if not spec.shared_norm:
+        source = x if spec.parallel_residual else attended
+        normed = norm("mlp_norm", source, NormPlace.PRE, NormPlace.SANDWICH)
+    h = _feed_forward(spec, layout, matrices, vectors, normed)
+    x = attended + _scaled(spec, norm("mlp_out_norm", h, NormPlace.SANDWICH, NormPlace.OUTPUT))
+    return norm("mlp_norm", x, NormPlace.POST), pages
+
+
+def _project(
+    spec: DecoderSpec, layout: WeightLayout, matrices: Params, vectors: Params, x: Float[Array, "tokens hidden"],
+    cos: Array | None, sin: Array | None,
+) -> Projection:  # fmt: skip
+    """Queries, keys and values of a layer's input."""
+    product, bias = _qkv(spec, layout, matrices, vectors.get("qkv_bias"), x)
+    if spec.qk_norm is None:
+        return Projection(product, bias, None, None, cos, sin, spec.norm_eps)
+    if spec.qk_norm is QKNorm.HEAD:
+        gains = [vectors["q_norm"], vectors["k_norm"]]
+        if spec.norm is Norm.RMS_OFFSET:
+            gains = [1 + gain.astype(jnp.float32) for gain in gains]
+        return Projection(product, bias, *gains, cos, sin, spec.norm_eps)
+    # a norm over all heads of a token: no kernel does that together with the write
+    q, k, v = Projection(product, bias, None, None, None, None, spec.norm_eps).finish()
+    q, k = (
+        _norm(spec, part.reshape(x.shape[0], -1), weight, None).reshape(part.shape)
+        for part, weight in ((q, vectors["q_norm"]), (k, vectors["k_norm"]))
+    )
+    return Projection((q, k, v), None, None, None, cos, sin, spec.norm_eps)
 
 
 def _qkv(
@@ -287,10 +327,12 @@ def _norm(spec: DecoderSpec, x: Array, weight: Array, bias: Array | None) -> Arr
 def _rope_angles(
     spec: DecoderSpec, rope: Rope, positions: Int[Array, " tokens"], rope_lens: Int[Array, " tokens"] | None
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
-    """cos and sin of every token's angles, float32, the attention factor of yarn multiplied in."""
+    """cos and sin of every token's angles, float32, the scaling's attention factor multiplied in."""
+    seq_len = positions + 1 if rope_lens is None else rope_lens
     if rope.scaling == "dynamic":
-        seq_len = positions + 1 if rope_lens is None else rope_lens
         frequencies, factor = rotary.dynamic_inv_freq(rope, spec.rope_dim, seq_len), 1.0
+    elif rope.scaling == "longrope":
+        frequencies, factor = rotary.longrope_inv_freq(rope, spec.rope_dim, seq_len)
     else:
         inv_freq, factor = rotary.inv_freq(rope, spec.rope_dim, spec.max_position)
         frequencies = jnp.asarray(inv_freq)[None, :]

@@ -1,8 +1,9 @@
 """Frequencies of rotary position embeddings, with every scaling that `spec.Rope` names.
 
 Fixed scalings are computed once, on the host, in the float32 steps that Transformers takes, so that positions far out
-turn by the same angle. Dynamic scaling depends on how long the sequence is, so it is computed in the step.
-Papers: rotary embedding, Su et al. 2021 (arXiv:2104.09864); YaRN, Peng et al. 2023 (arXiv:2309.00071).
+turn by the same angle. Dynamic scaling and longrope depend on how long the sequence is: they are chosen in the step.
+Papers: rotary embedding, Su et al. 2021 (arXiv:2104.09864); YaRN, Peng et al. 2023 (arXiv:2309.00071);
+LongRoPE, Ding et al. 2024 (arXiv:2402.13753).
 """
 
 import math
@@ -13,14 +14,14 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models.spec import Rope
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def inv_freq(rope: Rope, head_dim: int, max_position: int) -> tuple[np.ndarray, float]:
     """Inverse frequencies float32[head_dim / 2], and the factor that cos and sin are multiplied by.
 
     A position p turns pair i by p * inv_freq[i] radians. `max_position` stands in for `rope.original_max_position`
-    where that is 0. Raises ValueError for dynamic scaling, which has no fixed frequencies, and for unknown ones.
+    where that is 0. Raises ValueError for scalings that have no fixed frequencies, and for unknown ones.
     """
     original = rope.original_max_position or max_position
     plain = _powers(rope.theta, head_dim)
@@ -45,6 +46,22 @@ def dynamic_inv_freq(rope: Rope, head_dim: int, seq_len: Int[Array, " tokens"]) 
     base = rope.theta * jnp.maximum(stretch, 1.0) ** (head_dim / (head_dim - 2))
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     return 1.0 / base[:, None] ** exponents
+
+
+def longrope_inv_freq(
+    rope: Rope, head_dim: int, seq_len: Int[Array, " tokens"]
+) -> tuple[Float[Array, "tokens half"], float]:
+    """Inverse frequencies of each token under longrope, and the factor that cos and sin are multiplied by.
+
+    seq_len: as in `dynamic_inv_freq`. Beyond `rope.original_max_position` the long factors hold for the whole sequence.
+    """
+    plain = _powers(rope.theta, head_dim)
+    short, long = (np.float32(1) / (np.array(f, np.float32) * plain) for f in (rope.short_factor, rope.long_factor))
+    frequencies = jnp.where(seq_len[:, None] > rope.original_max_position, long, short)
+    if rope.attention_factor is not None:
+        return frequencies, rope.attention_factor
+    grown = 0.0 if rope.factor <= 1 else math.log(rope.factor) / math.log(rope.original_max_position)
+    return frequencies, math.sqrt(1 + grown)
 
 
 def _powers(theta: float, head_dim: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
 from jpaged.models import decoder
+from jpaged.models.spec import AttentionOptions
 from jpaged.prompts import BUILT_IN_PROMPTS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -237,7 +238,7 @@ def test_attention_of_the_training_is_the_decoders():
 
     def attended(attend, q, k, v):
         projection = decoder.Projection((q, k, v), *(None,) * 5, 1e-6)
-        return attend(projection, None, shape, scale=0.25, window=None, softcap=None)[0]
+        return attend(projection, None, shape, AttentionOptions(0.25), None)[0]
 
     def total(attend, q, k, v):
         return (attended(attend, q, k, v) * weight).sum()

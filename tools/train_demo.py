@@ -42,7 +42,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.models import decoder
-from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.models.spec import AttentionOptions, DecoderSpec, Rope, param_shapes
 from jpaged.prompts import BUILT_IN_PROMPTS
 
 STDLIB = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -123,15 +123,13 @@ def blocked_causal_attend(
     projection: decoder.Projection,
     pages: Any,
     metadata: Int[Array, "batch length"],
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    options: AttentionOptions,
+    sinks: Array | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
     """`decoder.dense_causal_attend`, one KV head of one sequence and 256 queries at a time, recomputed going backward.
 
     Scores then stay in the cache: forward and backward of 4 x 2,048 tokens take 209 ms a layer, with whole sequences
-    at a time 502 (two Zen 5 cores, float32). Causal only, without a window or soft cap.
+    at a time 502 (two Zen 5 cores, float32). Causal and scaled; of the other options none.
     """
     batch, length = metadata.shape
     q, k, v = projection.finish()
@@ -149,7 +147,7 @@ def blocked_causal_attend(
         q, k, v = qkv
         queries, keys = q.shape[0], k.shape[0]
         seen = jnp.repeat(jnp.arange(keys - queries, keys), group)[:, None] >= jnp.arange(keys)
-        scores = q.reshape(-1, head_dim) @ k.T * scale
+        scores = q.reshape(-1, head_dim) @ k.T * options.scale
         return (jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1) @ v).reshape(q.shape)
 
     blocks = []

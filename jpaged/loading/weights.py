@@ -69,7 +69,7 @@ def plan_weights(
         blank = np.broadcast_to(np.float32(0), shape)  # a shape to cut views from, without memory
         files = []
         for tensor in leaf.tensors:
-            name = names.find(tensor.name)
+            name = next((found for n in tensor.names if (found := names.find(n)) is not None), None)
             if name is None:
                 missing.append(tensor.name)
             else:

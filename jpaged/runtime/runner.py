@@ -215,9 +215,9 @@ class ModelRunner:
         return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs)
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
-        """Whether KV of such a prompt may be shared: with dynamic rope, keys beyond the first range depend on it."""
+        """Whether KV of such a prompt may be shared: with some ropes, keys beyond the first range depend on it."""
         rope = self.spec.rope
-        if rope is None or rope.scaling != "dynamic":
+        if rope is None or not rope.depends_on_length:
             return True
         return prompt_len <= (rope.original_max_position or self.spec.max_position)
 

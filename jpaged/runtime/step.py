@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models import decoder
-from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.models.spec import AttentionOptions, DecoderSpec, WeightLayout
 from jpaged.runtime import sampler
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, formats, row_values
 from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
@@ -180,8 +180,8 @@ class PagedAttend:
     implementation: str
 
     def __call__(
-        self, projection: decoder.Projection, pages: KVPages, metadata: Batch, *, scale: float, window: int | None,
-        softcap: float | None,
+        self, projection: decoder.Projection, pages: KVPages, metadata: Batch, options: AttentionOptions,
+        sinks: Float[Array, " heads"] | None,
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
         write = matching_write(self.implementation)
         if isinstance(projection.product, tuple):
@@ -193,10 +193,11 @@ class PagedAttend:
                 sin=projection.sin, q_norm=projection.q_norm, k_norm=projection.k_norm, norm_eps=projection.norm_eps,
                 implementation=write,
             )  # fmt: skip
+        slopes = None if options.alibi_slopes is None else jnp.array(options.alibi_slopes, jnp.float32)
         out = paged_attention(
             q, pages, metadata.block_tables, metadata.context_lens, metadata.query_start_loc,
-            scale=scale, max_query_len=self.max_query_len, sliding_window=window, logit_softcap=softcap,
-            implementation=self.implementation,
+            scale=options.scale, max_query_len=self.max_query_len, sliding_window=options.window,
+            logit_softcap=options.softcap, sinks=sinks, alibi_slopes=slopes, implementation=self.implementation,
         )  # fmt: skip
         return out, pages
 

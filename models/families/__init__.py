@@ -5,12 +5,17 @@ from typing import Any
 
 from jpaged.errors import ModelLoadError
 from jpaged.models.families.base import Family
+from jpaged.models.families.bloom import BLOOM
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.falcon import FALCON
 from jpaged.models.families.gemma import GEMMA, GEMMA2
+from jpaged.models.families.gemma3 import GEMMA3
 from jpaged.models.families.gpt2 import GPT2
+from jpaged.models.families.gpt_neox import GPT_NEOX
 from jpaged.models.families.granite import GRANITE
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.mistral import MISTRAL
+from jpaged.models.families.olmo2 import OLMO2
 from jpaged.models.families.opt import OPT
 from jpaged.models.families.phi3 import PHI3
 from jpaged.models.families.qwen2 import QWEN2
@@ -20,7 +25,8 @@ from jpaged.models.families.starcoder2 import STARCODER2
 from jpaged.models.spec import DecoderSpec
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, GRANITE, SMOLLM3, STARCODER2, GPT2, OPT
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, STARCODER2, GPT2, OPT, GPT_NEOX,
+    FALCON, BLOOM,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 

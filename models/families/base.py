@@ -16,6 +16,7 @@ class Part(enum.Enum):
     """Which part of a leaf a tensor fills. Heads of the fused qkv leaf lie [kv_heads, group + 2, head_dim, …]."""
 
     WHOLE = "whole"
+    QKV = "qkv"  # all of the fused leaf, in its own order: queries, key and value of one KV head after another
     Q = "q"
     K = "k"
     V = "v"
@@ -25,7 +26,7 @@ class Part(enum.Enum):
     def view(self, leaf: np.ndarray) -> np.ndarray:
         """The leaf's elements of this part, a view."""
         match self:
-            case Part.WHOLE:
+            case Part.WHOLE | Part.QKV:
                 return leaf
             case Part.Q:
                 return leaf[:, :-2]
@@ -41,7 +42,7 @@ class Part(enum.Enum):
     @property
     def output_axes(self) -> int:
         """So many leading axes of the view are one axis, the output features, in a checkpoint's tensor."""
-        return {Part.Q: 3, Part.K: 2, Part.V: 2}.get(self, 1)
+        return {Part.QKV: 3, Part.Q: 3, Part.K: 2, Part.V: 2}.get(self, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class TensorRule:
     leaf: str                            # name in `spec.param_shapes`
     parts: tuple[Part, ...] = (Part.WHOLE,)  # what its output features are, in this order
     transposed: bool = False             # stored [in, out]
+    aliases: tuple[str, ...] = ()        # names that other files have for the same tensor
 
     def shape(self, leaf: np.ndarray) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor must have. leaf: of one layer, if it is stacked over layers."""
@@ -113,16 +115,25 @@ class Family:
             yield LeafTensors(leaf, None, named)
 
     def _rules_of(self, leaf: str, layer: int | None) -> tuple["NamedRule", ...]:
-        return tuple(NamedRule(rule.name.format(layer=layer), rule, layer) for rule in self.rules if rule.leaf == leaf)
+        return tuple(NamedRule(rule, layer) for rule in self.rules if rule.leaf == leaf)
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedRule:
     """A rule for one tensor."""
 
-    name: str
     rule: TensorRule
     layer: int | None
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.rule.name.format(layer=self.layer)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that the tensor may have, its own first."""
+        return tuple(name.format(layer=self.layer) for name in (self.rule.name, *self.rule.aliases))
 
 
 @dataclasses.dataclass(frozen=True)

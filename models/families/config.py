@@ -29,6 +29,7 @@ _SCALING_KEYS = {
     "linear": {"factor", "original_max_position_embeddings"},
     "dynamic": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
         "mscale", "mscale_all_dim", "truncate",
@@ -124,11 +125,11 @@ class CheckpointConfig:
             )
         return heads, kv_heads
 
-    def rope(self, *, partial: bool = False, theta: float = 10000.0) -> Rope:
+    def rope(self, *, partial: bool = False, theta: float = 10000.0, share: float = 1.0) -> Rope:
         """Rotary embedding, from `rope_parameters` (new) or from `rope_theta` and `rope_scaling` (old).
 
-        theta: where the config has none. partial: whether the family can turn a part of each head only
-        (partial_rotary_factor).
+        partial: whether the family can turn a part of each head only (partial_rotary_factor). theta, share: base and
+        part where the config has none.
         """
         rope = self._rope(theta)
         places = (self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters"), self.values)
@@ -136,11 +137,19 @@ class CheckpointConfig:
         given = [_positive("config.json: partial_rotary_factor", share) for share in shares if share is not None]
         if len(set(given)) > 1 or any(share > 1 for share in given):
             raise ModelLoadError(f"config.json: partial_rotary_factor={given} must be one number of at most 1")
-        if not given or given[0] == 1:
-            return rope
-        if not partial:
-            raise ModelLoadError(f"config.json: partial_rotary_factor={given[0]!r} is not supported (only 1)")
-        return dataclasses.replace(rope, partial=given[0])
+        turned = given[0] if given else share
+        if turned != 1 and not partial:
+            raise ModelLoadError(f"config.json: partial_rotary_factor={turned!r} is not supported (only 1)")
+        return dataclasses.replace(rope, partial=turned)
+
+    def of_layers(self, kind: str) -> "CheckpointConfig":
+        """The config with the rope of one kind of layers, where rope_parameters has one a kind."""
+        ropes = self.get("rope_parameters", default={})
+        if not isinstance(ropes, Mapping) or not any(isinstance(value, Mapping) for value in ropes.values()):
+            return self
+        if not isinstance(ropes.get(kind), Mapping):
+            raise ModelLoadError(f"config.json: rope_parameters has nothing for {kind}")
+        return CheckpointConfig({**self.values, "rope_parameters": ropes[kind]})
 
     def _rope(self, default_theta: float) -> Rope:
         old, new = self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters")
@@ -197,6 +206,15 @@ class CheckpointConfig:
                 raise ModelLoadError(f"config.json: {name}={value!r} must be a number of turns from 1e-6 to 1e6")
             return value
 
+        if kind == "longrope":
+            if original < 2:
+                raise ModelLoadError(f"config.json: original_max_position_embeddings={original} must be at least 2")
+            return Rope(
+                theta=theta, scaling=kind, factor=number("factor", max_position / original),
+                original_max_position=original, attention_factor=optional("attention_factor"),
+                short_factor=_factors("short_factor", values.get("short_factor")),
+                long_factor=_factors("long_factor", values.get("long_factor")),
+            )  # fmt: skip
         if theta <= 1:
             raise ModelLoadError(f"config.json: rope_theta={theta!r} must be above 1 for yarn rope scaling")
         return Rope(
@@ -267,6 +285,12 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ModelLoadError(f"{name}={value!r} must be a finite number")
     return float(value)
+
+
+def _factors(name: str, values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list) or not values:
+        raise ModelLoadError(f"config.json: {name}={values!r} must be a list of numbers")
+    return tuple(_positive(f"config.json: {name}", value) for value in values)
 
 
 def _positive(name: str, value: Any) -> float:

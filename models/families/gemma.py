@@ -7,7 +7,7 @@ import math
 from jpaged.models.families import llama
 from jpaged.models.families.base import Family, TensorRule
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, Norm
+from jpaged.models.spec import DecoderSpec, Norm, NormPlace
 
 _LAYER = "model.layers.{layer}."
 _NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -21,11 +21,12 @@ GEMMA2_RULES = (
 )
 
 
-def spec(config: CheckpointConfig) -> DecoderSpec:
-    """What both have in common."""
+def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
+    """What all Gemmas have in common. theta: of the rope, where the config has none."""
     config.refuse("use_bidirectional_attention", False)
     config.refuse("mlp_bias", False)
-    base = llama.spec(config.with_defaults(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192))
+    config = config.with_defaults(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
+    base = llama.spec(config, theta=theta)
     return dataclasses.replace(base, norm=Norm.RMS_OFFSET, embed_scale=math.sqrt(base.hidden_size))
 
 
@@ -49,7 +50,7 @@ def _gemma2(config: CheckpointConfig) -> DecoderSpec:
     sliding = [window is not None and layer % 2 == 0 for layer in range(base.num_layers)]
     return dataclasses.replace(
         base,
-        sandwich_norm=True,
+        norm_place=NormPlace.SANDWICH,
         attention_scale=config.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
         attention_softcap=config.optional_positive("attn_logit_softcapping"),
         final_softcap=config.optional_positive("final_logit_softcapping"),

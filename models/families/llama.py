@@ -5,7 +5,7 @@ import re
 from jpaged.errors import ModelLoadError
 from jpaged.models.families.base import Family, Part, TensorRule
 from jpaged.models.families.config import CheckpointConfig, head_share
-from jpaged.models.spec import DecoderSpec, Norm
+from jpaged.models.spec import DecoderSpec, Norm, Rope
 
 _LAYER = "model.layers.{layer}."
 
@@ -46,14 +46,8 @@ def spec(config: CheckpointConfig, *, partial_rope: bool = False, theta: float =
     hidden = config.integer("hidden_size")
     heads, kv_heads = config.heads()
     head_dim = config.integer("head_dim") if config.get("head_dim") else head_share(hidden, heads)
-    if head_dim % 2:
-        raise ModelLoadError(f"config.json: head_dim={head_dim} must be even: rotary embedding turns pairs")
     rope = config.rope(partial=partial_rope, theta=theta)
-    turned = int(head_dim * rope.partial)
-    if turned % 2 or not turned:
-        raise ModelLoadError(f"config.json: partial_rotary_factor={rope.partial} of head_dim={head_dim} must be even")
-    if rope.scaling == "dynamic" and turned == 2:
-        raise ModelLoadError("config.json: head_dim=2 must be at least 4 for dynamic rope scaling")
+    check_rope(rope, head_dim)
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden,
@@ -73,6 +67,20 @@ def spec(config: CheckpointConfig, *, partial_rope: bool = False, theta: float =
         rope=rope,
         tie_embeddings=config.flag("tie_word_embeddings"),
     )
+
+
+def check_rope(rope: Rope, head_dim: int) -> None:
+    """Refuse a rotary embedding that does not fit the heads."""
+    turned = int(head_dim * rope.partial)
+    if turned % 2 or not turned:
+        part = "" if rope.partial == 1 else f"partial_rotary_factor={rope.partial} of "
+        raise ModelLoadError(f"config.json: {part}head_dim={head_dim} must be even: rotary embedding turns pairs")
+    if rope.scaling == "dynamic" and turned == 2:
+        raise ModelLoadError("config.json: head_dim=2 must be at least 4 for dynamic rope scaling")
+    for name in ("short_factor", "long_factor"):
+        count = len(getattr(rope, name))
+        if rope.scaling == "longrope" and count != turned // 2:
+            raise ModelLoadError(f"config.json: {name} has {count} numbers, {turned // 2} are needed")
 
 
 def _llama(config: CheckpointConfig) -> DecoderSpec:

@@ -1,9 +1,7 @@
-"""Phi-3 and Phi-4: Llama with fused projections, where asked for a window on every layer and partial rotary embedding.
-
-Without longrope yet, which Phi-3's and Phi-4-mini's long versions use: refused by its name.
-"""
+"""Phi-3, 3.5 and 4: Llama with fused projections, where asked for a window, partial rotary embedding and longrope."""
 
 import dataclasses
+from typing import Any
 
 from jpaged.errors import ModelLoadError
 from jpaged.models.families import llama
@@ -23,12 +21,23 @@ RULES = (
 def _phi3(config: CheckpointConfig) -> DecoderSpec:
     config.refuse("attention_bias", False)
     config.refuse("mlp_bias", False)
-    config = config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096)
-    base = llama.spec(config, partial_rope=True)
-    if base.rope is None or base.rope.scaling != "default":  # Transformers takes "yarn" here for longrope
-        raise ModelLoadError("config.json: rope_scaling is not supported by jpaged for Phi-3: use a checkpoint without")
+    config = config.with_defaults(
+        rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096
+    )
+    scaling = {name: _longrope(config.get(name)) for name in ("rope_scaling", "rope_parameters")}
+    base = llama.spec(CheckpointConfig({**config.values, **scaling}), partial_rope=True)
+    if base.rope is None or base.rope.scaling not in ("default", "longrope"):
+        raise ModelLoadError("config.json: rope_scaling of a Phi-3 can be longrope only: use a checkpoint as published")
     window = config.window()
     return dataclasses.replace(base, sliding_window=() if window is None else (window,) * base.num_layers)
+
+
+def _longrope(scaling: Any) -> Any:
+    """A rope dictionary with today's name for what old files call "su" or "yarn"."""
+    if not isinstance(scaling, dict):
+        return scaling
+    renamed = {key: "longrope" for key in ("type", "rope_type") if scaling.get(key) in ("su", "yarn")}
+    return {**scaling, **renamed}
 
 
 PHI3 = Family("phi3", ("Phi3ForCausalLM", "Phi3Model"), _phi3, RULES, llama.PREFIX, llama.IGNORED)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden.tensor_shapes import tensor_shapes
+
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 131)
 NUM_TOKENS = 40  # greedy tokens of each answer
 GOLDEN = Path(__file__).parent
@@ -66,87 +68,10 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors, as Transformers saves them."""
-    family = {"gpt2": _gpt2_shapes, "opt": _opt_shapes}.get(config["model_type"], _llama_shapes)
-    return family(config)
-
-
-def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inter, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
-    dim = c.get("head_dim") or hidden // heads
-    q, kv = heads * dim, c["num_key_value_heads"] * dim
-    kind = c["model_type"]
-    shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
-    for i in range(c["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        linears = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
-        if kind == "phi3":
-            linears = {"qkv_proj": (q + 2 * kv, hidden), "o_proj": (hidden, q)}
-        for name, shape in linears.items():
-            shapes[f"{at}self_attn.{name}.weight"] = shape
-            if c.get("attention_bias") or c.get("use_bias") or (kind == "qwen2" and name != "o_proj"):
-                shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
-        if kind == "qwen3":
-            shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
-        linears = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
-        if kind == "phi3":
-            linears = {"gate_up_proj": (2 * inter, hidden), "down_proj": (hidden, inter)}
-        if kind == "starcoder2":
-            linears = {"c_fc": (inter, hidden), "c_proj": (hidden, inter)}
-        for name, shape in linears.items():
-            shapes[f"{at}mlp.{name}.weight"] = shape
-            if c.get("mlp_bias") or c.get("use_bias"):
-                shapes[f"{at}mlp.{name}.bias"] = shape[:1]
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if kind == "gemma2":
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        parts = ("weight", "bias") if kind == "starcoder2" else ("weight",)
-        shapes |= {f"{at}{name}.{part}": (hidden,) for name in norms for part in parts}
-    shapes |= {f"model.norm.{part}": (hidden,) for part in parts}
-    if not c.get("tie_word_embeddings"):
-        shapes["lm_head.weight"] = (c["vocab_size"], hidden)
-    return shapes
-
-
-def _gpt2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden = c["n_embd"]
-    inter = c.get("n_inner") or 4 * hidden
-    shapes = {"transformer.wte.weight": (c["vocab_size"], hidden), "transformer.wpe.weight": (c["n_positions"], hidden)}
-    for i in range(c["n_layer"]):
-        at = f"transformer.h.{i}."
-        for name, (rows, columns) in {
-            "attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden),
-            "mlp.c_fc": (hidden, inter), "mlp.c_proj": (inter, hidden),
-        }.items():  # fmt: skip
-            shapes |= {f"{at}{name}.weight": (rows, columns), f"{at}{name}.bias": (columns,)}
-        for name in ("ln_1", "ln_2"):
-            shapes |= {f"{at}{name}.weight": (hidden,), f"{at}{name}.bias": (hidden,)}
-    return shapes | {"transformer.ln_f.weight": (hidden,), "transformer.ln_f.bias": (hidden,)}
-
-
-def _opt_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inter, embed = c["hidden_size"], c["ffn_dim"], c["word_embed_proj_dim"]
-    bias, affine = c.get("enable_bias", True), c.get("layer_norm_elementwise_affine", True)
-    at = "model.decoder."
-    shapes = {f"{at}embed_tokens.weight": (c["vocab_size"], embed)}
-    shapes[f"{at}embed_positions.weight"] = (c["max_position_embeddings"] + 2, hidden)
-    if embed != hidden:
-        shapes |= {f"{at}project_in.weight": (hidden, embed), f"{at}project_out.weight": (embed, hidden)}
-    norms = [f"{at}final_layer_norm"] if c["do_layer_norm_before"] else []
-    for i in range(c["num_hidden_layers"]):
-        layer = f"{at}layers.{i}."
-        linears = {f"self_attn.{n}_proj": (hidden, hidden) for n in ("q", "k", "v", "out")}
-        for name, shape in (linears | {"fc1": (inter, hidden), "fc2": (hidden, inter)}).items():
-            shapes[f"{layer}{name}.weight"] = shape
-            if bias:
-                shapes[f"{layer}{name}.bias"] = shape[:1]
-        norms += [f"{layer}self_attn_layer_norm", f"{layer}final_layer_norm"]
-    if affine:
-        shapes |= {f"{norm}.{part}": (hidden,) for norm in norms for part in ("weight", "bias")}
-    if not c["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (c["vocab_size"], embed)
-    return shapes
+_LAST_NORMS = (
+    "model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight",
+    "gpt_neox.final_layer_norm.weight",
+)  # fmt: skip
 
 
 def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -160,13 +85,15 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     bits = _bits(zlib.crc32(name.encode()) + (seed << 32), count) >> np.uint64(40)
     uniform = (bits.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)).reshape(shape)
     is_norm = "norm" in name or ".ln_" in name
+    if name == "transformer.word_embeddings_layernorm.weight":  # negative, or a tied model repeats its last token
+        return np.float32(-0.75) + np.float32(0.25) * uniform
     if is_norm and name.endswith("weight"):
-        is_last = name in ("model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight")
+        is_last = name in _LAST_NORMS
         centre = 1.0 if is_last else 2.0
         return np.float32(centre) + np.float32(0.5) * uniform
     if len(shape) == 1:
         return np.float32(0.5) * uniform
-    if any(part in name for part in ("embed_tokens", "lm_head", "wte")):
+    if any(part in name for part in ("embed_tokens", "lm_head", "wte", "embed_in", "word_embeddings")):
         deviation = 2 / math.sqrt(shape[1])
     elif any(part in name for part in ("embed_positions", "wpe")):
         deviation = 0.25
@@ -216,6 +143,36 @@ def _opt(name: str, **changes: Any) -> Variant:
     return Variant(name, config | changes)
 
 
+def _gpt_neox(name: str, **changes: Any) -> Variant:
+    config = {
+        "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "vocab_size": 320, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256,
+        "rotary_pct": 0.25, "rotary_emb_base": 10000, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+        "use_parallel_residual": True, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    return Variant(name, config | changes)
+
+
+def _falcon(name: str, **changes: Any) -> Variant:
+    config = {
+        "architectures": ["FalconForCausalLM"], "model_type": "falcon", "vocab_size": 320, "hidden_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256, "layer_norm_epsilon": 1e-5,
+        "alibi": False, "bias": False, "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True,
+        "bos_token_id": 11, "eos_token_id": 11, "torch_dtype": "float32",
+    }  # fmt: skip
+    return Variant(name, config | changes)
+
+
+def _bloom(name: str, **changes: Any) -> Variant:
+    config = {
+        "architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 320, "hidden_size": 64,
+        "n_layer": 2, "n_head": 4, "seq_length": 256, "layer_norm_epsilon": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
+        "apply_residual_connection_post_layernorm": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    return Variant(name, config | changes)
+
+
 # Old and new spellings of config.json take turns. The dynamic model is trained for 64 positions: of the prompts, 33
 # outgrows them while it is answered and 131 has done so before. Windows of 20 are no multiple of a block.
 VARIANTS = (
@@ -261,11 +218,29 @@ VARIANTS = (
     _kin("gemma2-uncapped", "Gemma2ForCausalLM", "gemma2", head_dim=16, hidden_activation="gelu_pytorch_tanh",
          query_pre_attn_scalar=16, sliding_window=20, attn_logit_softcapping=None, final_logit_softcapping=None,
          layer_types=["full_attention", "sliding_attention"]),
+    _kin("gemma3", "Gemma3ForCausalLM", "gemma3_text", head_dim=16, num_hidden_layers=3, query_pre_attn_scalar=4,
+         sliding_window=20, sliding_window_pattern=3, rope_theta=100000.0, rope_local_base_freq=100.0,
+         rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    _kin("gemma3-capped", "Gemma3ForCausalLM", "gemma3_text", head_dim=24, query_pre_attn_scalar=16, sliding_window=20,
+         hidden_activation="gelu", final_logit_softcapping=6.0,
+         layer_types=["full_attention", "sliding_attention"],
+         rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+                          "sliding_attention": {"rope_type": "default", "rope_theta": 200.0}}),
     _kin("granite", "GraniteForCausalLM", "granite", embedding_multiplier=3.0, attention_multiplier=0.3,
          residual_multiplier=0.7, logits_scaling=2.5, tie_word_embeddings=True),
     _kin("phi3", "Phi3ForCausalLM", "phi3", num_key_value_heads=4, pad_token_id=0),
     _kin("phi3-partial-window", "Phi3ForCausalLM", "phi3", sliding_window=20, partial_rotary_factor=0.75,
          pad_token_id=0),
+    _kin("phi3-longrope", "Phi3ForCausalLM", "phi3", pad_token_id=0, max_position_embeddings=512,
+         original_max_position_embeddings=64,
+         rope_scaling={"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.5],
+                       "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0, 14.0, 20.0]}),
+    _kin("phi3-longrope-partial", "Phi3ForCausalLM", "phi3", pad_token_id=0, max_position_embeddings=512,
+         original_max_position_embeddings=64, tie_word_embeddings=True,
+         **_rope("longrope", short_factor=[1.0, 1.2, 1.5, 2.0, 2.5, 3.0], long_factor=[1.0, 2.0, 4.0, 8.0, 12.0, 20.0],
+                 attention_factor=1.3, original_max_position_embeddings=64, partial_rotary_factor=0.75)),
+    _kin("olmo2", "Olmo2ForCausalLM", "olmo2", rope_theta=500000.0),
+    _kin("olmo2-bias-mha", "Olmo2ForCausalLM", "olmo2", num_key_value_heads=4, attention_bias=True, **_rope("default")),
     _kin("smollm3", "SmolLM3ForCausalLM", "smollm3", num_hidden_layers=4, no_rope_layer_interval=2, pad_token_id=0),
     _kin("smollm3-window", "SmolLM3ForCausalLM", "smollm3", num_hidden_layers=3, no_rope_layers=[0, 1, 1],
          use_sliding_window=True, sliding_window=20, pad_token_id=0, **_rope("default")),
@@ -278,6 +253,16 @@ VARIANTS = (
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
         "bos_token_id": 0, "eos_token_id": 0, "torch_dtype": "float32",
     }),
+    _gpt_neox("gpt-neox"),
+    _gpt_neox("gpt-neox-sequential", use_parallel_residual=False, attention_bias=False, rotary_pct=1.0,
+              hidden_act="gelu_new", rotary_emb_base=500),
+    _falcon("falcon-7b"),
+    _falcon("falcon-new", new_decoder_architecture=True, num_kv_heads=2, bias=True, tie_word_embeddings=False),
+    _falcon("falcon-11b", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, activation="relu",
+            rope_theta=500.0, ffn_hidden_size=96),
+    _falcon("falcon-rw", alibi=True, multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False),
+    _bloom("bloom"),
+    _bloom("bloom-6-heads", n_head=6, hidden_size=96, tie_word_embeddings=False),
     _opt("opt-125m"),
     _opt("opt-350m", do_layer_norm_before=False, word_embed_proj_dim=32),
     _opt("opt-no-bias", enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False),

@@ -18,7 +18,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.loading import LoadedModel, load_model
 from jpaged.models.decoder import decode, dense_causal_attend, head
-from jpaged.models.spec import Activation, Norm, Rope
+from jpaged.models.spec import Activation, Norm, NormPlace, Rope
 from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS, VARIANTS, Variant, write_checkpoint
 
 TOLERANCE = 1e-4  # on natural logarithms
@@ -44,10 +44,18 @@ def answer_log_probabilities(model: LoadedModel, answers: list[dict]) -> list[np
     for row, answer in zip(ids, answers, strict=True):
         sequence = answer["prompt"] + answer["tokens"]
         row[: len(sequence)] = sequence
-    rope_lens = np.maximum(starts[:, None], positions + 1)
-    logprobs = np.asarray(
-        _log_probabilities(model.params, ids, positions, rope_lens, spec=model.spec, layout=model.layout)
-    )
+
+    def run(rope_lens):
+        return np.asarray(
+            _log_probabilities(model.params, ids, positions, rope_lens, spec=model.spec, layout=model.layout)
+        )
+
+    rope = model.spec.rope
+    if rope is not None and rope.scaling == "longrope":  # a sequence that outgrows the trained length is computed anew
+        grown = positions[..., None] >= rope.original_max_position
+        logprobs = np.where(grown, run(np.full_like(ids, _LENGTH)), run(np.ones_like(ids)))
+    else:
+        logprobs = run(np.maximum(starts[:, None], positions + 1))
     return [row[start - 1 : start - 1 + NUM_TOKENS] for row, start in zip(logprobs, starts, strict=True)]
 
 
@@ -74,10 +82,10 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         "llama-yarn": [{"rope": Rope()}],
         "mistral-window": [{"sliding_window": ()}],
         "qwen2-window": [{"sliding_window": (20, 20, 20)}],
-        "qwen3": [{"qk_norm": False}],
+        "qwen3": [{"qk_norm": None}],
         "gemma": [{"embed_scale": 1.0}, {"norm": Norm.RMS}, {"activation": Activation.GELU}],
         "gemma2": [
-            {"attention_softcap": None}, {"final_softcap": None}, {"sandwich_norm": False}, {"sliding_window": ()},
+            {"attention_softcap": None}, {"final_softcap": None}, {"norm_place": NormPlace.PRE}, {"sliding_window": ()},
             {"attention_scale": None},
         ],
         "granite": [{"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
@@ -85,7 +93,19 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         "smollm3": [{"rope_layers": ()}],
         "smollm3-window": [{"rope_layers": ()}, {"sliding_window": ()}],
         "starcoder2": [{"sliding_window": ()}],
-        "opt-350m": [{"post_norm": False}],
+        "gemma3": [
+            {"qk_norm": None}, {"window_rope": None}, {"rope": Rope(theta=100000.0)}, {"norm": Norm.RMS},
+            {"sliding_window": ()}, {"attention_scale": None}, {"norm_place": NormPlace.PRE},
+        ],
+        "gemma3-capped": [{"final_softcap": None}, {"activation": Activation.GELU_TANH}],
+        "olmo2": [{"qk_norm": None}],
+        "gpt-neox": [{"parallel_residual": False}, {"rope": Rope()}],
+        "gpt-neox-sequential": [{"parallel_residual": True}, {"rope": Rope()}],
+        "falcon-7b": [{"rope": Rope(theta=500.0)}],
+        "falcon-new": [{"shared_norm": True}, {"parallel_residual": False}],
+        "falcon-rw": [{"alibi": 1.0}, {"alibi": 1e-9}, {"parallel_residual": True}],
+        "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
+        "opt-350m": [{"norm_place": NormPlace.PRE}],
         "gpt2": [{"attention_scale": 1.0}],
     }  # fmt: skip
     for variant in VARIANTS:

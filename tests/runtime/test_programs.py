@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
-from jpaged.models.spec import DecoderSpec
+from jpaged.models.spec import DecoderSpec, QKNorm
 from jpaged.runtime.programs import (
     MAX_PROGRAMS,
     MAX_STEP_PROGRAMS,
@@ -81,7 +81,7 @@ def test_tiny_models_get_larger_buckets_on_cpu():
     assert smallest_bucket(spec, "gpu") == 8
     assert smallest_bucket(dataclasses.replace(spec, hidden_size=320), "cpu") == 16
     assert smallest_bucket(dataclasses.replace(spec, hidden_size=512), "cpu") == 8
-    assert smallest_bucket(dataclasses.replace(spec, hidden_size=512, qk_norm=True), "cpu") == 128
+    assert smallest_bucket(dataclasses.replace(spec, hidden_size=512, qk_norm=QKNorm.HEAD), "cpu") == 128
     assert {p.shape.rows for p in table(3, 64, smallest=64).programs} == {64}
 
 

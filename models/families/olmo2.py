@@ -1,0 +1,27 @@
+"""OLMo 2: Llama with its norms behind the blocks, and queries and keys normalised over all heads together."""
+
+import dataclasses
+
+from jpaged.models.families import llama
+from jpaged.models.families.base import Family, TensorRule
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import DecoderSpec, NormPlace, QKNorm
+
+_LAYER = "model.layers.{layer}."
+
+RULES = (
+    *(rule for rule in llama.RULES if rule.leaf not in ("attn_norm", "mlp_norm")),
+    TensorRule(_LAYER + "post_attention_layernorm.weight", "attn_out_norm"),
+    TensorRule(_LAYER + "post_feedforward_layernorm.weight", "mlp_out_norm"),
+)
+
+
+def _olmo2(config: CheckpointConfig) -> DecoderSpec:
+    config.refuse("mlp_bias", False)
+    config.refuse("clip_qkv")
+    config.refuse_layers_but("full_attention")
+    base = llama.spec(config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=2048))
+    return dataclasses.replace(base, norm_place=NormPlace.OUTPUT, qk_norm=QKNorm.PROJECTION)
+
+
+OLMO2 = Family("olmo2", ("Olmo2ForCausalLM", "Olmo2Model"), _olmo2, RULES, llama.PREFIX, llama.IGNORED)

@@ -1,0 +1,154 @@
+"""Names and shapes of the tensors in a checkpoint, as Transformers saves them."""
+
+from typing import Any
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors, as Transformers saves them."""
+    families = {
+        "gpt2": _gpt2_shapes, "opt": _opt_shapes, "gpt_neox": _gpt_neox_shapes, "falcon": _falcon_shapes,
+        "bloom": _bloom_shapes,
+    }  # fmt: skip
+    return families.get(config["model_type"], _llama_shapes)(config)
+
+
+def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inter, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    dim = c.get("head_dim") or hidden // heads
+    q, kv = heads * dim, c["num_key_value_heads"] * dim
+    kind = c["model_type"]
+    shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        linears = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        if kind == "phi3":
+            linears = {"qkv_proj": (q + 2 * kv, hidden), "o_proj": (hidden, q)}
+        for name, shape in linears.items():
+            shapes[f"{at}self_attn.{name}.weight"] = shape
+            if c.get("attention_bias") or c.get("use_bias") or (kind == "qwen2" and name != "o_proj"):
+                shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
+        if kind in ("qwen3", "gemma3_text"):
+            shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
+        if kind == "olmo2":
+            shapes |= {f"{at}self_attn.q_norm.weight": (q,), f"{at}self_attn.k_norm.weight": (kv,)}
+        linears = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
+        if kind == "phi3":
+            linears = {"gate_up_proj": (2 * inter, hidden), "down_proj": (hidden, inter)}
+        if kind == "starcoder2":
+            linears = {"c_fc": (inter, hidden), "c_proj": (hidden, inter)}
+        for name, shape in linears.items():
+            shapes[f"{at}mlp.{name}.weight"] = shape
+            if c.get("mlp_bias") or c.get("use_bias"):
+                shapes[f"{at}mlp.{name}.bias"] = shape[:1]
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if kind == "olmo2":
+            norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
+        if kind in ("gemma2", "gemma3_text"):
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        parts = ("weight", "bias") if kind == "starcoder2" else ("weight",)
+        shapes |= {f"{at}{name}.{part}": (hidden,) for name in norms for part in parts}
+    shapes |= {f"model.norm.{part}": (hidden,) for part in parts}
+    if not c.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (c["vocab_size"], hidden)
+    return shapes
+
+
+def _gpt2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden = c["n_embd"]
+    inter = c.get("n_inner") or 4 * hidden
+    shapes = {"transformer.wte.weight": (c["vocab_size"], hidden), "transformer.wpe.weight": (c["n_positions"], hidden)}
+    for i in range(c["n_layer"]):
+        at = f"transformer.h.{i}."
+        for name, (rows, columns) in {
+            "attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden),
+            "mlp.c_fc": (hidden, inter), "mlp.c_proj": (inter, hidden),
+        }.items():  # fmt: skip
+            shapes |= {f"{at}{name}.weight": (rows, columns), f"{at}{name}.bias": (columns,)}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"{at}{name}.weight": (hidden,), f"{at}{name}.bias": (hidden,)}
+    return shapes | {"transformer.ln_f.weight": (hidden,), "transformer.ln_f.bias": (hidden,)}
+
+
+def _opt_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inter, embed = c["hidden_size"], c["ffn_dim"], c["word_embed_proj_dim"]
+    bias, affine = c.get("enable_bias", True), c.get("layer_norm_elementwise_affine", True)
+    at = "model.decoder."
+    shapes = {f"{at}embed_tokens.weight": (c["vocab_size"], embed)}
+    shapes[f"{at}embed_positions.weight"] = (c["max_position_embeddings"] + 2, hidden)
+    if embed != hidden:
+        shapes |= {f"{at}project_in.weight": (hidden, embed), f"{at}project_out.weight": (embed, hidden)}
+    norms = [f"{at}final_layer_norm"] if c["do_layer_norm_before"] else []
+    for i in range(c["num_hidden_layers"]):
+        layer = f"{at}layers.{i}."
+        linears = {f"self_attn.{n}_proj": (hidden, hidden) for n in ("q", "k", "v", "out")}
+        for name, shape in (linears | {"fc1": (inter, hidden), "fc2": (hidden, inter)}).items():
+            shapes[f"{layer}{name}.weight"] = shape
+            if bias:
+                shapes[f"{layer}{name}.bias"] = shape[:1]
+        norms += [f"{layer}self_attn_layer_norm", f"{layer}final_layer_norm"]
+    if affine:
+        shapes |= {f"{norm}.{part}": (hidden,) for norm in norms for part in ("weight", "bias")}
+    if not c["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (c["vocab_size"], embed)
+    return shapes
+
+
+def _gpt_neox_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inter = c["hidden_size"], c["intermediate_size"]
+    shapes = {"gpt_neox.embed_in.weight": (c["vocab_size"], hidden)}
+    for i in range(c["num_hidden_layers"]):
+        at = f"gpt_neox.layers.{i}."
+        bias = c.get("attention_bias", True)
+        shapes |= _linear(f"{at}attention.query_key_value", 3 * hidden, hidden, bias=bias)
+        shapes |= _linear(f"{at}attention.dense", hidden, hidden, bias=bias)
+        shapes |= _plain_feed_forward(at, hidden, inter, bias=True)
+        shapes |= _layer_norms(hidden, f"{at}input_layernorm", f"{at}post_attention_layernorm")
+    shapes |= _layer_norms(hidden, "gpt_neox.final_layer_norm")
+    return shapes | {"lm_head.weight": (c["vocab_size"], hidden)}
+
+
+def _falcon_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, new, bias = c["hidden_size"], c["num_attention_heads"], c["new_decoder_architecture"], c["bias"]
+    inter = c.get("ffn_hidden_size") or 4 * hidden
+    kv_heads = c["num_kv_heads"] if new else 1 if c["multi_query"] else heads
+    norms = ["input_layernorm"]
+    if not c["parallel_attn"]:
+        norms += ["post_attention_layernorm"]
+    elif new and c.get("num_ln_in_parallel_attn", 2) == 2:
+        norms = ["ln_attn", "ln_mlp"]
+    shapes = {"transformer.word_embeddings.weight": (c["vocab_size"], hidden)}
+    for i in range(c["num_hidden_layers"]):
+        at = f"transformer.h.{i}."
+        fused = (heads + 2 * kv_heads) * (hidden // heads)
+        shapes |= _linear(f"{at}self_attention.query_key_value", fused, hidden, bias=bias)
+        shapes |= _linear(f"{at}self_attention.dense", hidden, hidden, bias=bias)
+        shapes |= _plain_feed_forward(at, hidden, inter, bias=bias)
+        shapes |= _layer_norms(hidden, *(at + norm for norm in norms))
+    shapes |= _layer_norms(hidden, "transformer.ln_f")
+    return shapes if c.get("tie_word_embeddings", True) else shapes | {"lm_head.weight": (c["vocab_size"], hidden)}
+
+
+def _bloom_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden = c["hidden_size"]
+    shapes = {"transformer.word_embeddings.weight": (c["vocab_size"], hidden)}
+    shapes |= _layer_norms(hidden, "transformer.word_embeddings_layernorm", "transformer.ln_f")
+    for i in range(c["n_layer"]):
+        at = f"transformer.h.{i}."
+        shapes |= _linear(f"{at}self_attention.query_key_value", 3 * hidden, hidden, bias=True)
+        shapes |= _linear(f"{at}self_attention.dense", hidden, hidden, bias=True)
+        shapes |= _plain_feed_forward(at, hidden, 4 * hidden, bias=True)
+        shapes |= _layer_norms(hidden, f"{at}input_layernorm", f"{at}post_attention_layernorm")
+    return shapes if c.get("tie_word_embeddings", True) else shapes | {"lm_head.weight": (c["vocab_size"], hidden)}
+
+
+def _linear(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def _plain_feed_forward(at: str, hidden: int, inter: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
+    up = _linear(f"{at}mlp.dense_h_to_4h", inter, hidden, bias=bias)
+    return up | _linear(f"{at}mlp.dense_4h_to_h", hidden, inter, bias=bias)
+
+
+def _layer_norms(hidden: int, *names: str) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.{part}": (hidden,) for name in names for part in ("weight", "bias")}
