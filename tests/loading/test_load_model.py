@@ -83,7 +83,8 @@ def test_shards_are_as_good_as_one_file(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix"), [("gpt2", "transformer."), ("opt-125m", "model."), ("llama-tied", "model."), ("bloom", "transformer.")]
+    ("name", "prefix"),
+    [("gpt2", "transformer."), ("opt-125m", "model."), ("llama-tied", "model."), ("bloom", "transformer.")],
 )
 def test_files_of_the_bare_base_model(name: str, prefix: str, tmp_path: Path) -> None:
     write_checkpoint(BY_NAME[name], 0, tmp_path)
