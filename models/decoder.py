@@ -16,23 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.models import rope as rotary
-from jpaged.models.spec import (
-    Activation,
-    AttentionOptions,
-    DecoderSpec,
-    Norm,
-    NormPlace,
-    QKNorm,
-    Rope,
-    WeightLayout,
-)
-from pallas_kernels.write_qkv.reference import finish, rms_norm
-
-Params = dict[str, Any]  # the tree of spec.param_shapes
+from jpaged.models.experts import sparse_feed_forward
+from jpaged.models.latent import latent_queries_and_keys, latent_values
+from jpaged.models.layers import Params, add, feed_forward, normalise, product, softcap
+from jpaged.models.spec import AttentionOptions, DecoderSpec, Norm, NormPlace, QKNorm, Rope, WeightLayout
+from pallas_kernels.write_qkv.reference import finish
 
 
 @functools.partial(
@@ -46,7 +37,8 @@ class Projection:
     Not done yet, because serving does it in one kernel with the write into the pages; `finish` does it in jnp.
     """
 
-    product: Any  # [tokens, kv_heads, group + 2, head_dim]; or (q, k, v), bias added, where it cannot stay whole
+    # [tokens, kv_heads, group + 2, head_dim]; or (q, k, v), bias added, where it cannot stay whole; latent: v is None
+    product: Any
     bias: Any     # [kv_heads, group + 2, head_dim] or None
     q_norm: Any   # [head_dim] or None; k_norm likewise
     k_norm: Any
@@ -54,12 +46,12 @@ class Projection:
     sin: Any
     norm_eps: float
 
-    def finish(self) -> tuple[Array, Array, Array]:
+    def finish(self) -> tuple[Array, Array, Array | None]:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], ready for attention."""
         if isinstance(self.product, tuple):
             q, k, v = self.product
         else:
-            qkv = _add(self.product, self.bias)
+            qkv = add(self.product, self.bias)
             q, k, v = qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3]), qkv[:, :, -2], qkv[:, :, -1]
         q, k = finish(
             q, k, cos=self.cos, sin=self.sin, q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps
@@ -89,21 +81,23 @@ def decode(
     *,
     layout: WeightLayout = WeightLayout(),
     rope_lens: Int[Array, " tokens"] | None = None,
+    real: Bool[Array, " tokens"] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Any, ...]]:
     """Hidden states after the last layer (before the final norm: see `head`), and the pages with the new KV.
 
     token_ids, positions: ids in [0, vocab_size) and places in their own sequences; checked by the caller.
     pages:     one entry a layer, whatever `attend` keeps there (None when it keeps nothing).
     metadata:  a pytree that `attend` understands.
-    rope_lens: the sequence length that dynamic rope scaling goes by, a token; only needed for that.
+    rope_lens: the sequence length that dynamic rope scaling and longrope go by, a token; only needed for those.
+    real:      which tokens are no padding, so that padding goes to no expert; None = all.
     """
     x = jnp.take(params["embed"], token_ids, axis=0, mode="clip")
     if spec.embed_scale != 1:
         x *= jnp.asarray(spec.embed_scale, x.dtype)
     if "project_in" in params:
-        x = _product(x, params["project_in"], "project_in" in layout.transposed)
+        x = product(x, params["project_in"], "project_in" in layout.transposed)
     if spec.embed_norm:
-        x = _norm(spec, x, params["embed_norm"], params.get("embed_norm_bias"))
+        x = normalise(spec, x, params["embed_norm"], params.get("embed_norm_bias"))
     if spec.learned_positions:
         x += jnp.take(params["pos_embed"], positions + spec.position_offset, axis=0, mode="clip")
     ropes = {rope for i in range(spec.num_layers) if (rope := spec.layer_rope(i)) is not None}
@@ -113,7 +107,7 @@ def decode(
         vectors = {name: params[name][i] for name in _LAYER_VECTORS if name in params}
         rope = spec.layer_rope(i)
         x, page = _layer(
-            matrices, vectors, x, None if rope is None else angles[rope], page, metadata,
+            matrices, vectors, x, None if rope is None else angles[rope], page, metadata, real,
             spec=spec, options=spec.attention(i), layout=layout, attend=attend,
         )  # fmt: skip
         new_pages.append(page)
@@ -130,14 +124,14 @@ def head(
     """Final norm and output matrix: float32 logits of the given hidden states."""
     x = hidden
     if spec.final_norm:
-        x = _norm(spec, x, params["final_norm"], params.get("final_norm_bias"))
+        x = normalise(spec, x, params["final_norm"], params.get("final_norm_bias"))
     if "project_out" in params:
-        x = _product(x, params["project_out"], "project_out" in layout.transposed)
+        x = product(x, params["project_out"], "project_out" in layout.transposed)
     name = "embed" if spec.tie_embeddings else "lm_head"
-    logits = _product(x, params[name], name in layout.transposed, jnp.float32)
+    logits = product(x, params[name], name in layout.transposed, jnp.float32)
     if spec.logit_divisor != 1:
         logits /= spec.logit_divisor
-    return _softcap(logits, spec.final_softcap)
+    return softcap(logits, spec.final_softcap)
 
 
 def dense_causal_attend(
@@ -153,9 +147,10 @@ def dense_causal_attend(
     q, k, v = projection.finish()
     kv_heads, head_dim = k.shape[1:]
     q = q.reshape(batch, length, kv_heads, -1, head_dim)
-    k, v = (a.reshape(batch, length, kv_heads, head_dim) for a in (k, v))
+    values = k[..., : options.v_dim] if v is None else v
+    k, v = (a.reshape(batch, length, kv_heads, -1) for a in (k, values))
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32) * options.scale
-    scores = _softcap(scores, options.softcap)
+    scores = softcap(scores, options.softcap)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
     if options.alibi_slopes is not None:
         slopes = jnp.array(options.alibi_slopes, jnp.float32).reshape(kv_heads, -1, 1, 1)
@@ -170,12 +165,13 @@ def dense_causal_attend(
         sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return out.astype(q.dtype).reshape(batch * length, -1, head_dim), pages
+    return out.astype(q.dtype).reshape(batch * length, -1, v.shape[-1]), pages
 
 
 _LAYER_VECTORS = (
     "attn_norm", "attn_norm_bias", "attn_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm", "q_norm", "k_norm",
-    "attn_out_norm_bias", "mlp_out_norm_bias", "qkv_bias", "o_bias", "up_bias", "down_bias", "sinks",
+    "attn_out_norm_bias", "mlp_out_norm_bias", "q_a_norm", "kv_a_norm", "q_a_bias", "kv_a_bias", "qkv_bias", "o_bias",
+    "up_bias", "down_bias", "sinks",
 )  # fmt: skip
 
 
@@ -187,6 +183,7 @@ def _layer(
     angles: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None,
     pages: Any,
     metadata: Any,
+    real: Bool[Array, " tokens"] | None,
     *,
     spec: DecoderSpec,
     options: AttentionOptions,
@@ -198,20 +195,25 @@ def _layer(
 
     def norm(name: str, x: Array, *places: NormPlace) -> Array:
         """The layer's norm of that name, where this model has its norms there."""
-        return _norm(spec, x, vectors[name], vectors.get(f"{name}_bias")) if place in places else x
+        return normalise(spec, x, vectors[name], vectors.get(f"{name}_bias")) if place in places else x
 
     cos, sin = angles or (None, None)
     normed = norm("attn_norm", x, NormPlace.PRE, NormPlace.SANDWICH)
     projection = _project(spec, layout, matrices, vectors, normed, cos, sin)
-    out, pages = attend(projection, pages, metadata, options, vectors.get("sinks"))
-    out = _add(_product(out.reshape(x.shape[0], -1), matrices["o"], "o" in layout.transposed), vectors.get("o_bias"))
+    out, pages = attend(projection, pages, metadata, options, vectors["sinks"] if spec.sinks else None)
+    if spec.latent is not None:
+        out = latent_values(spec.latent, matrices, out)
+    out = add(product(out.reshape(x.shape[0], -1), matrices["o"], "o" in layout.transposed), vectors.get("o_bias"))
     attended = x + _scaled(spec, norm("attn_out_norm", out, NormPlace.SANDWICH, NormPlace.OUTPUT))
     attended = norm("attn_norm", attended, NormPlace.POST)
 
     if not spec.shared_norm:
         source = x if spec.parallel_residual else attended
         normed = norm("mlp_norm", source, NormPlace.PRE, NormPlace.SANDWICH)
-    h = _feed_forward(spec, layout, matrices, vectors, normed)
+    if spec.experts is not None and "router" in matrices:
+        h = sparse_feed_forward(spec, spec.experts, matrices, normed, real)
+    else:
+        h = feed_forward(spec, layout, matrices, vectors, normed)
     x = attended + _scaled(spec, norm("mlp_out_norm", h, NormPlace.SANDWICH, NormPlace.OUTPUT))
     return norm("mlp_norm", x, NormPlace.POST), pages
 
@@ -221,18 +223,21 @@ def _project(
     cos: Array | None, sin: Array | None,
 ) -> Projection:  # fmt: skip
     """Queries, keys and values of a layer's input."""
-    product, bias = _qkv(spec, layout, matrices, vectors.get("qkv_bias"), x)
+    if spec.latent is not None and cos is not None and sin is not None:
+        q, k = latent_queries_and_keys(spec.latent, matrices, vectors, x, cos, sin)
+        return Projection((q, k, None), None, None, None, None, None, spec.norm_eps)
+    qkv, bias = _qkv(spec, layout, matrices, vectors.get("qkv_bias"), x)
     if spec.qk_norm is None:
-        return Projection(product, bias, None, None, cos, sin, spec.norm_eps)
+        return Projection(qkv, bias, None, None, cos, sin, spec.norm_eps)
     if spec.qk_norm is QKNorm.HEAD:
         gains = [vectors["q_norm"], vectors["k_norm"]]
         if spec.norm is Norm.RMS_OFFSET:
             gains = [1 + gain.astype(jnp.float32) for gain in gains]
-        return Projection(product, bias, *gains, cos, sin, spec.norm_eps)
+        return Projection(qkv, bias, *gains, cos, sin, spec.norm_eps)
     # a norm over all heads of a token: no kernel does that together with the write
-    q, k, v = Projection(product, bias, None, None, None, None, spec.norm_eps).finish()
+    q, k, v = Projection(qkv, bias, None, None, None, None, spec.norm_eps).finish()
     q, k = (
-        _norm(spec, part.reshape(x.shape[0], -1), weight, None).reshape(part.shape)
+        normalise(spec, part.reshape(x.shape[0], -1), weight).reshape(part.shape)
         for part, weight in ((q, vectors["q_norm"]), (k, vectors["k_norm"]))
     )
     return Projection((q, k, v), None, None, None, cos, sin, spec.norm_eps)
@@ -245,83 +250,21 @@ def _qkv(
     tokens, group = x.shape[0], spec.group
     if not layout.split_qkv:
         weight = matrices["qkv"]
-        flat = _product(x, weight.reshape(-1, weight.shape[-1]), transposed=False)
+        flat = product(x, weight.reshape(-1, weight.shape[-1]), transposed=False)
         return flat.reshape(tokens, spec.num_kv_heads, group + 2, spec.head_dim), bias
     parts = [
-        _product(x, matrices[n], n in layout.transposed).reshape(tokens, spec.num_kv_heads, -1, spec.head_dim)
+        product(x, matrices[n], n in layout.transposed).reshape(tokens, spec.num_kv_heads, -1, spec.head_dim)
         for n in ("q", "k", "v")
     ]
     if bias is not None:
         cuts = (slice(group), slice(group, group + 1), slice(group + 1, None))
-        parts = [_add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
+        parts = [add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
     return (parts[0].reshape(tokens, spec.num_heads, spec.head_dim), parts[1][:, :, 0], parts[2][:, :, 0]), None
-
-
-def _feed_forward(
-    spec: DecoderSpec, layout: WeightLayout, matrices: Params, vectors: Params, x: Float[Array, "tokens hidden"]
-) -> Float[Array, "tokens hidden"]:
-    bias = vectors.get("up_bias")
-    if not spec.gated:
-        h = _activate(spec, _add(_product(x, matrices["up"], "up" in layout.transposed), bias))
-    else:
-        if layout.split_gate_up:
-            gate, up = (_product(x, matrices[n], n in layout.transposed) for n in ("gate", "up"))
-        else:
-            weight = matrices["gate_up"]
-            both = _product(x, weight.reshape(-1, weight.shape[-1]), transposed=False)
-            gate, up = both[:, : spec.intermediate_size], both[:, spec.intermediate_size :]
-        if bias is not None:
-            gate, up = _add(gate, bias[0]), _add(up, bias[1])
-        h = _activate(spec, gate) * up
-    return _add(_product(h, matrices["down"], "down" in layout.transposed), vectors.get("down_bias"))
-
-
-def _product(x: Array, weight: Array, transposed: bool, dtype: Any = None) -> Array:
-    """x [rows, in] times weight [out, in] ([in, out] if transposed); float32 is true float32 on every platform."""
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dims = (((1,), (0 if transposed else 1,)), ((), ()))
-    return lax.dot_general(x, weight, dims, precision=exact, preferred_element_type=dtype or x.dtype)
-
-
-def _add(x: Array, bias: Array | None) -> Array:
-    return x if bias is None else x + bias
 
 
 def _scaled(spec: DecoderSpec, x: Array) -> Array:
     """What a block adds to the residual stream."""
     return x if spec.residual_scale == 1 else (x.astype(jnp.float32) * spec.residual_scale).astype(x.dtype)
-
-
-def _softcap(x: Array, cap: float | None) -> Array:
-    return x if cap is None else cap * jnp.tanh(x / cap)
-
-
-def _activate(spec: DecoderSpec, x: Array) -> Array:
-    """The non-linearity, in float32: bf16 transcendentals lose digits and do not lower in every kernel back end."""
-    y = x.astype(jnp.float32)
-    match spec.activation:
-        case Activation.SILU:
-            y = jax.nn.silu(y)
-        case Activation.GELU:
-            y = jax.nn.gelu(y, approximate=False)
-        case Activation.GELU_TANH:
-            y = jax.nn.gelu(y, approximate=True)
-        case Activation.RELU:
-            y = jax.nn.relu(y)
-    return y.astype(x.dtype)
-
-
-def _norm(spec: DecoderSpec, x: Array, weight: Array, bias: Array | None) -> Array:
-    if spec.norm is Norm.RMS:
-        return rms_norm(x, weight, spec.norm_eps)
-    y = x.astype(jnp.float32)
-    if spec.norm is Norm.RMS_OFFSET:
-        y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + spec.norm_eps)
-        return (y * (1 + weight.astype(jnp.float32))).astype(x.dtype)
-    y -= y.mean(-1, keepdims=True)
-    y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + spec.norm_eps)
-    y = y * weight.astype(jnp.float32)
-    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def _rope_angles(

@@ -6,6 +6,7 @@ tree: what a loader fills, what the step reads, and what a trainer may hand over
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,6 +80,46 @@ class AttentionOptions:
     window: int | None = None     # keys that a query sees, itself included
     softcap: float | None = None  # c: scores become c * tanh(scores / c)
     alibi_slopes: tuple[float, ...] | None = None  # one a query head: slope * (key - query position) is added
+    v_dim: int | None = None      # latent attention: values are so many first numbers of the keys
+
+
+class Scoring(enum.Enum):
+    """How a router turns its logits into scores."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"  # each expert by itself (DeepSeek-V3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Mixture of experts: feed-forward layers of which each token uses a few (arXiv:1701.06538)."""
+
+    num: int
+    per_token: int
+    intermediate_size: int       # of one expert
+    layers: tuple[bool, ...]     # which layers have experts; the others are dense
+    scoring: Scoring = Scoring.SOFTMAX
+    renormalise: bool = False    # a token's weights are made to sum to one
+    scale: float = 1.0           # and are multiplied by this
+    bias: bool = False           # the router and the experts have biases (gpt-oss)
+    correction: bool = False     # scores get a bias for the choice, not for the weights (DeepSeek-V3)
+    groups: int = 1              # neighbouring experts form groups, and a token chooses from the best of them only
+    groups_per_token: int = 0    # 0 = from all
+    group_top: int = 1           # a group is as good as so many of its best experts together
+    shared_size: int = 0         # width of the part that every token uses; 0 = none
+    shared_gate: bool = False    # that part is weighted by a sigmoid (Qwen2-MoE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv:2405.04434). The spec's one KV head is [kv_rank + rope_dim] wide."""
+
+    q_rank: int | None           # width that queries are made from; None: from the hidden state
+    kv_rank: int                 # width of what is kept of a token for keys and values
+    nope_dim: int                # of a head's queries and keys: the part without rotary embedding
+    rope_dim: int                # and the part with it
+    v_dim: int                   # of a head's values
+    interleaved: bool = True     # rotary embedding turns neighbours instead of halves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +143,10 @@ class DecoderSpec:
     final_norm: bool = True
     activation: Activation = Activation.SILU
     gated: bool = True           # act(gate) * up, else act(up)
+    swiglu_limit: float | None = None  # both are clamped to it, and are combined as gpt-oss does, with this alpha
+    swiglu_alpha: float = 1.702
+    experts: Experts | None = None
+    latent: Latent | None = None
     qkv_bias: bool = False       # one flag for q, k and v together
     o_bias: bool = False
     up_bias: bool = False        # gate and up
@@ -136,7 +181,18 @@ class DecoderSpec:
     @property
     def rope_dim(self) -> int:
         """Numbers of a head that rotary embedding turns."""
+        if self.latent is not None:
+            return self.latent.rope_dim
         return 0 if self.rope is None else int(self.head_dim * self.rope.partial)
+
+    @property
+    def page_v_dim(self) -> int | None:
+        """Makes the KV pages latent: values are so many first numbers of the keys. None: values have their own."""
+        return None if self.latent is None else self.latent.kv_rank
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def learned_positions(self) -> bool:
@@ -152,7 +208,7 @@ class DecoderSpec:
     def attention(self, layer: int) -> AttentionOptions:
         """What attention of a layer does."""
         slopes = None if self.alibi is None else alibi_slopes(self.num_heads, self.alibi)
-        return AttentionOptions(self.scale, self.window(layer), self.attention_softcap, slopes)
+        return AttentionOptions(self.scale, self.window(layer), self.attention_softcap, slopes, self.page_v_dim)
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer: how many keys a query sees, itself included. None = all before it."""
@@ -192,18 +248,9 @@ def param_shapes(spec: DecoderSpec, dtype: Any) -> dict[str, Any]:
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
-    layer = {
-        "qkv": leaf(kv, s.group + 2, s.head_dim, hidden),  # of each KV head: its `group` query heads, then k, then v
-        "o": leaf(hidden, s.num_heads * s.head_dim),
-        "down": leaf(hidden, inter),
-    }
-    if s.gated:
-        layer["gate_up"] = leaf(2, inter, hidden)
-    else:
-        layer["up"] = leaf(inter, hidden)
     tree: dict[str, Any] = {
         "embed": leaf(s.vocab_size, embed),
-        "layers": tuple(dict(layer) for _ in range(layers)),
+        "layers": tuple(_layer_shapes(s, i, leaf) for i in range(layers)),
     }
     norms = {name: leaf(layers, hidden) for name in _norm_names(s)}
     if s.embed_norm:
@@ -213,7 +260,7 @@ def param_shapes(spec: DecoderSpec, dtype: Any) -> dict[str, Any]:
     tree |= norms
     if s.norm is Norm.LAYER:
         tree |= {f"{name}_bias": shape for name, shape in norms.items()}
-    if s.qkv_bias:
+    if s.qkv_bias and s.latent is None:
         tree["qkv_bias"] = leaf(layers, kv, s.group + 2, s.head_dim)
     if s.o_bias:
         tree["o_bias"] = leaf(layers, hidden)
@@ -225,6 +272,14 @@ def param_shapes(spec: DecoderSpec, dtype: Any) -> dict[str, Any]:
         tree |= {"q_norm": leaf(layers, s.head_dim), "k_norm": leaf(layers, s.head_dim)}
     if s.qk_norm is QKNorm.PROJECTION:
         tree |= {"q_norm": leaf(layers, s.num_heads * s.head_dim), "k_norm": leaf(layers, kv * s.head_dim)}
+    if s.latent is not None:
+        tree["kv_a_norm"] = leaf(layers, s.latent.kv_rank)
+        if s.qkv_bias:
+            tree["kv_a_bias"] = leaf(layers, s.head_dim)
+    if s.latent is not None and s.latent.q_rank is not None:
+        tree["q_a_norm"] = leaf(layers, s.latent.q_rank)
+        if s.qkv_bias:
+            tree["q_a_bias"] = leaf(layers, s.latent.q_rank)
     if s.sinks:
         tree["sinks"] = leaf(layers, s.num_heads)
     if s.learned_positions:
@@ -233,6 +288,53 @@ def param_shapes(spec: DecoderSpec, dtype: Any) -> dict[str, Any]:
         tree |= {"project_in": leaf(hidden, embed), "project_out": leaf(embed, hidden)}
     if not s.tie_embeddings:
         tree["lm_head"] = leaf(s.vocab_size, embed)
+    return tree
+
+
+def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """The matrices of one layer, and what its experts have beside matrices."""
+    hidden, kv = s.hidden_size, s.num_kv_heads
+    if s.latent is None:
+        # of each KV head: its `group` query heads, then k, then v
+        tree = {"qkv": leaf(kv, s.group + 2, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
+    else:
+        m = s.latent
+        tree = {
+            "kv_a": leaf(m.kv_rank + m.rope_dim, hidden),
+            "kv_b": leaf(s.num_heads, m.nope_dim + m.v_dim, m.kv_rank),  # of each head: keys, then values
+            "o": leaf(hidden, s.num_heads * m.v_dim),
+        }
+        tree["q_b"] = leaf(s.num_heads, m.nope_dim + m.rope_dim, m.q_rank or hidden)
+        if m.q_rank is not None:
+            tree["q_a"] = leaf(m.q_rank, hidden)
+    if s.experts is not None and s.is_sparse(layer):
+        return tree | _expert_shapes(s.experts, hidden, leaf)
+    tree["down"] = leaf(hidden, s.intermediate_size)
+    if s.gated:
+        tree["gate_up"] = leaf(2, s.intermediate_size, hidden)
+    else:
+        tree["up"] = leaf(s.intermediate_size, hidden)
+    return tree
+
+
+def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    tree = {
+        "router": leaf(e.num, hidden),
+        "expert_gate_up": leaf(e.num, 2, e.intermediate_size, hidden),
+        "expert_down": leaf(e.num, hidden, e.intermediate_size),
+    }
+    if e.bias:
+        tree |= {
+            "router_bias": leaf(e.num),
+            "expert_gate_up_bias": leaf(e.num, 2, e.intermediate_size),
+            "expert_down_bias": leaf(e.num, hidden),
+        }
+    if e.correction:
+        tree["router_correction"] = leaf(e.num)
+    if e.shared_size:
+        tree |= {"shared_gate_up": leaf(2, e.shared_size, hidden), "shared_down": leaf(hidden, e.shared_size)}
+        if e.shared_gate:
+            tree["shared_gate"] = leaf(1, hidden)
     return tree
 
 

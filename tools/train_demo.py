@@ -133,6 +133,7 @@ def blocked_causal_attend(
     """
     batch, length = metadata.shape
     q, k, v = projection.finish()
+    assert v is not None  # no latent attention here
     kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     q = q.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)

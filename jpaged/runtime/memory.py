@@ -105,7 +105,7 @@ def _positive(name: str, value: int | None, default: int) -> int:
 
 def block_bytes(spec: DecoderSpec, block_size: int, dtype: Any, platform: str) -> int:
     """Bytes of one KV block in all layers on a platform: keys and values."""
-    page = KVPages.shapes(1, block_size, spec.num_kv_heads, spec.head_dim, dtype)
+    page = KVPages.shapes(1, block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
     return spec.num_layers * page.bytes_on(platform)
 
 

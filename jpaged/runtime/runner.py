@@ -139,7 +139,7 @@ class ModelRunner:
             )  # fmt: skip
 
         with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
-            if device.platform != "cpu":
+            if device.platform != "cpu" and spec.latent is None:  # latent pages: XLA's operations everywhere
                 _check_attention(spec, limits, implementation, dtype, device)
             fit = functools.partial(
                 memory.fit, spec, config, limits, dtype=dtype, weight_bytes=memory.tree_bytes(params),
@@ -248,7 +248,7 @@ def _implementation(
 ) -> str:
     """The attention implementation that the options ask for, or the one for the platform and the model's shape."""
     q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), np.dtype(dtype))
-    pages = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype)
+    pages = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
     tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.blocks_per_request), np.dtype(np.int32))
     call = (q, pages, tables, limits.max_num_batched_tokens)
     name = config.attention_implementation

@@ -45,7 +45,9 @@ def create_state(
 ) -> DeviceState:
     """Empty pages and an empty table on the device (a jax Device or Sharding)."""
     pages = tuple(
-        KVPages.create(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, device=device)
+        KVPages.create(
+            num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim, device=device
+        )
         for _ in range(spec.num_layers)
     )
     return DeviceState(
@@ -59,7 +61,9 @@ def state_shapes(
     spec: DecoderSpec, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any, sharding: Any = None
 ) -> DeviceState:
     """The same as ShapeDtypeStructs: to compile without taking memory."""
-    page = KVPages.shapes(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, sharding=sharding)
+    page = KVPages.shapes(
+        num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim, sharding=sharding
+    )
     return DeviceState(
         pages=(page,) * spec.num_layers,
         table=jax.ShapeDtypeStruct((rows, NUM_FIELDS), np.dtype(np.int32), sharding=sharding),

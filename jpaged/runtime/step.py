@@ -217,7 +217,7 @@ def forward(
     hidden, pages = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch,
         PagedAttend(1 if shape.is_decode else shape.tokens, implementation),
-        layout=layout, rope_lens=batch.rope_lens,
+        layout=layout, rope_lens=batch.rope_lens, real=batch.slots >= 0 if spec.experts is not None else None,
     )  # fmt: skip
     last = hidden if shape.is_decode else jnp.take(hidden, batch.query_start_loc[1:] - 1, axis=0, mode="clip")
     return state.replace(pages=pages), batch, decoder.head(spec, params, last, layout=layout)

@@ -7,26 +7,30 @@ from jpaged.errors import ModelLoadError
 from jpaged.models.families.base import Family
 from jpaged.models.families.bloom import BLOOM
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jpaged.models.families.falcon import FALCON
 from jpaged.models.families.gemma import GEMMA, GEMMA2
 from jpaged.models.families.gemma3 import GEMMA3
 from jpaged.models.families.gpt2 import GPT2
 from jpaged.models.families.gpt_neox import GPT_NEOX
+from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.mistral import MISTRAL
+from jpaged.models.families.mixtral import MIXTRAL
 from jpaged.models.families.olmo2 import OLMO2
 from jpaged.models.families.opt import OPT
 from jpaged.models.families.phi3 import PHI3
 from jpaged.models.families.qwen2 import QWEN2
 from jpaged.models.families.qwen3 import QWEN3
+from jpaged.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jpaged.models.families.smollm3 import SMOLLM3
 from jpaged.models.families.starcoder2 import STARCODER2
 from jpaged.models.spec import DecoderSpec
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, STARCODER2, GPT2, OPT, GPT_NEOX,
-    FALCON, BLOOM,
+    FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 

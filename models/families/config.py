@@ -125,6 +125,21 @@ class CheckpointConfig:
             )
         return heads, kv_heads
 
+    def experts(self, *names: str, num: int, per_token: int) -> tuple[int, int]:
+        """How many experts a layer has, under one of these keys, and how many of them a token uses; with defaults."""
+        num = self.integer(*names, default=num)
+        per_token = self.integer("num_experts_per_tok", "experts_per_token", default=per_token)
+        if per_token > num:
+            raise ModelLoadError(f"config.json: num_experts_per_tok={per_token} of {names[0]}={num} experts")
+        return num, per_token
+
+    def without_mxfp4(self) -> "CheckpointConfig":
+        """The config without quantization_config where that says mxfp4, which is undone when weights are loaded."""
+        quantization = self.get("quantization_config", default={})
+        if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "mxfp4":
+            return self
+        return CheckpointConfig({**self.values, "quantization_config": None})
+
     def rope(self, *, partial: bool = False, theta: float = 10000.0, share: float = 1.0) -> Rope:
         """Rotary embedding, from `rope_parameters` (new) or from `rope_theta` and `rope_scaling` (old).
 

@@ -97,6 +97,8 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         deviation = 2 / math.sqrt(shape[1])
     elif any(part in name for part in ("embed_positions", "wpe")):
         deviation = 0.25
+    elif len(shape) == 3:  # all experts, [in, out] each
+        deviation = 1 / math.sqrt(shape[1])
     else:
         deviation = 1 / math.sqrt(shape[0] if ".c_" in name else shape[1])
     return np.float32(deviation * math.sqrt(3)) * uniform
@@ -171,6 +173,13 @@ def _bloom(name: str, **changes: Any) -> Variant:
         "apply_residual_connection_post_layernorm": False, "torch_dtype": "float32",
     }  # fmt: skip
     return Variant(name, config | changes)
+
+
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 
 
 # Old and new spellings of config.json take turns. The dynamic model is trained for 64 positions: of the prompts, 33
@@ -248,6 +257,32 @@ VARIANTS = (
          use_bias=True, sliding_window=20),
     _kin("starcoder2-no-bias", "Starcoder2ForCausalLM", "starcoder2", hidden_act="gelu_pytorch_tanh",
          norm_epsilon=1e-4, use_bias=False),
+    _kin("mixtral", "MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    _kin("mixtral-window", "MixtralForCausalLM", "mixtral", num_local_experts=5, num_experts_per_tok=3,
+         sliding_window=20, intermediate_size=32),
+    _kin("qwen2-moe", "Qwen2MoeForCausalLM", "qwen2_moe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=3,
+         moe_intermediate_size=32, shared_expert_intermediate_size=48, decoder_sparse_step=1, mlp_only_layers=[1]),
+    _kin("qwen2-moe-window", "Qwen2MoeForCausalLM", "qwen2_moe", num_experts=6, num_experts_per_tok=3,
+         norm_topk_prob=True, moe_intermediate_size=32, shared_expert_intermediate_size=32, qkv_bias=False,
+         use_sliding_window=True, sliding_window=20, max_window_layers=2),
+    _kin("qwen3-moe", "Qwen3MoeForCausalLM", "qwen3_moe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+         moe_intermediate_size=32, head_dim=24),
+    _kin("qwen3-moe-sparse-step", "Qwen3MoeForCausalLM", "qwen3_moe", num_experts=8, num_experts_per_tok=3,
+         moe_intermediate_size=32, decoder_sparse_step=2, attention_bias=True, use_sliding_window=True,
+         sliding_window=20),
+    _kin("gpt-oss", "GptOssForCausalLM", "gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16,
+         intermediate_size=32, num_hidden_layers=3, sliding_window=20, attention_bias=True, swiglu_limit=1.0,
+         rope_theta=150000.0, rope_scaling={"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 32.0,
+                                            "beta_slow": 1.0, "original_max_position_embeddings": 64}),
+    _kin("deepseek-v2", "DeepseekV2ForCausalLM", "deepseek_v2", **_LATENT, n_group=2, topk_group=1,
+         topk_method="group_limited_greedy", n_shared_experts=2, routed_scaling_factor=1.5),
+    _kin("deepseek-v2-lite", "DeepseekV2ForCausalLM", "deepseek_v2", **(_LATENT | {"q_lora_rank": None}),
+         topk_method="greedy", n_shared_experts=1, attention_bias=True),
+    _kin("deepseek-v3", "DeepseekV3ForCausalLM", "deepseek_v3", **_LATENT, n_group=4, topk_group=2, n_shared_experts=1,
+         norm_topk_prob=True, routed_scaling_factor=2.5,
+         **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)),
+    _kin("deepseek-v3-halves", "DeepseekV3ForCausalLM", "deepseek_v3", **_LATENT, n_group=1, topk_group=1,
+         n_shared_experts=2, norm_topk_prob=False, rope_interleave=False, attention_bias=True, **_rope("default")),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,

@@ -5,6 +5,8 @@ from typing import Any
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors, as Transformers saves them."""
+    if config["model_type"].startswith("deepseek"):
+        return _deepseek_shapes(config)
     families = {
         "gpt2": _gpt2_shapes, "opt": _opt_shapes, "gpt_neox": _gpt_neox_shapes, "falcon": _falcon_shapes,
         "bloom": _bloom_shapes,
@@ -25,9 +27,13 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             linears = {"qkv_proj": (q + 2 * kv, hidden), "o_proj": (hidden, q)}
         for name, shape in linears.items():
             shapes[f"{at}self_attn.{name}.weight"] = shape
+            if kind == "qwen2_moe" and name != "o_proj" and c.get("qkv_bias", True):
+                shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
             if c.get("attention_bias") or c.get("use_bias") or (kind == "qwen2" and name != "o_proj"):
                 shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
-        if kind in ("qwen3", "gemma3_text"):
+        if kind == "gpt_oss":
+            shapes[f"{at}self_attn.sinks"] = (heads,)
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
         if kind == "olmo2":
             shapes |= {f"{at}self_attn.q_norm.weight": (q,), f"{at}self_attn.k_norm.weight": (kv,)}
@@ -36,6 +42,9 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             linears = {"gate_up_proj": (2 * inter, hidden), "down_proj": (hidden, inter)}
         if kind == "starcoder2":
             linears = {"c_fc": (inter, hidden), "c_proj": (hidden, inter)}
+        if (sparse := _expert_shapes(c, i, at)) is not None:
+            shapes |= sparse
+            linears = {}
         for name, shape in linears.items():
             shapes[f"{at}mlp.{name}.weight"] = shape
             if c.get("mlp_bias") or c.get("use_bias"):
@@ -152,3 +161,73 @@ def _plain_feed_forward(at: str, hidden: int, inter: int, *, bias: bool) -> dict
 
 def _layer_norms(hidden: int, *names: str) -> dict[str, tuple[int, ...]]:
     return {f"{name}.{part}": (hidden,) for name in names for part in ("weight", "bias")}
+
+
+def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
+    """Of a layer's mixture of experts; None where the layer has none."""
+    kind, hidden = c["model_type"], c["hidden_size"]
+    if kind == "mixtral":
+        inter, moe = c["intermediate_size"], f"{at}block_sparse_moe."
+        shapes = {f"{moe}gate.weight": (c["num_local_experts"], hidden)}
+        for e in range(c["num_local_experts"]):
+            shapes |= {f"{moe}experts.{e}.{name}.weight": (inter, hidden) for name in ("w1", "w3")}
+            shapes[f"{moe}experts.{e}.w2.weight"] = (hidden, inter)
+        return shapes
+    if kind == "gpt_oss":
+        num, inter, moe = c["num_local_experts"], c["intermediate_size"], f"{at}mlp."
+        return {
+            f"{moe}router.weight": (num, hidden), f"{moe}router.bias": (num,),
+            f"{moe}experts.gate_up_proj": (num, hidden, 2 * inter),
+            f"{moe}experts.gate_up_proj_bias": (num, 2 * inter),
+            f"{moe}experts.down_proj": (num, inter, hidden), f"{moe}experts.down_proj_bias": (num, hidden),
+        }  # fmt: skip
+    if kind not in ("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
+        return None
+    if kind.startswith("deepseek"):
+        num, dense = c["n_routed_experts"], layer < c["first_k_dense_replace"]
+    else:
+        num = c["num_experts"]
+        dense = layer in c.get("mlp_only_layers", []) or (layer + 1) % c.get("decoder_sparse_step", 1) != 0
+    if dense:
+        return None
+    shapes, inter = {f"{at}mlp.gate.weight": (num, hidden)}, c["moe_intermediate_size"]
+    for e in range(num):
+        shapes |= _gated_feed_forward(f"{at}mlp.experts.{e}", hidden, inter)
+    if kind == "qwen2_moe":
+        shapes |= _gated_feed_forward(f"{at}mlp.shared_expert", hidden, c["shared_expert_intermediate_size"])
+        shapes[f"{at}mlp.shared_expert_gate.weight"] = (1, hidden)
+    if kind == "deepseek_v3":
+        shapes[f"{at}mlp.gate.e_score_correction_bias"] = (num,)
+    if kind.startswith("deepseek"):
+        shapes |= _gated_feed_forward(f"{at}mlp.shared_experts", hidden, inter * c["n_shared_experts"])
+    return shapes
+
+
+def _gated_feed_forward(at: str, hidden: int, inter: int) -> dict[str, tuple[int, ...]]:
+    up = {f"{at}.{name}.weight": (inter, hidden) for name in ("gate_proj", "up_proj")}
+    return up | {f"{at}.down_proj.weight": (hidden, inter)}
+
+
+def _deepseek_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank, q_rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c.get("q_lora_rank")
+    nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    bias = c.get("attention_bias", False)
+    shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        attention = f"{at}self_attn."
+        if q_rank is None:
+            shapes[f"{attention}q_proj.weight"] = (heads * (nope + rope), hidden)
+        else:
+            shapes |= _linear(f"{attention}q_a_proj", q_rank, hidden, bias=bias)
+            shapes |= {f"{attention}q_a_layernorm.weight": (q_rank,)}
+            shapes[f"{attention}q_b_proj.weight"] = (heads * (nope + rope), q_rank)
+        shapes |= _linear(f"{attention}kv_a_proj_with_mqa", rank + rope, hidden, bias=bias)
+        shapes[f"{attention}kv_a_layernorm.weight"] = (rank,)
+        shapes[f"{attention}kv_b_proj.weight"] = (heads * (nope + value), rank)
+        shapes |= _linear(f"{attention}o_proj", hidden, heads * value, bias=bias)
+        sparse = _expert_shapes(c, i, at)
+        shapes |= _gated_feed_forward(f"{at}mlp", hidden, c["intermediate_size"]) if sparse is None else sparse
+        shapes |= {f"{at}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    shapes["model.norm.weight"] = (hidden,)
+    return shapes | {"lm_head.weight": (c["vocab_size"], hidden)}

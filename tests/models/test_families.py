@@ -18,7 +18,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.loading import LoadedModel, load_model
 from jpaged.models.decoder import decode, dense_causal_attend, head
-from jpaged.models.spec import Activation, Norm, NormPlace, Rope
+from jpaged.models.spec import Activation, Norm, NormPlace, Rope, Scoring
 from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS, VARIANTS, Variant, write_checkpoint
 
 TOLERANCE = 1e-4  # on natural logarithms
@@ -104,6 +104,19 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         "falcon-7b": [{"rope": Rope(theta=500.0)}],
         "falcon-new": [{"shared_norm": True}, {"parallel_residual": False}],
         "falcon-rw": [{"alibi": 1.0}, {"alibi": 1e-9}, {"parallel_residual": True}],
+        "mixtral": [("renormalise", False), ("per_token", 1)],
+        "qwen2-moe": [("renormalise", True), ("shared_gate", False), ("shared_size", 0)],
+        "qwen3-moe": [("renormalise", False), ("per_token", 3)],
+        "gpt-oss": [
+            {"sinks": False}, {"swiglu_limit": None}, {"swiglu_limit": 7.0}, {"swiglu_alpha": 1.0},
+            {"rope": Rope(theta=150000.0)}, {"sliding_window": ()}, ("bias", False), ("renormalise", False),
+        ],
+        "deepseek-v2": [("groups_per_token", 0), ("scale", 1.0), ("group_top", 2), {"rope": Rope(theta=500.0)}],
+        "deepseek-v3": [
+            ("scoring", Scoring.SOFTMAX), ("correction", False), ("groups_per_token", 0), ("group_top", 1),
+            ("renormalise", False), ("scale", 1.0), {"attention_scale": 24**-0.5}, {"rope": Rope()},
+        ],
+        "deepseek-v3-halves": [{"rope": Rope(theta=500.0)}],
         "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
         "opt-350m": [{"norm_place": NormPlace.PRE}],
         "gpt2": [{"attention_scale": 1.0}],
@@ -117,6 +130,8 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         long = golden["answers"][-1:]
         wanted = np.array(long[0]["logprobs"])
         for change in changes[variant.name]:
+            if isinstance(change, tuple):  # an option of the experts
+                change = {"experts": dataclasses.replace(model.spec.experts, **dict([change]))}
             wrong = dataclasses.replace(model, spec=dataclasses.replace(model.spec, **change))
             given = answer_log_probabilities(wrong, long)[0]
             # a scale of all logits changes no greedy token, but every probability

@@ -1,0 +1,59 @@
+"""grouped_dot: blocks of rows, each times the matrix of its own group: the products of a mixture of experts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.checks import expect_floats, expect_integers
+from pallas_kernels.grouped_dot import mosaic_tpu, reference, triton, xla
+from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, refuse_tpu, refuse_triton
+
+# refusals are asked with (device,)
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.grouped_dot),
+    "xla": Implementation(functools.partial(xla.grouped_dot, device_loops=False)),
+    "xla_loop": Implementation(functools.partial(xla.grouped_dot, device_loops=True)),
+    "triton": Implementation(compiled_on("cuda", triton.grouped_dot), refuse_triton),
+    "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.grouped_dot), refuse_tpu),
+}
+
+
+def grouped_dot(
+    x: Float[Array, "blocks rows in"],
+    weights: Float[Array, "groups out in"],
+    group_of_block: Int[Array, " blocks"],
+    num_blocks_used: Int[Array, ""],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "blocks rows out"]:
+    """x[i] @ weights[group_of_block[i]].T for the first `num_blocks_used` blocks; what lies behind is garbage or zeros.
+
+    x, weights:     of one dtype. Sums are in float32; float32 products are true float32.
+    group_of_block: int32 in [0, groups); blocks of one group should lie behind each other. Nobody checks the values.
+    implementation: "reference" (gathers the matrices), "xla" (a loop of static length), "xla_loop" (a loop over the
+                    used blocks only: for CPU), "triton" (a kernel for NVIDIA), "mosaic_tpu" (for TPU; both in interpret
+                    mode on CPU), or None: the one for the platform that the call is lowered for.
+
+    Returns x's dtype. Raises ValueError, naming the argument, for shapes and dtypes that do not fit.
+    """
+    expect_floats("x", x, "[blocks, rows, in]")
+    expect_floats("weights", weights, "[groups, out, in]")
+    expect_integers("group_of_block", group_of_block, "[blocks]")
+    if weights.shape[2] != x.shape[2] or weights.dtype != x.dtype:
+        raise ValueError(
+            f"weights {weights.shape} of {weights.dtype}: must be [groups, out, {x.shape[2]}] of {x.dtype}, as x"
+        )
+    if group_of_block.shape != x.shape[:1]:
+        raise ValueError(f"group_of_block {group_of_block.shape}: must be [{x.shape[0]}], one a block of x")
+    call = (x, weights, group_of_block.astype(jnp.int32), jnp.asarray(num_blocks_used, jnp.int32))
+    if not (x.size and weights.size):
+        return jnp.zeros((*x.shape[:2], weights.shape[1]), x.dtype)
+    if implementation is not None:
+        return pick(IMPLEMENTATIONS, implementation)(*call)
+    device = default_device()
+    on_nvidia = "xla" if device.platform == "gpu" and refuse_triton(device) else "triton"
+    by_platform = {"cpu": "xla_loop", "cuda": on_nvidia, "tpu": "mosaic_tpu"}
+    calls = {platform: IMPLEMENTATIONS[name].call for platform, name in by_platform.items()}
+    return jax.lax.platform_dependent(*call, **calls, default=IMPLEMENTATIONS["xla"].call)
