@@ -84,6 +84,10 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     # 24 bits a value: uniform in [-1, 1), exact in float32
     bits = _bits(zlib.crc32(name.encode()) + (seed << 32), count) >> np.uint64(40)
     uniform = (bits.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)).reshape(shape)
+    if name.endswith("_blocks"):  # MXFP4: any bytes
+        return bits.astype(np.uint8).reshape(shape)
+    if name.endswith("_scales"):  # numbers up to 6 times 2^-6 to 2^-4
+        return (np.uint8(121) + (bits % np.uint64(3)).astype(np.uint8)).reshape(shape)
     is_norm = "norm" in name or ".ln_" in name
     if name == "transformer.word_embeddings_layernorm.weight":  # negative, or a tied model repeats its last token
         return np.float32(-0.75) + np.float32(0.25) * uniform
@@ -274,6 +278,9 @@ VARIANTS = (
          intermediate_size=32, num_hidden_layers=3, sliding_window=20, attention_bias=True, swiglu_limit=1.0,
          rope_theta=150000.0, rope_scaling={"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 32.0,
                                             "beta_slow": 1.0, "original_max_position_embeddings": 64}),
+    _kin("gpt-oss-mxfp4", "GptOssForCausalLM", "gpt_oss", num_local_experts=8, num_experts_per_tok=3, head_dim=16,
+         intermediate_size=64, sliding_window=20, attention_bias=True, swiglu_limit=7.0, **_rope("default"),
+         quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}),
     _kin("deepseek-v2", "DeepseekV2ForCausalLM", "deepseek_v2", **_LATENT, n_group=2, topk_group=1,
          topk_method="group_limited_greedy", n_shared_experts=2, routed_scaling_factor=1.5),
     _kin("deepseek-v2-lite", "DeepseekV2ForCausalLM", "deepseek_v2", **(_LATENT | {"q_lora_rank": None}),

@@ -175,12 +175,15 @@ def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[in
         return shapes
     if kind == "gpt_oss":
         num, inter, moe = c["num_local_experts"], c["intermediate_size"], f"{at}mlp."
-        return {
-            f"{moe}router.weight": (num, hidden), f"{moe}router.bias": (num,),
-            f"{moe}experts.gate_up_proj": (num, hidden, 2 * inter),
-            f"{moe}experts.gate_up_proj_bias": (num, 2 * inter),
-            f"{moe}experts.down_proj": (num, inter, hidden), f"{moe}experts.down_proj_bias": (num, hidden),
-        }  # fmt: skip
+        shapes = {f"{moe}router.weight": (num, hidden), f"{moe}router.bias": (num,)}
+        for name, columns, rows in (("gate_up_proj", hidden, 2 * inter), ("down_proj", inter, hidden)):
+            shapes[f"{moe}experts.{name}_bias"] = (num, rows)
+            if "quantization_config" in c:
+                shapes[f"{moe}experts.{name}_blocks"] = (num, rows, columns // 32, 16)
+                shapes[f"{moe}experts.{name}_scales"] = (num, rows, columns // 32)
+            else:
+                shapes[f"{moe}experts.{name}"] = (num, columns, rows)
+        return shapes
     if kind not in ("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
         return None
     if kind.startswith("deepseek"):

@@ -1,0 +1,99 @@
+"""Mixture of experts on CPU: the feed-forward layer beside the dense products that it cannot do without.
+
+    python benchmarks/experts_cpu.py [--dtype bfloat16] [--experts 64 --per-token 8 --hidden 1024 --intermediate 512]
+
+`dense` multiplies each expert that some token chose with as many rows as chose it, rounded up to 8, its matrices lying
+apart: no sorting, no routing. `experts` is the layer as it is served, `ragged_dot` the same with XLA's own operation
+in place of the grouped products. Interleaved runs in one process; medians.
+"""
+
+import argparse
+import functools
+import platform
+import statistics
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jpaged.models import experts as moe
+from jpaged.models.layers import gate, gate_and_up, product
+from jpaged.models.spec import DecoderSpec, Experts
+
+
+def dense(spec: DecoderSpec, inputs: list[Any], gate_up: list[Any], down: list[Any]) -> list[Any]:
+    """The products of the experts that are used, and the gate between them."""
+    return [
+        product(gate(spec, *gate_and_up(x, first)), second)
+        for x, first, second in zip(inputs, gate_up, down, strict=True)
+    ]
+
+
+def ragged_dot(x: Any, weights: Any, group_of_block: Any, num_blocks_used: Any) -> Any:
+    """grouped_dot by `lax.ragged_dot_general`."""
+    used = jnp.arange(x.shape[0]) < num_blocks_used
+    sizes = jnp.zeros(weights.shape[0], jnp.int32).at[group_of_block].add(jnp.where(used, x.shape[1], 0))
+    dims = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    out = lax.ragged_dot_general(x.reshape(-1, x.shape[2]), weights, sizes, dims)
+    return out.reshape(*x.shape[:2], -1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("experts", 64), ("per-token", 8), ("hidden", 1024), ("intermediate", 512), ("repeats", 9)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--ragged", action="store_true", help="also XLA's ragged_dot, which is slow")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    print(f"JAX {jax.__version__}, {platform.processor() or platform.machine()}, {args.dtype}; {vars(args)}")
+
+    experts = Experts(args.experts, args.per_token, args.intermediate, (True,), renormalise=True)
+    spec = DecoderSpec(32, args.hidden, args.intermediate, 1, 8, 8, 64, 64, experts=experts)
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1]), args.dtype)
+
+    matrices = {
+        "router": normal(args.experts, args.hidden),
+        "expert_gate_up": normal(args.experts, 2, args.intermediate, args.hidden),
+        "expert_down": normal(args.experts, args.hidden, args.intermediate),
+    }
+    served = functools.partial(moe.sparse_feed_forward, spec, experts)
+    for tokens in args.tokens:
+        x = normal(tokens, args.hidden) * 30
+        _, choice = moe.route(experts, matrices, x)
+        counts = np.bincount(np.asarray(choice).ravel(), minlength=args.experts)
+        used = np.flatnonzero(counts)
+        apart = (
+            [normal(-(-int(counts[e]) // 8) * 8, args.hidden) for e in used],
+            [jnp.array(matrices["expert_gate_up"][e]) for e in used],
+            [jnp.array(matrices["expert_down"][e]) for e in used],
+        )
+        runs = {
+            "dense": (jax.jit(functools.partial(dense, spec)), apart),
+            "experts": (jax.jit(lambda m, x: served(m, x, None)), (matrices, x)),
+        }
+        if args.ragged:
+            with mock.patch.object(moe, "grouped_dot", ragged_dot):
+                ragged = jax.jit(lambda m, x: served(m, x, None)).lower(matrices, x).compile()
+            runs["ragged_dot"] = (ragged, (matrices, x))
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(args.repeats + 1):
+            for name, (call, arguments) in runs.items():
+                start = time.perf_counter()
+                jax.block_until_ready(call(*arguments))
+                times[name].append(time.perf_counter() - start)
+        medians = {name: statistics.median(values[1:]) for name, values in times.items()}  # the first compiles
+        shown = ", ".join(f"{n} {1e3 * t:.1f} ms ({t / medians['dense']:.2f})" for n, t in medians.items())
+        print(f"{tokens:5} tokens, {len(used)} experts used, {moe.rows_per_block(tokens, experts)} rows: {shown}")
+
+
+if __name__ == "__main__":
+    main()

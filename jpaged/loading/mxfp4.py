@@ -1,0 +1,101 @@
+"""MXFP4 tensors of a checkpoint, presented as the bfloat16 tensors that they stand for (gpt-oss's experts).
+
+Format (OCP Microscaling Formats 1.0): blocks of 32 numbers in 4 bits each (E2M1), two a byte, the lower half first, and
+a power of two a block in a byte (E8M0, bias 127). A tensor NAME [experts, in, out] lies in the file transposed, as
+NAME_blocks uint8[experts, out, in / 32, 16] and NAME_scales uint8[experts, out, in / 32].
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.checkpoint import Checkpoint
+from jpaged.loading.safetensors_file import TensorEntry
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], -1)  # of a byte
+_BIAS = 127
+
+
+class Mxfp4Checkpoint:
+    """A checkpoint whose MXFP4 tensors look like bfloat16 ones, which hold their values exactly."""
+
+    config_name = Checkpoint.config_name
+
+    def __init__(self, checkpoint: Checkpoint):
+        """Raises ModelLoadError for blocks without scales, or of shapes that do not go together."""
+        self._checkpoint = checkpoint
+        names = set(checkpoint.names)
+        self._packed = {n.removesuffix(_BLOCKS) for n in names if n.endswith(_BLOCKS)}
+        for name in sorted(self._packed):
+            if name + _SCALES not in names:
+                raise ModelLoadError(f"{checkpoint.path(name + _BLOCKS)}: {name}{_BLOCKS} has no {name}{_SCALES}")
+            self._check(name)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self._checkpoint.folder
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of all tensors, packed ones by the name of what they stand for."""
+        parts = {name + part for name in self._packed for part in (_BLOCKS, _SCALES)}
+        return [*(name for name in self._checkpoint.names if name not in parts), *sorted(self._packed)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return self._checkpoint.num_bytes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._packed or name in self._checkpoint
+
+    def label(self, name: str) -> str:
+        """A tensor's name for people."""
+        return name + _BLOCKS if name in self._packed else name
+
+    def entry(self, name: str) -> TensorEntry:
+        """Shape, dtype and place of a tensor; of a packed one what it stands for, at the place of its blocks."""
+        if name not in self._packed:
+            return self._checkpoint.entry(name)
+        blocks = self._checkpoint.entry(name + _BLOCKS)
+        experts, out, count, size = blocks.shape
+        return dataclasses.replace(blocks, name=name, dtype="BF16", shape=(experts, 2 * count * size, out))
+
+    def path(self, name: str) -> Path:
+        """The file that a tensor lies in."""
+        return self._checkpoint.path(name + _BLOCKS if name in self._packed else name)
+
+    def array(self, name: str) -> np.ndarray:
+        """A tensor; packed ones are unpacked, one expert at a time, into bfloat16[experts, in, out]."""
+        if name not in self._packed:
+            return self._checkpoint.array(name)
+        blocks, scales = (self._checkpoint.array(name + part) for part in (_BLOCKS, _SCALES))
+        experts, out, count, size = blocks.shape
+        unpacked = np.empty((experts, out, count * size * 2), ml_dtypes.bfloat16)
+        for values, block, scale in zip(unpacked, blocks, scales, strict=True):
+            wide = _PAIRS[block].reshape(out, count, 2 * size)
+            values[...] = np.ldexp(wide, scale[..., None].astype(np.int32) - _BIAS).reshape(out, -1)
+        return unpacked.swapaxes(1, 2)
+
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor that is done with back to the system."""
+        parts = (_BLOCKS, _SCALES) if name in self._packed else ("",)
+        for part in parts:
+            self._checkpoint.release(name + part)
+
+    def _check(self, name: str) -> None:
+        blocks, scales = (self._checkpoint.entry(name + part) for part in (_BLOCKS, _SCALES))
+        right = blocks.dtype == scales.dtype == "U8" and len(blocks.shape) == 4 and blocks.shape[3] == 16
+        if not right or scales.shape != blocks.shape[:3]:
+            raise ModelLoadError(
+                f"{self._checkpoint.path(blocks.name)}: {blocks.name} {blocks.dtype}{list(blocks.shape)} and "
+                f"{scales.name} {scales.dtype}{list(scales.shape)} are no MXFP4: U8[experts, out, in / 32, 16] and "
+                "U8[experts, out, in / 32] are"
+            )
