@@ -2,8 +2,8 @@
 
 Format (ggml's docs/gguf.md, versions 2 and 3): "GGUF", u32 version, u64 tensors, u64 keys; the keys with typed values;
 of every tensor its name, dimensions (the fastest first), type and offset; padding; the data. All little-endian.
-The header is parsed here and not by `gguf.GGUFReader`, which makes a numpy array of every string: 150,000 tokens and
-merges take it 4.9 s, and this 0.25 s.
+The header is parsed here and not by `gguf.GGUFReader`, which makes numpy arrays of every string: 150,000 tokens and
+150,000 merges took it 10.6 s, and this 0.13 s (2 busy cores).
 """
 
 import functools

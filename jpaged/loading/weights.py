@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ _BEYOND_MEMORY = 2**48  # elements of one leaf; numpy cannot address 2**61 of th
 _ALIGNMENT = 64  # bytes; from here JAX on CPU uses a buffer as it is instead of copying it
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """Tensors by Hugging Face's names: a folder of safetensors files (`Checkpoint`) or a GGUF file."""
 
