@@ -209,7 +209,9 @@ class _Reader:
 
     def _ends(self, vocab_size: int) -> dict[str, Any]:
         """Ids of special tokens: the keys', and the tokens that end a turn by their text."""
-        tokens, types = self._metadata.get("tokenizer.ggml.tokens", []), self._metadata.get("tokenizer.ggml.token_type")
+        tokens, types = self._metadata.get("tokenizer.ggml.tokens"), self._metadata.get("tokenizer.ggml.token_type")
+        if not isinstance(tokens, list):
+            tokens = []
         if len(tokens) > vocab_size:
             raise ModelLoadError(
                 f"{self._path}: tokenizer.ggml.tokens has {len(tokens):,} tokens, but the embedding "
@@ -217,8 +219,8 @@ class _Reader:
             )
         ids = {name: self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
         ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
-        if types is not None:
-            ends += [i for i in np.flatnonzero(types == _CONTROL).tolist() if tokens[i : i + 1] and tokens[i] in _ENDS]
+        if isinstance(types, np.ndarray):
+            ends += [i for i in np.flatnonzero(types == _CONTROL).tolist() if i < len(tokens) and tokens[i] in _ENDS]
         return {"bos_token_id": ids["bos"], "eos_token_id": list(dict.fromkeys(ends)) or None}
 
     def _refuse_the_rest(self) -> None:

@@ -83,6 +83,9 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any | None:
     else:
         raise keys.refused("model", "only gpt2 and llama")
     keys.refuse_the_rest()
+    template = metadata.get("tokenizer.chat_template")
+    if not (template is None or isinstance(template, str)):
+        raise keys.damaged("tokenizer.chat_template must be a text")
     tokenizer.add_special_tokens(keys.added(_CONTROL, _UNKNOWN))
     tokenizer.add_tokens(keys.added(_USER_DEFINED))
     begin = keys.special("bos") if keys.flag("add_bos_token", add_bos) else None
@@ -99,7 +102,7 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any | None:
         eos_token=keys.special("eos"),
         unk_token=keys.special("unknown"),
         pad_token=keys.special("padding"),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )
 

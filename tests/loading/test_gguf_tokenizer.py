@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files give the ids, and the texts, that the tokenizers they were made of give."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,29 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
 
 TEXTS = [
-    "", "a", " a", "  a", "def read(path):\n    return open(path).read()\n", "x = 3.14159 + 2**10 - 1234567", "\n\n\n",
-    "\ttabs\t\tand\r\nreturns\r\n", "I'm sure they'll say it's HERS, WE'RE not; don't DON'T", "  runs    of      spaces ",
-    "naïve café coöperation ÀÉÎÕÜ ñ", "e\u0301 combining a\u030a", "Привет, мир! Ελληνικά", "日本語のテキスト、中文字符。한국어",
-    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 done", "١٢٣ ۴۵۶ ½ ² Ⅷ", "CamelCaseWords and snake_case_words/with/slashes", "العربية עברית हिन्दी ไทย",
-    "a\u00a0b\u2003c\u200bd", "\x00\x01\x7f", "<|im_start|>user\nhi<|im_end|>\n", "mixed<tool>plain</tool> text", "ﬁ ligature Å Å",
+    "",
+    "a",
+    " a",
+    "  a",
+    "def read(path):\n    return open(path).read()\n",
+    "x = 3.14159 + 2**10 - 1234567",
+    "\n\n\n",
+    "\ttabs\t\tand\r\nreturns\r\n",
+    "I'm sure they'll say it's HERS, WE'RE not; don't DON'T",
+    "  runs    of      spaces ",
+    "naïve café coöperation ÀÉÎÕÜ ñ",
+    "e\u0301 combining a\u030a",
+    "Привет, мир! Ελληνικά",
+    "日本語のテキスト、中文字符。한국어",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 done",
+    "١٢٣ ۴۵۶ ½ ² Ⅷ",
+    "CamelCaseWords and snake_case_words/with/slashes",
+    "العربية עברית हिन्दी ไทย",
+    "a\u00a0b\u2003c\u200bd",
+    "\x00\x01\x7f",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "mixed<tool>plain</tool> text",
+    "ﬁ ligature Å Å",
 ]  # fmt: skip
 
 # The expressions of the original tokenizer.json files, as they stand there.
@@ -148,7 +167,7 @@ def best_first(text: str, scores: dict[str, float], ids: dict[str, int], unknown
     equals, until no pair makes a piece; what is no piece becomes its bytes."""
     parts = list(text)
     while True:
-        found = [(-scores[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in scores]
+        found = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
         if not found:
             break
         _, i = min(found)
@@ -217,7 +236,7 @@ def test_added_tokens_of_spaces_and_phi3s_strip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "bert"}, r"t\.gguf: tokenizer\.ggml\.model='bert' is not supported by jpaged \(only gpt2 and llama\)"),
+        ({"kind": "bert"}, r"t\.gguf: tokenizer\.ggml\.model='bert' is not supported .*\(only gpt2 and llama\)"),
         ({"pre": "superbpe"}, r"tokenizer\.ggml\.pre='superbpe' is not supported by jpaged \(only gpt-2, .*tokenizer="),
         ({"pre": "default"}, r"tokenizer\.ggml\.pre='default'"),
         ({}, r"tokenizer\.ggml\.pre=None"),
