@@ -229,7 +229,8 @@ def generate(
     """Complete prompts with a model, in one call.
 
     model: a folder, a hub id, a .gguf file, an `LLM`, or (config, params) with live JAX arrays, which are used without
-        a copy (docs/live_arrays.md has the tree); for texts as prompts they need tokenizer=, a folder or a hub id.
+        a copy (docs/live_arrays.md has the tree); for texts as prompts they need tokenizer=, a folder, a hub id or a
+        .gguf file.
     engine_options: as of `LLM`; an `LLM` has its own already. Whoever calls this often keeps an `LLM` instead: an
     engine is built, its programs taken from the compile cache, and closed again each time.
     """
