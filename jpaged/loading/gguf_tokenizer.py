@@ -119,10 +119,12 @@ class _Keys:
         }
         self.architecture = metadata.get("general.architecture")
         self.tokens: list[str] = self._texts("tokens")
-        self.types = self._numbers("token_type", np.full(len(self.tokens), _NORMAL))
+        self.types: list[int] = self._numbers("token_type", np.full(len(self.tokens), _NORMAL)).tolist()
         if self.kind == "llama":  # spelled both ways in files
-            for i in np.flatnonzero(self.types == _USER_DEFINED).tolist():
-                self.tokens[i] = self.tokens[i].replace(_SPACE, " ")
+            self.tokens = [
+                token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
+                for token, kind in zip(self.tokens, self.types, strict=True)
+            ]
         self.vocab = {
             token: i
             for i, token in enumerate(self.tokens)
@@ -162,11 +164,11 @@ class _Keys:
         cuts = [merge.find(" ", 1) for merge in merges]
         return [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
 
-    def scores(self) -> np.ndarray:
-        """float32[tokens], required."""
+    def scores(self) -> list[float]:
+        """One a token, required."""
         if "scores" not in self._values:
             raise self.damaged("tokenizer.ggml.scores is missing")
-        return self._numbers("scores", np.zeros(0))
+        return self._numbers("scores", np.zeros(0)).tolist()
 
     def added(self, *types: int) -> list[AddedToken]:
         """Tokens of these types, which are found in a text before anything else is done with it."""
@@ -238,9 +240,8 @@ def _byte_level(keys: _Keys) -> tuple[Tokenizer, bool]:
 
 def _sentencepiece(keys: _Keys) -> Tokenizer:
     """SentencePiece's BPE. A space goes before a text and before what follows an added token, as in llama.cpp."""
-    bytes_too = bool((keys.types == _BYTE).any())
     tokenizer = _bpe(
-        keys, keys.merges() or _merges_by_score(keys), byte_fallback=bytes_too, fuse_unk=True,
+        keys, keys.merges() or _merges_by_score(keys), byte_fallback=_BYTE in keys.types, fuse_unk=True,
         unk_token=keys.special("unknown"),
     )  # fmt: skip
     prefix = keys.flag("add_space_prefix", True)
