@@ -79,7 +79,7 @@ def engine_config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
             raise RequestError(name, value, f"unknown engine option; {hint}")
     if isinstance(model, str) and not model:
-        raise RequestError("model", model, "name a folder, a hub id or demo")
+        raise RequestError("model", model, "name a folder, a hub id, a .gguf file or demo")
     hints = typing.get_type_hints(EngineConfig)
     checked = {name: _checked(name, hints[name], value) for name, value in options.items()}
     return EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
@@ -125,7 +125,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Load a model, compile its programs, and put an engine on them.
 
-    model:  folder, hub id or "demo"; with `params` also a Hugging Face config, its dict, or a DecoderSpec.
+    model:  folder, hub id, .gguf file or "demo"; with `params` also a Hugging Face config, its dict, or a DecoderSpec.
     params: live arrays to use as they are, or None to read the checkpoint.
     layout: how live arrays are stored; None: as their names and shapes say.
     Raises RequestError for a bad option, ModelLoadError for everything that keeps the model from running.
@@ -134,7 +134,9 @@ def build_engine(
         model = os.fspath(model)
     config = engine_config(model, options)
     if params is None and not isinstance(model, str):
-        raise RequestError("model", model, "must be a folder, a hub id or demo; a config goes together with params")
+        raise RequestError(
+            "model", model, "must be a folder, a hub id, a .gguf file or demo; a config goes together with params"
+        )
     # Here and not at the top, so that importing jpaged imports no jax.
     import jax
 

@@ -11,10 +11,10 @@ class EngineConfig:
     """Options of one engine. `None` means: decided at start from the model and the device, and logged."""
 
     model: str
-    """Folder, or Hugging Face hub id, of a checkpoint; `demo` is the small model that ships with jpaged."""
+    """Folder, Hugging Face hub id, or .gguf file of a checkpoint; `demo` is the small model that ships with jpaged."""
 
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; the model's own by default."""
+    """Folder, hub id or .gguf file of the tokenizer; the model's own by default."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub id."""

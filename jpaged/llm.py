@@ -26,7 +26,8 @@ REFRESH_SECONDS = 0.2  # of the progress bar's figures
 class LLM:
     """A model, ready to generate.
 
-    model:  folder, Hugging Face hub id, or "demo". With `params` also a Hugging Face config, its dict or a DecoderSpec.
+    model:  folder, Hugging Face hub id, .gguf file, or "demo". With `params` also a Hugging Face config, its dict or a
+            DecoderSpec.
     params: live arrays (the tree of `jpaged.models.spec.param_shapes`), used as they are, without a copy.
     layout: a `jpaged.models.spec.WeightLayout`: how live arrays are stored, where their shapes do not tell.
     engine_options: fields of `jpaged.EngineConfig`, e.g. dtype, max_model_len, max_num_seqs.
@@ -227,8 +228,9 @@ def generate(
 ) -> list[RequestOutput]:
     """Complete prompts with a model, in one call.
 
-    model: a folder, a hub id, an `LLM`, or (config, params) with live JAX arrays, which are used without a copy
-        (docs/live_arrays.md has the tree); for texts as prompts they need tokenizer=, a folder or a hub id.
+    model: a folder, a hub id, a .gguf file, an `LLM`, or (config, params) with live JAX arrays, which are used without
+        a copy (docs/live_arrays.md has the tree); for texts as prompts they need tokenizer=, a folder, a hub id or a
+        .gguf file.
     engine_options: as of `LLM`; an `LLM` has its own already. Whoever calls this often keeps an `LLM` instead: an
     engine is built, its programs taken from the compile cache, and closed again each time.
     """

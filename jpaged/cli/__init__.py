@@ -13,7 +13,8 @@ from jpaged.errors import JPagedError
 
 DESCRIPTION = """LLM inference in JAX: paged KV cache, continuous batching, an OpenAI-compatible server.
 
-The model is the first argument or --model: a folder, a Hugging Face hub id, or demo, which ships with jpaged."""
+The model is the first argument or --model: a folder, a Hugging Face hub id, a .gguf file, or demo, which ships with
+jpaged."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

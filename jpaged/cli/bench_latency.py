@@ -18,7 +18,7 @@ class Latency:
     """Measure how long a single batch takes, over and over: the mean and the percentiles."""
 
     model_argument: ModelArgument = None
-    """Folder, Hugging Face hub id, or demo."""
+    """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     input_len: int = 32
     """Prompt tokens of each request; random ids, other ones in every iteration."""

@@ -17,7 +17,7 @@ class Throughput(WorkloadFlags):
     """
 
     model_argument: ModelArgument = None
-    """Folder, Hugging Face hub id, or demo."""
+    """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     temperature: float = 1.0
     """0 is greedy."""

@@ -30,7 +30,7 @@ class Chat:
     """Talk to a model in the terminal. It sees the whole conversation; sampling defaults are the model's own."""
 
     model_argument: ModelArgument = None
-    """Folder, Hugging Face hub id, or demo."""
+    """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     system_prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
     """System message that the conversation begins with."""

@@ -14,7 +14,7 @@ import tyro
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 
-NO_MODEL = "name a model: a folder, a Hugging Face hub id, or demo (as first argument, or with --model)"
+NO_MODEL = "name a model: a folder, a Hugging Face hub id, a .gguf file, or demo (as first argument, or with --model)"
 
 ModelArgument = Annotated[
     tyro.conf.Positional[str | None],

@@ -18,7 +18,7 @@ class Serve:
     """
 
     model_argument: ModelArgument = None
-    """Folder, Hugging Face hub id, or demo."""
+    """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Only this machine reaches the default; 0.0.0.0 lets everyone in, so bring --api-key."""

@@ -1,4 +1,4 @@
-"""Checkpoints in: from a folder, a hub id or live arrays to a model on the device."""
+"""Checkpoints in: from a folder, a hub id, a GGUF file or live arrays to a model on the device."""
 
 from jpaged.loading.model import LoadedModel, load_model
 from jpaged.loading.tokenizer import load_tokenizer, valid_token_mask

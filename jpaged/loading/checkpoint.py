@@ -33,6 +33,8 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
 class Checkpoint:
     """All tensors of a checkpoint folder, by name. A context manager: leaving it unmaps the files."""
 
+    config_name = "config.json"
+
     def __init__(self, folder: Path):
         """Open every shard and check every header. Raises ModelLoadError that names the file and the remedy."""
         self.folder = folder
@@ -64,6 +66,10 @@ class Checkpoint:
     def path(self, name: str) -> Path:
         """The file that a tensor lies in."""
         return self._file_of[name].path
+
+    def label(self, name: str) -> str:
+        """A tensor's name for people."""
+        return name
 
     def array(self, name: str) -> np.ndarray:
         """A tensor, a view of the mapped file: drop it before the checkpoint is closed."""

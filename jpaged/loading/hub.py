@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder: a path, a Hugging Face hub id, or the demo model.
+"""From what a user calls a model to a folder or a GGUF file: a path, a Hugging Face hub id, or the demo model.
 
 The hub client reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT itself; a snapshot that is in its cache is used
 when there is no network.
@@ -13,6 +13,8 @@ from jpaged.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 DEMO = "demo"
+_GGUF = ".gguf"
+_LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 _TOKENIZER_FILES = (
@@ -24,7 +26,10 @@ _UNWANTED = ("*/*", "consolidated*")
 
 
 def find_model(model: str, revision: str | None = None) -> Path:
-    """The folder of a model, fetched first if it is a hub id. Raises ModelLoadError with what to do."""
+    """The folder of a model, fetched first if it is a hub id, or its GGUF file. Raises ModelLoadError with what to do.
+
+    A folder that holds nothing but one model as GGUF stands for that file.
+    """
     if model == DEMO:
         folder = Path(__file__).parent.parent / "demo_model"
         if not folder.is_dir():
@@ -32,12 +37,18 @@ def find_model(model: str, revision: str | None = None) -> Path:
                 f"{folder} is missing: this installation of jpaged has no demo model, install it again"
             )
         return folder
-    return _find(model, revision, _MODEL_FILES + _TOKENIZER_FILES)
+    path = _find(model, revision, _MODEL_FILES + _TOKENIZER_FILES)
+    return path if path.is_file() or (path / "config.json").is_file() else _gguf_in(path) or path
 
 
 def find_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
-    """The folder of a tokenizer, fetched first if it is a hub id."""
+    """The folder of a tokenizer, fetched first if it is a hub id; or the GGUF file that has it."""
     return _find(tokenizer, revision, ("config.json", *_TOKENIZER_FILES))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether what `find_model` gave is a GGUF file."""
+    return path.suffix == _GGUF
 
 
 def _find(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
@@ -45,10 +56,29 @@ def _find(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     if name and path.is_dir():
         return path
     if path.is_file():
-        raise ModelLoadError(f"{name} is a file: give the folder that holds config.json and the safetensors files")
+        if is_gguf(path):
+            return path
+        raise ModelLoadError(
+            f"{name} is a file: give the folder that holds config.json and the safetensors files, or a {_GGUF} file"
+        )
+    if is_gguf(path):
+        raise ModelLoadError(
+            f"there is no file {name!r}; one on the hub must be fetched first: hf download OWNER/NAME {path.name}"
+        )
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(f"there is no folder {name!r}, and it is no hub id (owner/name) either")
     return _fetch(name, revision, patterns)
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    """The GGUF model of a folder, None where there is none; the first part of one that is split."""
+    models = [p for p in sorted(folder.glob(f"*{_GGUF}")) if not _LATER_PART.fullmatch(p.name)]
+    if len(models) > 1:
+        raise ModelLoadError(
+            f"{folder} has {len(models)} GGUF models: name the file, for example {models[0]}; others are "
+            f"{', '.join(p.name for p in models[1:])}"
+        )
+    return models[0] if models else None
 
 
 def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

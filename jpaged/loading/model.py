@@ -1,9 +1,9 @@
 """load_model: everything that makes up a model, checked and on the device.
 
-1. Find the folder: a path, a hub id, the demo model (hub.py).
-2. config.json -> family, DecoderSpec (jpaged.models.families).
-3. Check every tensor by the files' headers, then put leaf after leaf on the device (checkpoint.py, weights.py); or
-   check a tree of live arrays and use it as it is (live.py).
+1. Find the folder: a path, a hub id, the demo model; or the GGUF file (hub.py).
+2. config.json -> family, DecoderSpec (jpaged.models.families); a GGUF file's keys are made into one (gguf_config.py).
+3. Check every tensor by the files' headers, then put leaf after leaf on the device (checkpoint.py or
+   gguf_checkpoint.py, weights.py); or check a tree of live arrays and use it as it is (live.py).
 4. generation_config.json and the tokenizer.
 """
 
@@ -22,10 +22,11 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import Checkpoint, read_json
 from jpaged.loading.dtypes import BY_NAME, resolve_dtype
-from jpaged.loading.hub import find_model, find_tokenizer
+from jpaged.loading.gguf_checkpoint import GgufCheckpoint
+from jpaged.loading.hub import find_model, find_tokenizer, is_gguf
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.tokenizer import load_tokenizer
-from jpaged.loading.weights import load_weights, plan_weights
+from jpaged.loading.weights import TensorSource, load_weights, plan_weights
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, WeightLayout
@@ -77,24 +78,46 @@ def load_model(
 
 
 def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtype], None] | None) -> LoadedModel:
-    folder = find_model(config.model, config.revision)
-    values = read_json(folder / "config.json", required=True)
-    family = family_of(values)
-    _log_remote_code(config, values, folder)
-    reader = CheckpointConfig(values)
+    path = find_model(config.model, config.revision)
+    if is_gguf(path):
+        with GgufCheckpoint(path) as checkpoint:
+            return _load(config, path, checkpoint.config, checkpoint, check)
+    values = read_json(path / "config.json", required=True)
+    family_of(values)
+    _log_remote_code(config, values, path)
+    with Checkpoint(path) as checkpoint:
+        return _load(config, path, values, checkpoint, check)
+
+
+def _load(
+    config: EngineConfig,
+    path: Path,
+    values: dict[str, Any],
+    checkpoint: TensorSource,
+    check: Callable[[DecoderSpec, np.dtype], None] | None,
+) -> LoadedModel:
+    """Everything behind config.json: path is the folder, or the GGUF file, that `checkpoint` has open."""
     started = time.perf_counter()
-    with Checkpoint(folder) as checkpoint:
+    reader = CheckpointConfig(values)
+    try:
+        family = family_of(values)
         _check_depth(reader, len(list(checkpoint.names)))
-        plan = plan_weights(family, family.spec(reader), family.constants(reader), checkpoint)
-        generation_config = _generation_config(folder, values, plan.spec.vocab_size)
-        dtype = resolve_dtype(config.dtype, _checkpoint_dtype(reader, checkpoint))
-        if check is not None:
-            check(plan.spec, dtype)
-        tokenizer = _tokenizer(config, folder)
-        params = load_weights(plan, checkpoint, dtype)
-        read = checkpoint.num_bytes
+        spec, constants = family.spec(reader), family.constants(reader)
+    except ModelLoadError as error:
+        if not is_gguf(path):
+            raise
+        raise ModelLoadError(f"{path}: its metadata, written as a config.json, is refused: {error}") from error
+    plan = plan_weights(family, spec, constants, checkpoint)
+    generation_config = _generation_config(path, values, plan.spec.vocab_size)
+    dtype = resolve_dtype(config.dtype, _checkpoint_dtype(reader, checkpoint))
+    if check is not None:
+        check(plan.spec, dtype)
+    tokenizer = _tokenizer(config, path)
+    params = load_weights(plan, checkpoint, dtype)
     seconds = time.perf_counter() - started
-    logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", read / 1e6, folder, dtype.name, seconds)
+    logger.info(
+        "loaded %.1f MB of weights from %s as %s in %.1f s", checkpoint.num_bytes / 1e6, path, dtype.name, seconds
+    )
     return LoadedModel(
         spec=plan.spec,
         params=params,
@@ -103,7 +126,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
         config=values,
         generation_config=generation_config,
         tokenizer=tokenizer,
-        source=str(folder),
+        source=str(path),
     )
 
 
@@ -112,7 +135,7 @@ def _from_live(
 ) -> LoadedModel:
     folder = find_model(config.model, config.revision) if model_config is None else None
     if folder is not None:
-        model_config = read_json(folder / "config.json", required=True)
+        model_config = _config_of(folder)
     if isinstance(model_config, DecoderSpec):
         values, spec = {}, model_config
     else:
@@ -141,6 +164,14 @@ def _from_live(
     )
 
 
+def _config_of(path: Path) -> dict[str, Any]:
+    """config.json of a folder, or what it would be for a GGUF file."""
+    if is_gguf(path):
+        with GgufCheckpoint(path) as checkpoint:
+            return checkpoint.config
+    return read_json(path / "config.json", required=True)
+
+
 def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Path) -> None:
     """A checkpoint of a known family needs no code of its own: say so where somebody might think that it was run."""
     if config.trust_remote_code or values.get("auto_map"):
@@ -161,7 +192,7 @@ def _check_depth(config: CheckpointConfig, tensors: int) -> None:
             )
 
 
-def _checkpoint_dtype(config: CheckpointConfig, checkpoint: Checkpoint) -> np.dtype | None:
+def _checkpoint_dtype(config: CheckpointConfig, checkpoint: TensorSource) -> np.dtype | None:
     """What config.json says (`dtype`, formerly `torch_dtype`), else what most of the weights' bytes are."""
     named = config.get("dtype", "torch_dtype")
     if isinstance(named, str) and named in BY_NAME:
@@ -183,7 +214,8 @@ def _tokenizer(config: EngineConfig, folder: Path | None) -> Any | None:
 
 def _generation_config(folder: Path | None, values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Defaults of generation: the file's; what config.json has of the end and the beginning fills the gaps."""
-    found = read_json(folder / "generation_config.json") if folder is not None else {}
+    has_file = folder is not None and not is_gguf(folder)
+    found = read_json(folder / "generation_config.json") if has_file else {}
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         if found.get(key) is None and values.get(key) is not None:
             found[key] = values[key]

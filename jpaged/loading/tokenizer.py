@@ -1,5 +1,6 @@
 """The tokenizer of a model."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import read_json
+from jpaged.loading.gguf_file import GgufFile
+from jpaged.loading.hub import is_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +21,11 @@ _FILES = (
 
 
 def load_tokenizer(folder: Path) -> Any | None:
-    """The folder's tokenizer (transformers.PreTrainedTokenizerBase); None where the folder has no tokenizer files.
+    """The tokenizer (transformers.PreTrainedTokenizerBase) of a folder or a GGUF file; None where it has none.
 
     Code that a checkpoint brings is not run. Raises ModelLoadError.
     """
-    if not any((folder / name).is_file() for name in _FILES):
+    if not is_gguf(folder) and not any((folder / name).is_file() for name in _FILES):
         logger.warning("%s has no tokenizer: only prompts of token ids are taken, and outputs have no text", folder)
         return None
     # Imported here: it takes seconds, and prompts of token ids need none of it.
@@ -31,6 +34,11 @@ def load_tokenizer(folder: Path) -> Any | None:
     import transformers
     from transformers.utils import logging as transformers_logging
 
+    if is_gguf(folder):
+        from jpaged.loading.gguf_tokenizer import gguf_tokenizer
+
+        with contextlib.closing(GgufFile(folder)) as file:
+            return gguf_tokenizer(folder, file.metadata)
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -9,15 +9,16 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.checkpoint import Checkpoint
+from jpaged.loading.safetensors_file import TensorEntry
 from jpaged.models.families.base import Family, LeafTensors
 from jpaged.models.spec import DecoderSpec, param_shapes
 
@@ -27,6 +28,25 @@ _CONVERTIBLE = ("F64", "F32", "F16", "BF16")
 _HEAD, _EMBED = "lm_head.weight", "embed"
 _BEYOND_MEMORY = 2**48  # elements of one leaf; numpy cannot address 2**61 of them
 _ALIGNMENT = 64  # bytes; from here JAX on CPU uses a buffer as it is instead of copying it
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Tensors by Hugging Face's names: a folder of safetensors files (`Checkpoint`) or a GGUF file."""
+
+    folder: Path                # or the file, for people
+    config_name: str            # what says which tensors there must be, for people
+
+    @property
+    def names(self) -> Iterable[str]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def __contains__(self, name: str) -> bool: ...
+    def entry(self, name: str) -> TensorEntry: ...
+    def path(self, name: str) -> Path: ...
+    def label(self, name: str) -> str: ...
+    def array(self, name: str) -> np.ndarray: ...
+    def release(self, name: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +68,7 @@ class WeightPlan:
 
 
 def plan_weights(
-    family: Family, spec: DecoderSpec, constants: Mapping[str, float], checkpoint: Checkpoint
+    family: Family, spec: DecoderSpec, constants: Mapping[str, float], checkpoint: TensorSource
 ) -> WeightPlan:
     """Assign every tensor of the checkpoint to a leaf. Raises ModelLoadError that names file, tensor and remedy."""
     names = _Names(family, checkpoint)
@@ -63,7 +83,7 @@ def plan_weights(
             continue
         if math.prod(shape) >= _BEYOND_MEMORY:
             raise ModelLoadError(
-                f"config.json calls for {leaf.leaf} of shape {list(shape)}, more than any memory holds: "
+                f"{checkpoint.config_name} calls for {leaf.leaf} of shape {list(shape)}, more than any memory holds: "
                 "config and weights are of different models"
             )
         blank = np.broadcast_to(np.float32(0), shape)  # a shape to cut views from, without memory
@@ -71,15 +91,15 @@ def plan_weights(
         for tensor in leaf.tensors:
             name = next((found for n in tensor.names if (found := names.find(n)) is not None), None)
             if name is None:
-                missing.append(tensor.name)
+                missing.append(checkpoint.label(tensor.name))
             else:
                 _check_tensor(checkpoint, name, tensor.rule.shape(leaf.block(blank, tensor)))
                 files.append(name)
         leaves.append(LeafPlan(leaf, shape, tuple(files), None))
     if missing:
         raise ModelLoadError(
-            f"{checkpoint.folder}: {_some(missing)} missing, which config.json calls for: "
-            "the checkpoint is incomplete or config.json is of another model"
+            f"{checkpoint.folder}: {_some(missing)} missing, which {checkpoint.config_name} calls for: "
+            f"the checkpoint is incomplete or {checkpoint.config_name} is of another model"
         )
     used = {name for plan in leaves for name in plan.files}
     extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
@@ -87,13 +107,14 @@ def plan_weights(
         extra = [n for n in extra if n != _HEAD]  # checked to be the embedding's own copy
     if extra:
         raise ModelLoadError(
-            f"{checkpoint.path(extra[0])}: {_some(extra)} more than config.json calls for: "
-            "config.json is of another model, or the checkpoint has a part that jpaged does not know"
+            f"{checkpoint.path(extra[0])}: {_some([checkpoint.label(n) for n in extra])} more than "
+            f"{checkpoint.config_name} calls for: {checkpoint.config_name} is of another model, or the checkpoint has "
+            "a part that jpaged does not know"
         )
     return WeightPlan(spec, tuple(leaves))
 
 
-def load_weights(plan: WeightPlan, checkpoint: Checkpoint, dtype: np.dtype) -> dict[str, Any]:
+def load_weights(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype) -> dict[str, Any]:
     """The parameter tree of `param_shapes(plan.spec, dtype)` on the default device."""
     tree: dict[str, Any] = {"layers": [{} for _ in range(plan.spec.num_layers)]}
     with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", delay=2) as progress:
@@ -109,9 +130,10 @@ def load_weights(plan: WeightPlan, checkpoint: Checkpoint, dtype: np.dtype) -> d
                 entry = checkpoint.entry(name)
                 progress.update(entry.end - entry.begin)
             if dtype == np.float16 and not np.isfinite(host).all():
+                first = leaf_plan.files[0]
                 raise ModelLoadError(
-                    f"{checkpoint.path(leaf_plan.files[0])}: {leaf_plan.files[0]} has values beyond the range of "
-                    "float16 (65,504): use dtype bfloat16 or float32"
+                    f"{checkpoint.path(first)}: {checkpoint.label(first)} has values beyond the range of float16 "
+                    "(65,504): use dtype bfloat16 or float32"
                 )
             place = tree["layers"][leaf.layer] if leaf.layer is not None else tree
             place[leaf.leaf] = jax.block_until_ready(jax.device_put(host))
@@ -123,7 +145,7 @@ def load_weights(plan: WeightPlan, checkpoint: Checkpoint, dtype: np.dtype) -> d
 class _Names:
     """Names of tensors as the family's table has them -> as the checkpoint has them."""
 
-    def __init__(self, family: Family, checkpoint: Checkpoint):
+    def __init__(self, family: Family, checkpoint: TensorSource):
         self._checkpoint = checkpoint
         # A file saved from the bare base model lacks the prefix of the causal language model.
         self._bare = family.prefix if not any(n.startswith(family.prefix) for n in checkpoint.names) else ""
@@ -139,7 +161,7 @@ class _Names:
         self._renamed[name] = to
 
 
-def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
+def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: TensorSource) -> DecoderSpec:
     """Settle what tied embeddings mean for this file, as Transformers does.
 
     One of the two matrices serves for both, whichever is there. Where both are there and differ, they are not tied.
@@ -159,8 +181,9 @@ def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: Ch
         if same:
             return spec
     logger.warning(
-        "config.json ties the embeddings, but %s and %s differ: they are used as two matrices", a.name, b.name
-    )
+        "%s ties the embeddings, but %s and %s differ: they are used as two matrices",
+        checkpoint.config_name, a.name, b.name,
+    )  # fmt: skip
     return dataclasses.replace(spec, tie_embeddings=False)
 
 
@@ -169,17 +192,17 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(a, b, strict=True))
 
 
-def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+def _check_tensor(checkpoint: TensorSource, name: str, shape: tuple[int, ...]) -> None:
     entry = checkpoint.entry(name)
     if entry.shape != shape:
         raise ModelLoadError(
-            f"{checkpoint.path(name)}: {name} has shape {list(entry.shape)}, config.json calls for {list(shape)}: "
-            "config and weights are of different models"
+            f"{checkpoint.path(name)}: {checkpoint.label(name)} has shape {list(entry.shape)}, "
+            f"{checkpoint.config_name} calls for {list(shape)}: config and weights are of different models"
         )
     if entry.dtype not in _CONVERTIBLE:
         raise ModelLoadError(
-            f"{checkpoint.path(name)}: {name} is {entry.dtype}; supported are {', '.join(_CONVERTIBLE)}: "
-            "use a checkpoint that is not quantized"
+            f"{checkpoint.path(name)}: {checkpoint.label(name)} is {entry.dtype}; supported are "
+            f"{', '.join(_CONVERTIBLE)}: use a checkpoint that is not quantized"
         )
 
 

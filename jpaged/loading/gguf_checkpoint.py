@@ -1,0 +1,242 @@
+"""A GGUF file as a checkpoint: its tensors under the names, and in the order of rows, that Hugging Face gives them.
+
+What llama.cpp's converter did is undone as a tensor is read: llama's query and key rows lie for interleaved rotary
+embedding, Gemma's norms have their one added, and the experts of a layer are merged into one tensor. Quantized tensors
+are dequantised to float32 one at a time, in numpy: 160 to 330 million weights a second on one core (Q8_0, Q4_0, Q4_K,
+Q5_K, Q6_K; benchmarks/gguf_reading.py), so that a model of 8 billion in Q4_K takes about 40 s.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.gguf_config import ROPE_FREQS, hugging_face_config
+from jpaged.loading.gguf_file import PLAIN, GgufFile, numbers
+from jpaged.loading.safetensors_file import TensorEntry
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_ALL_EXPERTS = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|ffn_down)_exps\.weight")
+_ONE_EXPERT = re.compile(r"(ffn_gate|ffn_up|ffn_down)\.(\d+)")  # as files before April 2024 have them
+_BUFFER = re.compile(r"(blk\.\d+\.)?attn_rot_embd\.(weight|bias)")  # old buffers that llama.cpp does not read either
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_OF = {  # what differs
+    "gemma2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},  # Mixtral
+}
+_EXPERTS = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+_GEMMAS = ("gemma", "gemma2")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor as Hugging Face has it, and what it is in the file."""
+
+    entry: TensorEntry
+    file: GgufFile
+    source: str       # its name in the file
+    expert: int = 0   # which of so many that are merged
+    experts: int = 1
+
+
+class GgufCheckpoint:
+    """All tensors of a GGUF file, or of the files it is split into, by Hugging Face's names. A context manager, which
+    has what `checkpoint.Checkpoint` has, and `config`: what config.json would say."""
+
+    config_name = "the file's metadata"
+
+    def __init__(self, path: Path):
+        """Open the file and check its header. Raises ModelLoadError that names the file, the tensor or the key."""
+        self.folder = path
+        self._files: list[GgufFile] = []
+        self._tensors: dict[str, _Tensor] = {}
+        try:
+            self._open(path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of all tensors."""
+        return self._tensors.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self._files)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """All keys of the file, of the first where it is split."""
+        return self._files[0].metadata
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def entry(self, name: str) -> TensorEntry:
+        """Shape, dtype (what `array` gives) and place of a tensor."""
+        return self._tensors[name].entry
+
+    def path(self, name: str) -> Path:
+        """The file that a tensor lies in."""
+        return self._tensors[name].file.path
+
+    def label(self, name: str) -> str:
+        """A tensor's name for people: the one in the file first."""
+        source = self._tensors[name].source if name in self._tensors else self._source_of(name)
+        return name if source == name else f"{source} ({name})"
+
+    def array(self, name: str) -> np.ndarray:
+        """A tensor's numbers: float32 where it is quantized, else as it is stored (then a view of the mapped file)."""
+        tensor = self._tensors[name]
+        raw = tensor.file.raw(tensor.source, tensor.expert, tensor.experts)
+        values = numbers(raw, tensor.file.entries[tensor.source].dtype).reshape(tensor.entry.shape)
+        if heads := self._permuted_heads(name):
+            rows, *rest = values.shape
+            return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(values.shape)
+        if self._architecture in _GEMMAS and tensor.source.endswith("norm.weight"):
+            return values - np.float32(1)
+        return values
+
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor that is done with back to the system."""
+        tensor = self._tensors[name]
+        tensor.file.release(tensor.entry.begin, tensor.entry.end)
+
+    def close(self) -> None:
+        """Unmap and close all files."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> "GgufCheckpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:  # as in Checkpoint
+            self.close()
+
+    def _open(self, path: Path) -> None:
+        self._files.append(GgufFile(path))
+        count = self.metadata.get("split.count", 0)
+        if isinstance(count, int) and count > 1:
+            self._open_parts(path, count)
+        entries: dict[str, TensorEntry] = {}
+        for file in self._files:
+            for name, entry in file.entries.items():
+                if name in entries:
+                    raise ModelLoadError(f"{file.path}: tensor {name} is in another part of the model as well")
+                entries[name] = entry
+        self._architecture = str(self.metadata.get("general.architecture"))
+        freqs = entries.pop(ROPE_FREQS, None) if self._architecture == "llama" else None
+        divisors = None
+        if freqs is not None:
+            file = next(file for file in self._files if ROPE_FREQS in file.entries)
+            divisors = numbers(file.raw(ROPE_FREQS), freqs.dtype).astype(np.float32).ravel()
+        self.config = hugging_face_config(path, self.metadata, entries, divisors)
+        for file in self._files:
+            for name, entry in file.entries.items():
+                if name in entries and not _BUFFER.fullmatch(name):
+                    for tensor in self._tensors_of(file, entry):
+                        self._tensors[tensor.entry.name] = tensor
+
+    def _open_parts(self, path: Path, count: int) -> None:
+        """Open all parts of a model in place of the one that was named; the first has the metadata."""
+        self.close()
+        self._files.clear()
+        match = _PART.fullmatch(path.name)
+        if match is None or int(match[3]) != count:
+            raise ModelLoadError(
+                f"{path}: split.count={count}: a part of a model in {count} files, which must be named as they were "
+                f"made, NAME-00001-of-{count:05d}.gguf"
+            )
+        for number in range(1, count + 1):
+            part = path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf")
+            if not part.is_file():
+                raise ModelLoadError(f"{part} is missing: the model is split into {count} files, fetch all of them")
+            self._files.append(GgufFile(part))
+        wanted, found = self.metadata.get("split.tensors.count"), sum(len(file.entries) for file in self._files)
+        if wanted is not None and wanted != found:
+            raise ModelLoadError(f"{path}: split.tensors.count={wanted}, but the {count} files have {found} tensors")
+
+    def _tensors_of(self, file: GgufFile, entry: TensorEntry) -> Iterable[_Tensor]:
+        """What a tensor of the file is to Hugging Face: one, or an expert each. One of unknown name keeps it."""
+        dtype = entry.dtype if entry.dtype in PLAIN else "F32"
+        if (match := _ALL_EXPERTS.fullmatch(entry.name)) and len(entry.shape) == 3:
+            experts, *shape = entry.shape
+            size = (entry.end - entry.begin) // experts
+            for expert in range(experts):
+                name, begin = _expert_name(match[1], match[2], expert), entry.begin + expert * size
+                one = TensorEntry(name, dtype, tuple(shape), begin, begin + size)
+                yield _Tensor(one, file, entry.name, expert, experts)
+            return
+        name = self._name_of(entry.name)
+        yield _Tensor(dataclasses.replace(entry, name=name, dtype=dtype), file, entry.name)
+
+    def _name_of(self, source: str) -> str:
+        """Hugging Face's name of a tensor of the file; its own where there is none."""
+        stem, _, kind = source.rpartition(".")
+        if stem in _TOP:
+            return f"{_TOP[stem]}.{kind}"
+        match = _IN_LAYER.fullmatch(source)
+        if match and (one := _ONE_EXPERT.fullmatch(match[2])):
+            return _expert_name(match[1], one[1], int(one[2]))
+        names = self._layer_names()
+        return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}" if match and match[2] in names else source
+
+    def _source_of(self, name: str) -> str:
+        """The name in a file of a tensor of Hugging Face's name, for one that is missing."""
+        stem, _, kind = name.rpartition(".")
+        for source, known in _TOP.items():
+            if stem == known:
+                return f"{source}.{kind}"
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
+            for source, known in self._layer_names().items():
+                if match[2] == known:
+                    return f"blk.{match[1]}.{source}.{kind}"
+            for source, known in _EXPERTS.items():
+                if re.fullmatch(rf"block_sparse_moe\.experts\.\d+\.{known}", match[2]):
+                    return f"blk.{match[1]}.{source}_exps.{kind}"
+        return name
+
+    def _layer_names(self) -> dict[str, str]:
+        return _LAYER | _LAYER_OF.get(self._architecture, {})
+
+    def _permuted_heads(self, name: str) -> int:
+        """How many heads the rows of a tensor are, if the converter put each head's rows in another order; else 0."""
+        if self._architecture != "llama":
+            return 0
+        if ".self_attn.q_proj." in name:
+            return self.config["num_attention_heads"]
+        return self.config["num_key_value_heads"] if ".self_attn.k_proj." in name else 0
+
+
+def _expert_name(layer: str, source: str, expert: int) -> str:
+    return f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{_EXPERTS[source]}.weight"

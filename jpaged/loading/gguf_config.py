@@ -1,0 +1,273 @@
+"""The metadata of a GGUF file -> what its config.json would say, so that the families read it unchanged.
+
+Every key of the architecture is either used, known to change nothing, or refused by its name. The keys are those of
+gguf's constants.py; they mean what llama.cpp's converter (conversion/*.py) wrote, and llama.cpp does with them.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.safetensors_file import TensorEntry
+from jpaged.models.rope import inv_freq
+from jpaged.models.spec import Rope
+
+ROPE_FREQS = "rope_freqs.weight"
+
+# general.architecture -> the architecture of config.json
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+_GEMMA2_27B_LAYERS = 46
+
+# Keys that may be there and change nothing, with the values that they may have (None: any).
+_HARMLESS: dict[str, tuple[Any, ...] | None] = {
+    "attention.causal": (True,),
+    "attention.sliding_window": (0,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_gating_func": (0, 1),  # softmax
+    "nextn_predict_layers": (0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.finetuned": None,
+    "rope.scaling.factor": (0.0, 1.0),  # with a type it is used
+    "rope.scaling.original_context_length": None,  # likewise
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "rope.scale_linear": (1.0,),
+    "tensor_data_layout": None,
+}
+# Texts of tokens that end a turn; llama.cpp stops at them whatever eos_token_id says.
+_ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>",
+)  # fmt: skip
+_CONTROL = 3
+
+
+def hugging_face_config(
+    path: Path, metadata: Mapping[str, Any], entries: Mapping[str, TensorEntry], rope_freqs: np.ndarray | None
+) -> dict[str, Any]:
+    """config.json of the model.
+
+    entries: the file's tensors. rope_freqs: float32[head_dim / 2], the tensor of this name, which divides frequencies.
+    Raises ModelLoadError that names the key or tensor that cannot be honoured.
+    """
+    return _Reader(path, metadata, entries).config(rope_freqs)
+
+
+class _Reader:
+    """Look-ups in the keys of the architecture; what nobody looked up is found in the end."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Mapping[str, TensorEntry]):
+        self._path = path
+        self._metadata = metadata
+        self._entries = entries
+        kind = metadata.get("general.type", "model")
+        if kind != "model":
+            raise ModelLoadError(f"{path}: general.type={kind!r}: the file holds no language model but a part for one")
+        self._architecture = str(metadata.get("general.architecture"))
+        if self._architecture not in _ARCHITECTURES:
+            raise ModelLoadError(
+                f"{path}: general.architecture={self._architecture!r} is not supported by jpaged for GGUF files; "
+                f"supported: {', '.join(_ARCHITECTURES)}"
+            )
+        self._used: set[str] = set()
+
+    def config(self, rope_freqs: np.ndarray | None) -> dict[str, Any]:
+        """All of it."""
+        experts = self._integer("expert_count", 0)
+        if experts and self._architecture != "llama":
+            raise self._refused("expert_count", "(only in llama)")
+        hidden, heads = self._integer("embedding_length"), self._integer("attention.head_count")
+        embedding = self._entries.get("token_embd.weight")
+        context = self._integer("context_length")
+        values: dict[str, Any] = {
+            "architectures": [_ARCHITECTURES[self._architecture]],
+            "model_type": self._architecture,
+            "vocab_size": self._integer("vocab_size", embedding.shape[0] if embedding else None),
+            "hidden_size": hidden,
+            "intermediate_size": self._integer("feed_forward_length"),
+            "num_hidden_layers": self._integer("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._integer("attention.head_count_kv", heads),
+            "head_dim": self._head_dim(hidden, heads),
+            "max_position_embeddings": context,
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(context),
+            "tie_word_embeddings": "output.weight" not in self._entries,
+            "attention_bias": "blk.0.attn_q.bias" in self._entries,
+        }
+        if any(entry.dtype not in ("F32", "F16", "BF16") for entry in self._entries.values()):
+            # Dequantised numbers are float32. What models are trained in holds them in half the memory, and unlike
+            # float16 has room for their activations.
+            values["dtype"] = "bfloat16"
+        match self._architecture:
+            case "llama" if experts:
+                values |= {
+                    "architectures": ["MixtralForCausalLM"],
+                    "model_type": "mixtral",
+                    "num_local_experts": experts,
+                    "num_experts_per_tok": self._integer("expert_used_count"),
+                    "sliding_window": None,
+                }
+            case "llama":
+                values["mlp_bias"] = "blk.0.ffn_up.bias" in self._entries
+            case "gemma2":
+                values |= self._gemma2(hidden, heads, values["num_hidden_layers"], values["head_dim"])
+            case "phi3":
+                values["sliding_window"] = self._integer("attention.sliding_window", 0) or None
+        rotary = self._integer("rope.dimension_count", values["head_dim"])
+        if rotary != values["head_dim"]:
+            if self._architecture != "phi3":
+                raise self._refused("rope.dimension_count", f"(only {values['head_dim']}, the width of a head)")
+            values["partial_rotary_factor"] = rotary / values["head_dim"]
+        if rope_freqs is not None:
+            if values["rope_scaling"] is not None:
+                raise ModelLoadError(
+                    f"{self._path}: tensor {ROPE_FREQS} and {self._key('rope.scaling.type')} both scale the rotary "
+                    "embedding: use another conversion of the model"
+                )
+            values["rope_scaling"] = self._llama3_scaling(rope_freqs, values["rope_theta"], values["head_dim"])
+        self._refuse_the_rest()
+        return values | self._ends(values["vocab_size"])
+
+    def _head_dim(self, hidden: int, heads: int) -> int:
+        width = self._integer("attention.key_length", hidden // heads if heads else 0)
+        if self._integer("attention.value_length", width) != width:
+            raise self._refused("attention.value_length", f"(only {width}, the length of keys)")
+        return width
+
+    def _gemma2(self, hidden: int, heads: int, layers: int, head_dim: int) -> dict[str, Any]:
+        """Keys of Gemma 2's own. What queries are scaled by is not in the file: llama.cpp tells the 27B model, whose
+        heads are narrower than their share of the hidden size, by its layers."""
+        return {
+            "sliding_window": self._integer("attention.sliding_window", 4096),
+            "attn_logit_softcapping": self._number("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": self._number("final_logit_softcapping", 30.0),
+            "query_pre_attn_scalar": hidden // heads if layers == _GEMMA2_27B_LAYERS else head_dim,
+        }
+
+    def _rope_scaling(self, context: int) -> dict[str, Any] | None:
+        kind = self._get("rope.scaling.type", "none")
+        linear = self._number("rope.scale_linear", 1.0)  # what files of 2023 have
+        if kind == "none" and linear != 1.0:
+            kind = "linear"
+        if kind == "none":
+            return None
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": self._number("rope.scaling.factor", linear)}
+        if kind != "yarn":
+            raise self._refused("rope.scaling.type", "(only none, linear and yarn)")
+        # Converters and llama.cpp have differed in what yarn_attn_factor and yarn_ext_factor mean: they are refused.
+        scaling = {
+            "rope_type": "yarn",
+            "factor": self._number("rope.scaling.factor"),
+            "original_max_position_embeddings": self._integer("rope.scaling.original_context_length", context),
+        }
+        for name in ("beta_fast", "beta_slow"):
+            if self._get(f"rope.scaling.yarn_{name}", None) is not None:
+                scaling[name] = self._number(f"rope.scaling.yarn_{name}")
+        return scaling
+
+    def _llama3_scaling(self, factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
+        """The scaling that Llama 3.1 and later have, from what it divides each frequency by.
+
+        The converter writes the divisors and none of the numbers they come from: 1 for short waves, `factor` for long
+        ones, and between them 1 / ((1 - s) / factor + s), where s = (original / wavelength - low) / (high - low), a
+        straight line in the frequency. Only the ratios of original, low and high count, so that low can be 1.
+        """
+        plain, _ = inv_freq(Rope(theta=theta), head_dim, 0)
+        unclear = ModelLoadError(
+            f"{self._path}: tensor {ROPE_FREQS} is no scaling as Llama 3.1 has it, and no other is supported: "
+            "use another conversion of the model"
+        )
+        factor = float(factors.max(initial=0))
+        blended = (factors > 1) & (factors < factor)
+        if factors.shape != plain.shape or factors.min() < 1 or blended.sum() < 2:
+            raise unclear
+        share = (1 / factors[blended].astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+        slope, offset = np.polyfit(plain[blended].astype(np.float64), share, 1)
+        if slope <= 0 or offset >= 0:
+            raise unclear
+        original, high = round(slope / -offset * 2 * math.pi), round(1 - 1 / offset, 3)
+        rope = Rope(theta, scaling="llama3", factor=factor, original_max_position=original, high_freq_factor=high)
+        if not np.allclose(plain / inv_freq(rope, head_dim, original)[0], factors, rtol=1e-5):
+            raise unclear
+        return {
+            "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        }  # fmt: skip
+
+    def _ends(self, vocab_size: int) -> dict[str, Any]:
+        """Ids of special tokens: the keys', and the tokens that end a turn by their text."""
+        tokens, types = self._metadata.get("tokenizer.ggml.tokens"), self._metadata.get("tokenizer.ggml.token_type")
+        if not isinstance(tokens, list):
+            tokens = []
+        if len(tokens) > vocab_size:
+            raise ModelLoadError(
+                f"{self._path}: tokenizer.ggml.tokens has {len(tokens):,} tokens, but the embedding "
+                f"(token_embd.weight) {vocab_size:,} rows: tokenizer and weights are of different models"
+            )
+        ids = {name: self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+        ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+        if isinstance(types, np.ndarray):
+            ends += [i for i in np.flatnonzero(types == _CONTROL).tolist() if i < len(tokens) and tokens[i] in _ENDS]
+        return {"bos_token_id": ids["bos"], "eos_token_id": list(dict.fromkeys(ends)) or None}
+
+    def _refuse_the_rest(self) -> None:
+        for key, value in self._metadata.items():
+            name = key.removeprefix(f"{self._architecture}.")
+            if name == key or name in self._used:
+                continue
+            harmless = _HARMLESS.get(name, ())
+            if harmless is not None and not (np.ndim(value) == 0 and value in harmless):
+                raise self._refused(name)
+
+    def _key(self, name: str) -> str:
+        return f"{self._architecture}.{name}"
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._metadata.get(self._key(name), default)
+        if isinstance(value, np.ndarray):  # one number a layer
+            if value.size == 0 or (value != value[0]).any():
+                raise self._refused(name, "(only one value for all layers)")
+            value = value[0].item()
+        if value is None and default is None:
+            return None
+        self._used.add(name)
+        return value
+
+    def _integer(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(name, value, "a whole number")
+        return value
+
+    def _number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(name, value, "a finite number")
+        # 1e-05 and not 9.999999747378752e-06: the number that the float32 in the file was made from
+        return float(str(np.float32(value))) if value == np.float32(value) else float(value)
+
+    def _wrong(self, name: str, value: Any, wanted: str) -> ModelLoadError:
+        if value is None:
+            return ModelLoadError(f"{self._path}: {self._key(name)} is missing: use another conversion of the model")
+        return ModelLoadError(f"{self._path}: {self._key(name)}={value!r} must be {wanted}")
+
+    def _refused(self, name: str, usual: str = "") -> ModelLoadError:
+        value = self._metadata.get(self._key(name))
+        shown = f"{value.tolist()[:8]}" if isinstance(value, np.ndarray) else repr(value)
+        return ModelLoadError(
+            f"{self._path}: {self._key(name)}={shown} is not supported by jpaged{' ' + usual if usual else ''}: "
+            "use another checkpoint"
+        )

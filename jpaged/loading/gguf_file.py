@@ -1,0 +1,225 @@
+"""One GGUF file, memory-mapped: its header is checked against the file before a tensor is looked at.
+
+Format (ggml's docs/gguf.md, versions 2 and 3): "GGUF", u32 version, u64 tensors, u64 keys; the keys with typed values;
+of every tensor its name, dimensions (the fastest first), type and offset; padding; the data. All little-endian.
+The header is parsed here and not by `gguf.GGUFReader`, which makes numpy arrays of every string: 150,000 tokens and
+150,000 merges took it 5.9 s, and this 0.08 s (benchmarks/gguf_reading.py).
+"""
+
+import functools
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.safetensors_file import TensorEntry
+
+_VERSIONS = (2, 3)
+_SCALARS = {
+    0: np.uint8, 1: np.int8, 2: np.uint16, 3: np.int16, 4: np.uint32, 5: np.int32, 6: np.float32, 7: np.bool_,
+    10: np.uint64, 11: np.int64, 12: np.float64,
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_MAX_DIMENSIONS = 4
+_ALIGNMENT = 32  # bytes, where general.alignment does not say
+_CHUNK = 1 << 16  # elements dequantised at once: what gguf.quants makes on the way stays in the cache
+
+PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
+
+
+class GgufFile:
+    """A GGUF file open for reading: `metadata` by key, `entries` by tensor name (dtype as ggml names it, shape as numpy
+    has it). What `raw` gives are views of the mapped file: drop them before `close`."""
+
+    def __init__(self, path: Path):
+        """Read and check the header. Raises ModelLoadError that names the file, the tensor or key, and what to do."""
+        self.path = path
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            self.size = self._file.seek(0, 2)
+            if self.size < 24:
+                raise self._damaged("it is no GGUF file")
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.metadata: dict[str, Any] = {}
+            self.entries = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def raw(self, name: str, part: int = 0, parts: int = 1) -> np.ndarray:
+        """A tensor's bytes, uint8[rows, bytes of a row], a view; or one of so many equal shares of its rows."""
+        entry = self.entries[name]
+        rows = math.prod(entry.shape[:-1])
+        data = np.frombuffer(self._map, np.uint8, entry.end - entry.begin, entry.begin).reshape(rows, -1)
+        share = rows // parts
+        return data[part * share : (part + 1) * share]
+
+    def release(self, begin: int, end: int) -> None:
+        """Give the pages of these bytes back to the system; they are read again if used again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def close(self) -> None:
+        """Unmap and close the file."""
+        self._map.close()
+        self._file.close()
+
+    def _read_header(self) -> dict[str, TensorEntry]:
+        if self._map[:4] != b"GGUF":
+            raise self._damaged("it is no GGUF file")
+        version = int.from_bytes(self._map[4:8], "little")
+        if version not in _VERSIONS:
+            kind = "written for a big-endian machine" if version and version % 65536 == 0 else f"of version {version}"
+            raise ModelLoadError(f"{self.path}: the GGUF file is {kind}; supported are versions 2 and 3, little-endian")
+        self._at = 8
+        try:
+            count, keys = self._number("<Q"), self._number("<Q")
+            for _ in range(keys):
+                key = self._string()
+                if key in self.metadata:
+                    raise self._damaged(f"key {key} occurs twice")
+                self.metadata[key] = self._value(key, self._number("<I"))
+            entries = [self._entry() for _ in range(count)]
+        except (struct.error, UnicodeDecodeError) as error:
+            raise self._damaged(f"its header cannot be read at byte {self._at:,} ({error}): truncated") from error
+        return self._placed(entries)
+
+    def _number(self, code: str) -> int:
+        (value,) = struct.unpack_from(code, self._map, self._at)
+        self._at += struct.calcsize(code)
+        return value
+
+    def _bytes(self, count: int) -> bytes:
+        data = self._map[self._at : self._at + count]
+        if len(data) != count:
+            raise struct.error(f"{count:,} bytes wanted, {len(data):,} left")
+        self._at += count
+        return data
+
+    def _string(self) -> str:
+        return self._bytes(self._number("<Q")).decode("utf-8")
+
+    def _value(self, key: str, kind: int) -> Any:
+        """A value as Python has it; an array of numbers stays one of numpy."""
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            inner, count = self._number("<I"), self._number("<Q")
+            if inner == _STRING:
+                return list(self._strings(count))
+            if inner in _SCALARS:
+                return self._numbers(inner, count)
+            raise self._damaged(f"key {key} is an array of type {inner}, which GGUF does not have")
+        if kind in _SCALARS:
+            return self._numbers(kind, 1)[0].item()
+        raise self._damaged(f"key {key} has a value of type {kind}, which GGUF does not have")
+
+    def _numbers(self, kind: int, count: int) -> np.ndarray:
+        dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
+        return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
+
+    def _strings(self, count: int) -> Iterator[str]:
+        data, at, length = self._map, self._at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            (size,) = length(data, at)
+            text = data[at + 8 : at + 8 + size]
+            if len(text) != size:
+                raise struct.error(f"{size:,} bytes wanted, {len(text):,} left")
+            at += 8 + size
+            yield text.decode("utf-8")
+        self._at = at
+
+    def _entry(self) -> TensorEntry:
+        """A tensor as the header has it; `begin` counts from the start of the data yet."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name, dimensions = self._string(), self._number("<I")
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            raise self._damaged(f"tensor {name} has {dimensions} dimensions")
+        shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
+        number, begin = self._number("<I"), self._number("<Q")
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            raise self._unsupported(name, f"type {number}") from None
+        if kind.name not in supported_types():
+            raise self._unsupported(name, kind.name)
+        block, size = GGML_QUANT_SIZES[kind]
+        if not all(shape) or shape[-1] % block:
+            raise self._damaged(f"tensor {name} has shape {list(shape)}, which {kind.name} cannot have")
+        return TensorEntry(name, kind.name, shape, begin, begin + math.prod(shape) // block * size)
+
+    def _placed(self, entries: list[TensorEntry]) -> dict[str, TensorEntry]:
+        """The entries with places in the file, checked: inside the file, and none over another."""
+        alignment = self.metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._damaged(f"general.alignment={alignment!r} is no power of two")
+        start = -(-self._at // alignment) * alignment
+        placed: dict[str, TensorEntry] = {}
+        expected, before = start, "the header"
+        for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
+            begin, end = start + entry.begin, start + entry.end
+            if entry.name in placed:
+                raise self._damaged(f"tensor {entry.name} occurs twice")
+            if begin < expected or begin % alignment:
+                raise self._damaged(f"tensor {entry.name} overlaps {before}")
+            if end > self.size:
+                raise self._damaged(
+                    f"tensor {entry.name} should end at byte {end:,}, the file ends at {self.size:,}: truncated"
+                )
+            placed[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, begin, end)
+            expected, before = end, f"tensor {entry.name}"
+        return placed
+
+    def _unsupported(self, name: str, kind: str) -> ModelLoadError:
+        return ModelLoadError(
+            f"{self.path}: tensor {name} is quantized as {kind}, which cannot be read; supported are "
+            f"{', '.join(supported_types())}: use another quantization of the model"
+        )
+
+    def _damaged(self, what: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: {what}; the file is damaged or no GGUF file: fetch it again")
+
+
+@functools.cache
+def supported_types() -> tuple[str, ...]:
+    """Names of the types that `numbers` reads: plain ones, and those that gguf.quants dequantises."""
+    from gguf.constants import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    found = []
+    for kind, (_, size) in GGML_QUANT_SIZES.items():
+        if kind.name not in PLAIN:
+            try:
+                dequantize(np.zeros((1, size), np.uint8), kind)
+            except NotImplementedError:
+                continue
+        found.append(kind.name)
+    return tuple(found)
+
+
+def numbers(raw: np.ndarray, kind: str) -> np.ndarray:
+    """What bytes of rows (uint8[rows, bytes]) stand for: [rows, columns], float32 unless the type is a plain one."""
+    if kind in PLAIN:
+        return raw.view(PLAIN[kind])
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    columns = raw.shape[1] // size * block
+    out = np.empty((len(raw), columns), np.float32)
+    step = max(1, _CHUNK // columns)
+    with np.errstate(over="ignore", invalid="ignore"):  # of scales that are not finite
+        for start in range(0, len(raw), step):
+            out[start : start + step] = dequantize(raw[start : start + step], GGMLQuantizationType[kind])
+    return out
