@@ -28,7 +28,7 @@ ALLOWED = {
     "jpaged.llm": {"jpaged.build", "jpaged.engine"},
     "jpaged.async_llm": {"jpaged.build", "jpaged.engine"},
     "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli"},
-    "jpaged.cli": {"jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving"},
+    "jpaged.cli": {"jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading.convert"},
 }
 # Leaves: plain data and helpers that import no part.
 SHARED = {

@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
-_MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 # Other formats in sub-folders, and the same weights once more under other names.
 _UNWANTED = ("*/*", "consolidated*")
 
@@ -32,12 +32,12 @@ def find_model(model: str, revision: str | None = None) -> Path:
                 f"{folder} is missing: this installation of jpaged has no demo model, install it again"
             )
         return folder
-    return _find(model, revision, _MODEL_FILES + _TOKENIZER_FILES)
+    return _find(model, revision, MODEL_FILES + TOKENIZER_FILES)
 
 
 def find_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
     """The folder of a tokenizer, fetched first if it is a hub id."""
-    return _find(tokenizer, revision, ("config.json", *_TOKENIZER_FILES))
+    return _find(tokenizer, revision, ("config.json", *TOKENIZER_FILES))
 
 
 def _find(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -3,30 +3,32 @@
 1. Find the folder: a path, a hub id, the demo model (hub.py).
 2. config.json -> family, DecoderSpec (jpaged.models.families).
 3. Check every tensor by the files' headers, then put leaf after leaf on the device (checkpoint.py, weights.py); or
-   check a tree of live arrays and use it as it is (live.py).
+   the same with a folder that `jpaged convert` wrote (converted.py); or check live arrays and use them as they are
+   (live.py).
 4. generation_config.json and the tokenizer.
 """
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.loading.checkpoint import Checkpoint, read_json
-from jpaged.loading.dtypes import BY_NAME, resolve_dtype
+from jpaged.loading.checkpoint import Checkpoint, is_converted, read_json
+from jpaged.loading.dtypes import checkpoint_dtype, resolve_dtype
 from jpaged.loading.hub import find_model, find_tokenizer
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.tokenizer import load_tokenizer
-from jpaged.loading.weights import load_weights, plan_weights
-from jpaged.models.families import family_of
+from jpaged.loading.weights import StoredWeights, check_depth, load_weights, plan_weights
+from jpaged.models.families import Family, family_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, WeightLayout
 
@@ -81,22 +83,18 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
     values = read_json(folder / "config.json", required=True)
     family = family_of(values)
     _log_remote_code(config, values, folder)
-    reader = CheckpointConfig(values)
     started = time.perf_counter()
-    with Checkpoint(folder) as checkpoint:
-        _check_depth(reader, len(list(checkpoint.names)))
-        plan = plan_weights(family, family.spec(reader), family.constants(reader), checkpoint)
-        generation_config = _generation_config(folder, values, plan.spec.vocab_size)
-        dtype = resolve_dtype(config.dtype, _checkpoint_dtype(reader, checkpoint))
+    with _open_weights(folder, family, CheckpointConfig(values)) as weights:
+        generation_config = _generation_config(folder, values, weights.spec.vocab_size)
+        dtype = resolve_dtype(config.dtype, weights.dtype)
         if check is not None:
-            check(plan.spec, dtype)
+            check(weights.spec, dtype)
         tokenizer = _tokenizer(config, folder)
-        params = load_weights(plan, checkpoint, dtype)
-        read = checkpoint.num_bytes
-    seconds = time.perf_counter() - started
-    logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", read / 1e6, folder, dtype.name, seconds)
+        params = weights.load(dtype)
+    seconds, size = time.perf_counter() - started, weights.num_bytes / 1e6
+    logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", size, folder, dtype.name, seconds)
     return LoadedModel(
-        spec=plan.spec,
+        spec=weights.spec,
         params=params,
         layout=WeightLayout(),
         dtype=dtype,
@@ -105,6 +103,21 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
         tokenizer=tokenizer,
         source=str(folder),
     )
+
+
+@contextlib.contextmanager
+def _open_weights(folder: Path, family: Family, config: CheckpointConfig) -> Iterator[StoredWeights]:
+    """The folder's weights, checked: safetensors files, or what `jpaged convert` wrote."""
+    if is_converted(folder):
+        from jpaged.loading.converted import open_converted  # Orbax takes half a second, and only this needs it
+
+        yield open_converted(folder, family, config)
+        return
+    with Checkpoint(folder) as checkpoint:
+        check_depth(config, len(list(checkpoint.names)))
+        plan = plan_weights(family, family.spec(config), family.constants(config), checkpoint)
+        load = functools.partial(load_weights, plan, checkpoint)
+        yield StoredWeights(plan.spec, checkpoint_dtype(config, checkpoint), checkpoint.num_bytes, load)
 
 
 def _from_live(
@@ -120,7 +133,7 @@ def _from_live(
         if "layers" in values or not values:
             raise ModelLoadError("live arrays come as (config, params), in this order: this is no config")
         reader = CheckpointConfig(values)
-        _check_depth(reader, len(jax.tree.leaves(params)))
+        check_depth(reader, len(jax.tree.leaves(params)))
         spec = family_of(values).spec(reader)
     live = check_live(spec, params, layout)
     if config.dtype not in ("auto", live.dtype.name):
@@ -148,31 +161,6 @@ def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Pa
             "%s: jpaged has its own code for %s; no code of the checkpoint is needed and none is run",
             folder, ", ".join(values.get("architectures") or [str(values.get("model_type"))]),
         )  # fmt: skip
-
-
-def _check_depth(config: CheckpointConfig, tensors: int) -> None:
-    """Refuse more layers than there are tensors, before anything of that size is made."""
-    for key in ("num_hidden_layers", "n_layer"):
-        layers = config.get(key)
-        if isinstance(layers, int) and layers > tensors:
-            raise ModelLoadError(
-                f"config.json: {key}={layers}, but the weights are {tensors} tensors: "
-                "config and weights are of different models"
-            )
-
-
-def _checkpoint_dtype(config: CheckpointConfig, checkpoint: Checkpoint) -> np.dtype | None:
-    """What config.json says (`dtype`, formerly `torch_dtype`), else what most of the weights' bytes are."""
-    named = config.get("dtype", "torch_dtype")
-    if isinstance(named, str) and named in BY_NAME:
-        return BY_NAME[named]
-    by_file = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-    sizes = dict.fromkeys(by_file, 0)
-    for name in checkpoint.names:
-        entry = checkpoint.entry(name)
-        if entry.dtype in sizes:
-            sizes[entry.dtype] += entry.end - entry.begin
-    return by_file[max(sizes, key=lambda name: sizes[name])]
 
 
 def _tokenizer(config: EngineConfig, folder: Path | None) -> Any | None:
