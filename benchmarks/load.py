@@ -1,0 +1,99 @@
+"""Seconds to load a model: its safetensors files, and what `jpaged convert` made of them.
+
+    python benchmarks/load.py [--model FOLDER] [--rounds 7] [--dtypes bfloat16 float32]
+
+Without a model: a Llama of random numbers, 0.86 GB in bfloat16. Every load is a process of its own and the two take
+turns; a time runs from after `import jax` until all arrays are on the device, so that the import of Orbax counts. The
+files are in the page cache from the second round on, which is why medians are printed and the first round is dropped.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from jpaged.cli.results import machine
+from jpaged.loading.convert import convert
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024,
+    "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+LOAD = """
+import logging, sys, time
+import jax
+jax.devices()
+import jpaged.loading
+from jpaged.config import EngineConfig
+logging.disable(logging.WARNING)
+start = time.perf_counter()
+model = jpaged.loading.load_model(EngineConfig(model=sys.argv[1], dtype=sys.argv[2]))
+jax.block_until_ready(model.params)
+print(time.perf_counter() - start)
+"""
+
+
+def write_llama(folder: Path) -> None:
+    """A checkpoint of random numbers."""
+    rng = np.random.default_rng(0)
+    hidden, inter, vocab = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
+    key_rows = hidden * CONFIG["num_key_value_heads"] // CONFIG["num_attention_heads"]
+    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden), "model.norm": (hidden,)}
+    for i in range(CONFIG["num_hidden_layers"]):
+        rows = {"q_proj": hidden, "k_proj": key_rows, "v_proj": key_rows, "o_proj": hidden}
+        shapes |= {f"model.layers.{i}.self_attn.{name}": (n, hidden) for name, n in rows.items()}
+        shapes |= {f"model.layers.{i}.mlp.{name}": (inter, hidden) for name in ("gate_proj", "up_proj")}
+        shapes[f"model.layers.{i}.mlp.down_proj"] = (hidden, inter)
+        shapes |= {f"model.layers.{i}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+    save_file(
+        {f"{n}.weight": rng.standard_normal(s, np.float32).astype(ml_dtypes.bfloat16) for n, s in shapes.items()},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+def seconds(folder: Path, dtype: str) -> float:
+    """One load, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", LOAD, str(folder), dtype], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        source, converted = args.model or Path(scratch, "llama"), Path(scratch, "converted")
+        if args.model is None:
+            source.mkdir()
+            write_llama(source)
+        size = convert(str(source), converted).num_bytes
+        print(", ".join(f"{name} {value}" for name, value in machine().items()))
+        print(f"{size / 1e9:.2f} GB, {args.rounds} rounds; medians, and all from lowest to highest\n")
+        for dtype in args.dtypes:
+            times: dict[str, list[float]] = {"safetensors": [], "converted": []}
+            for round_number in range(args.rounds + 1):
+                for name, folder in zip(times, (source, converted), strict=True):
+                    taken = seconds(folder, dtype)
+                    if round_number:
+                        times[name].append(taken)
+            medians = {name: statistics.median(values) for name, values in times.items()}
+            for name, values in times.items():
+                print(f"{dtype:9} {name:12} {medians[name]:6.2f} s   ({' '.join(f'{v:.2f}' for v in sorted(values))})")
+            print(f"{dtype:9} ratio        {medians['converted'] / medians['safetensors']:6.2f}\n")
+
+
+if __name__ == "__main__":
+    main()
