@@ -22,11 +22,7 @@ from safetensors.numpy import save_file
 from jpaged.cli.results import machine
 from jpaged.loading.convert import convert
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024,
-    "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
-}  # fmt: skip
+HIDDEN, INTERMEDIATE, LAYERS, VOCAB, HEADS, KV_HEADS = 1024, 4096, 24, 32000, 16, 4
 
 LOAD = """
 import logging, sys, time
@@ -44,21 +40,25 @@ print(time.perf_counter() - start)
 
 def write_llama(folder: Path) -> None:
     """A checkpoint of random numbers."""
+    kv_rows = HIDDEN // HEADS * KV_HEADS
+    shapes = {"model.embed_tokens": (VOCAB, HIDDEN), "lm_head": (VOCAB, HIDDEN), "model.norm": (HIDDEN,)}
+    for i in range(LAYERS):
+        rows = {"q_proj": HIDDEN, "k_proj": kv_rows, "v_proj": kv_rows, "o_proj": HIDDEN}
+        shapes |= {f"model.layers.{i}.self_attn.{name}": (n, HIDDEN) for name, n in rows.items()}
+        shapes |= {f"model.layers.{i}.mlp.{name}": (INTERMEDIATE, HIDDEN) for name in ("gate_proj", "up_proj")}
+        shapes[f"model.layers.{i}.mlp.down_proj"] = (HIDDEN, INTERMEDIATE)
+        shapes |= {f"model.layers.{i}.{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
     rng = np.random.default_rng(0)
-    hidden, inter, vocab = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
-    key_rows = hidden * CONFIG["num_key_value_heads"] // CONFIG["num_attention_heads"]
-    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden), "model.norm": (hidden,)}
-    for i in range(CONFIG["num_hidden_layers"]):
-        rows = {"q_proj": hidden, "k_proj": key_rows, "v_proj": key_rows, "o_proj": hidden}
-        shapes |= {f"model.layers.{i}.self_attn.{name}": (n, hidden) for name, n in rows.items()}
-        shapes |= {f"model.layers.{i}.mlp.{name}": (inter, hidden) for name in ("gate_proj", "up_proj")}
-        shapes[f"model.layers.{i}.mlp.down_proj"] = (hidden, inter)
-        shapes |= {f"model.layers.{i}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
     save_file(
-        {f"{n}.weight": rng.standard_normal(s, np.float32).astype(ml_dtypes.bfloat16) for n, s in shapes.items()},
+        {f"{n}.weight": rng.standard_normal(s, dtype="f4").astype(ml_dtypes.bfloat16) for n, s in shapes.items()},
         folder / "model.safetensors",
     )
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def seconds(folder: Path, dtype: str) -> float:
