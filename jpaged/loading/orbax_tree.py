@@ -2,8 +2,8 @@
 
 A leaf is one uncompressed zarr array in one file, so that its length can be checked before anything is read, and so
 that reading maps the file and copies what a shard needs to where it will stay. Orbax's own array handler reads the file
-into memory, copies it to an array, and copies that to the device: three to four times as slow as a safetensors file
-from the page cache (docs/decisions.md). Orbax's files stay Orbax's files: its own handler reads them too.
+into memory, copies it to an array, and copies that to the device: two to three times as slow (docs/decisions.md).
+It stays an ordinary Orbax checkpoint, which that handler reads too.
 """
 
 import asyncio
@@ -115,9 +115,7 @@ class _OneFileHandler(type_handlers.NumpyHandler):
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         for leaf, info in zip(values, infos, strict=True):
             store = await ts.open(
-                # Zeros are no file of their own by default, and a file that is missing could be zeros.
-                _spec(info.path)
-                | {"metadata": {"compressor": None, "chunks": leaf.shape}, "store_data_equal_to_fill_value": True},
+                _spec(info.path) | {"metadata": {"compressor": None, "chunks": leaf.shape}},
                 create=True,
                 dtype=ts.dtype(leaf.dtype),
                 shape=leaf.shape,
