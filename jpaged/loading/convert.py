@@ -25,7 +25,7 @@ from jpaged.loading.checkpoint import CONVERTED, INDEX, Checkpoint, is_converted
 from jpaged.loading.converted import AGAIN, PARAMS, SOURCE, Manifest, check_converted
 from jpaged.loading.dtypes import BY_NAME, checkpoint_dtype, main_dtype
 from jpaged.loading.hub import MODEL_FILES, TOKENIZER_FILES, find_model
-from jpaged.loading.orbax_tree import NewLeaf, check_files, read_leaf, save_tree
+from jpaged.loading.orbax_tree import NewLeaf, read_leaf, save_tree
 from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
 from jpaged.loading.weights import WeightPlan, assemble, check_depth, plan_weights
 from jpaged.models.families import family_of
@@ -34,6 +34,9 @@ from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import param_shapes
 
 _SPARE = 1 << 20  # bytes for what lies beside the arrays
+# Of these a device of several holds some columns. A shard of rows is a run of a mapped file, one of columns lies all
+# over it: cut into files, it is read alone.
+_BY_COLUMNS, _PIECES = ("o", "down"), 8
 _CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
 
 
@@ -73,7 +76,7 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
             _copy_small_files(folder, work)
             (work / SOURCE).mkdir()
             held = _keep_rest(work / SOURCE, checkpoint, plan, kind) if same else {}
-            with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="converting", delay=2) as progress:
+            with _progress(checkpoint.num_bytes) as progress:
                 save_tree(work / PARAMS, _new_leaves(plan, checkpoint, kind, progress.update))
             files = {file.path.name: file.size for file in checkpoint.files} if same else {}
             Manifest(kind.name, files, held).write(work)
@@ -89,20 +92,19 @@ def export(model: str, out: Path) -> Written:
     manifest = Manifest.read(folder)
     values = read_json(folder / "config.json", required=True)
     family, config = family_of(values), CheckpointConfig(values)
-    _, tree = check_converted(folder, family, config)
-    total = check_files(folder / PARAMS, tree)
-    _check_space(out, (sum(manifest.files.values()) or total) + _SPARE)
-    leaves = [leaf for leaf in family.tensors(tree) if leaf.leaf not in family.constants(config)]
+    tree = check_converted(folder, family, config)
+    _check_space(out, (sum(manifest.files.values()) or tree.num_bytes) + _SPARE)
+    leaves = [leaf for leaf in family.tensors(tree.shapes) if leaf.leaf not in family.constants(config)]
     kind = BY_NAME[manifest.dtype]
     with _complete_or_gone(out) as work:
         _copy_small_files(folder, work)
         if manifest.files:
             names = _restore_rest(folder / SOURCE, work, manifest)
         else:
-            names = _new_file(work, leaves, tree, kind)
+            names = _new_file(work, leaves, tree.shapes, kind)
             key = "torch_dtype" if "torch_dtype" in values else "dtype"
             (work / "config.json").write_text(json.dumps(values | {key: kind.name}, indent=2) + "\n", encoding="utf-8")
-        with _Outputs(work) as outputs, tqdm(total=total, unit="B", unit_scale=True, delay=2) as progress:
+        with _Outputs(work) as outputs, _progress(tree.num_bytes) as progress:
             for leaf in leaves:
                 array = read_leaf(folder / PARAMS, _name(leaf))
                 for tensor in leaf.tensors:
@@ -112,12 +114,17 @@ def export(model: str, out: Path) -> Written:
     return Written(out, kind, _size(out), bool(manifest.files))
 
 
+def _progress(total: int) -> tqdm:
+    return tqdm(total=total, unit="B", unit_scale=True, desc="converting", delay=2)
+
+
 def _new_leaves(plan: WeightPlan, checkpoint: Checkpoint, dtype: np.dtype, on_read: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {"layers": tuple({} for _ in range(plan.spec.num_layers))}
     for leaf_plan in plan.leaves:
         make = functools.partial(assemble, leaf_plan, checkpoint, dtype, on_read)
         place = tree if leaf_plan.leaf.layer is None else tree["layers"][leaf_plan.leaf.layer]
-        place[leaf_plan.leaf.leaf] = NewLeaf(leaf_plan.shape, dtype, make)
+        pieces = _PIECES if leaf_plan.leaf.leaf in _BY_COLUMNS else 1
+        place[leaf_plan.leaf.leaf] = NewLeaf(leaf_plan.shape, dtype, make, pieces)
     return tree
 
 

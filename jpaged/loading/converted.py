@@ -19,7 +19,7 @@ from tqdm import tqdm
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import CONVERTED, read_json
 from jpaged.loading.dtypes import BY_NAME
-from jpaged.loading.orbax_tree import check_files, leaf_name, load_tree, stored_shapes
+from jpaged.loading.orbax_tree import check_tree, leaf_name, load_tree
 from jpaged.loading.weights import StoredWeights, check_depth
 from jpaged.models.families import Family
 from jpaged.models.families.config import CheckpointConfig
@@ -63,32 +63,41 @@ class Manifest:
         return cls(**values)
 
 
+@dataclasses.dataclass(frozen=True)
+class ConvertedTree:
+    """A converted folder's tree, checked."""
+
+    spec: DecoderSpec
+    shapes: dict[str, Any]  # `param_shapes` of what is stored
+    num_bytes: int
+
+
 def open_converted(folder: Path, family: Family, config: CheckpointConfig) -> StoredWeights:
-    """A converted folder's weights, checked: names, shapes, dtype and lengths of all files. Raises ModelLoadError."""
-    spec, tree = check_converted(folder, family, config)
-    total = check_files(folder / PARAMS, tree)
-    load = functools.partial(_load, folder / PARAMS, spec)
-    return StoredWeights(spec, tree["embed"].dtype, total, load)
+    """A converted folder's weights, checked as `check_converted` does."""
+    tree = check_converted(folder, family, config)
+    load = functools.partial(_load, folder / PARAMS, tree.spec)
+    return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load)
 
 
-def check_converted(folder: Path, family: Family, config: CheckpointConfig) -> tuple[DecoderSpec, dict[str, Any]]:
-    """The spec, and the tree's shapes, which are those that the Orbax checkpoint has. Raises ModelLoadError."""
+def check_converted(folder: Path, family: Family, config: CheckpointConfig) -> ConvertedTree:
+    """Check that the files are whole, and that names, shapes and dtype are the config's. Raises ModelLoadError."""
     dtype = BY_NAME[Manifest.read(folder).dtype]
-    stored = stored_shapes(folder / PARAMS)
+    tree = check_tree(folder / PARAMS)
+    stored = tree.leaves
     check_depth(config, len(stored))
     spec = family.spec(config)
     if spec.tie_embeddings and "lm_head" in stored:
         spec = dataclasses.replace(spec, tie_embeddings=False)  # as the checkpoint had it, whatever its config says
-    tree = param_shapes(spec, dtype)
-    wanted = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    shapes = param_shapes(spec, dtype)
+    wanted = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
     for name in sorted(wanted.keys() | stored.keys()):
-        have, want = (_show(shapes.get(name)) for shapes in (stored, wanted))
+        have, want = (_show(leaves.get(name)) for leaves in (stored, wanted))
         if have != want:
             raise ModelLoadError(
                 f"{folder / PARAMS}: {name} is {have}, config.json calls for {want}: they are of different models, or "
                 f"of different versions of jpaged; {AGAIN}"
             )
-    return spec, tree
+    return ConvertedTree(spec, shapes, tree.num_bytes)
 
 
 def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype) -> dict[str, Any]:

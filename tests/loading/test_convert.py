@@ -152,6 +152,12 @@ def test_auto_is_the_checkpoints_own_dtype_on_cpu_too(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path / "out").dtype == "bfloat16"
 
 
+def test_what_is_split_by_columns_is_in_pieces(llama: Path, tmp_path: Path) -> None:
+    convert(str(llama), tmp_path / "out")
+    for leaf, files in (("layers.0.o", 8), ("layers.1.down", 8), ("layers.0.qkv", 1), ("embed", 1)):
+        assert len(list((tmp_path / "out/params" / leaf).glob("[0-9]*"))) == files
+
+
 def test_orbax_alone_reads_the_tree(llama: Path, tmp_path: Path) -> None:
     """It is an ordinary Orbax checkpoint, with or without a target."""
     convert(str(llama), tmp_path / "out")
@@ -338,9 +344,9 @@ class TestDamaged:
         return tmp_path / "out"
 
     def test_a_truncated_leaf(self, out: Path) -> None:
-        leaf = out / "params/layers.1.down/0.0"
+        leaf = out / "params/layers.1.down/0.3"
         os.truncate(leaf, 1000)
-        with pytest.raises(ModelLoadError, match=r"layers\.1\.down/0\.0: it has 1,000 bytes instead of 24,576.*again"):
+        with pytest.raises(ModelLoadError, match=r"layers\.1\.down/0\.3: it has 1,000 bytes instead of 3,072.*again"):
             load(out)
 
     def test_a_missing_leaf(self, out: Path) -> None:
@@ -360,7 +366,10 @@ class TestDamaged:
     def test_a_leaf_of_another_kind(self, out: Path) -> None:
         path = out / "params/embed/.zarray"
         values = json.loads(path.read_text())
-        for changes in ({"chunks": [1, 64]}, {"compressor": {"id": "zstd"}}, {"dtype": "<x9"}, {"dtype": "<f2"}):
+        for changes in (
+            {"chunks": [1, 64]}, {"chunks": [0, 64]}, {"chunks": [320, 63]}, {"chunks": [64]}, {"chunks": 64},
+            {"compressor": {"id": "zstd"}}, {"dtype": "<x9"}, {"dtype": "<f2"},
+        ):
             path.write_text(json.dumps(values | changes))
             with pytest.raises(ModelLoadError, match=r"embed.*convert the model again"):
                 load(out)
