@@ -20,6 +20,7 @@ ALL = (*SHIPPED, "benchmarks", "tools", "examples", "tests")
 # What every part may import besides the shared modules below and itself.
 ALLOWED = {
     "pallas_kernels": set(),
+    "jpaged.models.check": {"jpaged.models", "jpaged.loading"},  # an entry point: nothing imports it
     "jpaged.models": {"pallas_kernels"},
     "jpaged.loading": {"jpaged.models"},
     "jpaged.engine": set(),
@@ -28,7 +29,7 @@ ALLOWED = {
     "jpaged.llm": {"jpaged.build", "jpaged.engine"},
     "jpaged.async_llm": {"jpaged.build", "jpaged.engine"},
     "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli"},
-    "jpaged.cli": {"jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving"},
+    "jpaged.cli": {"jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading.convert"},
 }
 # Leaves: plain data and helpers that import no part.
 SHARED = {
@@ -103,6 +104,12 @@ def test_arrows_point_one_way():
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_imports_an_entry_point():
+    for path in python_files(*SHIPPED):
+        for name in imports_of(path):
+            assert not within(name, "jpaged.models.check"), f"{path.relative_to(ROOT)} imports {name}"
+
+
 def test_shared_modules_import_no_part():
     for path in python_files("jpaged"):
         if name_of(path) in SHARED:
@@ -131,9 +138,12 @@ def test_nobody_imports_bare_models_or_serving():
 
 
 def test_no_torch_outside_the_recorder():
-    """Shipped code never imports torch; tests do so only where they skip without it, a benchmark as a peer."""
+    """Shipped code never imports torch; tests do so only where they skip without it, a benchmark as a peer.
+
+    models/check.py compares with torch where it is, and runs without it.
+    """
     for path in python_files(*ALL):
-        if path in (ROOT / "tools/record_golden.py", ROOT / "benchmarks/kernels.py"):
+        if path in (ROOT / "tools/record_golden.py", ROOT / "benchmarks/kernels.py", ROOT / "models/check.py"):
             continue
         for name in imports_of(path):
             if within(name, "torch"):

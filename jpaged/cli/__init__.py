@@ -57,6 +57,7 @@ def parse(args: Sequence[str]) -> Any:
 
     from jpaged.cli.bench import Bench
     from jpaged.cli.chat import Chat
+    from jpaged.cli.convert import Convert
     from jpaged.cli.generate import Generate
     from jpaged.cli.serve import Serve
 
@@ -65,6 +66,7 @@ def parse(args: Sequence[str]) -> Any:
         | Annotated[Chat, tyro.conf.subcommand("chat")]
         | Annotated[Serve, tyro.conf.subcommand("serve")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
+        | Annotated[Convert, tyro.conf.subcommand("convert")]
     )
     read = functools.partial(
         tyro.cli,

@@ -1,10 +1,10 @@
 """A checkpoint folder: its JSON files, and its tensors wherever in the shards they lie."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,7 +12,13 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.safetensors_file import SafetensorsFile, TensorEntry
 
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+CONVERTED = "jpaged.json"  # what `jpaged convert` says of a folder that it wrote
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether `jpaged convert` wrote the folder."""
+    return (folder / CONVERTED).is_file()
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
@@ -28,6 +34,25 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Tensors by Hugging Face's names: safetensors files, packed ones among them, or a GGUF file."""
+
+    folder: Path                # or the file, for people
+    config_name: str            # what says which tensors there must be, for people
+
+    @property
+    def names(self) -> Iterable[str]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def __contains__(self, name: str) -> bool: ...
+    def entry(self, name: str) -> TensorEntry: ...
+    def path(self, name: str) -> Path: ...
+    def label(self, name: str) -> str: ...
+    def array(self, name: str) -> np.ndarray: ...
+    def release(self, name: str) -> None: ...
 
 
 class Checkpoint:
@@ -50,6 +75,11 @@ class Checkpoint:
     def names(self) -> Iterable[str]:
         """Names of all tensors."""
         return self._file_of.keys()
+
+    @property
+    def files(self) -> Sequence[SafetensorsFile]:
+        """All shards."""
+        return self._files
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +126,7 @@ class Checkpoint:
             self.close()
 
     def _open(self) -> None:
-        index = self.folder / _INDEX
+        index = self.folder / INDEX
         if (self.folder / _SINGLE).is_file():
             self._add(self.folder / _SINGLE)
         elif index.is_file():
@@ -114,13 +144,13 @@ class Checkpoint:
             if not (self.folder / shard).is_file():
                 name = next(n for n, s in weight_map.items() if s == shard)
                 raise ModelLoadError(
-                    f"{self.folder / shard} is missing; {_INDEX} says that it holds {name}: fetch the checkpoint again"
+                    f"{self.folder / shard} is missing; {INDEX} says that it holds {name}: fetch the checkpoint again"
                 )
             self._add(self.folder / shard)
         for name, shard in weight_map.items():
             if name not in self._file_of or self._file_of[name].path.name != shard:
                 raise ModelLoadError(
-                    f"{self.folder / shard} has no tensor {name}, though {_INDEX} says so: index and shards are of "
+                    f"{self.folder / shard} has no tensor {name}, though {INDEX} says so: index and shards are of "
                     "different checkpoints, fetch them again"
                 )
 
@@ -129,12 +159,12 @@ class Checkpoint:
         if len(found) == 1:
             self._add(found[0])
         elif found:
-            raise ModelLoadError(f"{self.folder} has {len(found)} safetensors files but no {_INDEX}: fetch it as well")
+            raise ModelLoadError(f"{self.folder} has {len(found)} safetensors files but no {INDEX}: fetch it as well")
         else:
             others = [p.name for p in sorted(self.folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
             pickled = f", only {others[0]}, a pickle that could run code" if others else ""
             raise ModelLoadError(
-                f"{self.folder} has no safetensors file{pickled}. Supported are {_SINGLE} and shards with {_INDEX}; "
+                f"{self.folder} has no safetensors file{pickled}. Supported are {_SINGLE} and shards with {INDEX}; "
                 "convert other formats with Transformers: model.save_pretrained(folder)"
             )
 

@@ -7,6 +7,8 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.errors import RequestError
+from jpaged.loading.checkpoint import TensorSource
+from jpaged.models.families.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +17,24 @@ BY_NAME = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+
+_FORMAT_NAMES = {"BF16": BY_NAME["bfloat16"], "F16": BY_NAME["float16"], "F32": BY_NAME["float32"]}
+
+
+def checkpoint_dtype(config: CheckpointConfig, checkpoint: TensorSource) -> np.dtype:
+    """What config.json says (`dtype`, formerly `torch_dtype`), else what most of the weights' bytes are."""
+    named = config.get("dtype", "torch_dtype")
+    return BY_NAME[named] if isinstance(named, str) and named in BY_NAME else main_dtype(checkpoint)
+
+
+def main_dtype(checkpoint: TensorSource) -> np.dtype:
+    """What most of the weights' bytes are."""
+    sizes = dict.fromkeys(_FORMAT_NAMES, 0)
+    for name in checkpoint.names:
+        entry = checkpoint.entry(name)
+        if entry.dtype in sizes:
+            sizes[entry.dtype] += entry.end - entry.begin
+    return _FORMAT_NAMES[max(sizes, key=lambda name: sizes[name])]
 
 
 def resolve_dtype(requested: str, checkpoint: np.dtype | None) -> np.dtype:

@@ -17,10 +17,10 @@ _GGUF = ".gguf"
 _LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
-_MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 # Other formats in sub-folders, and the same weights once more under other names.
 _UNWANTED = ("*/*", "consolidated*")
 
@@ -37,13 +37,13 @@ def find_model(model: str, revision: str | None = None) -> Path:
                 f"{folder} is missing: this installation of jpaged has no demo model, install it again"
             )
         return folder
-    path = _find(model, revision, _MODEL_FILES + _TOKENIZER_FILES)
+    path = _find(model, revision, MODEL_FILES + TOKENIZER_FILES)
     return path if path.is_file() or (path / "config.json").is_file() else _gguf_in(path) or path
 
 
 def find_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
     """The folder of a tokenizer, fetched first if it is a hub id; or the GGUF file that has it."""
-    return _find(tokenizer, revision, ("config.json", *_TOKENIZER_FILES))
+    return _find(tokenizer, revision, ("config.json", *TOKENIZER_FILES))
 
 
 def is_gguf(path: Path) -> bool:

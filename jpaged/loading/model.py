@@ -2,31 +2,34 @@
 
 1. Find the folder: a path, a hub id, the demo model; or the GGUF file (hub.py).
 2. config.json -> family, DecoderSpec (jpaged.models.families); a GGUF file's keys are made into one (gguf_config.py).
-3. Check every tensor by the files' headers, then put leaf after leaf on the device (checkpoint.py or
-   gguf_checkpoint.py, weights.py); or check a tree of live arrays and use it as it is (live.py).
+3. Check every tensor by the files' headers, then put leaf after leaf on the device (checkpoint.py, mxfp4.py or
+   gguf_checkpoint.py, weights.py); or the same with a folder that `jpaged convert` wrote (converted.py); or check live
+   arrays and use them as they are (live.py).
 4. generation_config.json and the tokenizer.
 """
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.loading.checkpoint import Checkpoint, read_json
-from jpaged.loading.dtypes import BY_NAME, resolve_dtype
+from jpaged.loading.checkpoint import Checkpoint, TensorSource, is_converted, read_json
+from jpaged.loading.dtypes import checkpoint_dtype, resolve_dtype
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jpaged.loading.hub import find_model, find_tokenizer, is_gguf
 from jpaged.loading.live import check_live, config_values
+from jpaged.loading.mxfp4 import Mxfp4Checkpoint
 from jpaged.loading.tokenizer import load_tokenizer
-from jpaged.loading.weights import TensorSource, load_weights, plan_weights
+from jpaged.loading.weights import StoredWeights, check_depth, load_weights, plan_weights
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, WeightLayout
@@ -79,47 +82,18 @@ def load_model(
 
 def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtype], None] | None) -> LoadedModel:
     path = find_model(config.model, config.revision)
-    if is_gguf(path):
-        with GgufCheckpoint(path) as checkpoint:
-            return _load(config, path, checkpoint.config, checkpoint, check)
-    values = read_json(path / "config.json", required=True)
-    family_of(values)
-    _log_remote_code(config, values, path)
-    with Checkpoint(path) as checkpoint:
-        return _load(config, path, values, checkpoint, check)
-
-
-def _load(
-    config: EngineConfig,
-    path: Path,
-    values: dict[str, Any],
-    checkpoint: TensorSource,
-    check: Callable[[DecoderSpec, np.dtype], None] | None,
-) -> LoadedModel:
-    """Everything behind config.json: path is the folder, or the GGUF file, that `checkpoint` has open."""
     started = time.perf_counter()
-    reader = CheckpointConfig(values)
-    try:
-        family = family_of(values)
-        _check_depth(reader, len(list(checkpoint.names)))
-        spec, constants = family.spec(reader), family.constants(reader)
-    except ModelLoadError as error:
-        if not is_gguf(path):
-            raise
-        raise ModelLoadError(f"{path}: its metadata, written as a config.json, is refused: {error}") from error
-    plan = plan_weights(family, spec, constants, checkpoint)
-    generation_config = _generation_config(path, values, plan.spec.vocab_size)
-    dtype = resolve_dtype(config.dtype, _checkpoint_dtype(reader, checkpoint))
-    if check is not None:
-        check(plan.spec, dtype)
-    tokenizer = _tokenizer(config, path)
-    params = load_weights(plan, checkpoint, dtype)
-    seconds = time.perf_counter() - started
-    logger.info(
-        "loaded %.1f MB of weights from %s as %s in %.1f s", checkpoint.num_bytes / 1e6, path, dtype.name, seconds
-    )
+    with _open_weights(config, path) as (values, weights):
+        generation_config = _generation_config(path, values, weights.spec.vocab_size)
+        dtype = resolve_dtype(config.dtype, weights.dtype)
+        if check is not None:
+            check(weights.spec, dtype)
+        tokenizer = _tokenizer(config, path)
+        params = weights.load(dtype)
+    seconds, size = time.perf_counter() - started, weights.num_bytes / 1e6
+    logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", size, path, dtype.name, seconds)
     return LoadedModel(
-        spec=plan.spec,
+        spec=weights.spec,
         params=params,
         layout=WeightLayout(),
         dtype=dtype,
@@ -128,6 +102,44 @@ def _load(
         tokenizer=tokenizer,
         source=str(path),
     )
+
+
+@contextlib.contextmanager
+def _open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, Any], StoredWeights]]:
+    """config.json, or what it would be, and the weights, checked: of a folder or of a GGUF file."""
+    if is_gguf(path):
+        with GgufCheckpoint(path) as checkpoint:
+            try:
+                _spec(checkpoint.config, checkpoint)
+            except ModelLoadError as error:
+                raise ModelLoadError(f"{path}: its metadata, written as a config.json, is refused: {error}") from error
+            yield checkpoint.config, _stored(checkpoint.config, checkpoint)
+        return
+    values = read_json(path / "config.json", required=True)
+    family = family_of(values)
+    _log_remote_code(config, values, path)
+    if is_converted(path):
+        from jpaged.loading.converted import open_converted  # Orbax takes half a second, and only this needs it
+
+        yield values, open_converted(path, family, CheckpointConfig(values))
+        return
+    with Checkpoint(path) as checkpoint:
+        yield values, _stored(values, Mxfp4Checkpoint(checkpoint))
+
+
+def _stored(values: dict[str, Any], checkpoint: TensorSource) -> StoredWeights:
+    """The tensors of an open checkpoint, checked against the config."""
+    reader, family = CheckpointConfig(values), family_of(values)
+    plan = plan_weights(family, _spec(values, checkpoint), family.constants(reader), checkpoint)
+    load = functools.partial(load_weights, plan, checkpoint)
+    return StoredWeights(plan.spec, checkpoint_dtype(reader, checkpoint), checkpoint.num_bytes, load)
+
+
+def _spec(values: dict[str, Any], checkpoint: TensorSource) -> DecoderSpec:
+    reader = CheckpointConfig(values)
+    family = family_of(values)
+    check_depth(reader, len(list(checkpoint.names)))
+    return family.spec(reader)
 
 
 def _from_live(
@@ -143,7 +155,7 @@ def _from_live(
         if "layers" in values or not values:
             raise ModelLoadError("live arrays come as (config, params), in this order: this is no config")
         reader = CheckpointConfig(values)
-        _check_depth(reader, len(jax.tree.leaves(params)))
+        check_depth(reader, len(jax.tree.leaves(params)))
         spec = family_of(values).spec(reader)
     live = check_live(spec, params, layout)
     if config.dtype not in ("auto", live.dtype.name):
@@ -179,31 +191,6 @@ def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Pa
             "%s: jpaged has its own code for %s; no code of the checkpoint is needed and none is run",
             folder, ", ".join(values.get("architectures") or [str(values.get("model_type"))]),
         )  # fmt: skip
-
-
-def _check_depth(config: CheckpointConfig, tensors: int) -> None:
-    """Refuse more layers than there are tensors, before anything of that size is made."""
-    for key in ("num_hidden_layers", "n_layer"):
-        layers = config.get(key)
-        if isinstance(layers, int) and layers > tensors:
-            raise ModelLoadError(
-                f"config.json: {key}={layers}, but the weights are {tensors} tensors: "
-                "config and weights are of different models"
-            )
-
-
-def _checkpoint_dtype(config: CheckpointConfig, checkpoint: TensorSource) -> np.dtype | None:
-    """What config.json says (`dtype`, formerly `torch_dtype`), else what most of the weights' bytes are."""
-    named = config.get("dtype", "torch_dtype")
-    if isinstance(named, str) and named in BY_NAME:
-        return BY_NAME[named]
-    by_file = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-    sizes = dict.fromkeys(by_file, 0)
-    for name in checkpoint.names:
-        entry = checkpoint.entry(name)
-        if entry.dtype in sizes:
-            sizes[entry.dtype] += entry.end - entry.begin
-    return by_file[max(sizes, key=lambda name: sizes[name])]
 
 
 def _tokenizer(config: EngineConfig, folder: Path | None) -> Any | None:

@@ -29,6 +29,7 @@ class Mxfp4Checkpoint:
 
     def __init__(self, checkpoint: Checkpoint):
         """Raises ModelLoadError for blocks without scales, or of shapes that do not go together."""
+        self.folder = checkpoint.folder
         self._checkpoint = checkpoint
         names = set(checkpoint.names)
         self._packed = {n.removesuffix(_BLOCKS) for n in names if n.endswith(_BLOCKS)}
@@ -38,9 +39,9 @@ class Mxfp4Checkpoint:
             self._check(name)
 
     @property
-    def folder(self) -> Path:
-        """Where the files are."""
-        return self._checkpoint.folder
+    def is_packed(self) -> bool:
+        """Whether there is any MXFP4 tensor."""
+        return bool(self._packed)
 
     @property
     def names(self) -> Iterable[str]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError
 
-_DTYPES = {
+DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
     "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F64": np.float64, "F32": np.float32, "F16": np.float16,
     "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
@@ -56,9 +56,18 @@ class SafetensorsFile:
     def array(self, name: str) -> np.ndarray:
         """The tensor, a read-only view of the mapped file: no byte is read until it is used."""
         entry = self.entries[name]
-        dtype = np.dtype(_DTYPES[entry.dtype])
+        dtype = np.dtype(DTYPES[entry.dtype])
         count = math.prod(entry.shape)
         return np.frombuffer(self._map, dtype, count, entry.begin).reshape(entry.shape)
+
+    def header(self) -> bytes:
+        """Everything before the tensors, as it is in the file."""
+        return self._map[: 8 + int.from_bytes(self._map[:8], "little")]
+
+    def data(self, name: str) -> bytes:
+        """The tensor's bytes, of whatever dtype."""
+        entry = self.entries[name]
+        return self._map[entry.begin : entry.end]
 
     def release(self, name: str) -> None:
         """Give the tensor's pages back to the system; they are read again if used again."""
@@ -98,7 +107,7 @@ class SafetensorsFile:
             raise self._damaged(f"the header's entry of tensor {name} is not valid") from error
         if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
             raise self._damaged(f"the header's entry of tensor {name} is not valid")
-        if dtype in _DTYPES and end - begin != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
+        if dtype in DTYPES and end - begin != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:
             raise self._damaged(
                 f"tensor {name} has {end - begin:,} bytes, which {dtype} of shape {list(shape)} has not"
             )

@@ -9,17 +9,17 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.safetensors_file import TensorEntry
+from jpaged.loading.checkpoint import TensorSource
 from jpaged.models.families.base import Family, LeafTensors
+from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, param_shapes
 
 logger = logging.getLogger(__name__)
@@ -28,25 +28,6 @@ _CONVERTIBLE = ("F64", "F32", "F16", "BF16")
 _HEAD, _EMBED = "lm_head.weight", "embed"
 _BEYOND_MEMORY = 2**48  # elements of one leaf; numpy cannot address 2**61 of them
 _ALIGNMENT = 64  # bytes; from here JAX on CPU uses a buffer as it is instead of copying it
-
-
-@runtime_checkable
-class TensorSource(Protocol):
-    """Tensors by Hugging Face's names: a folder of safetensors files (`Checkpoint`) or a GGUF file."""
-
-    folder: Path                # or the file, for people
-    config_name: str            # what says which tensors there must be, for people
-
-    @property
-    def names(self) -> Iterable[str]: ...
-    @property
-    def num_bytes(self) -> int: ...
-    def __contains__(self, name: str) -> bool: ...
-    def entry(self, name: str) -> TensorEntry: ...
-    def path(self, name: str) -> Path: ...
-    def label(self, name: str) -> str: ...
-    def array(self, name: str) -> np.ndarray: ...
-    def release(self, name: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +46,28 @@ class WeightPlan:
 
     spec: DecoderSpec
     leaves: tuple[LeafPlan, ...]
+    copies: tuple[str, ...] = ()  # names in the checkpoint of the tied embedding's own copies
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredWeights:
+    """Weights that were checked against the config and are not on the device yet."""
+
+    spec: DecoderSpec
+    dtype: np.dtype | None  # the checkpoint's own
+    num_bytes: int          # of its files
+    load: Callable[[np.dtype], dict[str, Any]]  # the tree of `param_shapes(spec, dtype)` on the default device
+
+
+def check_depth(config: CheckpointConfig, tensors: int) -> None:
+    """Refuse more layers than there are tensors, before anything of that size is made."""
+    for key in ("num_hidden_layers", "n_layer"):
+        layers = config.get(key)
+        if isinstance(layers, int) and layers > tensors:
+            raise ModelLoadError(
+                f"config.json: {key}={layers}, but the weights are {tensors} tensors: "
+                "config and weights are of different models"
+            )
 
 
 def plan_weights(
@@ -103,15 +106,17 @@ def plan_weights(
         )
     used = {name for plan in leaves for name in plan.files}
     extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
+    copies: tuple[str, ...] = ()
     if spec.tie_embeddings:
-        extra = [n for n in extra if n != _HEAD]  # checked to be the embedding's own copy
+        copies = tuple(n for n in extra if n == _HEAD)  # checked to be the embedding's own
+        extra = [n for n in extra if n not in copies]
     if extra:
         raise ModelLoadError(
             f"{checkpoint.path(extra[0])}: {_some([checkpoint.label(n) for n in extra])} more than "
             f"{checkpoint.config_name} calls for: {checkpoint.config_name} is of another model, or the checkpoint has "
             "a part that jpaged does not know"
         )
-    return WeightPlan(spec, tuple(leaves))
+    return WeightPlan(spec, tuple(leaves), copies)
 
 
 def load_weights(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype) -> dict[str, Any]:
@@ -120,26 +125,35 @@ def load_weights(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype) ->
     with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", delay=2) as progress:
         for leaf_plan in plan.leaves:
             leaf = leaf_plan.leaf
-            host = _empty(leaf_plan.shape, dtype)
-            if leaf_plan.constant is not None:
-                host[...] = leaf_plan.constant
-            for tensor, name in zip(leaf.tensors, leaf_plan.files, strict=True):
-                with np.errstate(over="ignore"):  # looked for below
-                    tensor.rule.store(checkpoint.array(name), leaf.block(host, tensor))
-                checkpoint.release(name)
-                entry = checkpoint.entry(name)
-                progress.update(entry.end - entry.begin)
-            if dtype == np.float16 and not np.isfinite(host).all():
-                first = leaf_plan.files[0]
-                raise ModelLoadError(
-                    f"{checkpoint.path(first)}: {checkpoint.label(first)} has values beyond the range of float16 "
-                    "(65,504): use dtype bfloat16 or float32"
-                )
+            host = assemble(leaf_plan, checkpoint, dtype, progress.update)
             place = tree["layers"][leaf.layer] if leaf.layer is not None else tree
             place[leaf.leaf] = jax.block_until_ready(jax.device_put(host))
             del host
     tree["layers"] = tuple(tree["layers"])
     return tree
+
+
+def assemble(
+    leaf_plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, on_read: Callable[[int], Any] = lambda _: None
+) -> np.ndarray:
+    """One leaf on the host, in its dtype. on_read: called with the bytes of each tensor that is done."""
+    leaf = leaf_plan.leaf
+    host = aligned_empty(leaf_plan.shape, dtype)
+    if leaf_plan.constant is not None:
+        host[...] = leaf_plan.constant
+    for tensor, name in zip(leaf.tensors, leaf_plan.files, strict=True):
+        with np.errstate(over="ignore"):  # looked for below
+            tensor.rule.store(checkpoint.array(name), leaf.block(host, tensor))
+        checkpoint.release(name)
+        entry = checkpoint.entry(name)
+        on_read(entry.end - entry.begin)
+    if dtype == np.float16 and not np.isfinite(host).all():
+        first = leaf_plan.files[0]
+        raise ModelLoadError(
+            f"{checkpoint.path(first)}: {checkpoint.label(first)} has values beyond the range of float16 (65,504): "
+            "use dtype bfloat16 or float32"
+        )
+    return host
 
 
 class _Names:
@@ -214,7 +228,7 @@ def _some(names: list[str]) -> str:
     return f"tensors {', '.join(names[:3])}{others} are"
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An uninitialised array that begins at a multiple of _ALIGNMENT bytes."""
     count = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(count + _ALIGNMENT, np.uint8)

@@ -29,6 +29,11 @@ class Variant:
     config: dict[str, Any]
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the file holds tensors in a packed form."""
+        return "quantization_config" in self.config
+
+    @property
     def answers(self) -> Path:
         """The file with the recorded answers."""
         return GOLDEN / f"{self.name}.json"

@@ -1,0 +1,314 @@
+"""From a Hugging Face checkpoint to a folder with the engine's own tree, and back.
+
+The folder's parts are in converted.py. Both ways work in a temporary folder beside the result, which gets its name when
+it is complete; both hold one leaf in memory at a time.
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jpaged.errors import ModelLoadError, RequestError
+from jpaged.loading.checkpoint import CONVERTED, INDEX, Checkpoint, TensorSource, is_converted, read_json
+from jpaged.loading.converted import AGAIN, PARAMS, SOURCE, Manifest, check_converted
+from jpaged.loading.dtypes import BY_NAME, checkpoint_dtype, main_dtype
+from jpaged.loading.gguf_checkpoint import GgufCheckpoint
+from jpaged.loading.hub import MODEL_FILES, TOKENIZER_FILES, find_model, is_gguf
+from jpaged.loading.mxfp4 import Mxfp4Checkpoint
+from jpaged.loading.orbax_tree import NewLeaf, read_leaf, save_tree
+from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
+from jpaged.loading.tokenizer import load_tokenizer
+from jpaged.loading.weights import WeightPlan, assemble, check_depth, plan_weights
+from jpaged.models.families import family_of
+from jpaged.models.families.base import LeafTensors
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import param_shapes
+
+_SPARE = 1 << 20  # bytes for what lies beside the arrays
+# Of these a device of several holds some columns. A shard of rows is a run of a mapped file, one of columns lies all
+# over it: cut into files, it is read alone.
+_BY_COLUMNS, _PIECES = ("o", "down"), 8
+_CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What was written."""
+
+    folder: Path
+    dtype: np.dtype
+    num_bytes: int     # of all files
+    same_files: bool   # convert: whether they can be written back bit for bit; export: whether they were
+
+
+def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None = None) -> Written:
+    """Write the folder that `converted.py` describes.
+
+    dtype: of the arrays; auto is the checkpoint's own, on CPU too.
+    Raises ModelLoadError for the model, RequestError for the other arguments, before anything is written.
+    """
+    if dtype != "auto" and dtype not in BY_NAME:
+        raise RequestError("dtype", dtype, f"must be auto, {', '.join(BY_NAME)}")
+    _check_out(out)
+    path = find_model(model, revision)
+    if path.is_dir() and is_converted(path):
+        raise RequestError("model", model, f"is converted already ({CONVERTED}); to get the files back: --to hf")
+    with _open(path) as (values, checkpoint):
+        family, config = family_of(values), CheckpointConfig(values)
+        check_depth(config, len(list(checkpoint.names)))
+        plan = plan_weights(family, family.spec(config), family.constants(config), checkpoint)
+        kind = checkpoint_dtype(config, checkpoint) if dtype == "auto" else BY_NAME[dtype]
+        shapes = param_shapes(plan.spec, kind)
+        total = sum(int(np.prod(leaf.shape)) * kind.itemsize for leaf in jax.tree.leaves(shapes))
+        _check_space(out, total + _SPARE)
+        # GGUF files and packed tensors are unpacked for good, other dtypes rounded
+        files = checkpoint.files if isinstance(checkpoint, Checkpoint) and main_dtype(checkpoint) == kind else []
+        with _complete_or_gone(out) as work:
+            _write_small_files(path, values, work)
+            (work / SOURCE).mkdir()
+            held = _held(plan)
+            if files:
+                held = {name: table for name, table in held.items() if DTYPES.get(checkpoint.entry(name).dtype) == kind}
+                _keep_rest(work / SOURCE, checkpoint.folder, files, held)
+            with _progress(checkpoint.num_bytes) as progress:
+                save_tree(work / PARAMS, _new_leaves(plan, checkpoint, kind, progress.update))
+            Manifest(kind.name, {file.path.name: file.size for file in files}, held).write(work)
+    return Written(out, kind, _size(out), bool(files))
+
+
+def export(model: str, out: Path) -> Written:
+    """Write the Hugging Face files of a converted folder: bit for bit, or in the arrays' dtype where it was changed."""
+    _check_out(out)
+    folder = find_model(model)
+    if not is_converted(folder):
+        raise RequestError("model", model, f"has no {CONVERTED}: --to hf is for folders that jpaged convert wrote")
+    manifest = Manifest.read(folder)
+    values = read_json(folder / "config.json", required=True)
+    family, config = family_of(values), CheckpointConfig(values)
+    tree = check_converted(folder, family, config)
+    _check_space(out, (sum(manifest.files.values()) or tree.num_bytes) + _SPARE)
+    leaves = [leaf for leaf in family.tensors(tree.shapes) if leaf.leaf not in family.constants(config)]
+    kind = BY_NAME[manifest.dtype]
+    with _complete_or_gone(out) as work:
+        _copy_small_files(folder, work)
+        if manifest.files:
+            names = _restore_rest(folder / SOURCE, work, manifest)
+        else:
+            called = {table: name for name, table in manifest.tensors.items()}
+            names = _new_file(work, leaves, tree.shapes, kind, called)
+            key = "torch_dtype" if "torch_dtype" in values else "dtype"
+            values.pop("quantization_config", None)  # MXFP4, which has been unpacked
+            (work / "config.json").write_text(json.dumps(values | {key: kind.name}, indent=2) + "\n", encoding="utf-8")
+        with _Outputs(work) as outputs, _progress(tree.num_bytes) as progress:
+            for leaf in leaves:
+                array = read_leaf(folder / PARAMS, _name(leaf))
+                for tensor in leaf.tensors:
+                    for name in names.get(tensor.name, ()):
+                        outputs.write(name, tensor.rule.gather(leaf.block(array, tensor)))
+                progress.update(array.nbytes)
+    return Written(out, kind, _size(out), bool(manifest.files))
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[tuple[dict[str, Any], TensorSource]]:
+    """config.json, or what it would be, and the tensors of a folder or a GGUF file."""
+    if is_gguf(path):
+        with GgufCheckpoint(path) as checkpoint:
+            yield checkpoint.config, checkpoint
+        return
+    values = read_json(path / "config.json", required=True)
+    family_of(values)
+    with Checkpoint(path) as checkpoint:
+        packed = Mxfp4Checkpoint(checkpoint)
+        yield values, packed if packed.is_packed else checkpoint
+
+
+def _progress(total: int) -> tqdm:
+    return tqdm(total=total, unit="B", unit_scale=True, desc="converting", delay=2)
+
+
+def _new_leaves(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, on_read: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {"layers": tuple({} for _ in range(plan.spec.num_layers))}
+    for leaf_plan in plan.leaves:
+        make = functools.partial(assemble, leaf_plan, checkpoint, dtype, on_read)
+        place = tree if leaf_plan.leaf.layer is None else tree["layers"][leaf_plan.leaf.layer]
+        pieces = _PIECES if leaf_plan.leaf.leaf in _BY_COLUMNS else 1
+        place[leaf_plan.leaf.leaf] = NewLeaf(leaf_plan.shape, dtype, make, pieces)
+    return tree
+
+
+def _held(plan: WeightPlan) -> dict[str, str]:
+    """The tensors that the tree holds, by their names in the files; with their names in the family's table."""
+    held = {}
+    for leaf_plan in plan.leaves:
+        for tensor, name in zip(leaf_plan.leaf.tensors, leaf_plan.files, strict=True):
+            held[name] = tensor.name
+            if leaf_plan.leaf.leaf == "embed":
+                held |= dict.fromkeys(plan.copies, tensor.name)
+    return held
+
+
+def _keep_rest(folder: Path, source: Path, files: Iterable[SafetensorsFile], held: Mapping[str, str]) -> None:
+    """Keep headers, index, and the tensors that the tree does not hold."""
+    if (source / INDEX).is_file():
+        shutil.copyfile(source / INDEX, folder / INDEX)
+    for file in files:
+        (folder / f"{file.path.name}.header").write_bytes(file.header())
+        with (folder / f"{file.path.name}.rest").open("wb") as rest:
+            for name in file.entries:
+                if name not in held:
+                    rest.write(file.data(name))
+                    file.release(name)
+
+
+def _restore_rest(source: Path, out: Path, manifest: Manifest) -> dict[str, list[str]]:
+    """Files of their full length with everything but what the tree holds; gives where that goes."""
+    names: dict[str, list[str]] = {}
+    for file, size in manifest.files.items():
+        try:
+            header, rest = ((source / f"{file}.{part}").read_bytes() for part in ("header", "rest"))
+        except OSError as error:
+            raise ModelLoadError(f"{source}: what is kept of {file} cannot be read ({error}): {AGAIN}") from error
+        path = out / file
+        path.write_bytes(header)
+        os.truncate(path, size)
+        opened = SafetensorsFile(path)
+        entries = opened.entries
+        opened.close()
+        taken = 0
+        with path.open("r+b") as writer:
+            for name, entry in entries.items():
+                if name in manifest.tensors:
+                    names.setdefault(manifest.tensors[name], []).append(name)
+                    continue
+                writer.seek(entry.begin)
+                length = entry.end - entry.begin
+                writer.write(rest[taken : taken + length])
+                taken += length
+        if taken != len(rest):
+            raise ModelLoadError(f"{source / file}.rest has {len(rest):,} bytes instead of {taken:,}: {AGAIN}")
+    if (source / INDEX).is_file():
+        shutil.copyfile(source / INDEX, out / INDEX)
+    return names
+
+
+def _new_file(
+    out: Path, leaves: list[LeafTensors], tree: Mapping[str, Any], dtype: np.dtype, names: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """model.safetensors with a header and room for all tensors. names: what the source called those of the table."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for leaf in leaves:
+        shape = (tree if leaf.layer is None else tree["layers"][leaf.layer])[leaf.leaf].shape
+        blank = np.broadcast_to(np.zeros((), dtype), shape)  # a shape to cut views from, without memory
+        for tensor in leaf.tensors:
+            sizes = tensor.rule.shape(leaf.block(blank, tensor))
+            begin, end = end, end + int(np.prod(sizes)) * dtype.itemsize
+            name = names.get(tensor.name, tensor.name)
+            header[name] = {"dtype": _CODES[dtype], "shape": sizes, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path = out / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end)
+    return {tensor.name: [names.get(tensor.name, tensor.name)] for leaf in leaves for tensor in leaf.tensors}
+
+
+class _Outputs:
+    """The safetensors files of a folder, whose headers are there, open for their tensors."""
+
+    def __init__(self, folder: Path):
+        self._place = {}
+        self._open = contextlib.ExitStack()
+        for path in sorted(folder.glob("*.safetensors")):
+            file = SafetensorsFile(path)
+            writer = self._open.enter_context(path.open("r+b"))
+            self._place |= {name: (writer, entry) for name, entry in file.entries.items()}
+            file.close()
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        writer, entry = self._place[name]
+        writer.seek(entry.begin)
+        writer.write(np.ascontiguousarray(array).view(np.uint8).data)
+
+    def __enter__(self) -> "_Outputs":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+def _name(leaf: LeafTensors) -> str:
+    return leaf.leaf if leaf.layer is None else f"layers.{leaf.layer}.{leaf.leaf}"
+
+
+def _write_small_files(source: Path, values: Mapping[str, Any], out: Path) -> None:
+    """Config and tokenizer: copies of a folder's, or what a GGUF file has of them."""
+    if source.is_dir():
+        _copy_small_files(source, out)
+        return
+    (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    tokenizer = load_tokenizer(source)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(out))
+
+
+def _copy_small_files(folder: Path, out: Path) -> None:
+    """Config and tokenizer, as they are."""
+    patterns = [p for p in (*MODEL_FILES, *TOKENIZER_FILES) if ".safetensors" not in p]
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns):
+            shutil.copyfile(path, out / path.name)
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        kind = "a folder that is not empty" if out.is_dir() else "a file"
+        raise RequestError("out", str(out), f"there is {kind}: name a new folder, or remove it first")
+
+
+def _check_space(out: Path, needed: int) -> None:
+    there = next(path for path in out.absolute().parents if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise RequestError("out", str(out), f"needs {needed:,} bytes, and {there} has {free:,} free")
+
+
+@contextlib.contextmanager
+def _complete_or_gone(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out` that takes its name at the end; it is removed if something is in the way."""
+    out = out.absolute()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    except OSError as error:
+        raise RequestError("out", str(out), f"cannot be written: {error.strerror}") from error
+    try:
+        yield work
+        work.chmod(0o777 & ~_umask())
+        work.rename(out)  # over an empty folder too
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,110 @@
+"""The folder that `jpaged convert` writes, and what is checked before its weights are read.
+
+    OUT/config.json, generation_config.json, tokenizer files    as they were
+    OUT/params/       an Orbax checkpoint of the tree of `param_shapes` (orbax_tree.py)
+    OUT/source/       what the Hugging Face files have beside those numbers: headers, the index, other tensors
+    OUT/jpaged.json   a Manifest; written last
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.checkpoint import CONVERTED, read_json
+from jpaged.loading.dtypes import BY_NAME
+from jpaged.loading.orbax_tree import check_tree, leaf_name, load_tree
+from jpaged.loading.weights import StoredWeights, check_depth
+from jpaged.models.families import Family
+from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.spec import DecoderSpec, param_shapes
+from jpaged.version import __version__
+
+FORMAT = 1
+PARAMS, SOURCE = "params", "source"
+AGAIN = "convert the model again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a converted folder says of itself."""
+
+    dtype: str                         # of all leaves
+    files: dict[str, int] = dataclasses.field(default_factory=dict)
+    # The safetensors files that can be written again bit for bit, and their bytes; none if the dtype was changed.
+    tensors: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Tensors that the tree holds, by the name in the family's table. If files are kept, all others lie beside the tree.
+    version: str = __version__
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder."""
+        (folder / CONVERTED).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read a folder's. Raises ModelLoadError, for one of another format too."""
+        path = folder / CONVERTED
+        values = read_json(path, required=True)
+        if values.get("format") != FORMAT:
+            raise ModelLoadError(
+                f"{path}: format {values.get('format')!r}, written by jpaged {values.get('version')}; this is jpaged "
+                f"{__version__}, which reads format {FORMAT}: {AGAIN}"
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        if values.keys() != names or values["dtype"] not in BY_NAME:
+            raise ModelLoadError(f"{path} is damaged: {AGAIN}")
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertedTree:
+    """A converted folder's tree, checked."""
+
+    spec: DecoderSpec
+    shapes: dict[str, Any]  # `param_shapes` of what is stored
+    num_bytes: int
+
+
+def open_converted(folder: Path, family: Family, config: CheckpointConfig) -> StoredWeights:
+    """A converted folder's weights, checked as `check_converted` does."""
+    tree = check_converted(folder, family, config)
+    load = functools.partial(_load, folder / PARAMS, tree.spec)
+    return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load)
+
+
+def check_converted(folder: Path, family: Family, config: CheckpointConfig) -> ConvertedTree:
+    """Check that the files are whole, and that names, shapes and dtype are the config's. Raises ModelLoadError."""
+    dtype = BY_NAME[Manifest.read(folder).dtype]
+    tree = check_tree(folder / PARAMS)
+    stored = tree.leaves
+    check_depth(config, len(stored))
+    spec = family.spec(config)
+    if spec.tie_embeddings and "lm_head" in stored:
+        spec = dataclasses.replace(spec, tie_embeddings=False)  # as the checkpoint had it, whatever its config says
+    shapes = param_shapes(spec, dtype)
+    wanted = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
+    for name in sorted(wanted.keys() | stored.keys()):
+        have, want = (_show(leaves.get(name)) for leaves in (stored, wanted))
+        if have != want:
+            raise ModelLoadError(
+                f"{folder / PARAMS}: {name} is {have}, config.json calls for {want}: they are of different models, or "
+                f"of different versions of jpaged; {AGAIN}"
+            )
+    return ConvertedTree(spec, shapes, tree.num_bytes)
+
+
+def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype) -> dict[str, Any]:
+    target = param_shapes(spec, dtype)
+    with tqdm(total=len(jax.tree.leaves(target)), unit="arrays", desc="loading weights", delay=2) as progress:
+        return load_tree(folder, target, lambda _: progress.update())
+
+
+def _show(leaf: jax.ShapeDtypeStruct | None) -> str:
+    return "missing" if leaf is None else f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"

@@ -1,0 +1,228 @@
+"""Is this checkpoint computed as Transformers computes it? If not, from which layer on?
+
+    python -m jpaged.models.check MODEL                        beside Transformers, where torch is installed
+    python -m jpaged.models.check MODEL --record answers.json  the same, and keep Transformers' values
+    python -m jpaged.models.check MODEL --answers answers.json beside kept values, without torch
+
+1. Both run the same token ids in float32, with dense attention: what is compared is the model, not the engine.
+2. What goes into the first layer and what comes out of each is compared, then the logits of the last token.
+3. The first output that differs is named; those behind it differ because of it and are not shown.
+
+An entry point: of jpaged.models, it alone imports jpaged.loading, and nothing imports it.
+"""
+
+import base64
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from jpaged.config import EngineConfig
+from jpaged.errors import JPagedError, ModelLoadError, RequestError
+from jpaged.loading import LoadedModel, load_model
+from jpaged.models.decoder import decode, dense_causal_attend, head
+
+NUM_TOKENS = 24  # more than the sliding windows of the tests' models; a 7B's answers are a file of 18 MB
+
+# Largest difference that is rounding, as a share of the token's largest value. Float32 sums in another order gave at
+# most 7e-6 over all models of tests/golden and 1e-5 behind the 24 layers of a Qwen2 0.5B; a real error gives more: the
+# demo model with an epsilon of 2e-5 in its norms instead of 1e-6 is off by 6e-4 in its first layer.
+TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What one implementation gives for a prompt."""
+
+    token_ids: list[int]
+    outputs: list[np.ndarray]  # float32[tokens, hidden]: what goes into the first layer, what comes out of each
+    logits: np.ndarray         # float32[1, vocab]: of the last token
+
+    def write(self, path: pathlib.Path) -> None:
+        """Write them as JSON, arrays as base64 of little-endian float32."""
+        arrays = [_encode(array) for array in (*self.outputs, self.logits)]
+        path.write_text(json.dumps({"token_ids": self.token_ids, "arrays": arrays}) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> "Answers":
+        """Read what `write` wrote. Raises RequestError."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            *outputs, logits = (_decode(array) for array in values["arrays"])
+            return cls(values["token_ids"], outputs, logits)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RequestError("answers", str(path), f"is no file that --record wrote ({error})") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """Compare a checkpoint's layers with Transformers', and name the first one that differs.
+
+    The exit status is 0 where all agree, 1 where one does not, 2 where they could not be compared.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help_behavior_hint="")]
+    """Folder or Hugging Face hub id."""
+
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
+    """Text to run. Default: a fixed set of token ids."""
+
+    answers: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Compare with what --record wrote; torch is not needed then."""
+
+    record: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write what Transformers gives to this file."""
+
+    tolerance: float = TOLERANCE
+    """Largest difference that passes, as a share of the largest value of its token."""
+
+    def run(self) -> int:
+        """Compare, and print the table."""
+        if self.answers is not None and (self.record is not None or self.prompt is not None):
+            other = "record" if self.record is not None else "prompt"
+            raise RequestError(other, getattr(self, other), "has no meaning with --answers: leave one of them out")
+        expected = None if self.answers is None else Answers.read(self.answers)
+        if expected is None:
+            _need_torch()
+        model = load_model(EngineConfig(model=self.model, dtype="float32"))
+        if expected is None:
+            expected = transformers_answers(model, self._token_ids(model))
+            if self.record is not None:
+                expected.write(self.record)
+        return compare(model, expected, self.tolerance)
+
+    def _token_ids(self, model: LoadedModel) -> list[int]:
+        if self.prompt is None:
+            return fixed_token_ids(model.spec.vocab_size)
+        if model.tokenizer is None:
+            raise RequestError("prompt", self.prompt, "the model has no tokenizer: leave it out")
+        ids = model.tokenizer(self.prompt)["input_ids"]
+        if not ids:
+            raise RequestError("prompt", self.prompt, "gives no tokens")
+        return list(ids)
+
+
+def fixed_token_ids(vocab_size: int) -> list[int]:
+    """NUM_TOKENS ids from all over the vocabulary."""
+    return [(7 + 7919 * i) % vocab_size for i in range(NUM_TOKENS)]
+
+
+def output_after(model: LoadedModel, token_ids: list[int], layers: int) -> np.ndarray:
+    """float32[tokens, hidden]: our hidden states after so many layers; 0 gives what goes into the first."""
+    ids = jnp.asarray(token_ids, jnp.int32)
+    hidden, _ = decode(
+        model.spec,
+        model.params | {"layers": model.params["layers"][:layers]},
+        ids,
+        jnp.arange(len(ids)),
+        [None] * layers,
+        ids[None],
+        dense_causal_attend,
+        rope_lens=jnp.full(len(ids), len(ids)),
+    )
+    return np.asarray(hidden)
+
+
+def last_logits(model: LoadedModel, hidden: np.ndarray) -> np.ndarray:
+    """float32[1, vocab]: our logits of the last token, from the hidden states after the last layer."""
+    return np.asarray(head(model.spec, model.params, jnp.asarray(hidden[-1:])))
+
+
+def compare(model: LoadedModel, expected: Answers, tolerance: float) -> int:
+    """Print how far each layer is off, up to the first that differs; 1 where one does, else 0."""
+    spec = model.spec
+    shapes = [(len(expected.token_ids), spec.hidden_size)] * (spec.num_layers + 1) + [(1, spec.vocab_size)]
+    if [array.shape for array in (*expected.outputs, expected.logits)] != shapes:
+        raise ModelLoadError(
+            f"{model.source}: {spec.num_layers} layers of {spec.hidden_size} and {spec.vocab_size:,} tokens; the "
+            f"answers are of {len(expected.outputs) - 1} layers of {expected.outputs[0].shape[-1]} and "
+            f"{expected.logits.shape[-1]:,} tokens: they are of another model"
+        )
+    print(f"{model.source}: {len(expected.token_ids)} tokens, float32, tolerance {tolerance:g} of the largest value\n")
+    print(f"{'':12} max |difference|   max |value|      share")
+    ours = np.empty(0)
+    for layers, theirs in enumerate(expected.outputs):
+        ours = output_after(model, expected.token_ids, layers)
+        if not _agree(f"layer {layers - 1}" if layers else "embedding", ours, theirs, tolerance):
+            before = "what goes into it agrees" if layers else "no layer has run yet"
+            print(f"\nthe first difference is in {f'layer {layers - 1}' if layers else 'the embedding'}: {before}")
+            return 1
+    if not _agree("logits", last_logits(model, ours), expected.logits, tolerance):
+        print("\nthe first difference is in the logits: all layers agree, the final norm or the output matrix does not")
+        return 1
+    print("\nall agree")
+    return 0
+
+
+def _agree(name: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> bool:
+    """Print one line. A token at a time: the first one's values are often a thousand times the others'."""
+    difference = np.abs(ours - theirs)
+    share = (difference.max(-1) / np.maximum(np.abs(theirs).max(-1), np.finfo(np.float32).tiny)).max()
+    agree = bool(share <= tolerance)  # not where anything is NaN
+    verdict = "agrees" if agree else "DIFFERS"
+    print(f"{name:12} {difference.max():16.3g} {np.abs(theirs).max():13.4g} {share:10.2g}   {verdict}", flush=True)
+    return agree
+
+
+def transformers_answers(model: LoadedModel, token_ids: list[int]) -> Answers:
+    """What Transformers gives, in float32 on CPU."""
+    import torch
+    import transformers
+
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            model.source, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{model.source}: Transformers cannot load it: {error}") from error
+    outputs: list[np.ndarray] = []
+
+    def keep(value: Any) -> None:
+        hidden = value[0] if isinstance(value, tuple) else value
+        outputs.append(hidden.detach().numpy().reshape(len(token_ids), -1).copy())
+
+    lists = (module for module in theirs.modules() if isinstance(module, torch.nn.ModuleList))
+    layers = next(layers for layers in lists if len(layers) == model.spec.num_layers)
+    layers[0].register_forward_pre_hook(
+        lambda _, args, named: keep(args or named["hidden_states"]), with_kwargs=True
+    )
+    for layer in layers:
+        layer.register_forward_hook(lambda _, args, output: keep(output))
+    with torch.no_grad():
+        logits = theirs.eval()(torch.tensor([token_ids])).logits
+    return Answers(token_ids, outputs, logits[0, -1:].float().numpy())
+
+
+def _need_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise RequestError(
+            "answers", None, "torch is not installed: name a file that --record wrote where it is, or install it"
+        ) from None
+
+
+def _encode(array: np.ndarray) -> dict[str, Any]:
+    return {"shape": array.shape, "float32": base64.b64encode(array.astype("<f4").tobytes()).decode()}
+
+
+def _decode(values: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(values["float32"]), "<f4").reshape(values["shape"])
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run one command line."""
+    try:
+        return tyro.cli(Check, prog="python -m jpaged.models.check", args=args).run()
+    except JPagedError as error:
+        print(f"{error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

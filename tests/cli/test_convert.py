@@ -1,0 +1,72 @@
+"""`jpaged convert` on the command line: what it prints, and that its folder is a model."""
+
+import filecmp
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jpaged
+from jpaged import cli
+
+DEMO = Path(jpaged.__file__).parent / "demo_model"
+SMALL = ["--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+SMALL += ["--row-buckets", "8", "--token-buckets", "64"]
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "jpaged", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_there_use_and_back(tmp_path: Path) -> None:
+    out, back = str(tmp_path / "demo.jpaged"), str(tmp_path / "back")
+    done = run("convert", "demo", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert f"wrote {out}: 11.2 MB, bfloat16" in done.stdout
+    assert f"jpaged generate {out}" in done.stdout
+
+    prompt = ["def read_json(path):", "--max-tokens", "12", "--temperature", "0", *SMALL]
+    here, there = run("generate", out, *prompt), run("generate", "demo", *prompt)
+    assert here.returncode == 0, here.stderr
+    assert here.stdout.splitlines()[:2] == there.stdout.splitlines()[:2]
+
+    assert "byte for byte" in run("convert", out, back, "--to", "hf").stdout
+    names = [path.name for path in Path(back).iterdir()]
+    assert {"model.safetensors", "tokenizer.json", "config.json"} <= set(names)
+    assert filecmp.cmpfiles(DEMO, back, names, shallow=False)[1:] == ([], [])
+
+    done = run("convert", "demo", out)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"jpaged: out={out!r}: there is a folder that is not empty: name a new folder")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["/nowhere/model", "OUT"], "/nowhere/model"),
+        (["demo", "OUT", "--dtype", "int8"], "dtype='int8': must be auto, bfloat16, float16, float32"),
+        (["demo", "OUT", "--to", "hf"], "has no jpaged.json"),
+        (["demo", "OUT", "--to", "hf", "--dtype", "float32"], "dtype='float32': has no meaning with --to hf"),
+        (["demo", "OUT", "--to", "hf", "--revision", "main"], "revision='main': has no meaning with --to hf"),
+        (["demo", "/dev/null/OUT"], "out='/dev/null/OUT': cannot be written"),
+    ],
+)
+def test_refused_in_one_line(words: list[str], says: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert", *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.startswith("jpaged: ")
+    assert len(error.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_help(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["convert", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("MODEL", "OUT", "--to {orbax,hf}", "--dtype", "--revision"))
