@@ -26,6 +26,7 @@ class NoDevice:
 
     num_blocks = 40_000
     block_size = 16
+    windows: tuple[int | None, ...] = (None,)
     max_num_batched_tokens = 8192
     max_model_len = 2048
     vocab_size = 50_000

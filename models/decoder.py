@@ -3,7 +3,7 @@
 1. `decode` embeds the tokens, then runs the layers in an unrolled loop. Tokens of many requests lie behind each other
    in one axis; only attention knows which belong together.
 2. Attention is handed in (`attend`): over KV pages when serving, dense and causal when training or checking. The
-   decoder threads `pages`, one entry a layer, through it, and never looks inside.
+   decoder threads `pages` through it, and never looks inside: layers may share an entry (`jpaged.kv_groups`).
 3. `head` turns the hidden states that somebody wants logits of into logits.
 
 Every layer is the same jitted function, so tracing and lowering cost one layer whatever the depth.
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jpaged.kv_groups import KVPlace
 from jpaged.models import rope as rotary
 from jpaged.models.spec import Activation, DecoderSpec, Norm, Rope, WeightLayout
 from pallas_kernels.write_qkv.reference import finish, rms_norm
@@ -81,6 +82,7 @@ def decode(
     *,
     layout: WeightLayout = WeightLayout(),
     rope_lens: Int[Array, " tokens"] | None = None,
+    places: Sequence[KVPlace] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Any, ...]]:
     """Hidden states after the last layer (before the final norm: see `head`), and the pages with the new KV.
 
@@ -88,6 +90,8 @@ def decode(
     pages:     one entry a layer, whatever `attend` keeps there (None when it keeps nothing).
     metadata:  a pytree that `attend` understands.
     rope_lens: the sequence length that dynamic rope scaling goes by, a token; only needed for that.
+    places:    of each layer, which entry of `pages` and of `metadata` are its own: pages are then one entry an array,
+               metadata is a sequence with one entry a group.
     """
     x = jnp.take(params["embed"], token_ids, axis=0, mode="clip")
     if spec.embed_scale != 1:
@@ -99,14 +103,15 @@ def decode(
         angles = None
     else:
         angles = _rope_angles(spec, spec.rope, positions, rope_lens)
-    new_pages = []
-    for i, (matrices, page) in enumerate(zip(params["layers"], pages, strict=True)):
+    if places is None:
+        metadata, places = (metadata,), [KVPlace(group=0, array=i) for i in range(len(pages))]
+    new_pages = list(pages)
+    for i, (matrices, place) in enumerate(zip(params["layers"], places, strict=True)):
         vectors = {name: params[name][i] for name in _LAYER_VECTORS if name in params}
-        x, page = _layer(
-            matrices, vectors, x, angles if spec.uses_rope(i) else None, page, metadata,
+        x, new_pages[place.array] = _layer(
+            matrices, vectors, x, angles if spec.uses_rope(i) else None, new_pages[place.array], metadata[place.group],
             spec=spec, window=spec.window(i), layout=layout, attend=attend,
         )  # fmt: skip
-        new_pages.append(page)
     return x, tuple(new_pages)
 
 

@@ -104,6 +104,11 @@ class DecoderSpec:
         """Whether a layer turns its queries and keys."""
         return self.rope is not None and (not self.rope_layers or self.rope_layers[layer])
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of every layer."""
+        return tuple(self.window(layer) for layer in range(self.num_layers))
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer: how many keys a query sees, itself included. None = all before it."""
         return self.sliding_window[layer] if self.sliding_window else None

@@ -9,6 +9,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
+from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Rope
 from jpaged.runtime import memory
 
@@ -34,8 +35,9 @@ def test_cpu_takes_twice_what_its_rows_can_use_and_at_most_a_gibibyte():
 
 
 def test_platform_defaults():
-    assert memory.decide_limits(SPEC, CONFIG, "cpu") == memory.Limits(4096, 32, 512, 16)
-    assert memory.decide_limits(SPEC, CONFIG, "gpu") == memory.Limits(4096, 256, 2048, 16)
+    groups = group_layers((None,) * 4, 4096)
+    assert memory.decide_limits(SPEC, CONFIG, "cpu") == memory.Limits(4096, 32, 512, 16, groups)
+    assert memory.decide_limits(SPEC, CONFIG, "gpu") == memory.Limits(4096, 256, 2048, 16, groups)
     assert memory.decide_limits(SPEC, CONFIG, "tpu").block_size == 64
     assert memory.decide_limits(SPEC, dataclasses.replace(CONFIG, max_num_batched_tokens=16), "cpu").max_num_seqs == 16
 

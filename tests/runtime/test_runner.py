@@ -78,7 +78,7 @@ def plan(rows, num_tokens, *, decodes=0, samples=None, prompt=(), updates=(), in
         num_decodes=decodes,
         samples=np.ones(len(rows), bool) if samples is None else np.asarray(samples),
         prompt_tokens=np.asarray(prompt, np.int32),
-        block_updates=np.asarray(updates, np.int32).reshape(-1, 3),
+        block_updates=np.insert(np.asarray(updates, np.int32).reshape(-1, 3), 1, 0, axis=1),  # all in group 0
         row_inits=tuple(inits),
         sampler=sampler,
     )
@@ -86,7 +86,8 @@ def plan(rows, num_tokens, *, decodes=0, samples=None, prompt=(), updates=(), in
 
 def start(row, blocks, *, computed=0, prompt_len=1, **sampling):
     neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
-    return RowInit(row, computed, prompt_len, np.asarray(blocks, np.int32), **(neutral | sampling))
+    held = np.array([(0, index, block) for index, block in enumerate(blocks)], np.int32)
+    return RowInit(row, computed, prompt_len, held, **(neutral | sampling))
 
 
 def tokens_of(runner, handles, index=0):
@@ -125,7 +126,7 @@ def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, e
     tables = {1: np.arange(count // 2) % runner.num_blocks, 2: np.arange(count - count // 2) % runner.num_blocks}
     inits = [start(0, [2, 6], computed=16, prompt_len=30), *(start(row, table) for row, table in tables.items())]
     step = plan([0, 1, 2], [14, 1, 1], prompt=[*prompt[16:], 7, 7], inits=inits)
-    assert len(block_updates(step)) == shape.max_updates + excess
+    assert len(block_updates(step, runner.memory_plan.limits.width)) == shape.max_updates + excess
     assert tokens_of(runner, [runner.dispatch(step)]) == dense_greedy(prompt, 1)
     held = np.asarray(runner._state.blocks)
     for row, table in tables.items():
