@@ -119,7 +119,7 @@ def test_pages_that_layers_of_several_kinds_share_are_not_copied(target, shape):
     assert large_moves(program.as_text(), limit(target)) == []
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < limit(target)
-    assert 2 * pool_bytes(target) <= memory.alias_size_in_bytes < 3 * pool_bytes(target)
+    assert memory.alias_size_in_bytes >= 2 * pool_bytes(target)
 
 
 @pytest.mark.parametrize(("shape", "kernels"), [(DECODE, 3), (PREFILL, 4)], ids=["decode", "prefill"])
