@@ -32,8 +32,9 @@ class NoDevice:
     max_logprobs = 20
     compiles_after_ready = 0
 
-    def __init__(self, max_num_seqs: int):
+    def __init__(self, max_num_seqs: int, windows: tuple[int | None, ...]):
         self.max_num_seqs = max_num_seqs
+        self.windows = windows
 
     def dispatch(self, plan: StepPlan) -> int:
         return len(plan.rows)
@@ -74,9 +75,9 @@ def microseconds(work: Callable[[], int], rounds: int = 5) -> float:
     return statistics.median(times)
 
 
-def decode_step(rows: int) -> float:
-    """Microseconds of one step with so many rows, all decoding."""
-    engine = Engine(NoDevice(rows))
+def decode_step(rows: int, windows: tuple[int | None, ...] = (None,)) -> float:
+    """Microseconds of one step with so many rows, all decoding. windows: of each group of layers."""
+    engine = Engine(NoDevice(rows, windows))
     for row in range(rows):
         engine.add_request(str(row), [row] * 100, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
     while any(not request.decoding for request in engine._scheduler.running) or engine._scheduler.waiting:
@@ -132,6 +133,7 @@ def main() -> None:
     """Print the table."""
     rows = [
         *((f"engine step, {count} rows decoding", decode_step(count)) for count in (8, 64, 256)),
+        ("engine step, 64 rows decoding, 7 groups of layers", decode_step(64, (512,) * 6 + (None,))),
         *((f"one block, of {size:,}: allocate, name, find, free", pool_block(size)) for size in (1000, 100_000)),
         ("text of one token, byte-level table", text_token("table")),
         ("text of one token, decoding windows", text_token("windows")),

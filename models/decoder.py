@@ -3,7 +3,7 @@
 1. `decode` embeds the tokens, then runs the layers in an unrolled loop. Tokens of many requests lie behind each other
    in one axis; only attention knows which belong together.
 2. Attention is handed in (`attend`): over KV pages when serving, dense and causal when training or checking. The
-   decoder threads `pages`, one entry a layer, through it, and never looks inside.
+   decoder threads `pages` through it, and never looks inside: layers may share an entry (`jpaged.kv_groups`).
 3. `head` turns the hidden states that somebody wants logits of into logits.
 
 Every layer is the same jitted function, so tracing and lowering cost one layer whatever the depth.
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jpaged.kv_groups import KVPlace
 from jpaged.models import rope as rotary
 from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.latent import latent_queries_and_keys, latent_values
@@ -82,6 +83,7 @@ def decode(
     layout: WeightLayout = WeightLayout(),
     rope_lens: Int[Array, " tokens"] | None = None,
     real: Bool[Array, " tokens"] | None = None,
+    places: Sequence[KVPlace] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Any, ...]]:
     """Hidden states after the last layer (before the final norm: see `head`), and the pages with the new KV.
 
@@ -90,6 +92,8 @@ def decode(
     metadata:  a pytree that `attend` understands.
     rope_lens: the sequence length that dynamic rope scaling and longrope go by, a token; only needed for those.
     real:      which tokens are no padding, so that padding goes to no expert; None = all.
+    places:    of each layer, which entry of `pages` and of `metadata` are its own: pages are then one entry an array,
+               metadata is a sequence with one entry a group.
     """
     x = jnp.take(params["embed"], token_ids, axis=0, mode="clip")
     if spec.embed_scale != 1:
@@ -102,15 +106,16 @@ def decode(
         x += jnp.take(params["pos_embed"], positions + spec.position_offset, axis=0, mode="clip")
     ropes = {rope for i in range(spec.num_layers) if (rope := spec.layer_rope(i)) is not None}
     angles = {rope: _rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
-    new_pages = []
-    for i, (matrices, page) in enumerate(zip(params["layers"], pages, strict=True)):
+    if places is None:
+        metadata, places = (metadata,), [KVPlace(group=0, array=i) for i in range(len(pages))]
+    new_pages = list(pages)
+    for i, (matrices, place) in enumerate(zip(params["layers"], places, strict=True)):
         vectors = {name: params[name][i] for name in _LAYER_VECTORS if name in params}
         rope = spec.layer_rope(i)
-        x, page = _layer(
-            matrices, vectors, x, None if rope is None else angles[rope], page, metadata, real,
-            spec=spec, options=spec.attention(i), layout=layout, attend=attend,
+        x, new_pages[place.array] = _layer(
+            matrices, vectors, x, None if rope is None else angles[rope], new_pages[place.array],
+            metadata[place.group], real, spec=spec, options=spec.attention(i), layout=layout, attend=attend,
         )  # fmt: skip
-        new_pages.append(page)
     return x, tuple(new_pages)
 
 

@@ -210,6 +210,11 @@ class DecoderSpec:
         slopes = None if self.alibi is None else alibi_slopes(self.num_heads, self.alibi)
         return AttentionOptions(self.scale, self.window(layer), self.attention_softcap, slopes, self.page_v_dim)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of every layer."""
+        return tuple(self.window(layer) for layer in range(self.num_layers))
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer: how many keys a query sees, itself included. None = all before it."""
         return self.sliding_window[layer] if self.sliding_window else None

@@ -37,6 +37,7 @@ SHARED = {
     "jpaged.config",
     "jpaged.errors",
     "jpaged.interrupts",
+    "jpaged.kv_groups",
     "jpaged.outputs",
     "jpaged.prompt_streams",
     "jpaged.prompts",

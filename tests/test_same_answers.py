@@ -2,6 +2,9 @@
 
 import random
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jpaged import LLM, SamplingParams
@@ -92,6 +95,71 @@ def test_a_cached_prefix_gives_the_same_tokens_and_logprobs(checkpoint, llm):
         outputs = cached.generate(prompts, params, use_tqdm=False)
         assert cached.stats().prefix_hit_tokens > 500
         # the last token of a prompt is always computed, and only full blocks are shared
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.num_cached_tokens == (len(prompt["prompt_token_ids"]) - 1) // 16 * 16
+
+
+@pytest.fixture(scope="module", params=["gemma2", "mistral-window"])
+def windowed(request, tmp_path_factory):
+    """A checkpoint with layers of two kinds, and one whose layers all have a window of 20 tokens; an engine with room
+    for everything, without prefix caching."""
+    folder = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(next(v for v in VARIANTS if v.name == request.param), 0, folder)
+    with LLM(str(folder), **OPTIONS) as llm:
+        yield str(folder), llm
+
+
+def tight_options(llm):
+    """A pool with the fewest blocks that a request of 256 tokens can do with."""
+    plan = llm._engine.runner.memory_plan
+    assert plan.request_bytes < 0.7 * plan.full_attention_bytes  # it cannot, but for the blocks that it gives back
+    return {"kv_cache_memory_bytes": plan.request_bytes, "max_model_len": 256}
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_pool_that_only_freed_window_blocks_make_large_enough(windowed, caching):
+    """Chunked prompts, preemption and prefix hits; all blocks that nobody holds and nobody can find are full of NaN."""
+    folder, llm = windowed
+    prompts, params = workload(24, seed=4, longest=190)
+    shared = [7 + i % 200 for i in range(70)]
+    prompts = [{"prompt_token_ids": shared[: 10 * (i % 8)] + p["prompt_token_ids"]} for i, p in enumerate(prompts)]
+    prompts[0] = {"prompt_token_ids": shared * 2 + [9] * 110}  # 250 tokens, chunks of at most 64
+    prompts += [{"prompt_token_ids": [20 + i] * 10} for i in range(8)]  # short ones that outgrow the pool together
+    params += [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] * 8
+    roomy = answers(llm.generate(prompts, params, use_tqdm=False))
+    with LLM(folder, **OPTIONS | tight_options(llm) | {"enable_prefix_caching": caching}) as small:
+        engine, done = small._engine, {}
+        pool, runner = engine._manager.pool, engine.runner
+        for i, (prompt, wishes) in enumerate(zip(prompts, params, strict=True)):
+            engine.add_request(str(i), prompt, wishes)
+        while engine.has_work:
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+            free = [pool.ref_count(block) == 0 and pool._names[block] is None for block in range(pool.num_blocks)]
+            runner._state = runner._state.replace(pages=_poisoned(runner._state.pages, np.array(free)))
+            engine.check_integrity()
+        assert answers([done[str(i)] for i in range(len(prompts))]) == roomy
+        stats = small.stats()
+        assert stats.preemptions > 0
+        assert (stats.prefix_hit_tokens > 100) == caching
+        assert stats.used_blocks == stats.compiles_after_ready == 0
+
+
+@jax.jit
+def _poisoned(pages, free):
+    """Pages whose free blocks hold NaN."""
+    return jax.tree.map(lambda pool: jnp.where(free[:, None, None, None, None], jnp.nan, pool), pages)
+
+
+def test_a_cached_prefix_of_windows_gives_the_same_tokens_and_logprobs(windowed):
+    folder, llm = windowed
+    prompts, params = workload(12, seed=3)
+    prefix = [7 + i % 200 for i in range(100)]
+    prompts = [{"prompt_token_ids": prefix[: 5 * i + 33] + p["prompt_token_ids"]} for i, p in enumerate(prompts)]
+    cold = answers(llm.generate(prompts, params, use_tqdm=False))
+    with LLM(folder, **OPTIONS | {"enable_prefix_caching": True}) as cached:
+        for _ in range(2):
+            outputs = cached.generate(prompts, params, use_tqdm=False)
+            assert answers(outputs) == cold
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.num_cached_tokens == (len(prompt["prompt_token_ids"]) - 1) // 16 * 16
 

@@ -35,12 +35,13 @@ class BlockName:
     digest: bytes
     parent: bytes
     tokens: tuple[int, ...]
+    group: int = 0  # of layers: equal tokens have a block in each
 
 
 class BlockPool:
     """Hands out blocks 0 .. num_blocks - 1."""
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, num_groups: int = 1):
         if num_blocks < 1:
             raise EngineError(f"the KV pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -48,7 +49,7 @@ class BlockPool:
         self.peak_used = 0
         self._ref_counts = [0] * num_blocks
         self._names: list[BlockName | None] = [None] * num_blocks
-        self._index: dict[bytes, int] = {}
+        self._indices: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # one a group: digest -> block
         # The free list as a ring through one sentinel, whose index is num_blocks. A held block links to itself.
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
@@ -85,7 +86,7 @@ class BlockPool:
         self._note_peak()
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give back one hold of each block of a table. The last are reused first: a beginning is shared more often."""
+        """Give back one hold of each block. The last are reused first: a beginning is shared more often."""
         for block in reversed(blocks):
             if self._ref_counts[block] <= 0:
                 raise EngineError(f"block {block} is freed but nobody holds it")
@@ -95,13 +96,14 @@ class BlockPool:
 
     def put_name(self, block: int, name: BlockName) -> None:
         """Enter a held, full block into the index, unless another block with the same content is there."""
-        if self._names[block] is None and name.digest not in self._index:
+        index = self._indices[name.group]
+        if self._names[block] is None and name.digest not in index:
             self._names[block] = name
-            self._index[name.digest] = block
+            index[name.digest] = block
 
     def find(self, name: BlockName) -> int | None:
         """The block, held or free, that holds what `name` says; None if there is none."""
-        block = self._index.get(name.digest)
+        block = self._indices[name.group].get(name.digest)
         return block if block is not None and self._names[block] == name else None
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
@@ -110,7 +112,8 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Empty the prefix index: after this nothing that was computed before is found."""
-        self._index.clear()
+        for index in self._indices:
+            index.clear()
         self._names = [None] * self.num_blocks
 
     def reset_peak(self) -> None:
@@ -129,14 +132,15 @@ class BlockPool:
         free = {block for block, count in enumerate(self._ref_counts) if count == 0}
         if seen != free or len(free) != self.num_free or min(self._ref_counts) < 0:
             raise EngineError(f"free blocks: {len(free)} by holders, {len(seen)} linked, {self.num_free} counted")
-        named = {name.digest: block for block, name in enumerate(self._names) if name is not None}
-        if named != self._index:
-            raise EngineError(f"{len(named)} blocks have names, the index has {len(self._index)} entries")
+        named = {(name.group, name.digest): block for block, name in enumerate(self._names) if name is not None}
+        indexed = {(group, digest): index[digest] for group, index in enumerate(self._indices) for digest in index}
+        if named != indexed:
+            raise EngineError(f"{len(named)} blocks have names, the index has {len(indexed)} entries")
 
     def _forget(self, block: int) -> None:
         name = self._names[block]
         if name is not None:
-            del self._index[name.digest]
+            del self._indices[name.group][name.digest]
             self._names[block] = None
 
     def _link(self, block: int, *, first: bool) -> None:

@@ -55,11 +55,6 @@ class Engine:
         seed: int = 0,
         enable_prefix_caching: bool = True,
     ):
-        if runner.num_blocks * runner.block_size < runner.max_model_len:
-            raise EngineError(
-                f"the KV pool has {runner.num_blocks} blocks of {runner.block_size} tokens, which is less than one "
-                f"request of max_model_len={runner.max_model_len}"
-            )
         self.runner = runner
         self.generated_tokens = 0
         self.inputs = InputProcessor(
@@ -74,6 +69,12 @@ class Engine:
         )
         self._prefix_cacheable = runner.prefix_cacheable if enable_prefix_caching else _never
         self._scheduler = self._new_scheduler()
+        need = self._manager.most_blocks(runner.max_model_len)
+        if runner.num_blocks < need:
+            raise EngineError(
+                f"the KV pool has {runner.num_blocks} blocks of {runner.block_size} tokens, which is less than the "
+                f"{need} of one request of max_model_len={runner.max_model_len}"
+            )
         self._outputs = OutputProcessor(tokenizer)
         self._seeds = random.Random(seed)
         self._requests: dict[str, Request] = {}
@@ -197,7 +198,9 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         runner = self.runner
         return Scheduler(
-            KVCacheManager(runner.num_blocks, runner.block_size),
+            KVCacheManager(
+                runner.num_blocks, runner.block_size, runner.windows, max_chunk=runner.max_num_batched_tokens
+            ),
             max_num_seqs=runner.max_num_seqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
             vocab_size=runner.vocab_size,

@@ -2,12 +2,14 @@
 
 import dataclasses
 import enum
+import sys
 
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.outputs import Logprob, RequestMetrics
 from jpaged.sampling_params import SamplingParams
 
 NO_ROW = -1
+NEVER = sys.maxsize
 
 
 class RequestStatus(enum.Enum):
@@ -31,6 +33,22 @@ class RequestStatus(enum.Enum):
 
 
 _ENDS = frozenset((RequestStatus.STOPPED, RequestStatus.LENGTH, RequestStatus.ABORTED, RequestStatus.FAILED))
+
+
+GIVEN_BACK = -1
+
+
+@dataclasses.dataclass(slots=True)
+class BlockTable:
+    """A request's blocks in one group of layers: block i holds its tokens i * block_size and on."""
+
+    blocks: list[int]  # those before first_held lie behind the group's window: GIVEN_BACK, or never taken
+    first_held: int = 0
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that it holds, a copy."""
+        return self.blocks[self.first_held :]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -64,9 +82,12 @@ class Request:
     num_lost: int = 0              # computed tokens that the last preemption threw away
 
     row: int = NO_ROW
-    block_table: list[int] = dataclasses.field(default_factory=list)
+    block_tables: list[BlockTable] = dataclasses.field(default_factory=list)  # one a group while it runs, equally long
+    num_slots: int = 0             # tokens that its tables have room for
+    num_held: int = 0              # blocks that it holds, of all groups
+    release_at: int = NEVER        # when so many tokens are computed, a block has fallen behind a window
     block_digests: list[bytes] = dataclasses.field(default_factory=list)  # names of its full blocks of known tokens
-    num_indexed_blocks: int = 0    # so many blocks of the table have been offered to the prefix index
+    num_indexed_blocks: int = 0    # so many blocks of each table have been offered to the prefix index
     decoding: bool = False         # its last token lies in the device's request table: sampled since the row started
 
     sampler: SamplerVariant = dataclasses.field(init=False)  # what it needs of a step that samples for it

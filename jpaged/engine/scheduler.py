@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache_manager import KVCacheManager, Prefix
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
 from jpaged.engine.step_plan import RowInit, SamplerVariant, StepPlan
 from jpaged.errors import EngineError
@@ -63,7 +63,7 @@ class _Draft:
     def __init__(self, budget: int):
         self.budget = budget
         self.num_tokens: dict[Request, int] = {}
-        self.first_new_block: dict[Request, int] = {}  # length of the block table before the step
+        self.first_new_block: dict[Request, int] = {}  # length of the block tables before the step
         self.starts: set[Request] = set()
 
     def add(self, request: Request, count: int) -> None:
@@ -138,7 +138,7 @@ class Scheduler:
             if draft.budget == 0:
                 return
             if request.status is RequestStatus.RUNNING and request.decoding and request.num_missing:
-                if request.num_computed < len(request.block_table) * self.manager.block_size:
+                if request.num_computed < request.num_slots:
                     draft.add(request, 1)  # the usual case: its last block has room
                 else:
                     self._advance(request, 1, draft)
@@ -184,7 +184,7 @@ class Scheduler:
 
     def _start_short_ones_behind(self, head: Request, draft: _Draft) -> None:
         """Start short prompts that wait behind a long one, as long as they take neither its row nor its blocks."""
-        held_back = self.manager.blocks_for(len(head.token_ids))
+        held_back = self.manager.most_blocks(len(head.token_ids))
         for request in tuple(itertools.islice(self.waiting, 1, 1 + LOOK_PAST)):
             if len(self._free_rows) < 2 or draft.budget == 0:
                 return
@@ -195,30 +195,30 @@ class Scheduler:
                 missing = self._missing_after(request, prefix)
                 self._start(request, prefix, min(missing, draft.budget), draft)
 
-    def _missing_after(self, request: Request, prefix: list[int]) -> int:
-        return len(request.token_ids) - len(prefix) * self.manager.block_size
+    def _missing_after(self, request: Request, prefix: Prefix) -> int:
+        return len(request.token_ids) - prefix.num_blocks * self.manager.block_size
 
-    def _startable(self, request: Request, held_back: int) -> list[int] | None:
+    def _startable(self, request: Request, held_back: int) -> Prefix | None:
         """The shared blocks a waiting request can start with; None while it cannot start.
 
-        It starts only when all its known tokens fit beside what running prompts still need, and beside one block for
-        each running request: otherwise it would soon be preempted, and its prompt computed for nothing.
+        It starts only when all its known tokens fit beside what running prompts still need, and beside one block of
+        each group for each running request: otherwise it would soon be preempted, and its prompt computed for nothing.
         """
         if request.num_in_flight:
             return None  # preempted with tokens on their way: they belong to what it starts from
-        prefix = self.manager.find_prefix(request) if self._shares(request) else []
+        prefix = self.manager.find_prefix(request) if self._shares(request) else self.manager.no_prefix
         if not self.running:
             return prefix
         promised = sum(
-            max(self.manager.blocks_for(len(other.token_ids)) - len(other.block_table), 0)
+            max(self.manager.most_blocks(len(other.token_ids)) - other.num_held, 0)
             for other in self.running
             if not other.decoding
         )
-        headroom = held_back + promised + len(self.running)
-        fits = self.manager.can_start(prefix, self.manager.blocks_for(len(request.token_ids)), headroom)
+        headroom = held_back + promised + len(self.running) * self.manager.num_groups
+        fits = self.manager.can_start(prefix, len(request.token_ids), headroom)
         return prefix if fits else None
 
-    def _start(self, request: Request, prefix: list[int], count: int, draft: _Draft) -> None:
+    def _start(self, request: Request, prefix: Prefix, count: int, draft: _Draft) -> None:
         """Give a waiting request a row, and let it advance by `count` tokens."""
         del self.waiting[request]
         self.manager.start(request, prefix)
@@ -254,7 +254,7 @@ class Scheduler:
             if youngest is request:
                 return
         count = min(count, self.manager.slots_within_reach(request) - done)
-        draft.first_new_block.setdefault(request, len(request.block_table))
+        draft.first_new_block.setdefault(request, request.num_slots // self.manager.block_size)
         self.manager.grow(request, done + count)
         draft.add(request, count)
 
@@ -295,10 +295,11 @@ class Scheduler:
                 prompt_tokens += request.token_ids[request.num_computed : end]
             if request in draft.starts:
                 inits.append(self._row_init(request))
-            else:
-                table = request.block_table
-                first = draft.first_new_block.get(request, len(table))
-                updates += [(request.row, index, table[index]) for index in range(first, len(table))]
+            elif request in draft.first_new_block:
+                first = draft.first_new_block[request]
+                for group, table in enumerate(request.block_tables):
+                    new = enumerate(table.blocks[first:], first)
+                    updates += [(request.row, group, index, block) for index, block in new]
             samples.append(end == request.num_tokens)
             if samples[-1]:
                 sampler = max(sampler, request.sampler)
@@ -307,6 +308,8 @@ class Scheduler:
             request.num_computed = end
             if self._shares(request):
                 self.manager.index_computed(request)
+            if end >= request.release_at:
+                self.manager.release_behind_windows(request)
         self._count_step()
         plan = StepPlan(
             rows=np.array([request.row for request in requests], np.int32),
@@ -314,7 +317,7 @@ class Scheduler:
             num_decodes=len(decodes),
             samples=np.array(samples, bool),
             prompt_tokens=np.array(prompt_tokens, np.int32),
-            block_updates=np.array(updates, np.int32).reshape(-1, 3),
+            block_updates=np.array(updates, np.int32).reshape(-1, 4),
             row_inits=tuple(inits),
             sampler=sampler,
         )
@@ -322,11 +325,16 @@ class Scheduler:
 
     def _row_init(self, request: Request) -> RowInit:
         params = request.params
+        blocks = [
+            (group, index, block)
+            for group, table in enumerate(request.block_tables)
+            for index, block in enumerate(table.held, table.first_held)
+        ]
         return RowInit(
             row=request.row,
             num_computed=request.num_computed,
             prompt_len=request.prompt_len,
-            block_table=np.array(request.block_table, np.int32),
+            blocks=np.array(blocks, np.int32).reshape(-1, 3),
             temperature=0.0 if params.greedy else params.temperature,
             top_p=1.0 if params.greedy else max(params.top_p, SMALLEST_FLOAT32),
             top_k=0 if params.greedy or params.top_k >= self._vocab_size else params.top_k,
@@ -335,11 +343,10 @@ class Scheduler:
         )
 
     def _count_step(self) -> None:
-        block_size = self.manager.block_size
-        allocated = sum(len(request.block_table) for request in self.running) * block_size
-        used = sum(request.num_computed for request in self.running)
+        allocated = sum(request.num_held for request in self.running) * self.manager.block_size
+        empty = sum(request.num_slots - request.num_computed for request in self.running) * self.manager.num_groups
         self.counters.steps += 1
-        self.counters.waste_sum += (allocated - used) / allocated
+        self.counters.waste_sum += empty / allocated if allocated else 0
 
 
 def _arrival(request: Request) -> int:

@@ -22,7 +22,7 @@ class RowInit:
     row: int
     num_computed: int       # tokens whose KV is already there (a prefix hit); the next token has this position
     prompt_len: int         # tokens of the user's prompt
-    block_table: np.ndarray # int32[B]  all blocks the row holds now
+    blocks: np.ndarray      # int32[B, 3]  (group, index in its block table, physical block): all the row holds now
     temperature: float      # 0 = greedy
     top_p: float            # (0, 1]
     top_k: int              # 0 = all
@@ -40,7 +40,8 @@ class StepPlan:
     num_decodes: int          #              the first so many rows take their one token from the table (last sampled)
     samples: np.ndarray       # bool[R]      the row reaches the end of its known tokens, so it samples one more
     prompt_tokens: np.ndarray # int32[P]     known ids for rows num_decodes.. in order; P = their num_tokens summed
-    block_updates: np.ndarray # int32[U, 3]  (row, index in its block table, physical block): rows that run on
+    # int32[U, 4]  (row, group, index in its block table of that group, physical block): of rows that run on
+    block_updates: np.ndarray
     row_inits: tuple[RowInit, ...] = ()  # rows that (re)start in this step; their blocks are not in block_updates
     sampler: SamplerVariant = SamplerVariant.GREEDY
     # int32[C, 2] (from, to) blocks to copy before the step; copy-on-write is not built yet, so always empty
@@ -69,6 +70,9 @@ class Runner(Protocol):
 
     num_blocks: int              # blocks of the KV pool; ids 0 .. num_blocks - 1 are all usable
     block_size: int
+    # Groups of layers, each with its own block tables over the one pool: how far the group's layers see, the token
+    # itself included; None = to the beginning. What lies before that may have been given to another.
+    windows: tuple[int | None, ...]
     max_num_seqs: int            # rows of the request table
     max_num_batched_tokens: int  # most tokens in one plan
     max_model_len: int

@@ -1,5 +1,6 @@
 """How many bytes everything takes, and how many KV blocks fit."""
 
+import bisect
 import dataclasses
 import hashlib
 import json
@@ -11,6 +12,7 @@ import jax
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
+from jpaged.kv_groups import KVGroups, group_layers, most_blocks
 from jpaged.models.spec import DecoderSpec
 from pallas_kernels import KVPages
 
@@ -27,11 +29,27 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    groups: KVGroups
+
+    @property
+    def width(self) -> int:
+        """Entries of a block table: blocks of the longest request in a group that keeps them all."""
+        return -(-self.max_model_len // self.block_size)
 
     @property
     def blocks_per_request(self) -> int:
-        """Blocks of the longest request."""
-        return -(-self.max_model_len // self.block_size)
+        """Most blocks of all groups that the longest request holds at a time."""
+        return self.blocks_of(self.max_model_len)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Most blocks of all groups that a request of so many tokens holds at a time."""
+        chunk = self.max_num_batched_tokens
+        return most_blocks(self.groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
+
+    def longest_in(self, num_blocks: int) -> int:
+        """Tokens of the longest request that fits into so many blocks, in whole blocks, at most max_model_len."""
+        fits = bisect.bisect_right(range(self.width + 1), num_blocks, key=lambda n: self.blocks_of(n * self.block_size))
+        return min((fits - 1) * self.block_size, self.max_model_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +58,7 @@ class MemoryPlan:
 
     limits: Limits
     num_blocks: int
-    block_bytes: int   # one block in all layers
+    block_bytes: int   # one block, a page in every array
     weight_bytes: int
     temp_bytes: int    # of the largest program; 0 = not known yet
     table_bytes: int   # request table and block tables
@@ -58,7 +76,31 @@ class MemoryPlan:
             ("temporaries", self.temp_bytes, "of the largest program"),
         ]
         rows.append(("in all", sum(size for _, size, _ in rows), ""))
-        return "\n".join(f"{name:14} {size / 2**20:10.1f} MiB  {note}".rstrip() for name, size, note in rows)
+        lines = [f"{name:14} {size / 2**20:10.1f} MiB  {note}".rstrip() for name, size, note in rows]
+        return "\n".join([*lines, self.request_line()])
+
+    def request_line(self) -> str:
+        """What the longest request takes of the pool, and how the layers share it where they are of several kinds."""
+        limits, groups = self.limits, self.limits.groups
+        line = f"KV of one request of {limits.max_model_len:,} tokens: {_size(self.request_bytes)}"
+        if any(window is not None for window in groups.windows):
+            line += f" at most (full attention in every layer would take {_size(self.full_attention_bytes)})"
+        return line if len(groups.windows) == 1 else f"{line}; {groups}"
+
+    @property
+    def request_bytes(self) -> int:
+        """KV that the longest request holds at most."""
+        return self.limits.blocks_per_request * self.block_bytes
+
+    @property
+    def full_attention_bytes(self) -> int:
+        """KV that it would hold if no layer had a window."""
+        groups = self.limits.groups
+        return self.limits.width * self.block_bytes * len(groups.places) // groups.num_arrays
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def tree_bytes(tree: Any) -> int:
@@ -92,7 +134,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         raise ModelLoadError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")
     if block_size & (block_size - 1) or not 8 <= block_size <= 128:
         raise ModelLoadError(f"block_size={block_size}: must be 8, 16, 32, 64 or 128")
-    return Limits(max_model_len, max_num_seqs, budget, block_size)
+    groups = group_layers(spec.windows, max_model_len)
+    return Limits(max_model_len, max_num_seqs, budget, block_size, groups)
 
 
 def _positive(name: str, value: int | None, default: int) -> int:
@@ -103,10 +146,10 @@ def _positive(name: str, value: int | None, default: int) -> int:
     return value
 
 
-def block_bytes(spec: DecoderSpec, block_size: int, dtype: Any, platform: str) -> int:
-    """Bytes of one KV block in all layers on a platform: keys and values."""
-    page = KVPages.shapes(1, block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
-    return spec.num_layers * page.bytes_on(platform)
+def block_bytes(spec: DecoderSpec, limits: Limits, dtype: Any, platform: str) -> int:
+    """Bytes of one KV block on a platform: keys and values of a page in every array."""
+    page = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
+    return limits.groups.num_arrays * page.bytes_on(platform)
 
 
 def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_bytes: int | None) -> int:
@@ -135,13 +178,13 @@ def fit(
     free_bytes: int | None = None,
 ) -> MemoryPlan:
     """The memory plan. An explicit max_model_len that cannot fit is refused, the default shrinks to what fits."""
-    per_block = block_bytes(spec, limits.block_size, dtype, platform)
+    per_block = block_bytes(spec, limits, dtype, platform)
     available = pool_bytes(config, limits, per_block, free_bytes)
     num_blocks = available // per_block
     if num_blocks >= limits.blocks_per_request:
         num_blocks = max(round_down(num_blocks), limits.blocks_per_request)
     if num_blocks < limits.blocks_per_request:
-        longest = num_blocks * limits.block_size
+        longest = limits.longest_in(num_blocks)
         need = limits.blocks_per_request * per_block
         shortage = (
             f"a request of max_model_len={limits.max_model_len} tokens needs {need} bytes of KV cache "
@@ -149,12 +192,14 @@ def fit(
         )
         remedy = "raise kv_cache_memory_bytes" if free_bytes is None else "free memory on the device"
         if longest < 2:
-            raise ModelLoadError(f"{shortage}: not one block of {per_block} bytes fits; {remedy}")
+            groups = len(limits.groups.windows)
+            each = f" for each of {groups} groups of layers" if groups > 1 else ""
+            raise ModelLoadError(f"{shortage}: not one block of {per_block} bytes fits{each}; {remedy}")
         if config.max_model_len is not None:
             raise ModelLoadError(f"{shortage}: lower max_model_len to at most {longest}, or {remedy}")
         logger.warning("%s: max_model_len is now %d", shortage, longest)
         limits = dataclasses.replace(limits, max_model_len=longest)
-    table_bytes = limits.max_num_seqs * 4 * (10 + limits.blocks_per_request)
+    table_bytes = limits.max_num_seqs * 4 * (10 + len(limits.groups.windows) * limits.width)
     return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes)
 
 

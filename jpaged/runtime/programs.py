@@ -40,6 +40,7 @@ def bucket_shapes(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     block_size: int,
+    num_groups: int = 1,
     smallest: int = MIN_BUCKET,
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
@@ -64,8 +65,8 @@ def bucket_shapes(
         tokens = _powers(2 * smallest, max_tokens)[-(buckets - len(rows)) :]
 
     def shapes(variant: SamplerVariant, rows: Sequence[int], tokens: Sequence[int]) -> list[ProgramShape]:
-        decodes = [ProgramShape(True, n, n, block_size, variant) for n in rows]
-        return decodes + [ProgramShape(False, n, max_rows, block_size, variant) for n in tokens]
+        decodes = [ProgramShape(True, n, n, block_size, variant, num_groups) for n in rows]
+        return decodes + [ProgramShape(False, n, max_rows, block_size, variant, num_groups) for n in tokens]
 
     greedy, full = (shapes(v, rows, tokens) for v in (SamplerVariant.GREEDY, SamplerVariant.FULL))
     left = MAX_STEP_PROGRAMS - len(greedy) - len(full)

@@ -59,6 +59,7 @@ class ModelRunner:
         self.programs = programs
         self.num_blocks = plan.num_blocks
         self.block_size = plan.limits.block_size
+        self.windows = plan.limits.groups.windows
         self.max_num_seqs = plan.limits.max_num_seqs
         self.max_num_batched_tokens = plan.limits.max_num_batched_tokens
         self.max_model_len = plan.limits.max_model_len
@@ -123,18 +124,19 @@ class ModelRunner:
 
         def compile_one(shape: ProgramShape, limits: memory.Limits, num_blocks: int) -> Any:
             state = state_shapes(
-                spec, dtype=dtype, num_blocks=num_blocks, sharding=sharding, **_table_sizes(limits)
+                spec, limits.groups, dtype=dtype, num_blocks=num_blocks, sharding=sharding, **_table_sizes(limits)
             )
             with pinned():  # here, too: settings are a thread's, and programs compile in several
                 return compile_step(
-                    abstract(params), abstract(allowed), state, spec=spec, layout=layout, shape=shape,
-                    implementation=implementation, num_logprobs=num_logprobs, sharding=sharding,
+                    abstract(params), abstract(allowed), state, spec=spec, groups=limits.groups, layout=layout,
+                    shape=shape, implementation=implementation, num_logprobs=num_logprobs, sharding=sharding,
                 )  # fmt: skip
 
         def shapes(limits: memory.Limits) -> list[ProgramShape]:
             return bucket_shapes(
                 max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
-                block_size=limits.block_size, smallest=smallest_bucket(spec, device.platform),
+                block_size=limits.block_size, num_groups=len(limits.groups.windows),
+                smallest=smallest_bucket(spec, device.platform),
                 row_buckets=config.row_buckets, token_buckets=config.token_buckets,
             )  # fmt: skip
 
@@ -161,15 +163,16 @@ class ModelRunner:
                 shapes(plan.limits), lambda s: compile_one(s, plan.limits, plan.num_blocks), progress=progress
             )
             sizes = _table_sizes(plan.limits)
-            state = state_shapes(spec, dtype=dtype, num_blocks=plan.num_blocks, sharding=sharding, **sizes)
-            row = jax.ShapeDtypeStruct((1 + sizes["width"],), np.dtype(np.int32), sharding=sharding)
+            groups = plan.limits.groups
+            state = state_shapes(spec, groups, dtype=dtype, num_blocks=plan.num_blocks, sharding=sharding, **sizes)
+            row = jax.ShapeDtypeStruct((1 + state.blocks.shape[1],), np.dtype(np.int32), sharding=sharding)
             upload = jax.jit(upload_row, donate_argnums=0, out_shardings=formats(state)).lower(state, row).compile()
             seconds = time.perf_counter() - start
             logger.info("compiled %d programs in %.1f s:\n%s", len(table.programs) + 1, seconds, table)
             plan = dataclasses.replace(plan, temp_bytes=table.temp_bytes)
             logger.info("device memory:\n%s", plan)
             make_state = functools.partial(
-                create_state, spec, dtype=dtype, num_blocks=plan.num_blocks, device=sharding, **sizes
+                create_state, spec, groups, dtype=dtype, num_blocks=plan.num_blocks, device=sharding, **sizes
             )
             return cls(spec, params, allowed, plan, table, upload, CompileCounter(), make_state, num_logprobs)
 
@@ -181,15 +184,17 @@ class ModelRunner:
     def dispatch(self, plan: StepPlan) -> Handle:
         """Start a step; returns at once. Raises EngineError when the device fails; the KV pool is empty after that."""
         program = self.programs.choose(plan)
-        updates = block_updates(plan)
+        width = self.memory_plan.limits.width
+        updates = block_updates(plan, width)
         with pinned(), self._counter.watching():
             try:
                 # What the packed plan has no room for goes first, a row at a time, longest tables first.
-                for init in sorted(plan.row_inits, key=lambda i: -len(i.block_table)):
+                for init in sorted(plan.row_inits, key=lambda i: -len(i.blocks)):
                     if len(updates) <= program.shape.max_updates:
                         break
                     row = np.zeros(1 + self._live_state.blocks.shape[1], np.int32)
-                    row[0], row[1 : 1 + len(init.block_table)] = init.row, init.block_table
+                    row[0] = init.row
+                    row[1 + init.blocks[:, 0] * width + init.blocks[:, 1]] = init.blocks[:, 2]
                     self._state = self._upload(self._live_state, jax.device_put(row, self._device))
                     updates = updates[updates[:, 0] != init.row]
                 packed = jax.device_put(pack(plan, updates, program.shape), self._device)
@@ -249,7 +254,7 @@ def _implementation(
     """The attention implementation that the options ask for, or the one for the platform and the model's shape."""
     q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), np.dtype(dtype))
     pages = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
-    tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.blocks_per_request), np.dtype(np.int32))
+    tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.width), np.dtype(np.int32))
     call = (q, pages, tables, limits.max_num_batched_tokens)
     name = config.attention_implementation
     if name is None:
@@ -284,7 +289,7 @@ def _table_sizes(limits: memory.Limits) -> dict[str, int]:
     return {
         "block_size": limits.block_size,
         "rows": limits.max_num_seqs,
-        "width": limits.blocks_per_request,
+        "width": limits.width,
     }
 
 

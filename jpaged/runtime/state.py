@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.engine.step_plan import RowInit
+from jpaged.kv_groups import KVGroups
 from jpaged.models.spec import DecoderSpec
 from pallas_kernels import KVPages
 
@@ -35,39 +36,43 @@ NUM_FIELDS = len(Field)
 class DeviceState:
     """KV pages and the request table. A row of the table is one running request's place."""
 
-    pages: tuple[KVPages, ...]  # one a layer
+    pages: tuple[KVPages, ...]  # one an array of `KVGroups`: one a layer where all layers are of one kind
     table: Any                  # int32[max_num_seqs, NUM_FIELDS]
-    blocks: Any                 # int32[max_num_seqs, width]  block tables; entries past a row's end are stale or 0
+    # int32[max_num_seqs, groups * width]  block tables, one group's behind the other's; entries past a row's end or
+    # before its window are stale or 0
+    blocks: Any
 
 
 def create_state(
-    spec: DecoderSpec, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any, device: Any = None
-) -> DeviceState:
-    """Empty pages and an empty table on the device (a jax Device or Sharding)."""
+    spec: DecoderSpec, groups: KVGroups, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any,
+    device: Any = None,
+) -> DeviceState:  # fmt: skip
+    """Empty pages and an empty table on the device (a jax Device or Sharding). width: entries of a block table."""
     pages = tuple(
         KVPages.create(
             num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim, device=device
         )
-        for _ in range(spec.num_layers)
+        for _ in range(groups.num_arrays)
     )
     return DeviceState(
         pages=pages,
         table=jnp.zeros((rows, NUM_FIELDS), jnp.int32, device=device),
-        blocks=jnp.zeros((rows, width), jnp.int32, device=device),
+        blocks=jnp.zeros((rows, len(groups.windows) * width), jnp.int32, device=device),
     )
 
 
 def state_shapes(
-    spec: DecoderSpec, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any, sharding: Any = None
-) -> DeviceState:
+    spec: DecoderSpec, groups: KVGroups, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any,
+    sharding: Any = None,
+) -> DeviceState:  # fmt: skip
     """The same as ShapeDtypeStructs: to compile without taking memory."""
     page = KVPages.shapes(
         num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim, sharding=sharding
     )
     return DeviceState(
-        pages=(page,) * spec.num_layers,
+        pages=(page,) * groups.num_arrays,
         table=jax.ShapeDtypeStruct((rows, NUM_FIELDS), np.dtype(np.int32), sharding=sharding),
-        blocks=jax.ShapeDtypeStruct((rows, width), np.dtype(np.int32), sharding=sharding),
+        blocks=jax.ShapeDtypeStruct((rows, len(groups.windows) * width), np.dtype(np.int32), sharding=sharding),
     )
 
 

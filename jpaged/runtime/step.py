@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
 from jpaged.models.spec import AttentionOptions, DecoderSpec, WeightLayout
 from jpaged.runtime import sampler
@@ -40,11 +41,12 @@ class ProgramShape:
     rows: int        # row places
     block_size: int
     variant: SamplerVariant
+    num_groups: int = 1  # block tables a row
 
     @property
     def max_updates(self) -> int:
         """Block-table entries that fit: what the tokens can fill, one a row for a begun block, and some to spare."""
-        return self.tokens // self.block_size + self.rows + SPARE_UPDATES
+        return self.num_groups * (self.tokens // self.block_size + self.rows) + SPARE_UPDATES
 
     @property
     def cuts(self) -> dict[str, slice]:
@@ -70,13 +72,16 @@ class ProgramShape:
         return f"{kind}, {self.variant.name.lower()}"
 
 
-def block_updates(plan: StepPlan) -> np.ndarray:
-    """int32[U, 3]: all block-table entries that the plan changes, those of restarted rows included."""
-    parts = [plan.block_updates.reshape(-1, 3)]
-    for init in plan.row_inits:
-        count = len(init.block_table)
-        parts.append(np.stack([np.full(count, init.row), np.arange(count), init.block_table], axis=1))
-    return np.concatenate(parts).astype(np.int32)
+def block_updates(plan: StepPlan, width: int) -> np.ndarray:
+    """int32[U, 3], (row, column, block): all entries of `DeviceState.blocks` that the plan changes.
+
+    Those of restarted rows included. width: columns of one group.
+    """
+    changed = plan.block_updates
+    if plan.row_inits:
+        inits = (np.insert(init.blocks, 0, init.row, axis=1) for init in plan.row_inits)
+        changed = np.concatenate([changed, *inits])
+    return np.stack([changed[:, 0], changed[:, 1] * width + changed[:, 2], changed[:, 3]], axis=1, dtype=np.int32)
 
 
 def pack(plan: StepPlan, updates: np.ndarray, shape: ProgramShape) -> np.ndarray:
@@ -103,19 +108,29 @@ def pack(plan: StepPlan, updates: np.ndarray, shape: ProgramShape) -> np.ndarray
 
 
 @flax.struct.dataclass
+class GroupRows:
+    """Where a group's layers find the rows' keys and values: what `PagedAttend` needs. Padding tokens have slot -1."""
+
+    block_tables: Any     # int32[rows, width]
+    slots: Any            # int32[tokens]
+    context_lens: Any     # int32[rows]
+    query_start_loc: Any  # int32[rows + 1]
+
+
+@flax.struct.dataclass
 class Batch:
-    """What the step computes, built on the device. Padding rows have no tokens; padding tokens have slot -1."""
+    """What the step computes, built on the device. Padding rows have no tokens."""
 
     rows: Any             # int32[rows]  row of the table; padding points past its end
     num_tokens: Any       # int32[rows]
     samples: Any          # bool[rows]
     query_start_loc: Any  # int32[rows + 1]
     context_lens: Any     # int32[rows]
-    block_tables: Any     # int32[rows, width]
+    groups: Any           # a GroupRows for each group of layers
     fields: Any           # int32[rows, NUM_FIELDS]  the rows' fields, as they were before the step
+    real: Any             # bool[tokens]  False: padding
     token_ids: Any        # int32[tokens]
     positions: Any        # int32[tokens]
-    slots: Any            # int32[tokens]
     rope_lens: Any        # int32[tokens]  max(prompt length, position + 1)
 
 
@@ -154,19 +169,23 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Progra
         from_table = (flags & FROM_TABLE)[token_row] > 0
         token_ids = jnp.where(from_table, fields[token_row, Field.LAST_TOKEN], part["prompt_tokens"])
     positions = jnp.where(real, positions, 0)
-    block = block_tables[token_row, jnp.minimum(positions // shape.block_size, block_tables.shape[1] - 1)]
-    slots = jnp.where(real, block * shape.block_size + positions % shape.block_size, -1)
+    context_lens = jnp.where(num_tokens > 0, length + num_tokens, 0)
+    groups = []
+    for group_tables in jnp.split(block_tables, shape.num_groups, axis=1):
+        block = group_tables[token_row, jnp.minimum(positions // shape.block_size, group_tables.shape[1] - 1)]
+        slots = jnp.where(real, block * shape.block_size + positions % shape.block_size, -1)
+        groups.append(GroupRows(group_tables, slots, context_lens, query_start_loc))
     batch = Batch(
         rows=rows,
         num_tokens=num_tokens,
         samples=(flags & SAMPLES) > 0,
         query_start_loc=query_start_loc,
-        context_lens=jnp.where(num_tokens > 0, length + num_tokens, 0),
-        block_tables=block_tables,
+        context_lens=context_lens,
+        groups=tuple(groups),
         fields=fields,
+        real=real,
         token_ids=jnp.where(real, token_ids, 0),
         positions=positions,
-        slots=slots,
         rope_lens=jnp.maximum(fields[token_row, Field.PROMPT_LEN], positions + 1),
     )
     return DeviceState(pages=state.pages, table=table, blocks=blocks), batch
@@ -180,7 +199,7 @@ class PagedAttend:
     implementation: str
 
     def __call__(
-        self, projection: decoder.Projection, pages: KVPages, metadata: Batch, options: AttentionOptions,
+        self, projection: decoder.Projection, pages: KVPages, metadata: GroupRows, options: AttentionOptions,
         sinks: Float[Array, " heads"] | None,
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
         write = matching_write(self.implementation)
@@ -208,6 +227,7 @@ def forward(
     packed: Int[Array, " packed"],
     *,
     spec: DecoderSpec,
+    groups: KVGroups,
     layout: WeightLayout,
     shape: ProgramShape,
     implementation: str,
@@ -215,9 +235,10 @@ def forward(
     """The model over one plan: the state with the new KV, the batch, and float32 logits of each row's last token."""
     state, batch = build_batch(state, packed, shape)
     hidden, pages = decoder.decode(
-        spec, params, batch.token_ids, batch.positions, state.pages, batch,
+        spec, params, batch.token_ids, batch.positions, state.pages, batch.groups,
         PagedAttend(1 if shape.is_decode else shape.tokens, implementation),
-        layout=layout, rope_lens=batch.rope_lens, real=batch.slots >= 0 if spec.experts is not None else None,
+        layout=layout, rope_lens=batch.rope_lens, places=groups.places,
+        real=batch.real if spec.experts is not None else None,
     )  # fmt: skip
     last = hidden if shape.is_decode else jnp.take(hidden, batch.query_start_loc[1:] - 1, axis=0, mode="clip")
     return state.replace(pages=pages), batch, decoder.head(spec, params, last, layout=layout)
@@ -230,6 +251,7 @@ def step(
     packed: Int[Array, " packed"],
     *,
     spec: DecoderSpec,
+    groups: KVGroups,
     layout: WeightLayout,
     shape: ProgramShape,
     implementation: str,
@@ -237,7 +259,7 @@ def step(
 ) -> tuple[DeviceState, sampler.Sampled]:
     """One step. Donate `state`. Rows that do not sample get a token too, which goes nowhere."""
     state, batch, logits = forward(
-        params, state, packed, spec=spec, layout=layout, shape=shape, implementation=implementation
+        params, state, packed, spec=spec, groups=groups, layout=layout, shape=shape, implementation=implementation
     )
     sampled = sampler.sample(
         logits, batch.fields, batch.context_lens, allowed, variant=shape.variant, num_logprobs=num_logprobs
@@ -250,7 +272,7 @@ def step(
 
 
 def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:
-    """Set one row's whole block table: packed is the row, then the table's width of blocks. Donate `state`.
+    """Set one row's block tables: packed is the row, then the blocks of every column. Donate `state`.
 
     For changes that the step's packed plan has no room for: a prefix hit or a resume of a long request.
     """
@@ -263,6 +285,7 @@ def compile_step(
     state: Any,
     *,
     spec: DecoderSpec,
+    groups: KVGroups,
     layout: WeightLayout,
     shape: ProgramShape,
     implementation: str,
@@ -271,8 +294,9 @@ def compile_step(
 ) -> Any:
     """Compile one program from ShapeDtypeStructs (or arrays): `compiled(params, allowed, state, packed)`."""
     call = functools.partial(
-        step, spec=spec, layout=layout, shape=shape, implementation=implementation, num_logprobs=num_logprobs
-    )
+        step, spec=spec, groups=groups, layout=layout, shape=shape, implementation=implementation,
+        num_logprobs=num_logprobs,
+    )  # fmt: skip
     packed = jax.ShapeDtypeStruct((shape.packed_size,), np.dtype(np.int32), sharding=sharding)
     # keep_unused: every program of the table takes the same arguments
     jitted = jax.jit(call, donate_argnums=2, keep_unused=True, out_shardings=(formats(state), None))

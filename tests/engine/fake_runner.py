@@ -1,7 +1,9 @@
 """A runner in plain Python whose "model" notices every wrong block, stale page and misplaced token.
 
-The KV pages hold token ids. The next token is a hash of all tokens of the request, read back through the row's block
-table: so it is right only if each slot was written, by the right request, and not overwritten since. State lies where
+The KV pages hold token ids, and which group of layers wrote them for which position. The next token is a hash of all
+tokens that each group sees of the request, read back through the row's block tables: so it is right only if each slot
+was written, by the right request, and not overwritten since. Tokens that only the first of a chunk sees are compared
+with what the row was told. State lies where
 the real runner keeps it: pages and a request table that rows, block updates and sampled tokens are written to.
 """
 
@@ -33,6 +35,7 @@ class FakeRunner:
 
     num_blocks: int = 64
     block_size: int = 4
+    windows: tuple[int | None, ...] = (None,)
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_model_len: int = 64
@@ -48,7 +51,9 @@ class FakeRunner:
         self._collected = 0
         width = -(-self.max_model_len // self.block_size)
         self.pages = np.full((self.num_blocks, self.block_size), UNWRITTEN)
-        self.tables = np.full((self.max_num_seqs, width), -1)
+        self.written_for = np.full((self.num_blocks, self.block_size, 2), UNWRITTEN)  # (group, position)
+        self.tables = np.full((len(self.windows), self.max_num_seqs, width), -1)
+        self.told = np.full((self.max_num_seqs, width * self.block_size), UNWRITTEN)  # the row's own tokens
         self.lengths = np.zeros(self.max_num_seqs, int)
         self.last_tokens = np.full(self.max_num_seqs, UNWRITTEN)
         self.inits: list[RowInit | None] = [None] * self.max_num_seqs
@@ -62,21 +67,29 @@ class FakeRunner:
         self._check(plan)
         for init in plan.row_inits:
             self.inits[init.row] = init
-            self.tables[init.row] = -1
-            self.tables[init.row, : len(init.block_table)] = init.block_table
+            self.tables[:, init.row] = -1
+            for group, index, block in init.blocks.tolist():
+                self.tables[group, init.row, index] = block
+            self.told[init.row] = UNWRITTEN
             self.lengths[init.row] = init.num_computed
             self.last_tokens[init.row] = UNWRITTEN
-        for row, index, block in plan.block_updates.tolist():
-            assert self.tables[row, index] == -1, "a block table entry is never replaced"
-            self.tables[row, index] = block
+        for row, group, index, block in plan.block_updates.tolist():
+            assert self.tables[group, row, index] == -1, "a block table entry is never replaced"
+            self.tables[group, row, index] = block
         ids = self._token_ids(plan)
         # All rows write their KV before any row attends, as in the real step.
         for row, tokens in zip(plan.rows.tolist(), ids, strict=True):
             for position, token in enumerate(tokens, start=int(self.lengths[row])):
-                block = self.tables[row, position // self.block_size]
-                assert block >= 0, f"row {row} has no block for position {position}"
-                self.pages[block, position % self.block_size] = token
-            self.lengths[row] += len(tokens)
+                self.told[row, position] = token
+                for group, table in enumerate(self.tables[:, row]):
+                    block, offset = table[position // self.block_size], position % self.block_size
+                    assert block >= 0, f"row {row} has no block for position {position}"
+                    self.pages[block, offset] = token
+                    self.written_for[block, offset] = group, position
+        for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+            for group in range(len(self.windows)):
+                self._compare_seen(row, group)
+            self.lengths[row] += count
         tokens = np.zeros(len(plan.rows), np.int32)
         for index, row in enumerate(plan.rows):
             if plan.samples[index]:
@@ -127,13 +140,32 @@ class FakeRunner:
         ends = np.cumsum(plan.num_tokens[plan.num_decodes :])
         return ids + [part.tolist() for part in np.split(plan.prompt_tokens, ends[:-1])] if len(ends) else ids
 
-    def _attend(self, row: int) -> int:
-        """The next token of a row, from what its block table leads to."""
-        positions = np.arange(self.lengths[row])
-        tokens = self.pages[self.tables[row, positions // self.block_size], positions % self.block_size]
+    def _seen(self, row: int, group: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions that the next of `length` tokens' last sees in a group, and the tokens that its table leads to."""
+        window = self.windows[group]
+        positions = np.arange(0 if window is None else max(length - window, 0), length)
+        blocks = self.tables[group, row, positions // self.block_size]
+        offsets = positions % self.block_size
+        tokens = self.pages[blocks, offsets]
+        assert (blocks >= 0).all(), "attends to a block that was given back"
         assert (tokens != UNWRITTEN).all(), "attends to a slot that was never written"
+        assert (self.written_for[blocks, offsets, 0] == group).all(), "attends to another group's block"
+        assert (self.written_for[blocks, offsets, 1] == positions).all(), "attends to other positions"
+        return positions, tokens
+
+    def _compare_seen(self, row: int, group: int) -> None:
+        """What the first token of a step sees behind itself is what the row was told, or another group has seen."""
+        length = int(self.lengths[row])
+        positions, tokens = self._seen(row, group, length + 1)
+        told = self.told[row, positions]
+        assert ((told == tokens) | (told == UNWRITTEN)).all(), "attends to a token of another"
+        self.told[row, positions] = tokens
+
+    def _attend(self, row: int) -> int:
+        """The next token of a row, from what its block tables lead to."""
+        seen = [self._seen(row, group, int(self.lengths[row]))[1] for group in range(len(self.windows))]
         init = self.inits[row]
-        return next_token(tokens.tolist(), self.vocab_size, init.seed if init.temperature > 0 else 0)
+        return _hash(np.concatenate(seen).tolist(), self.vocab_size, init.seed if init.temperature > 0 else 0)
 
     def _result(self, plan: StepPlan, tokens: np.ndarray) -> StepResult:
         if plan.sampler is not SamplerVariant.FULL:
@@ -142,14 +174,23 @@ class FakeRunner:
         return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top % self.vocab_size, -top / 10)
 
 
-def next_token(token_ids: list[int], vocab_size: int, seed: int = 0) -> int:
-    """The model: a hash of everything so far."""
+def next_token(
+    token_ids: list[int], vocab_size: int, seed: int = 0, windows: tuple[int | None, ...] = (None,)
+) -> int:
+    """The model: a hash of everything so far, as far as each group of layers sees it."""
+    seen = [token for window in windows for token in token_ids[-window if window else None :]]
+    return _hash(seen, vocab_size, seed)
+
+
+def _hash(token_ids: list[int], vocab_size: int, seed: int) -> int:
     return zlib.crc32(np.array([seed % 2**31, *token_ids], np.int32).tobytes()) % vocab_size
 
 
-def alone(token_ids: list[int], count: int, vocab_size: int, *, seed: int = 0) -> list[int]:
+def alone(
+    token_ids: list[int], count: int, vocab_size: int, *, seed: int = 0, windows: tuple[int | None, ...] = (None,)
+) -> list[int]:
     """What a request gives with nobody beside it."""
     tokens = list(token_ids)
     for _ in range(count):
-        tokens.append(next_token(tokens, vocab_size, seed))
+        tokens.append(next_token(tokens, vocab_size, seed, windows))
     return tokens[len(token_ids) :]

@@ -116,18 +116,74 @@ def test_roots_differ_in_every_part_and_do_not_run_together():
 def test_integrity_check_sees_a_lost_and_a_doubled_block():
     manager = KVCacheManager(8, 4)
     request = make_request(list(range(9)))
-    manager.start(request, [])
+    manager.start(request, manager.no_prefix)
     manager.grow(request, 9)
     manager.check_integrity([request])
-    lost = request.block_table.pop()
+    blocks = request.block_tables[0].blocks
+    lost = blocks.pop()
     with pytest.raises(EngineError, match=f"block {lost}"):
         manager.check_integrity([request])
-    request.block_table += [request.block_table[0]]
+    blocks.append(blocks[0])
     with pytest.raises(EngineError, match="twice"):
         manager.check_integrity([request])
 
 
-NUM_BLOCKS, BLOCK_SIZE = 12, 4
+def test_a_group_index_is_part_of_a_name():
+    """Equal tokens have a block in every group, and none of them is another group's."""
+    manager = KVCacheManager(8, 4, (None, 8), max_chunk=16)
+    first = make_request(list(range(9)))
+    manager.start(first, manager.no_prefix)
+    manager.grow(first, 9)
+    first.num_computed = 9
+    manager.index_computed(first)
+    prefix = manager.find_prefix(make_request(list(range(12))))
+    assert prefix.tails == tuple(table.blocks[:2] for table in first.block_tables)
+    assert not set(prefix.tails[0]) & set(prefix.tails[1])
+    manager.pool.check()
+
+
+def test_blocks_behind_a_window_go_at_once_and_the_last_tokens_stay():
+    manager = KVCacheManager(40, 4, (None, 6), max_chunk=8)
+    request = make_request(list(range(60)))
+    manager.start(request, manager.no_prefix)
+    for computed in range(1, 61):
+        manager.grow(request, computed)
+        request.num_computed = computed
+        if computed >= request.release_at:
+            manager.release_behind_windows(request)
+        whole, window = request.block_tables
+        assert whole.first_held == 0
+        # the next token, at position `computed`, sees 6 keys: its own and those of 5 positions before it
+        assert window.first_held == max(computed - 5, 0) // 4
+        assert len(window.held) <= 3
+        manager.check_integrity([request])
+    assert manager.pool.peak_used <= 15 + 3 == manager.most_blocks(60) - 1  # which allows for chunks of 8
+    assert manager.pool.num_used == request.num_held
+    manager.release(request)
+    assert manager.pool.num_used == 0
+
+
+def test_a_beginning_whose_window_is_gone_is_found_as_far_as_it_is_there():
+    """Of 10 blocks of 4 tokens, a window of 6 needs 2 before a hit; block 6 of its group has been used again."""
+    manager = KVCacheManager(40, 4, (None, 6), max_chunk=40)
+    first = make_request(list(range(41)))
+    manager.start(first, manager.no_prefix)
+    manager.grow(first, 41)
+    first.num_computed = 41
+    manager.index_computed(first)
+    again = make_request(list(range(41)))
+    assert manager.find_prefix(again).num_blocks == 10
+    manager.pool._forget(first.block_tables[1].blocks[6])
+    assert manager.find_prefix(again).num_blocks == 10  # blocks 8 and 9 are all that is seen
+    manager.pool._forget(first.block_tables[1].blocks[8])
+    prefix = manager.find_prefix(again)  # 10 and 9 need block 8, 8 and 7 need block 6
+    assert prefix.num_blocks == 6
+    assert prefix.tails == (first.block_tables[0].blocks[:6], first.block_tables[1].blocks[4:6])
+    manager.pool._forget(first.block_tables[0].blocks[5])
+    assert manager.find_prefix(again).num_blocks == 5
+
+
+BLOCKS_A_GROUP, BLOCK_SIZE = 12, 4
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)  # two tokens only, so that beginnings are often equal
 
 
@@ -136,27 +192,52 @@ class ManagerMachine(RuleBasedStateMachine):
 
     requests = Bundle("requests")
 
-    @initialize()
-    def setup(self) -> None:
-        self.manager = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)
-        self.content: dict[int, tuple] = {}       # block -> (root, all tokens up to its end) when last filled
-        self.tables: dict[Request, list[int]] = {}
+    @initialize(windows=st.sampled_from([(None,), (1,), (5,), (None, 5), (3, None, 9), (4, 4, None)]))
+    def setup(self, windows: tuple[int | None, ...]) -> None:
+        self.num_blocks = BLOCKS_A_GROUP * len(windows)
+        self.manager = KVCacheManager(self.num_blocks, BLOCK_SIZE, windows, max_chunk=10)
+        self.windows = windows
+        # block -> (group, root, all tokens up to its end) when last filled
+        self.content: dict[int, tuple] = {}
+        # of each request and group: index in the table -> block
+        self.tables: dict[Request, list[dict[int, int]]] = {}
 
     @rule(target=requests, token_ids=TOKENS, salt=st.sampled_from(["", "x"]))
     def start(self, token_ids: list[int], salt: str) -> Request:
         request = make_request(token_ids, prefix_root(salt=salt))
         prefix = self.manager.find_prefix(request)
-        assert len(prefix) * BLOCK_SIZE < len(token_ids)
-        for index, block in enumerate(prefix):
-            assert self.content[block] == (request.prefix_root, tuple(token_ids[: (index + 1) * BLOCK_SIZE]))
-        needed = self.manager.blocks_for(len(token_ids))
-        free = NUM_BLOCKS - len(self.held())
-        newly_held = needed - len(self.held() & set(prefix))
-        assert self.manager.can_start(prefix, needed) == (newly_held <= free)
+        assert prefix.num_blocks == self.longest_beginning(request)
+        tables = [dict(zip(self.seen(w, prefix.num_blocks), tail, strict=True))
+                  for w, tail in zip(self.windows, prefix.tails, strict=True)]  # fmt: skip
+        for group, table in enumerate(tables):
+            for index, block in table.items():
+                beginning = tuple(token_ids[: (index + 1) * BLOCK_SIZE])
+                assert self.content[block] == (group, request.prefix_root, beginning)
+        shared = {block for table in tables for block in table.values()}
+        needed = self.manager.most_blocks(len(token_ids))
+        free = self.num_blocks - len(self.held())
+        newly_held = needed - len(self.held() & shared)
+        assert self.manager.can_start(prefix, len(token_ids)) == (newly_held <= free)
         self.manager.start(request, prefix)
-        assert request.num_computed == len(prefix) * BLOCK_SIZE
-        self.tables[request] = list(prefix)
+        assert request.num_computed == prefix.num_blocks * BLOCK_SIZE
+        self.tables[request] = tables
         return request
+
+    def seen(self, window: int | None, num_blocks: int) -> range:
+        """Blocks that the token behind so many blocks sees; by counting positions."""
+        position = num_blocks * BLOCK_SIZE
+        positions = [p for p in range(position) if window is None or position - p < window]
+        return range(positions[0] // BLOCK_SIZE if positions else num_blocks, num_blocks)
+
+    def longest_beginning(self, request: Request) -> int:
+        """Tried one by one, from the longest."""
+        find, name = self.manager.pool.find, self.manager._name
+
+        def there(num_blocks: int) -> bool:
+            needed = ((index, group) for group, w in enumerate(self.windows) for index in self.seen(w, num_blocks))
+            return all(find(name(request, index, group)) is not None for index, group in needed)
+
+        return next(n for n in range((len(request.token_ids) - 1) // BLOCK_SIZE, -1, -1) if there(n))
 
     @precondition(lambda self: self.tables)
     @rule(request=requests, count=st.integers(1, 10))
@@ -165,17 +246,23 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         count = min(count, len(request.token_ids) - request.num_computed)
         count = min(count, self.manager.slots_within_reach(request) - request.num_computed)
-        before = set(request.block_table)
+        length = len(request.block_tables[0].blocks)
         new = self.manager.grow(request, request.num_computed + count)
-        assert not set(new) & (self.held() | before), "a block that somebody holds was handed out"
-        self.tables[request] += new
-        assert request.block_table == self.tables[request]
+        assert not set(new) & self.held(), "a block that somebody holds was handed out"
+        for group, (table, model) in enumerate(zip(request.block_tables, self.tables[request], strict=True)):
+            model |= dict(enumerate(table.blocks[length:], length))
+            for index in range(request.num_computed // BLOCK_SIZE, (request.num_computed + count) // BLOCK_SIZE):
+                beginning = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE])
+                self.content[model[index]] = (group, request.prefix_root, beginning)
         request.num_computed += count
-        for index in range(request.num_computed // BLOCK_SIZE):
-            end = (index + 1) * BLOCK_SIZE
-            if end > request.num_computed - count:
-                self.content[request.block_table[index]] = (request.prefix_root, tuple(request.token_ids[:end]))
         self.manager.index_computed(request)
+        if request.num_computed >= request.release_at:
+            self.manager.release_behind_windows(request)
+        for window, table, model in zip(self.windows, request.block_tables, self.tables[request], strict=True):
+            reach = 0 if window is None else request.num_computed - window + 1  # first position that is still seen
+            for index in [i for i in model if (i + 1) * BLOCK_SIZE <= reach]:
+                del model[index]
+            assert dict(enumerate(table.held, table.first_held)) == model
 
     @rule(request=requests, token=st.integers(0, 1))
     def sample(self, request: Request, token: int) -> None:
@@ -199,11 +286,12 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.check_integrity(self.tables)
         pool = self.manager.pool
         assert pool.num_used == len(self.held()) <= pool.peak_used
-        for block in range(NUM_BLOCKS):
-            assert pool.ref_count(block) == sum(block in table for table in self.tables.values())
+        for block in range(self.num_blocks):
+            holds = sum(block in table.values() for tables in self.tables.values() for table in tables)
+            assert pool.ref_count(block) == holds
 
     def held(self) -> set[int]:
-        return {block for table in self.tables.values() for block in table}
+        return {block for tables in self.tables.values() for table in tables for block in table.values()}
 
 
 TestManager = ManagerMachine.TestCase

@@ -124,6 +124,25 @@ def test_a_request_does_not_start_on_blocks_that_a_prompt_under_way_needs():
     assert engine.stats().preemptions == 0
 
 
+@pytest.mark.parametrize(("windows", "together"), [((8, 8, 8, None), 2), ((None,) * 4, 1)])
+def test_requests_are_admitted_by_what_their_windows_need(windows, together):
+    """60 tokens are 15 blocks of each group; of one with a window of 8 and chunks of 8 at most 5. The pool has 64."""
+    engine = Engine(FakeRunner(num_blocks=64, windows=windows, max_num_batched_tokens=8))
+    prompts = {str(i): prompt_of(54, start=30 * i) for i in range(3)}
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, prompt, greedy(6))
+    most, ended = 0, []
+    while engine.has_work:
+        ended += engine.step()
+        engine.check_integrity()
+        most = max(most, engine.stats().num_running)
+    assert most == together
+    assert engine.stats().preemptions == 0
+    assert [output.request_id for output in ended] == ["0", "1", "2"]
+    for output in ended:
+        assert output.outputs[0].token_ids == alone(prompts[output.request_id], 6, 97, windows=windows)
+
+
 def test_all_tokens_on_the_way_means_nothing_to_compute():
     scheduler = make_scheduler(8)
     add(scheduler, 0, 4, max_total_tokens=6)

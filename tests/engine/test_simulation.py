@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jpaged.engine.engine import Engine, StepError
 from jpaged.engine.request import RequestStatus
+from jpaged.kv_groups import most_blocks
 from jpaged.sampling_params import SamplingParams
 from tests.engine.fake_runner import DeviceFailure, FakeRunner, next_token
 
@@ -13,13 +14,15 @@ VOCAB_SIZE = 31
 EOS = 7
 
 
-def expected(token_ids: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
+def expected(
+    token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...]
+) -> tuple[list[int], str]:
     """Tokens and finish reason of a request that nobody disturbs."""
     tokens = list(token_ids)
     longest = min(max_model_len, len(token_ids) + (params.max_tokens or max_model_len))
     stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))}
     while True:
-        tokens.append(next_token(tokens, VOCAB_SIZE, params.seed if params.temperature > 0 else 0))
+        tokens.append(next_token(tokens, VOCAB_SIZE, params.seed if params.temperature > 0 else 0, windows))
         if tokens[-1] in stops:
             return tokens[len(token_ids) :], "stop"
         if len(tokens) == longest:
@@ -27,10 +30,11 @@ def expected(token_ids: list[int], params: SamplingParams, max_model_len: int) -
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Any user, any size of pool, any number of rows, any token budget."""
+    """Any user, any size of pool, any number of rows, any token budget, any kinds of layers."""
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
+        windows=st.sampled_from([(None,), (None,), (1,), (7,), (5, None), (None, 2, 2), (3, None, 11), (9, 4)]),
         model_len=st.sampled_from([4, 17, 40]),
         extra_blocks=st.sampled_from([0, 1, 2, 4, 12]),
         rows=st.integers(1, 5),
@@ -38,10 +42,12 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         failures=st.frozensets(st.tuples(st.sampled_from(["dispatch", "collect"]), st.integers(0, 60)), max_size=2),
     )
-    def setup(self, block_size, model_len, extra_blocks, rows, extra_budget, caching, failures) -> None:
+    def setup(self, block_size, windows, model_len, extra_blocks, rows, extra_budget, caching, failures) -> None:
+        need = most_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
         self.runner = FakeRunner(
-            num_blocks=-(-model_len // block_size) + extra_blocks,
+            num_blocks=need + extra_blocks,
             block_size=block_size,
+            windows=windows,
             max_num_seqs=rows,
             max_num_batched_tokens=rows + extra_budget,
             max_model_len=model_len,
@@ -95,6 +101,16 @@ class EngineMachine(RuleBasedStateMachine):
         for block, name in enumerate(pool._names):
             if name is not None:
                 assert self.runner.pages[block].tolist() == list(name.tokens), "a name that lies about its block"
+                assert (self.runner.written_for[block, :, 0] == name.group).all(), "a name that lies about its group"
+        self.only_equal_beginnings_are_shared()
+
+    def only_equal_beginnings_are_shared(self) -> None:
+        size, holders = self.runner.block_size, {}
+        for request in self.engine._scheduler.running:
+            for group, table in enumerate(request.block_tables):
+                for index, block in enumerate(table.held, table.first_held):
+                    beginning = (group, request.token_ids[: (index + 1) * size])
+                    assert holders.setdefault(block, beginning) == beginning, "a block in the tables of two"
 
     def step(self) -> None:
         oldest = min(self.engine._scheduler.running, key=lambda request: request.arrival, default=None)
@@ -113,7 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def judge(self, output) -> None:
         assert output.request_id not in self.ended
-        tokens, reason = expected(*self.asked[output.request_id], self.runner.max_model_len)
+        tokens, reason = expected(*self.asked[output.request_id], self.runner.max_model_len, self.runner.windows)
         answer = output.outputs[0]
         assert answer.token_ids == tokens[: len(answer.token_ids)]
         assert len(answer.token_ids) >= self.progress.get(output.request_id, 0)

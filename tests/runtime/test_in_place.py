@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
 from jpaged.runtime.state import create_state, state_shapes
 from jpaged.runtime.step import ProgramShape, compile_step
@@ -28,6 +29,8 @@ SPEC = DecoderSpec(
     vocab_size=512, hidden_size=1024, intermediate_size=2816, num_layers=3, num_heads=16, num_kv_heads=8, head_dim=64,
     max_position=1024, rope=Rope(),
 )  # fmt: skip
+# Six layers of two kinds in three groups over two arrays: three layers write and read each, one after the other.
+MIXED = (96, 96, None, 96, 96, None)
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 DECODE = ProgramShape(True, ROWS, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
 PREFILL = ProgramShape(False, 64, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
@@ -49,24 +52,26 @@ def dtype_of(target):
 
 
 @functools.cache
-def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers):
+def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=()):
     dtype, sharding, mesh = dtype_of(target), None, contextlib.nullcontext()
-    spec = dataclasses.replace(SPEC, num_layers=layers)
+    spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows)
+    groups = group_layers(spec.windows, spec.max_position)
+    shape = dataclasses.replace(shape, num_groups=len(groups.windows))
     if target.startswith("v5e"):
         sharding, mesh = v5e_target.sharding(), v5e_target.tracing()
     elif target != "cpu":
         sharding, mesh = h200_target.sharding(), h200_target.tracing()
     width = spec.max_position // BLOCK_SIZE
     state = state_shapes(
-        spec, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, dtype=dtype, sharding=sharding
+        spec, groups, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, dtype=dtype, sharding=sharding
     )
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), param_shapes(spec, dtype)
     )
     with mesh:
         return compile_step(
-            params, None, state, spec=spec, layout=WeightLayout(), shape=shape, num_logprobs=20, sharding=sharding,
-            implementation=IMPLEMENTATIONS[target],
+            params, None, state, spec=spec, groups=groups, layout=WeightLayout(), shape=shape, num_logprobs=20,
+            sharding=sharding, implementation=IMPLEMENTATIONS[target],
         )  # fmt: skip
 
 
@@ -105,6 +110,16 @@ def test_nothing_as_large_as_a_layers_kv_or_weights_is_copied(target, shape):
     assert memory.temp_size_in_bytes < limit(target)
     # the pages come in and go out as the same buffers
     assert memory.alias_size_in_bytes >= SPEC.num_layers * pool_bytes(target)
+
+
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_pages_that_layers_of_several_kinds_share_are_not_copied(target, shape):
+    program = compiled(target, shape, layers=len(MIXED), windows=MIXED)
+    assert large_moves(program.as_text(), limit(target)) == []
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < limit(target)
+    assert memory.alias_size_in_bytes >= 2 * pool_bytes(target)
 
 
 @pytest.mark.parametrize(("shape", "kernels"), [(DECODE, 3), (PREFILL, 4)], ids=["decode", "prefill"])
@@ -188,8 +203,9 @@ def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
     states, times = {}, {}
     for blocks in (BLOCKS, 10 * BLOCKS):
         width = SPEC.max_position // BLOCK_SIZE
+        groups = group_layers(SPEC.windows, SPEC.max_position)
         states[blocks] = create_state(
-            SPEC, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, dtype=dtype
+            SPEC, groups, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, dtype=dtype
         )
         states[blocks] = states[blocks].replace(blocks=states[blocks].blocks.at[:].set(_scattered_tables(blocks)))
     for _ in range(3):

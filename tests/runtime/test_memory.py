@@ -9,6 +9,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
+from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Rope
 from jpaged.runtime import memory
 
@@ -34,8 +35,9 @@ def test_cpu_takes_twice_what_its_rows_can_use_and_at_most_a_gibibyte():
 
 
 def test_platform_defaults():
-    assert memory.decide_limits(SPEC, CONFIG, "cpu") == memory.Limits(4096, 32, 512, 16)
-    assert memory.decide_limits(SPEC, CONFIG, "gpu") == memory.Limits(4096, 256, 2048, 16)
+    groups = group_layers((None,) * 4, 4096)
+    assert memory.decide_limits(SPEC, CONFIG, "cpu") == memory.Limits(4096, 32, 512, 16, groups)
+    assert memory.decide_limits(SPEC, CONFIG, "gpu") == memory.Limits(4096, 256, 2048, 16, groups)
     assert memory.decide_limits(SPEC, CONFIG, "tpu").block_size == 64
     assert memory.decide_limits(SPEC, dataclasses.replace(CONFIG, max_num_batched_tokens=16), "cpu").max_num_seqs == 16
 
@@ -86,6 +88,71 @@ def test_the_pool_keeps_its_size_where_it_still_fits(tmp_path):
     assert memory.remembered_blocks(tmp_path, "a", 800) == 800  # no longer fits
     next(tmp_path.glob("pool-*.json")).write_text("{cut short")
     assert memory.remembered_blocks(tmp_path, "a", 900) == 900
+
+
+def gemma_3(num_layers, kv_heads, window):
+    """The shapes that KV depends on: every sixth layer sees everything, heads of 256."""
+    windows = tuple(None if (layer + 1) % 6 == 0 else window for layer in range(num_layers))
+    return dataclasses.replace(
+        SPEC, num_layers=num_layers, num_heads=4, num_kv_heads=kv_heads, head_dim=256, max_position=32768,
+        sliding_window=windows,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "blocks", "line"),
+    [
+        # 26 layers, 22 of them with a window, in groups of 4. Blocks of 16 tokens: 2,048 for the layers that see
+        # everything, 161 (of 512 - 1 tokens and a chunk of 2,048) for each group that does not.
+        (
+            gemma_3(26, 1, 512), 2048 + 6 * 161,
+            "KV of one request of 32,768 tokens: 188.4 MiB at most (full attention in every layer would take "
+            "832.0 MiB); groups of 4 layers: 6 with a window of 512, 1 with full attention",
+        ),
+        # 34 layers, 29 of them with a window, in groups of 5
+        (
+            gemma_3(34, 4, 1024), 2048 + 6 * 193,
+            "KV of one request of 32,768 tokens: 1001.9 MiB at most (full attention in every layer would take "
+            "4.2 GiB); groups of 5 layers: 6 with a window of 1,024, 1 with full attention",
+        ),
+    ],
+    ids=["1B", "4B"],
+)  # fmt: skip
+def test_layers_with_a_window_take_what_their_windows_need(spec, blocks, line):
+    """Gemma 3 with 32,768 tokens on an accelerator, bfloat16."""
+    limits = memory.decide_limits(spec, CONFIG, "gpu")
+    options = {"dtype": jnp.bfloat16, "weight_bytes": 1000, "platform": "gpu"}
+    plan = memory.fit(spec, CONFIG, limits, free_bytes=2 * 2**30, **options)
+    page = 2 * 16 * spec.num_kv_heads * 256 * 2
+    assert plan.request_bytes == blocks * (spec.num_layers // 6) * page
+    assert plan.full_attention_bytes == 2048 * spec.num_layers * page
+    assert plan.full_attention_bytes > 4.3 * plan.request_bytes
+    assert plan.limits.max_model_len == 32768
+    assert str(plan).splitlines()[-1] == line
+    # exactly what one request needs is enough, a block less is not
+    exact = memory.fit(spec, CONFIG, limits, free_bytes=plan.request_bytes, **options)
+    assert (exact.num_blocks, exact.limits.max_model_len) == (blocks, 32768)
+    short = memory.fit(spec, CONFIG, limits, free_bytes=plan.request_bytes - 1, **options)
+    assert short.limits.max_model_len == 32768 - 16
+
+
+def test_of_several_groups_the_longest_length_that_fits_is_named():
+    spec = dataclasses.replace(SPEC, sliding_window=(64, 64, 64, None))
+    config = dataclasses.replace(CONFIG, max_num_batched_tokens=32, max_num_seqs=2, max_model_len=1000)
+    limits = memory.decide_limits(spec, config, "cpu")
+    assert len(limits.groups.windows) == 4
+    assert limits.blocks_per_request == 63 + 3 * 7  # 63 tokens before a chunk of 32, wherever a block begins
+    for blocks, longest in ((84, 1000), (83, 992), (30, 9 * 16), (28, 7 * 16), (27, 6 * 16), (4, 16)):
+        assert limits.longest_in(blocks) == longest
+        # by trying every length
+        fits = [n for n in range(1001) if limits.blocks_of(n) <= blocks]
+        assert max(fits) == longest
+    small = dataclasses.replace(config, kv_cache_memory_bytes=83 * BLOCK_BYTES // 4)
+    with pytest.raises(ModelLoadError, match="lower max_model_len to at most 992"):
+        memory.fit(spec, small, limits, dtype=jnp.float32, weight_bytes=0, platform="cpu")
+    none = dataclasses.replace(config, kv_cache_memory_bytes=3 * BLOCK_BYTES // 4)
+    with pytest.raises(ModelLoadError, match="not one block of 4096 bytes fits for each of 4 groups of layers"):
+        memory.fit(spec, none, limits, dtype=jnp.float32, weight_bytes=0, platform="cpu")
 
 
 def test_the_plan_says_where_the_bytes_go():

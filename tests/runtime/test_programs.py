@@ -35,7 +35,7 @@ def make_plan(decodes, chunk, variant):
         num_decodes=decodes,
         samples=np.ones(rows, bool),
         prompt_tokens=np.zeros(chunk, np.int32),
-        block_updates=np.zeros((0, 3), np.int32),
+        block_updates=np.zeros((0, 4), np.int32),
         sampler=variant,
     )
 

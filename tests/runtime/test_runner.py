@@ -52,15 +52,19 @@ def runner(params):
 
 @pytest.fixture(scope="module")
 def dense_greedy(params):
+    return dense_continuation(SPEC, params)
+
+
+def dense_continuation(spec, params):
     """Greedy continuation by computing everything anew for every token, without pages."""
 
     @jax.jit
     def logits(ids):
         shape = jnp.zeros((1, len(ids)), jnp.int32)
         hidden, _ = decoder.decode(
-            SPEC, params, ids, jnp.arange(len(ids)), [None] * SPEC.num_layers, shape, decoder.dense_causal_attend
+            spec, params, ids, jnp.arange(len(ids)), [None] * spec.num_layers, shape, decoder.dense_causal_attend
         )
-        return decoder.head(SPEC, params, hidden)
+        return decoder.head(spec, params, hidden)
 
     def greedy(prompt, count):
         ids = list(prompt)
@@ -71,6 +75,12 @@ def dense_greedy(params):
     return greedy
 
 
+def in_groups(entries):
+    """int32[n, 4] of (row, group, index, block); of triples that leave the group out: all in group 0."""
+    held = [(row, *place) if len(place) == 3 else (row, 0, *place) for row, *place in entries]
+    return np.array(held, np.int32).reshape(-1, 4)
+
+
 def plan(rows, num_tokens, *, decodes=0, samples=None, prompt=(), updates=(), inits=(), sampler=SamplerVariant.GREEDY):
     return StepPlan(
         rows=np.asarray(rows, np.int32),
@@ -78,7 +88,7 @@ def plan(rows, num_tokens, *, decodes=0, samples=None, prompt=(), updates=(), in
         num_decodes=decodes,
         samples=np.ones(len(rows), bool) if samples is None else np.asarray(samples),
         prompt_tokens=np.asarray(prompt, np.int32),
-        block_updates=np.asarray(updates, np.int32).reshape(-1, 3),
+        block_updates=in_groups(updates),
         row_inits=tuple(inits),
         sampler=sampler,
     )
@@ -86,7 +96,8 @@ def plan(rows, num_tokens, *, decodes=0, samples=None, prompt=(), updates=(), in
 
 def start(row, blocks, *, computed=0, prompt_len=1, **sampling):
     neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
-    return RowInit(row, computed, prompt_len, np.asarray(blocks, np.int32), **(neutral | sampling))
+    held = np.array([(0, index, block) for index, block in enumerate(blocks)], np.int32)
+    return RowInit(row, computed, prompt_len, held, **(neutral | sampling))
 
 
 def tokens_of(runner, handles, index=0):
@@ -125,11 +136,56 @@ def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, e
     tables = {1: np.arange(count // 2) % runner.num_blocks, 2: np.arange(count - count // 2) % runner.num_blocks}
     inits = [start(0, [2, 6], computed=16, prompt_len=30), *(start(row, table) for row, table in tables.items())]
     step = plan([0, 1, 2], [14, 1, 1], prompt=[*prompt[16:], 7, 7], inits=inits)
-    assert len(block_updates(step)) == shape.max_updates + excess
+    assert len(block_updates(step, runner.memory_plan.limits.width)) == shape.max_updates + excess
     assert tokens_of(runner, [runner.dispatch(step)]) == dense_greedy(prompt, 1)
     held = np.asarray(runner._state.blocks)
     for row, table in tables.items():
         np.testing.assert_array_equal(held[row][: len(table)], table)
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_rows_with_block_tables_in_several_groups(excess):
+    """Layers with a window of 20, of 9 and with none, all over one array; a row starts from blocks its windows see."""
+    spec = dataclasses.replace(SPEC, num_layers=3, sliding_window=(20, 9, None))
+    params = random_params(spec)
+    config = dataclasses.replace(CONFIG, kv_cache_memory_bytes=64 * 2 * BLOCK * 2 * 16 * 4, max_model_len=256)
+    runner = ModelRunner.create(spec, params, config)
+    assert (runner.windows, runner.num_blocks, len(runner._state.pages)) == ((20, 9, None), 64, 1)
+    dense = dense_continuation(spec, params)
+    prompt = np.random.default_rng(5).integers(0, spec.vocab_size, 70)
+    tables = np.arange(15).reshape(3, 5)[:, ::-1] * 3 + 1  # no two groups share a block
+    blocks = np.array([(g, i, tables[g, i]) for g in range(3) for i in range(3)], np.int32)
+    first = RowInit(5, 0, 70, blocks, 0.0, 1.0, 0, 0.0, 0)
+    runner.dispatch(plan([5], [40], samples=[False], prompt=prompt[:40], inits=[first]))
+    updates = [(5, g, i, tables[g, i]) for g in range(3) for i in (3, 4)]
+    handles = [runner.dispatch(plan([5], [30], prompt=prompt[40:], updates=updates))]
+    handles += [runner.dispatch(plan([5], [1], decodes=1)) for _ in range(3)]
+    assert tokens_of(runner, handles) == dense(prompt, 4)
+    # Row 6 shares 64 tokens. The next one sees 19 tokens behind it in group 0 and 8 in group 1: blocks 2 and 3, and 3.
+    # Other rows fill the plan up, or one past it.
+    held = [(g, i, tables[g, i]) for g in range(3) for i in range((2, 3, 0)[g], 4)]
+    held += [(g, 4, 50 + g) for g in range(3)]
+    shape = next(p.shape for p in runner.programs.programs if not p.shape.is_decode)
+    assert shape.max_updates == 3 * (64 // 16 + shape.rows) + 64
+    count = shape.max_updates - len(held) + excess
+    others = {
+        row: np.array([(k // 16, k % 16, 53 + (row + k) % 11) for k in range(min(48, count - 48 * row))], np.int32)
+        for row in range(-(-count // 48))
+    }
+    assert len(others) <= 6  # rows 0 to 5: row 5 begins anew
+    inits = [RowInit(row, 0, 1, blocks, 0.0, 1.0, 0, 0.0, 0) for row, blocks in others.items()]
+    inits.append(RowInit(6, 64, 70, np.array(held, np.int32), 0.0, 1.0, 0, 0.0, 0))
+    rows = [init.row for init in inits]
+    step = plan(rows, [1] * len(others) + [6], prompt=[7] * len(others) + prompt[64:].tolist(), inits=inits)
+    assert len(block_updates(step, 16)) == shape.max_updates + excess
+    tables_before = np.asarray(runner._state.blocks)[6].copy()
+    assert [tokens_of(runner, [runner.dispatch(step)], len(others))[0]] == dense(prompt, 1)
+    now = np.asarray(runner._state.blocks)
+    for row, blocks in others.items():
+        np.testing.assert_array_equal(now[row][blocks[:, 0] * 16 + blocks[:, 1]], blocks[:, 2])
+    assert now[6][0] == now[6][1] == tables_before[0] == 0  # what lies behind the windows is as it was
+    assert runner.compiles_after_ready == 0
+    runner.close()
 
 
 def test_what_a_row_samples_does_not_depend_on_its_neighbours(runner):
