@@ -31,6 +31,7 @@ class NoDevice:
     vocab_size = 50_000
     max_logprobs = 20
     compiles_after_ready = 0
+    outgrown_after = None
 
     def __init__(self, max_num_seqs: int, windows: tuple[int | None, ...]):
         self.max_num_seqs = max_num_seqs

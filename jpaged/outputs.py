@@ -79,7 +79,7 @@ class EngineStats:
     prefix_hit_tokens: int     # of these, tokens whose KV was there already
     generated_tokens: int      # tokens sampled and kept
     finished_requests: int     # requests that ended, in whatever way
-    preemptions: int           # times a running request gave its blocks back for an older one
+    preemptions: int           # times a running request gave its blocks back: for an older one, or to be computed anew
     recomputed_tokens: int     # tokens computed once more because of that
     kv_waste: float            # slots of running requests' blocks that hold no token: a share, averaged over steps
     compiles_after_ready: int  # programs compiled after ready: 0, or something is wrong

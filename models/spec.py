@@ -66,11 +66,6 @@ class Rope:
     short_factor: tuple[float, ...] = ()   # longrope: what each frequency is divided by within the trained length
     long_factor: tuple[float, ...] = ()    # longrope: the same for sequences that are longer
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether a token's angles depend on how long its sequence is, not on its position alone."""
-        return self.scaling in ("dynamic", "longrope")
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:

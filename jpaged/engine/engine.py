@@ -205,6 +205,7 @@ class Engine:
             max_num_batched_tokens=runner.max_num_batched_tokens,
             vocab_size=runner.vocab_size,
             prefix_cacheable=self._prefix_cacheable,
+            outgrown_after=runner.outgrown_after,
         )
 
     def _take(self, step: ScheduledStep, result: Any) -> list[RequestOutput]:

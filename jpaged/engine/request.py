@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import hashlib
 import sys
 
 from jpaged.engine.step_plan import SamplerVariant
@@ -79,6 +80,7 @@ class Request:
     num_in_flight: int = 0
     num_computed: int = 0
     num_cached_tokens: int = 0     # of the prompt, found in the prefix index when the request first started
+    rope_len: int = 0              # length that a rope which depends on it goes by at least: the prompt's, or more
     num_lost: int = 0              # computed tokens that the last preemption threw away
 
     row: int = NO_ROW
@@ -96,6 +98,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.rope_len = self.prompt_len
         if self.params.logprobs is not None:
             self.logprobs, self.cumulative_logprob = [], 0.0
         self.sampler = _sampler_need(self.params)
@@ -104,6 +107,12 @@ class Request:
     def prompt_len(self) -> int:
         """Tokens of the user's prompt."""
         return len(self.prompt_token_ids)
+
+    def outgrow(self) -> None:
+        """Have all of its KV computed anew with the rope of long sequences, and shared with such only."""
+        self.rope_len = len(self.token_ids)
+        self.prefix_root = hashlib.sha256(b"outgrown" + self.prefix_root).digest()
+        self.block_digests = []
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,9 @@ way at a time, so that the next one finds in the prefix index what the two share
 quarter of the budget. Short ones may also pass a long one that waits for its turn, as long as they take neither the row
 nor the blocks it needs.
 
+A model whose rope depends on the length of the sequence (longrope) needs other KV once a sequence has outgrown the
+length it was trained for: the request is preempted there, and all its tokens are computed anew.
+
 A plan is made before the tokens of the step before it are known: a decode's token lies in the device's request table,
 and `Request.num_in_flight` counts what is on its way.
 """
@@ -28,7 +31,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jpaged.engine.kv_cache_manager import KVCacheManager, Prefix
-from jpaged.engine.request import NO_ROW, Request, RequestStatus
+from jpaged.engine.request import NEVER, NO_ROW, Request, RequestStatus
 from jpaged.engine.step_plan import RowInit, SamplerVariant, StepPlan
 from jpaged.errors import EngineError
 
@@ -86,6 +89,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         vocab_size: int,
         prefix_cacheable: Callable[[int], bool],
+        outgrown_after: int | None = None,
     ):
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -94,11 +98,14 @@ class Scheduler:
         self.running: list[Request] = []                          # in the order of arrival
         self._vocab_size = vocab_size
         self._prefix_cacheable = prefix_cacheable
+        self._outgrown_after = NEVER if outgrown_after is None else outgrown_after
         self._num_rows = max_num_seqs
         self._free_rows = list(reversed(range(max_num_seqs)))
 
     def add(self, request: Request) -> None:
         """Put a new request at the end of the waiting queue."""
+        if request.prompt_len > self._outgrown_after:
+            request.outgrow()
         self.waiting[request] = None
 
     def finish(self, request: Request, status: RequestStatus) -> None:
@@ -138,7 +145,9 @@ class Scheduler:
             if draft.budget == 0:
                 return
             if request.status is RequestStatus.RUNNING and request.decoding and request.num_missing:
-                if request.num_computed < request.num_slots:
+                if request.num_computed == self._outgrown_after >= request.rope_len:
+                    self._preempt(request, draft)
+                elif request.num_computed < request.num_slots:
                     draft.add(request, 1)  # the usual case: its last block has room
                 else:
                     self._advance(request, 1, draft)
@@ -206,6 +215,8 @@ class Scheduler:
         """
         if request.num_in_flight:
             return None  # preempted with tokens on their way: they belong to what it starts from
+        if len(request.token_ids) > self._outgrown_after >= request.rope_len:
+            request.outgrow()
         prefix = self.manager.find_prefix(request) if self._shares(request) else self.manager.no_prefix
         if not self.running:
             return prefix
@@ -333,7 +344,7 @@ class Scheduler:
         return RowInit(
             row=request.row,
             num_computed=request.num_computed,
-            prompt_len=request.prompt_len,
+            rope_len=request.rope_len,
             blocks=np.array(blocks, np.int32).reshape(-1, 3),
             temperature=0.0 if params.greedy else params.temperature,
             top_p=1.0 if params.greedy else max(params.top_p, SMALLEST_FLOAT32),

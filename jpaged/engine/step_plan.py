@@ -21,7 +21,7 @@ class RowInit:
 
     row: int
     num_computed: int       # tokens whose KV is already there (a prefix hit); the next token has this position
-    prompt_len: int         # tokens of the user's prompt
+    rope_len: int           # length that a rope which depends on it goes by at least: the prompt's, usually
     blocks: np.ndarray      # int32[B, 3]  (group, index in its block table, physical block): all the row holds now
     temperature: float      # 0 = greedy
     top_p: float            # (0, 1]
@@ -78,6 +78,8 @@ class Runner(Protocol):
     max_model_len: int
     vocab_size: int
     max_logprobs: int
+    # A sequence that grows beyond so many tokens is computed anew, with a rope_len beyond it (longrope); None = never.
+    outgrown_after: int | None
 
     @property
     def compiles_after_ready(self) -> int:

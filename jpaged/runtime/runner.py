@@ -65,6 +65,8 @@ class ModelRunner:
         self.max_model_len = plan.limits.max_model_len
         self.vocab_size = spec.vocab_size
         self.max_logprobs = num_logprobs
+        longrope = spec.rope is not None and spec.rope.scaling == "longrope"
+        self.outgrown_after = spec.rope.original_max_position if longrope else None
         self._params = params
         self._allowed = allowed
         self._upload = upload
@@ -220,9 +222,9 @@ class ModelRunner:
         return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs)
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
-        """Whether KV of such a prompt may be shared: with some ropes, keys beyond the first range depend on it."""
+        """Whether KV of such a prompt may be shared: with dynamic rope, keys beyond the first range depend on it."""
         rope = self.spec.rope
-        if rope is None or not rope.depends_on_length:
+        if rope is None or rope.scaling != "dynamic":
             return True
         return prompt_len <= (rope.original_max_position or self.spec.max_position)
 

@@ -19,7 +19,7 @@ class Field(enum.IntEnum):
 
     LENGTH = 0         # tokens whose KV is in the pages; the next token has this position
     LAST_TOKEN = 1     # id that was sampled last: what a decode computes next
-    PROMPT_LEN = 2     # tokens of the user's prompt (dynamic rope goes by it)
+    ROPE_LEN = 2       # length that a rope which depends on it goes by at least
     TEMPERATURE = 3    # float32; 0 = greedy
     TOP_P = 4          # float32
     TOP_K = 5          # 0 = all
@@ -88,7 +88,7 @@ def row_values(init: RowInit) -> np.ndarray:
     """int32[NUM_FIELDS]: a row's fields as the table holds them."""
     values = np.zeros(NUM_FIELDS, np.int32)
     values[Field.LENGTH] = init.num_computed
-    values[Field.PROMPT_LEN] = init.prompt_len
+    values[Field.ROPE_LEN] = init.rope_len
     values[Field.TOP_K] = init.top_k
     values[Field.SAMPLE_INDEX] = init.sample_index
     floats = values.view(np.float32)

@@ -131,7 +131,7 @@ class Batch:
     real: Any             # bool[tokens]  False: padding
     token_ids: Any        # int32[tokens]
     positions: Any        # int32[tokens]
-    rope_lens: Any        # int32[tokens]  max(prompt length, position + 1)
+    rope_lens: Any        # int32[tokens]  max(the row's rope_len, position + 1)
 
 
 def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: ProgramShape) -> tuple[DeviceState, Batch]:
@@ -186,7 +186,7 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Progra
         real=real,
         token_ids=jnp.where(real, token_ids, 0),
         positions=positions,
-        rope_lens=jnp.maximum(fields[token_row, Field.PROMPT_LEN], positions + 1),
+        rope_lens=jnp.maximum(fields[token_row, Field.ROPE_LEN], positions + 1),
     )
     return DeviceState(pages=state.pages, table=table, blocks=blocks), batch
 

@@ -43,6 +43,7 @@ class FakeRunner:
     max_logprobs: int = 3
     compiles_after_ready: int = 0
     cacheable_up_to: int = 10**9
+    outgrown_after: int | None = None
     fail_at: frozenset[tuple[str, int]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -52,6 +53,7 @@ class FakeRunner:
         width = -(-self.max_model_len // self.block_size)
         self.pages = np.full((self.num_blocks, self.block_size), UNWRITTEN)
         self.written_for = np.full((self.num_blocks, self.block_size, 2), UNWRITTEN)  # (group, position)
+        self.written_long = np.zeros((self.num_blocks, self.block_size), bool)  # for a sequence that has outgrown
         self.tables = np.full((len(self.windows), self.max_num_seqs, width), -1)
         self.told = np.full((self.max_num_seqs, width * self.block_size), UNWRITTEN)  # the row's own tokens
         self.lengths = np.zeros(self.max_num_seqs, int)
@@ -86,6 +88,7 @@ class FakeRunner:
                     assert block >= 0, f"row {row} has no block for position {position}"
                     self.pages[block, offset] = token
                     self.written_for[block, offset] = group, position
+                    self.written_long[block, offset] = self._has_outgrown(row, position + 1)
         for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
             for group in range(len(self.windows)):
                 self._compare_seen(row, group)
@@ -151,7 +154,13 @@ class FakeRunner:
         assert (tokens != UNWRITTEN).all(), "attends to a slot that was never written"
         assert (self.written_for[blocks, offsets, 0] == group).all(), "attends to another group's block"
         assert (self.written_for[blocks, offsets, 1] == positions).all(), "attends to other positions"
+        long = self._has_outgrown(row, length)
+        assert (self.written_long[blocks, offsets] == long).all(), "attends to KV of another rope"
         return positions, tokens
+
+    def _has_outgrown(self, row: int, length: int) -> bool:
+        """Whether a row's sequence, so long now, is computed as a long one."""
+        return self.outgrown_after is not None and max(self.inits[row].rope_len, length) > self.outgrown_after
 
     def _compare_seen(self, row: int, group: int) -> None:
         """What the first token of a step sees behind itself is what the row was told, or another group has seen."""

@@ -73,7 +73,7 @@ def test_a_preempted_request_waits_for_its_tokens_on_the_way():
     step = scheduler.schedule()
     assert step.requests == (young,)
     assert step.plan.num_decodes == 0
-    assert step.plan.row_inits[0].prompt_len == 7
+    assert step.plan.row_inits[0].rope_len == 7
     assert step.plan.num_tokens.tolist() == [len(young.token_ids) - step.plan.row_inits[0].num_computed]
 
 

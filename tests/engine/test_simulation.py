@@ -36,13 +36,16 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         windows=st.sampled_from([(None,), (None,), (1,), (7,), (5, None), (None, 2, 2), (3, None, 11), (9, 4)]),
         model_len=st.sampled_from([4, 17, 40]),
+        outgrown_after=st.sampled_from([None, None, 1, 8, 23]),
         extra_blocks=st.sampled_from([0, 1, 2, 4, 12]),
         rows=st.integers(1, 5),
         extra_budget=st.sampled_from([0, 1, 5, 20]),
         caching=st.booleans(),
         failures=st.frozensets(st.tuples(st.sampled_from(["dispatch", "collect"]), st.integers(0, 60)), max_size=2),
     )
-    def setup(self, block_size, windows, model_len, extra_blocks, rows, extra_budget, caching, failures) -> None:
+    def setup(
+        self, block_size, windows, model_len, outgrown_after, extra_blocks, rows, extra_budget, caching, failures
+    ) -> None:
         need = most_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
         self.runner = FakeRunner(
             num_blocks=need + extra_blocks,
@@ -51,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=rows,
             max_num_batched_tokens=rows + extra_budget,
             max_model_len=model_len,
+            outgrown_after=outgrown_after,
             vocab_size=VOCAB_SIZE,
             fail_at=failures,
         )
@@ -114,13 +118,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     def step(self) -> None:
         oldest = min(self.engine._scheduler.running, key=lambda request: request.arrival, default=None)
+        limit = self.runner.outgrown_after
+        outgrows = oldest is not None and limit is not None and oldest.rope_len <= limit == oldest.num_computed
         try:
             for output in self.engine.step():
                 self.judge(output)
         except StepError as error:
             self.end_failed(error)
         self.sound()
-        assert oldest is None or oldest.status is not RequestStatus.PREEMPTED, "the oldest is never preempted"
+        if oldest is not None and oldest.status is RequestStatus.PREEMPTED:
+            assert outgrows, "the oldest is never preempted"
 
     def end_failed(self, error: StepError) -> None:
         assert isinstance(error.__cause__, DeviceFailure)

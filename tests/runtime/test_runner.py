@@ -94,10 +94,10 @@ def plan(rows, num_tokens, *, decodes=0, samples=None, prompt=(), updates=(), in
     )
 
 
-def start(row, blocks, *, computed=0, prompt_len=1, **sampling):
+def start(row, blocks, *, computed=0, rope_len=1, **sampling):
     neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
     held = np.array([(0, index, block) for index, block in enumerate(blocks)], np.int32)
-    return RowInit(row, computed, prompt_len, held, **(neutral | sampling))
+    return RowInit(row, computed, rope_len, held, **(neutral | sampling))
 
 
 def tokens_of(runner, handles, index=0):
@@ -107,7 +107,7 @@ def tokens_of(runner, handles, index=0):
 def test_chunks_and_decodes_give_what_a_dense_pass_gives(runner, dense_greedy):
     prompt = np.random.default_rng(1).integers(0, SPEC.vocab_size, 41)
     blocks = [9, 3, 30, 7]
-    runner.dispatch(plan([5], [20], samples=[False], prompt=prompt[:20], inits=[start(5, blocks[:2], prompt_len=41)]))
+    runner.dispatch(plan([5], [20], samples=[False], prompt=prompt[:20], inits=[start(5, blocks[:2], rope_len=41)]))
     handles = [runner.dispatch(plan([5], [21], prompt=prompt[20:], updates=[(5, 2, blocks[2])]))]
     updates = {7: [(5, 3, blocks[3])]}  # position 48 begins the fourth block; no step waits for a token
     handles += [runner.dispatch(plan([5], [1], decodes=1, updates=updates.get(i, ()))) for i in range(15)]
@@ -134,7 +134,7 @@ def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, e
     # row 0 again, its first 16 tokens computed; rows 1 and 2 with tables that fill the plan up
     count = shape.max_updates - 2 + excess
     tables = {1: np.arange(count // 2) % runner.num_blocks, 2: np.arange(count - count // 2) % runner.num_blocks}
-    inits = [start(0, [2, 6], computed=16, prompt_len=30), *(start(row, table) for row, table in tables.items())]
+    inits = [start(0, [2, 6], computed=16, rope_len=30), *(start(row, table) for row, table in tables.items())]
     step = plan([0, 1, 2], [14, 1, 1], prompt=[*prompt[16:], 7, 7], inits=inits)
     assert len(block_updates(step, runner.memory_plan.limits.width)) == shape.max_updates + excess
     assert tokens_of(runner, [runner.dispatch(step)]) == dense_greedy(prompt, 1)
@@ -195,7 +195,7 @@ def test_what_a_row_samples_does_not_depend_on_its_neighbours(runner):
 
     def run(row, company):
         ids = [row, *company]
-        inits = [start(r, [10 + r], prompt_len=12, **(sampling if r == row else {})) for r in ids]
+        inits = [start(r, [10 + r], rope_len=12, **(sampling if r == row else {})) for r in ids]
         order = prompts[[0, *range(1, len(ids))]].ravel()
         handles = [
             runner.dispatch(plan(ids, [12] * len(ids), prompt=order, inits=inits, sampler=SamplerVariant.FULL)),
