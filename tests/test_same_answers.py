@@ -63,6 +63,18 @@ def test_64_requests_on_8_rows_give_what_each_gives_alone(checkpoint, llm, dtype
         same_together_and_alone(llm, prompts, params)
 
 
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss", "deepseek-v3", "olmo2", "falcon-rw"])
+def test_other_families_give_what_each_request_gives_alone(name, tmp_path):
+    """Routers, grouped products, latent attention, norms over whole projections, ALiBi."""
+    write_checkpoint(next(v for v in VARIANTS if v.name == name), 0, tmp_path)
+    prompts, params = workload(24, seed=3)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        together = answers(llm.generate(prompts, params, use_tqdm=False))
+        alone = [answers(llm.generate(p, s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)]
+    assert together == alone
+    assert len({tuple(tokens) for tokens, _, _ in together}) > 20
+
+
 def same_together_and_alone(llm, prompts, params):
     together = answers(llm.generate(prompts, params, use_tqdm=False))
     alone = [answers(llm.generate(p, s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)]

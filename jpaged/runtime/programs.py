@@ -31,7 +31,12 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
     """
     if platform != "cpu":
         return MIN_BUCKET
-    narrowest = min(spec.hidden_size, spec.vocab_size, spec.num_kv_heads * spec.head_dim if spec.qk_norm else 1 << 30)
+    widths = [spec.hidden_size, spec.vocab_size]  # of what is normalised
+    if spec.qk_norm is not None:
+        widths.append(spec.num_kv_heads * spec.head_dim)
+    if spec.latent is not None:
+        widths += [spec.latent.kv_rank, spec.latent.q_rank or spec.hidden_size]
+    narrowest = min(widths)
     return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.kv_groups import group_layers
-from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
+from jpaged.models.spec import DecoderSpec, Experts, Rope, WeightLayout, param_shapes
 from jpaged.runtime.state import create_state, state_shapes
 from jpaged.runtime.step import ProgramShape, compile_step
 from tests import h200_target, v5e_target
@@ -52,9 +52,9 @@ def dtype_of(target):
 
 
 @functools.cache
-def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=()):
+def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None):
     dtype, sharding, mesh = dtype_of(target), None, contextlib.nullcontext()
-    spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows)
+    spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts)
     groups = group_layers(spec.windows, spec.max_position)
     shape = dataclasses.replace(shape, num_groups=len(groups.windows))
     if target.startswith("v5e"):
@@ -99,6 +99,22 @@ def large_moves(text, least_bytes):
         if size >= least_bytes:
             found.append(f"{operation} {dtype}[{dims}]")
     return found
+
+
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_experts_are_read_where_they_lie(target, shape):
+    """No copy of all experts of a layer, and on accelerators none of a single one; two kernels a layer multiply."""
+    experts = Experts(num=16, per_token=2, intermediate_size=4096, layers=(True,) * SPEC.num_layers)
+    program = compiled(target, shape, experts=experts)
+    one = 2 * experts.intermediate_size * SPEC.hidden_size * dtype_of(target).itemsize
+    text = program.as_text()
+    assert large_moves(text, one) == []
+    # on CPU the loop holds the expert that it multiplies with
+    assert program.memory_analysis().temp_size_in_bytes < (4 if target == "cpu" else 1) * one
+    if target != "cpu":
+        calls = [line for line in text.splitlines() if "custom-call(" in line and "grouped_dot" in line]
+        assert len(calls) == 2 * SPEC.num_layers
 
 
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
