@@ -19,6 +19,7 @@ from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.mistral import MISTRAL
 from jpaged.models.families.mixtral import MIXTRAL
 from jpaged.models.families.olmo2 import OLMO2
+from jpaged.models.families.olmo3 import OLMO3
 from jpaged.models.families.opt import OPT
 from jpaged.models.families.phi3 import PHI3
 from jpaged.models.families.qwen2 import QWEN2
@@ -29,7 +30,7 @@ from jpaged.models.families.starcoder2 import STARCODER2
 from jpaged.models.spec import DecoderSpec
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, STARCODER2, GPT2, OPT, GPT_NEOX,
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, STARCODER2, GPT2, OPT, GPT_NEOX,
     FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -16,12 +16,17 @@ RULES = (
 )
 
 
-def _olmo2(config: CheckpointConfig) -> DecoderSpec:
+def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
+    """What OLMo 2 and 3 have in common. theta: of the rope, where the config has none."""
     config.refuse("mlp_bias", False)
     config.refuse("clip_qkv")
-    config.refuse_layers_but("full_attention")
-    base = llama.spec(config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=2048))
+    base = llama.spec(config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=2048), theta=theta)
     return dataclasses.replace(base, norm_place=NormPlace.OUTPUT, qk_norm=QKNorm.PROJECTION)
+
+
+def _olmo2(config: CheckpointConfig) -> DecoderSpec:
+    config.refuse_layers_but("full_attention")
+    return spec(config)
 
 
 OLMO2 = Family("olmo2", ("Olmo2ForCausalLM", "Olmo2Model"), _olmo2, RULES, llama.PREFIX, llama.IGNORED)

@@ -35,7 +35,7 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{at}self_attn.sinks"] = (heads,)
         if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
-        if kind == "olmo2":
+        if kind in ("olmo2", "olmo3"):
             shapes |= {f"{at}self_attn.q_norm.weight": (q,), f"{at}self_attn.k_norm.weight": (kv,)}
         linears = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
         if kind == "phi3":
@@ -50,7 +50,7 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if c.get("mlp_bias") or c.get("use_bias"):
                 shapes[f"{at}mlp.{name}.bias"] = shape[:1]
         norms = ["input_layernorm", "post_attention_layernorm"]
-        if kind == "olmo2":
+        if kind in ("olmo2", "olmo3"):
             norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
         if kind in ("gemma2", "gemma3_text"):
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]

@@ -99,6 +99,8 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         ],
         "gemma3-capped": [{"final_softcap": None}, {"activation": Activation.GELU_TANH}],
         "olmo2": [{"qk_norm": None}],
+        "olmo3": [{"window_rope": None}, {"rope": Rope(theta=500000.0)}, {"sliding_window": ()}],
+        "olmo3-nested": [{"window_rope": None}, {"sliding_window": ()}],
         "gpt-neox": [{"parallel_residual": False}, {"rope": Rope()}],
         "gpt-neox-sequential": [{"parallel_residual": True}, {"rope": Rope()}],
         "falcon-7b": [{"rope": Rope(theta=500.0)}],

@@ -1,5 +1,6 @@
 """config.json to DecoderSpec: both spellings, every default, and every option that is refused by name."""
 
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -202,3 +203,8 @@ def test_dynamic_rope_is_plain_up_to_the_trained_length_and_slower_beyond() -> N
     np.testing.assert_allclose(within, plain, rtol=1e-6)
     np.testing.assert_allclose(at, plain, rtol=1e-6)
     assert (beyond[1:] < plain[1:]).all()
+
+
+def test_the_guide_shows_a_family_as_it_is() -> None:
+    root = Path(__file__).parent.parent.parent
+    assert (root / "models/families/olmo3.py").read_text() in (root / "docs/adding_a_model.md").read_text()
