@@ -30,8 +30,8 @@ from jpaged.models.families.starcoder2 import STARCODER2
 from jpaged.models.spec import DecoderSpec
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, STARCODER2, GPT2, OPT, GPT_NEOX,
-    FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, STARCODER2, GPT2, OPT,
+    GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 

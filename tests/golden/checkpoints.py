@@ -321,3 +321,8 @@ VARIANTS = (
     _opt("opt-no-bias", enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False),
 )  # fmt: skip
 BY_NAME = {variant.name: variant for variant in VARIANTS}
+
+
+def first_of_each_family() -> list[Variant]:
+    """One variant a model_type."""
+    return list({variant.config["model_type"]: variant for variant in reversed(VARIANTS)}.values())[::-1]

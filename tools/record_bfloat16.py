@@ -1,0 +1,59 @@
+"""How far Transformers' answers in bfloat16 are from its own in float32: `python tools/record_bfloat16.py`.
+
+For the first variant of every family in tests/golden: the recorded answers are fed at once, in float32 and in bfloat16,
+and the log-probabilities of their tokens compared. Writes tests/golden/bfloat16.json, the mean absolute difference of
+each; tests/models/test_bfloat16.py compares ours with it. Needs the extra `reference` (torch).
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.golden.checkpoints import GOLDEN, NUM_TOKENS, Variant, first_of_each_family, write_checkpoint
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    found = {}
+    for variant in first_of_each_family():
+        found[variant.name] = difference(variant)
+        print(f"{variant.name:24} {found[variant.name]:.5f}", flush=True)
+    (GOLDEN / "bfloat16.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def difference(variant: Variant) -> float:
+    """Mean absolute difference of natural log-probabilities, over all tokens of all answers."""
+    golden = json.loads(variant.answers.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(variant, golden["seed"], Path(folder))
+        # eager, where Transformers has its reference; Falcon's ALiBi is right only without it (record_golden.py)
+        alibi = getattr(transformers.AutoConfig.from_pretrained(folder), "alibi", False)
+        models = [
+            transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation="sdpa" if alibi else "eager"
+            ).eval()
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        total = 0.0
+        for answer in golden["answers"]:
+            ids = torch.tensor([answer["prompt"] + answer["tokens"]])
+            chosen = torch.tensor(answer["tokens"])[:, None]
+            with torch.no_grad():
+                wide, half = (
+                    model(ids).logits[0, -NUM_TOKENS - 1 : -1].double().log_softmax(-1).gather(1, chosen)
+                    for model in models
+                )
+            total += float((wide - half).abs().mean())
+    return round(total / len(golden["answers"]), 6)
+
+
+if __name__ == "__main__":
+    main()
