@@ -32,7 +32,9 @@ YARN = Variant("llama-yarn-turns", LLAMA | {"rope_parameters": {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 16.0, "beta_slow": 2.0,
 }})  # fmt: skip
-VARIANTS = [YARN, GEMMA2] + [BY_NAME[name] for name in (
+# A file always names its rope base; without one it is 10,000, and Mixtral's config.json means 1,000,000.
+MIXTRAL = Variant("mixtral-theta", BY_NAME["mixtral"].config | {"rope_theta": 1000000.0})
+VARIANTS = [YARN, GEMMA2, MIXTRAL] + [BY_NAME[name] for name in (
     "llama", "llama-theta", "llama-linear", "llama-llama3", "llama-yarn", "llama-tied", "llama-mqa", "llama-head-dim-8",
     "llama-head-dim-40", "llama-attention-bias", "llama-mlp-bias", "mistral", "qwen2", "qwen1.5", "qwen3", "gemma",
     "phi3", "phi3-partial-window",
