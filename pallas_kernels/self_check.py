@@ -43,6 +43,8 @@ def self_check(
     kv_dtype: Any = None,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
+    with_sinks: bool = False,
+    with_alibi: bool = False,
     implementation: str | None = None,
     device: Any = None,
     cases: Iterable[str] = tuple(CASES),
@@ -52,7 +54,7 @@ def self_check(
     The shape is that of one layer; rows have 1 to 2,048 keys in shuffled blocks whose unused tails hold NaN. The new
     tokens come through write_qkv, the history through write_kv, both as chosen for the device.
 
-    kv_dtype: of the pages; dtype where None. implementation: of paged_attention; the writes' follows. device: a jax
+    kv_dtype: of the pages; dtype where None. with_sinks, with_alibi: numbers of its own for each head. implementation: of paged_attention; the writes' follows. device: a jax
     Device; JAX's default otherwise. cases: fewer, for an implementation that takes decodes only. Returns attention's
     largest difference of each case. Raises KernelCheckError, which names the implementation, the device, the case and
     the difference, where one is too large or not a number.
@@ -75,6 +77,8 @@ def self_check(
     tolerance = TOLERANCE[dtype.name]
     stored = WRITE_TOLERANCE.get(kv_dtype.name, tolerance)
     errors = {}
+    # logits as large as the largest scores, and slopes of a key's distance from 1/4 down
+    a_head = jax.device_put((jnp.linspace(-2, 4, q_heads), 2.0 ** -jnp.linspace(2, 8, q_heads)), device)
     for case in cases:
         counts, given_lens = CASES[case]
         lens = np.array([min(block_size + 1, WIDTH_KEYS) if n is None else n for n in given_lens], np.int32)
@@ -85,7 +89,8 @@ def self_check(
         # attention reads the same pages both times: how the writes rounded is a comparison of its own
         attend = functools.partial(
             _attend, q, written, *rows, sliding_window=sliding_window, logit_softcap=logit_softcap,
-            max_query_len=max(counts),
+            max_query_len=max(counts), sinks=a_head[0] if with_sinks else None,
+            alibi_slopes=a_head[1] if with_alibi else None,
         )  # fmt: skip
         expected_q, expected = write_all(write="xla")
         every = rows[0].reshape(1, -1)
@@ -162,10 +167,11 @@ def _write(
 @functools.partial(jax.jit, static_argnames=("sliding_window", "logit_softcap", "max_query_len", "implementation"))
 def _attend(
     q: Any, pages: KVPages, tables: Any, lens: Any, starts: Any, *, sliding_window: int | None,
-    logit_softcap: float | None, max_query_len: int, implementation: str,
+    logit_softcap: float | None, sinks: Any, alibi_slopes: Any, max_query_len: int, implementation: str,
 ) -> Any:  # fmt: skip
     # the scale spreads the weights over many keys, as a model's does
     return paged_attention(
         q, pages, tables, lens, starts, scale=q.shape[2] ** -0.5, max_query_len=max_query_len,
-        sliding_window=sliding_window, logit_softcap=logit_softcap, implementation=implementation,
+        sliding_window=sliding_window, logit_softcap=logit_softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+        implementation=implementation,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.gguf_config import ROPE_FREQS, hugging_face_config
+from jpaged.loading.gguf_config import ROPE_TENSORS, hugging_face_config
 from jpaged.loading.gguf_file import PLAIN, GgufFile, numbers
 from jpaged.loading.safetensors_file import TensorEntry
 
@@ -155,11 +155,11 @@ class GgufCheckpoint:
                     raise ModelLoadError(f"{file.path}: tensor {name} is in another part of the model as well")
                 entries[name] = entry
         self._architecture = str(self.metadata.get("general.architecture"))
-        freqs = entries.pop(ROPE_FREQS, None) if self._architecture == "llama" else None
-        divisors = None
-        if freqs is not None:
-            file = next(file for file in self._files if ROPE_FREQS in file.entries)
-            divisors = numbers(file.raw(ROPE_FREQS), freqs.dtype).astype(np.float32).ravel()
+        divisors = {}
+        for name in ROPE_TENSORS.get(self._architecture, ()):
+            if (entry := entries.pop(name, None)) is not None:
+                file = next(file for file in self._files if name in file.entries)
+                divisors[name] = numbers(file.raw(name), entry.dtype).astype(np.float32).ravel()
         self.config = hugging_face_config(path, self.metadata, entries, divisors)
         for file in self._files:
             for name, entry in file.entries.items():

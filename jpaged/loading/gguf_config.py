@@ -17,6 +17,8 @@ from jpaged.models.rope import inv_freq
 from jpaged.models.spec import Rope
 
 ROPE_FREQS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = {"llama": (ROPE_FREQS,), "phi3": (LONG_FACTORS, SHORT_FACTORS)}  # by architecture
 
 # general.architecture -> the architecture of config.json
 _ARCHITECTURES = {
@@ -53,14 +55,14 @@ _CONTROL = 3
 
 
 def hugging_face_config(
-    path: Path, metadata: Mapping[str, Any], entries: Mapping[str, TensorEntry], rope_freqs: np.ndarray | None
+    path: Path, metadata: Mapping[str, Any], entries: Mapping[str, TensorEntry], divisors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
     """config.json of the model.
 
-    entries: the file's tensors. rope_freqs: float32[head_dim / 2], the tensor of this name, which divides frequencies.
+    entries: the file's other tensors. divisors: ROPE_TENSORS, float32[rotated numbers / 2], which divide frequencies.
     Raises ModelLoadError that names the key or tensor that cannot be honoured.
     """
-    return _Reader(path, metadata, entries).config(rope_freqs)
+    return _Reader(path, metadata, entries).config(divisors)
 
 
 class _Reader:
@@ -81,7 +83,7 @@ class _Reader:
             )
         self._used: set[str] = set()
 
-    def config(self, rope_freqs: np.ndarray | None) -> dict[str, Any]:
+    def config(self, divisors: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """All of it."""
         experts = self._integer("expert_count", 0)
         if experts and self._architecture != "llama":
@@ -102,7 +104,7 @@ class _Reader:
             "max_position_embeddings": context,
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "rope_theta": self._number("rope.freq_base", 10000.0),
-            "rope_scaling": self._rope_scaling(context),
+            "rope_scaling": self._longrope(divisors) if LONG_FACTORS in divisors else self._rope_scaling(context),
             "tie_word_embeddings": "output.weight" not in self._entries,
             "attention_bias": "blk.0.attn_q.bias" in self._entries,
         }
@@ -130,6 +132,9 @@ class _Reader:
             if self._architecture != "phi3":
                 raise self._refused("rope.dimension_count", f"(only {values['head_dim']}, the width of a head)")
             values["partial_rotary_factor"] = rotary / values["head_dim"]
+        if LONG_FACTORS in divisors:
+            values["original_max_position_embeddings"] = self._integer("rope.scaling.original_context_length")
+        rope_freqs = divisors.get(ROPE_FREQS)
         if rope_freqs is not None:
             if values["rope_scaling"] is not None:
                 raise ModelLoadError(
@@ -177,6 +182,21 @@ class _Reader:
             if self._get(f"rope.scaling.yarn_{name}", None) is not None:
                 scaling[name] = self._number(f"rope.scaling.yarn_{name}")
         return scaling
+
+    def _longrope(self, divisors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Phi-3's scaling, whose numbers are two tensors; the factor of cos and sin is a key, made by the converter."""
+        if SHORT_FACTORS not in divisors:
+            raise ModelLoadError(
+                f"{self._path}: tensor {SHORT_FACTORS} is missing beside {LONG_FACTORS}: use another conversion"
+            )
+        if self._get("rope.scaling.type", "none") not in ("none", "longrope"):
+            raise self._refused("rope.scaling.type", f"(only longrope, with the tensor {LONG_FACTORS})")
+        return {
+            "rope_type": "longrope",
+            "short_factor": [float(str(factor)) for factor in divisors[SHORT_FACTORS]],
+            "long_factor": [float(str(factor)) for factor in divisors[LONG_FACTORS]],
+            "attention_factor": self._number("rope.scaling.attn_factor"),
+        }
 
     def _llama3_scaling(self, factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
         """The scaling that Llama 3.1 and later have, from what it divides each frequency by.

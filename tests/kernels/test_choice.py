@@ -75,6 +75,19 @@ def test_self_check_refuses_a_wrong_kernel(monkeypatch):
         self_check(implementation="wrong", dtype=jnp.float32, head_dim=16, q_heads=4)
 
 
+@pytest.mark.parametrize(("option", "argument"), [("with_sinks", "sinks"), ("with_alibi", "alibi_slopes")])
+def test_self_check_refuses_a_kernel_that_forgets_an_option(monkeypatch, option, argument):
+    def forgetful(*args, **options):
+        return IMPLEMENTATIONS["xla_loop"].call(*args, **{**options, argument: None})
+
+    monkeypatch.setitem(IMPLEMENTATIONS, f"no {argument}", Implementation(forgetful))
+    with pytest.raises(KernelCheckError, match=rf"'no {argument}' on .*differs from the reference by"):
+        self_check(
+            implementation=f"no {argument}", dtype=jnp.float32, head_dim=16, q_heads=4, cases="decode", **{option: True}
+        )
+    self_check(implementation="xla_loop", dtype=jnp.float32, head_dim=16, q_heads=4, cases="decode", **{option: True})
+
+
 def device_like(platform, capability=None):
     device = types.SimpleNamespace(platform=platform, device_kind="a device")
     if capability:

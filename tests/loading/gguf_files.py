@@ -95,7 +95,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     scaling = rope.get("rope_type") or rope.get("type")
     if kind not in ("gemma", "gemma2"):
         writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-        writer.add_rope_dimension_count(int(head_dim * config.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_dimension_count(int(head_dim * (rope | config).get("partial_rotary_factor", 1.0)))
     if scaling in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -106,7 +106,14 @@ def add_metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
             writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if kind == "phi3":
         writer.add_sliding_window(config.get("sliding_window") or 0)
-        writer.add_rope_scaling_orig_ctx_len(config["max_position_embeddings"])
+        writer.add_rope_scaling_orig_ctx_len(
+            config.get("original_max_position_embeddings", config["max_position_embeddings"])
+        )
+    if scaling == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
     if kind == "gemma2":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
