@@ -54,10 +54,11 @@ def self_check(
     The shape is that of one layer; rows have 1 to 2,048 keys in shuffled blocks whose unused tails hold NaN. The new
     tokens come through write_qkv, the history through write_kv, both as chosen for the device.
 
-    kv_dtype: of the pages; dtype where None. with_sinks, with_alibi: numbers of its own for each head. implementation: of paged_attention; the writes' follows. device: a jax
-    Device; JAX's default otherwise. cases: fewer, for an implementation that takes decodes only. Returns attention's
-    largest difference of each case. Raises KernelCheckError, which names the implementation, the device, the case and
-    the difference, where one is too large or not a number.
+    kv_dtype: of the pages; dtype where None. with_sinks, with_alibi: numbers of its own for each head. implementation:
+    of paged_attention; the writes' follows. device: a jax Device; JAX's default otherwise. cases: fewer, for an
+    implementation that takes decodes only. Returns attention's largest difference of each case. Raises
+    KernelCheckError, which names the implementation, the device, the case and the difference, where one is too large or
+    not a number.
     """
     device = device or default_device()
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype)
