@@ -86,7 +86,7 @@ def layout_shapes(spec: DecoderSpec, dtype: Any, layout: WeightLayout) -> dict[s
     layers = []
     for fused in tree["layers"]:
         layer = dict(fused)
-        if layout.split_qkv:
+        if layout.split_qkv and "qkv" in layer:
             qkv = layer.pop("qkv")
             rows = {"q": spec.num_heads * spec.head_dim} | dict.fromkeys("kv", spec.num_kv_heads * spec.head_dim)
             layer |= {n: jax.ShapeDtypeStruct((rows[n], spec.hidden_size), qkv.dtype) for n in _SPLITS["qkv"]}

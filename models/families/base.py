@@ -97,6 +97,17 @@ class TensorRule:
         return dataclasses.replace(self, all_experts=False)
 
 
+def with_bias(
+    name: str, leaf: str, parts: tuple[Part, ...] = (Part.WHOLE,), *, transposed: bool = False, alias: str = ""
+) -> tuple[TensorRule, TensorRule]:
+    """The rules for NAME.weight, which fills LEAF, and for NAME.bias, which fills LEAF_bias. alias: of NAME."""
+    aliases = {kind: (f"{alias}.{kind}",) if alias else () for kind in ("weight", "bias")}
+    return (
+        TensorRule(f"{name}.weight", leaf, parts, transposed, aliases=aliases["weight"]),
+        TensorRule(f"{name}.bias", f"{leaf}_bias", parts, aliases=aliases["bias"]),
+    )
+
+
 def _flat_shape(part: Part, view: np.ndarray) -> tuple[int, ...]:
     axes = part.output_axes
     return (int(np.prod(view.shape[:axes])), *view.shape[axes:])

@@ -3,7 +3,7 @@
 import re
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.families.base import Family, Part, TensorRule
+from jpaged.models.families.base import Family, Part, TensorRule, with_bias
 from jpaged.models.families.config import CheckpointConfig, head_share
 from jpaged.models.families.llama import check_rope
 from jpaged.models.spec import DecoderSpec, Norm
@@ -13,20 +13,13 @@ _LAYER = "transformer.h.{layer}."
 RULES = (
     TensorRule("transformer.word_embeddings.weight", "embed"),
     # the aliases: in models that have two norms side by side
-    TensorRule(_LAYER + "input_layernorm.weight", "attn_norm", aliases=(_LAYER + "ln_attn.weight",)),
-    TensorRule(_LAYER + "input_layernorm.bias", "attn_norm_bias", aliases=(_LAYER + "ln_attn.bias",)),
-    TensorRule(_LAYER + "self_attention.query_key_value.weight", "qkv", (Part.QKV,)),
-    TensorRule(_LAYER + "self_attention.query_key_value.bias", "qkv_bias", (Part.QKV,)),
-    TensorRule(_LAYER + "self_attention.dense.weight", "o"),
-    TensorRule(_LAYER + "self_attention.dense.bias", "o_bias"),
-    TensorRule(_LAYER + "post_attention_layernorm.weight", "mlp_norm", aliases=(_LAYER + "ln_mlp.weight",)),
-    TensorRule(_LAYER + "post_attention_layernorm.bias", "mlp_norm_bias", aliases=(_LAYER + "ln_mlp.bias",)),
-    TensorRule(_LAYER + "mlp.dense_h_to_4h.weight", "up"),
-    TensorRule(_LAYER + "mlp.dense_h_to_4h.bias", "up_bias"),
-    TensorRule(_LAYER + "mlp.dense_4h_to_h.weight", "down"),
-    TensorRule(_LAYER + "mlp.dense_4h_to_h.bias", "down_bias"),
-    TensorRule("transformer.ln_f.weight", "final_norm"),
-    TensorRule("transformer.ln_f.bias", "final_norm_bias"),
+    *with_bias(_LAYER + "input_layernorm", "attn_norm", alias=_LAYER + "ln_attn"),
+    *with_bias(_LAYER + "self_attention.query_key_value", "qkv", (Part.QKV,)),
+    *with_bias(_LAYER + "self_attention.dense", "o"),
+    *with_bias(_LAYER + "post_attention_layernorm", "mlp_norm", alias=_LAYER + "ln_mlp"),
+    *with_bias(_LAYER + "mlp.dense_h_to_4h", "up"),
+    *with_bias(_LAYER + "mlp.dense_4h_to_h", "down"),
+    *with_bias("transformer.ln_f", "final_norm"),
     TensorRule("lm_head.weight", "lm_head"),
 )
 
@@ -80,10 +73,6 @@ def _falcon(config: CheckpointConfig) -> DecoderSpec:
 
 
 FALCON = Family(
-    "falcon",
-    ("FalconForCausalLM", "FalconModel"),
-    _falcon,
-    RULES,
-    "transformer.",
+    "falcon", ("FalconForCausalLM", "FalconModel"), _falcon, RULES, "transformer.",
     re.compile(r".*self_attention\.rotary_emb\.inv_freq"),
-)
+)  # fmt: skip

@@ -2,7 +2,7 @@
 
 import re
 
-from jpaged.models.families.base import Family, Part, TensorRule
+from jpaged.models.families.base import Family, Part, TensorRule, with_bias
 from jpaged.models.families.config import CheckpointConfig, head_share
 from jpaged.models.spec import DecoderSpec, Norm
 
@@ -12,20 +12,13 @@ _QKV = (Part.Q, Part.K, Part.V)
 RULES = (
     TensorRule("transformer.wte.weight", "embed"),
     TensorRule("transformer.wpe.weight", "pos_embed"),
-    TensorRule(_LAYER + "ln_1.weight", "attn_norm"),
-    TensorRule(_LAYER + "ln_1.bias", "attn_norm_bias"),
-    TensorRule(_LAYER + "attn.c_attn.weight", "qkv", _QKV, transposed=True),
-    TensorRule(_LAYER + "attn.c_attn.bias", "qkv_bias", _QKV),
-    TensorRule(_LAYER + "attn.c_proj.weight", "o", transposed=True),
-    TensorRule(_LAYER + "attn.c_proj.bias", "o_bias"),
-    TensorRule(_LAYER + "ln_2.weight", "mlp_norm"),
-    TensorRule(_LAYER + "ln_2.bias", "mlp_norm_bias"),
-    TensorRule(_LAYER + "mlp.c_fc.weight", "up", transposed=True),
-    TensorRule(_LAYER + "mlp.c_fc.bias", "up_bias"),
-    TensorRule(_LAYER + "mlp.c_proj.weight", "down", transposed=True),
-    TensorRule(_LAYER + "mlp.c_proj.bias", "down_bias"),
-    TensorRule("transformer.ln_f.weight", "final_norm"),
-    TensorRule("transformer.ln_f.bias", "final_norm_bias"),
+    *with_bias(_LAYER + "ln_1", "attn_norm"),
+    *with_bias(_LAYER + "attn.c_attn", "qkv", _QKV, transposed=True),
+    *with_bias(_LAYER + "attn.c_proj", "o", transposed=True),
+    *with_bias(_LAYER + "ln_2", "mlp_norm"),
+    *with_bias(_LAYER + "mlp.c_fc", "up", transposed=True),
+    *with_bias(_LAYER + "mlp.c_proj", "down", transposed=True),
+    *with_bias("transformer.ln_f", "final_norm"),
     TensorRule("lm_head.weight", "lm_head"),
 )
 

@@ -2,7 +2,7 @@
 
 import re
 
-from jpaged.models.families.base import Family, Part, TensorRule
+from jpaged.models.families.base import Family, Part, TensorRule, with_bias
 from jpaged.models.families.config import CheckpointConfig, head_share
 from jpaged.models.families.llama import check_rope
 from jpaged.models.spec import DecoderSpec, Norm
@@ -11,20 +11,13 @@ _LAYER = "gpt_neox.layers.{layer}."
 
 RULES = (
     TensorRule("gpt_neox.embed_in.weight", "embed"),
-    TensorRule(_LAYER + "input_layernorm.weight", "attn_norm"),
-    TensorRule(_LAYER + "input_layernorm.bias", "attn_norm_bias"),
-    TensorRule(_LAYER + "attention.query_key_value.weight", "qkv", (Part.QKV,)),
-    TensorRule(_LAYER + "attention.query_key_value.bias", "qkv_bias", (Part.QKV,)),
-    TensorRule(_LAYER + "attention.dense.weight", "o"),
-    TensorRule(_LAYER + "attention.dense.bias", "o_bias"),
-    TensorRule(_LAYER + "post_attention_layernorm.weight", "mlp_norm"),
-    TensorRule(_LAYER + "post_attention_layernorm.bias", "mlp_norm_bias"),
-    TensorRule(_LAYER + "mlp.dense_h_to_4h.weight", "up"),
-    TensorRule(_LAYER + "mlp.dense_h_to_4h.bias", "up_bias"),
-    TensorRule(_LAYER + "mlp.dense_4h_to_h.weight", "down"),
-    TensorRule(_LAYER + "mlp.dense_4h_to_h.bias", "down_bias"),
-    TensorRule("gpt_neox.final_layer_norm.weight", "final_norm"),
-    TensorRule("gpt_neox.final_layer_norm.bias", "final_norm_bias"),
+    *with_bias(_LAYER + "input_layernorm", "attn_norm"),
+    *with_bias(_LAYER + "attention.query_key_value", "qkv", (Part.QKV,)),
+    *with_bias(_LAYER + "attention.dense", "o"),
+    *with_bias(_LAYER + "post_attention_layernorm", "mlp_norm"),
+    *with_bias(_LAYER + "mlp.dense_h_to_4h", "up"),
+    *with_bias(_LAYER + "mlp.dense_4h_to_h", "down"),
+    *with_bias("gpt_neox.final_layer_norm", "final_norm"),
     TensorRule("lm_head.weight", "lm_head", aliases=("embed_out.weight",)),  # the second in files of old versions
 )
 

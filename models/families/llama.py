@@ -3,7 +3,7 @@
 import re
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.families.base import Family, Part, TensorRule
+from jpaged.models.families.base import Family, Part, TensorRule, with_bias
 from jpaged.models.families.config import CheckpointConfig, head_share
 from jpaged.models.spec import DecoderSpec, Norm, Rope
 
@@ -13,23 +13,18 @@ _LAYER = "model.layers.{layer}."
 RULES = (
     TensorRule("model.embed_tokens.weight", "embed"),
     TensorRule(_LAYER + "input_layernorm.weight", "attn_norm"),
-    TensorRule(_LAYER + "self_attn.q_proj.weight", "qkv", (Part.Q,)),
-    TensorRule(_LAYER + "self_attn.k_proj.weight", "qkv", (Part.K,)),
-    TensorRule(_LAYER + "self_attn.v_proj.weight", "qkv", (Part.V,)),
-    TensorRule(_LAYER + "self_attn.q_proj.bias", "qkv_bias", (Part.Q,)),
-    TensorRule(_LAYER + "self_attn.k_proj.bias", "qkv_bias", (Part.K,)),
-    TensorRule(_LAYER + "self_attn.v_proj.bias", "qkv_bias", (Part.V,)),
+    *with_bias(_LAYER + "self_attn.q_proj", "qkv", (Part.Q,)),
+    *with_bias(_LAYER + "self_attn.k_proj", "qkv", (Part.K,)),
+    *with_bias(_LAYER + "self_attn.v_proj", "qkv", (Part.V,)),
     TensorRule(_LAYER + "self_attn.q_norm.weight", "q_norm"),
     TensorRule(_LAYER + "self_attn.k_norm.weight", "k_norm"),
-    TensorRule(_LAYER + "self_attn.o_proj.weight", "o"),
-    TensorRule(_LAYER + "self_attn.o_proj.bias", "o_bias"),
+    *with_bias(_LAYER + "self_attn.o_proj", "o"),
     TensorRule(_LAYER + "post_attention_layernorm.weight", "mlp_norm"),
     TensorRule(_LAYER + "mlp.gate_proj.weight", "gate_up", (Part.GATE,)),
     TensorRule(_LAYER + "mlp.up_proj.weight", "gate_up", (Part.UP,)),
     TensorRule(_LAYER + "mlp.gate_proj.bias", "up_bias", (Part.GATE,)),
     TensorRule(_LAYER + "mlp.up_proj.bias", "up_bias", (Part.UP,)),
-    TensorRule(_LAYER + "mlp.down_proj.weight", "down"),
-    TensorRule(_LAYER + "mlp.down_proj.bias", "down_bias"),
+    *with_bias(_LAYER + "mlp.down_proj", "down"),
     TensorRule("model.norm.weight", "final_norm"),
     TensorRule("lm_head.weight", "lm_head"),
 )

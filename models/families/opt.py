@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from jpaged.models.families.base import Family, Part, TensorRule
+from jpaged.models.families.base import Family, Part, TensorRule, with_bias
 from jpaged.models.families.config import CheckpointConfig, head_share
 from jpaged.models.spec import DecoderSpec, Norm, NormPlace
 
@@ -15,24 +15,15 @@ RULES = (
     TensorRule(_DECODER + "embed_positions.weight", "pos_embed"),
     TensorRule(_DECODER + "project_in.weight", "project_in"),
     TensorRule(_DECODER + "project_out.weight", "project_out"),
-    TensorRule(_LAYER + "self_attn_layer_norm.weight", "attn_norm"),
-    TensorRule(_LAYER + "self_attn_layer_norm.bias", "attn_norm_bias"),
-    TensorRule(_LAYER + "self_attn.q_proj.weight", "qkv", (Part.Q,)),
-    TensorRule(_LAYER + "self_attn.k_proj.weight", "qkv", (Part.K,)),
-    TensorRule(_LAYER + "self_attn.v_proj.weight", "qkv", (Part.V,)),
-    TensorRule(_LAYER + "self_attn.q_proj.bias", "qkv_bias", (Part.Q,)),
-    TensorRule(_LAYER + "self_attn.k_proj.bias", "qkv_bias", (Part.K,)),
-    TensorRule(_LAYER + "self_attn.v_proj.bias", "qkv_bias", (Part.V,)),
-    TensorRule(_LAYER + "self_attn.out_proj.weight", "o"),
-    TensorRule(_LAYER + "self_attn.out_proj.bias", "o_bias"),
-    TensorRule(_LAYER + "final_layer_norm.weight", "mlp_norm"),
-    TensorRule(_LAYER + "final_layer_norm.bias", "mlp_norm_bias"),
-    TensorRule(_LAYER + "fc1.weight", "up"),
-    TensorRule(_LAYER + "fc1.bias", "up_bias"),
-    TensorRule(_LAYER + "fc2.weight", "down"),
-    TensorRule(_LAYER + "fc2.bias", "down_bias"),
-    TensorRule(_DECODER + "final_layer_norm.weight", "final_norm"),
-    TensorRule(_DECODER + "final_layer_norm.bias", "final_norm_bias"),
+    *with_bias(_LAYER + "self_attn_layer_norm", "attn_norm"),
+    *with_bias(_LAYER + "self_attn.q_proj", "qkv", (Part.Q,)),
+    *with_bias(_LAYER + "self_attn.k_proj", "qkv", (Part.K,)),
+    *with_bias(_LAYER + "self_attn.v_proj", "qkv", (Part.V,)),
+    *with_bias(_LAYER + "self_attn.out_proj", "o"),
+    *with_bias(_LAYER + "final_layer_norm", "mlp_norm"),
+    *with_bias(_LAYER + "fc1", "up"),
+    *with_bias(_LAYER + "fc2", "down"),
+    *with_bias(_DECODER + "final_layer_norm", "final_norm"),
     TensorRule("lm_head.weight", "lm_head"),
 )
 

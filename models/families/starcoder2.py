@@ -3,7 +3,7 @@
 import dataclasses
 
 from jpaged.models.families import llama
-from jpaged.models.families.base import Family, TensorRule
+from jpaged.models.families.base import Family, TensorRule, with_bias
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, Norm
 
@@ -13,10 +13,8 @@ RULES = (
     *(rule for rule in llama.RULES if rule.leaf not in ("gate_up", "up_bias", "down", "down_bias")),
     TensorRule(_LAYER + "input_layernorm.bias", "attn_norm_bias"),
     TensorRule(_LAYER + "post_attention_layernorm.bias", "mlp_norm_bias"),
-    TensorRule(_LAYER + "mlp.c_fc.weight", "up"),
-    TensorRule(_LAYER + "mlp.c_fc.bias", "up_bias"),
-    TensorRule(_LAYER + "mlp.c_proj.weight", "down"),
-    TensorRule(_LAYER + "mlp.c_proj.bias", "down_bias"),
+    *with_bias(_LAYER + "mlp.c_fc", "up"),
+    *with_bias(_LAYER + "mlp.c_proj", "down"),
     TensorRule("model.norm.bias", "final_norm_bias"),
 )
 
