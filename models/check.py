@@ -175,8 +175,10 @@ def transformers_answers(model: LoadedModel, token_ids: list[int]) -> Answers:
     import transformers
 
     try:
+        # Eager is the reference for soft caps and sinks; of Falcon's ALiBi it adds the biases twice, once in the mask.
+        attention = "eager" if model.spec.alibi is None else "sdpa"
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            model.source, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            model.source, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{model.source}: Transformers cannot load it: {error}") from error
