@@ -176,7 +176,7 @@ def transformers_answers(model: LoadedModel, token_ids: list[int]) -> Answers:
 
     try:
         # Eager is the reference for soft caps and sinks; of Falcon's ALiBi it adds the biases twice, once in the mask.
-        attention = "eager" if model.spec.alibi is None else "sdpa"
+        attention = "sdpa" if model.config.get("alibi") else "eager"
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
             model.source, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
