@@ -39,6 +39,7 @@ SHARED = {
     "jpaged.interrupts",
     "jpaged.kv_groups",
     "jpaged.outputs",
+    "jpaged.pooling_params",
     "jpaged.prompt_streams",
     "jpaged.prompts",
     "jpaged.sampling_params",

@@ -21,7 +21,6 @@ from jpaged.loading.checkpoint import CONVERTED, read_json
 from jpaged.loading.dtypes import BY_NAME
 from jpaged.loading.orbax_tree import check_tree, leaf_name, load_tree
 from jpaged.loading.weights import StoredWeights, check_depth
-from jpaged.models.families import Family
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, param_shapes
 from jpaged.version import __version__
@@ -72,20 +71,21 @@ class ConvertedTree:
     num_bytes: int
 
 
-def open_converted(folder: Path, family: Family, config: CheckpointConfig) -> StoredWeights:
+def open_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -> StoredWeights:
     """A converted folder's weights, checked as `check_converted` does."""
-    tree = check_converted(folder, family, config)
+    tree = check_converted(folder, spec, config)
     load = functools.partial(_load, folder / PARAMS, tree.spec)
     return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load)
 
 
-def check_converted(folder: Path, family: Family, config: CheckpointConfig) -> ConvertedTree:
+def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -> ConvertedTree:
     """Check that the files are whole, and that names, shapes and dtype are the config's. Raises ModelLoadError."""
     dtype = BY_NAME[Manifest.read(folder).dtype]
     tree = check_tree(folder / PARAMS)
     stored = tree.leaves
     check_depth(config, len(stored))
-    spec = family.spec(config)
+    if spec.pools:
+        stored = {name: leaf for name, leaf in stored.items() if name != "lm_head"}
     if spec.tie_embeddings and "lm_head" in stored:
         spec = dataclasses.replace(spec, tie_embeddings=False)  # as the checkpoint had it, whatever its config says
     shapes = param_shapes(spec, dtype)

@@ -110,10 +110,10 @@ def _open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, 
     if is_gguf(path):
         with GgufCheckpoint(path) as checkpoint:
             try:
-                _spec(checkpoint.config, checkpoint)
+                _spec(checkpoint.config, checkpoint, config.runner)
             except ModelLoadError as error:
                 raise ModelLoadError(f"{path}: its metadata, written as a config.json, is refused: {error}") from error
-            yield checkpoint.config, _stored(checkpoint.config, checkpoint)
+            yield checkpoint.config, _stored(checkpoint.config, checkpoint, config.runner)
         return
     values = read_json(path / "config.json", required=True)
     family = family_of(values)
@@ -121,25 +121,35 @@ def _open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, 
     if is_converted(path):
         from jpaged.loading.converted import open_converted  # Orbax takes half a second, and only this needs it
 
-        yield values, open_converted(path, family, CheckpointConfig(values))
+        spec = for_runner(family.spec(CheckpointConfig(values)), config.runner)
+        yield values, open_converted(path, spec, CheckpointConfig(values))
         return
     with Checkpoint(path) as checkpoint:
-        yield values, _stored(values, Mxfp4Checkpoint(checkpoint))
+        yield values, _stored(values, Mxfp4Checkpoint(checkpoint), config.runner)
 
 
-def _stored(values: dict[str, Any], checkpoint: TensorSource) -> StoredWeights:
+def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> StoredWeights:
     """The tensors of an open checkpoint, checked against the config."""
     reader, family = CheckpointConfig(values), family_of(values)
-    plan = plan_weights(family, _spec(values, checkpoint), family.constants(reader), checkpoint)
+    plan = plan_weights(family, _spec(values, checkpoint, runner), family.constants(reader), checkpoint)
     load = functools.partial(load_weights, plan, checkpoint)
     return StoredWeights(plan.spec, checkpoint_dtype(reader, checkpoint), checkpoint.num_bytes, load)
 
 
-def _spec(values: dict[str, Any], checkpoint: TensorSource) -> DecoderSpec:
+def _spec(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> DecoderSpec:
     reader = CheckpointConfig(values)
     family = family_of(values)
     check_depth(reader, len(list(checkpoint.names)))
-    return family.spec(reader)
+    return for_runner(family.spec(reader), runner)
+
+
+def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:
+    """The spec for what `EngineConfig.runner` asks of the model. Raises ModelLoadError where it cannot do that."""
+    if runner == "generate" and spec.pools:
+        raise ModelLoadError(
+            "runner='generate': the model is a sequence classifier, which has no output matrix: leave runner out"
+        )
+    return dataclasses.replace(spec, pools=True) if runner == "pooling" else spec
 
 
 def _from_live(
@@ -157,6 +167,7 @@ def _from_live(
         reader = CheckpointConfig(values)
         check_depth(reader, len(jax.tree.leaves(params)))
         spec = family_of(values).spec(reader)
+    spec = for_runner(spec, config.runner)
     live = check_live(spec, params, layout)
     if config.dtype not in ("auto", live.dtype.name):
         resolve_dtype(config.dtype, None)
