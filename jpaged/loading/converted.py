@@ -27,6 +27,7 @@ from jpaged.version import __version__
 
 FORMAT = 1
 PARAMS, SOURCE = "params", "source"
+MISSING = "missing"
 AGAIN = "convert the model again"
 
 
@@ -93,9 +94,10 @@ def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -
     for name in sorted(wanted.keys() | stored.keys()):
         have, want = (_show(leaves.get(name)) for leaves in (stored, wanted))
         if have != want:
+            to_embed = "; to embed with it, start with runner='pooling'" if (name, have) == ("lm_head", MISSING) else ""
             raise ModelLoadError(
                 f"{folder / PARAMS}: {name} is {have}, config.json calls for {want}: they are of different models, or "
-                f"of different versions of jpaged; {AGAIN}"
+                f"of different versions of jpaged; {AGAIN}{to_embed}"
             )
     return ConvertedTree(spec, shapes, tree.num_bytes)
 
@@ -107,4 +109,4 @@ def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype) -> dict[str, Any]:
 
 
 def _show(leaf: jax.ShapeDtypeStruct | None) -> str:
-    return "missing" if leaf is None else f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+    return MISSING if leaf is None else f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
