@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, AsyncLLM, ModelLoadError, PoolingParams, RequestError, SamplingParams
+from jpaged.config import EngineConfig
+from jpaged.loading import load_model
 from jpaged.models.decoder import head
 from jpaged.models.spec import DecoderSpec
 from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint
@@ -269,6 +271,24 @@ def test_runners_that_a_model_cannot_have(bare, classifier):
         LLM(bare, runner="embed", **OPTIONS)
     with pytest.raises(RequestError, match="task='embed': goes with runner='pooling'"):
         LLM(bare, runner="generate", task="embed", **OPTIONS)
+
+
+def test_another_way_to_pool_is_refused(tmp_path):
+    """What Sentence Transformers saves beside a model, as before and as newer versions write it."""
+    write_checkpoint(BARE_QWEN3, SEED, tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    file = tmp_path / "1_Pooling/config.json"
+    for values, says in (
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, "pooling by mean_tokens is not"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, "pooling by mean_tokens, lasttoken is"),
+        ({"pooling_mode": "cls"}, "pooling by cls is not supported"),
+    ):
+        file.write_text(json.dumps({"word_embedding_dimension": 64, **values}))
+        with pytest.raises(ModelLoadError, match=f"1_Pooling/config.json: {says}"):
+            LLM(str(tmp_path), runner="pooling", **OPTIONS)
+    for values in ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, {"pooling_mode": "lasttoken"}):
+        file.write_text(json.dumps({"word_embedding_dimension": 64, "include_prompt": True, **values}))
+        assert load_model(EngineConfig(model=str(tmp_path), runner="pooling")).spec.pools
 
 
 def test_live_arrays_are_pooled_with_or_without_their_output_matrix(generator):

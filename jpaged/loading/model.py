@@ -25,7 +25,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import Checkpoint, TensorSource, is_converted, read_json
 from jpaged.loading.dtypes import checkpoint_dtype, resolve_dtype
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
-from jpaged.loading.hub import find_model, find_tokenizer, is_gguf
+from jpaged.loading.hub import POOLING, find_model, find_tokenizer, is_gguf
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.mxfp4 import Mxfp4Checkpoint
 from jpaged.loading.tokenizer import load_tokenizer
@@ -86,6 +86,8 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
     with _open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
         dtype = resolve_dtype(config.dtype, weights.dtype)
+        if weights.spec.pools and weights.spec.num_labels is None:
+            _check_pooling(path)
         if check is not None:
             check(weights.spec, dtype)
         tokenizer = _tokenizer(config, path)
@@ -185,6 +187,19 @@ def _from_live(
         tokenizer=_tokenizer(config, folder),
         source="live arrays",
     )
+
+
+def _check_pooling(folder: Path) -> None:
+    """Refuse a model that Sentence Transformers pools in another way than by its last token."""
+    values = read_json(folder.joinpath(POOLING))
+    begin = "pooling_mode_"
+    modes = [values["pooling_mode"]] if "pooling_mode" in values else []
+    modes += [name.removeprefix(begin) for name, value in values.items() if name.startswith(begin) and value is True]
+    if modes not in ([], ["lasttoken"]):
+        raise ModelLoadError(
+            f"{folder / POOLING}: pooling by {', '.join(map(str, modes))} is not supported by jpaged (only lasttoken): "
+            "use another checkpoint"
+        )
 
 
 def _config_of(path: Path) -> dict[str, Any]:
