@@ -4,7 +4,17 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, EngineError, JPagedError, ModelLoadError, RequestError
 from jpaged.llm import LLM, generate
-from jpaged.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
+from jpaged.outputs import (
+    ClassificationOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    EngineStats,
+    Logprob,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
+from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.version import __version__
 
@@ -14,9 +24,13 @@ __all__ = [
     "generate",
     "SamplingParams",
     "RequestOutputKind",
+    "PoolingParams",
     "EngineConfig",
     "RequestOutput",
     "CompletionOutput",
+    "PoolingRequestOutput",
+    "EmbeddingOutput",
+    "ClassificationOutput",
     "Logprob",
     "RequestMetrics",
     "EngineStats",

@@ -17,15 +17,16 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jpaged.build import build_engine
-from jpaged.engine.engine import StepError
+from jpaged.engine.engine import Output, StepError
 from jpaged.engine.input_processor import Prompt
 from jpaged.engine.request import Request
 from jpaged.errors import EngineError, JPagedError, RequestError
 from jpaged.interrupts import call_at_exit
-from jpaged.outputs import EngineStats, RequestOutput
+from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
+from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,15 +43,15 @@ class _Stream:
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
         self.aborted = False  # asked for while the prompt was still being tokenised
-        self._latest: RequestOutput | JPagedError  # there once `_news` is set
+        self._latest: Output | JPagedError  # there once `_news` is set
         self._news = asyncio.Event()
 
-    def put(self, latest: RequestOutput | JPagedError) -> None:
+    def put(self, latest: Output | JPagedError) -> None:
         """Called on the event loop."""
         self._latest = latest
         self._news.set()
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> Output:
         """The next output; raises what ended the request instead."""
         await self._news.wait()
         self._news.clear()
@@ -102,7 +103,7 @@ class AsyncLLM:
         """Most tokens of one request, prompt and output together."""
         return self._engine.runner.max_model_len
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one prompt as they come, each with all before it; the last one is `finished`.
@@ -114,6 +115,22 @@ class AsyncLLM:
         Raises RequestError for a bad request, before the first output, and EngineError when the device fails. Closing
         or cancelling the generator aborts the request.
         """
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        return cast(AsyncGenerator[RequestOutput, None], self._outputs(prompt, params, request_id))
+
+    def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
+        """The one output of a prompt in an engine that pools: an embedding, or a classifier's probabilities.
+
+        Its `outputs` are None if the request was aborted. Otherwise as `generate`; see `LLM.embed` and `LLM.classify`.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        return cast(AsyncGenerator[PoolingRequestOutput[Any], None], self._outputs(prompt, params, request_id))
+
+    async def _outputs(
+        self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str | None
+    ) -> AsyncGenerator[Output, None]:
         request_id = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if request_id in self._streams:
             raise RequestError("request_id", request_id, "is in use by a running request: choose another")
@@ -122,7 +139,6 @@ class AsyncLLM:
         added = False
         try:
             self._check_open()
-            params = self.default_sampling_params if sampling_params is None else sampling_params
             request = await loop.run_in_executor(self._tokenising, self._process, request_id, prompt, params)
             self._submit(_Add(request, stream))
             added = True
@@ -183,7 +199,7 @@ class AsyncLLM:
 
     # -- on the event loops ---------------------------------------------------------------------------------------
 
-    def _process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+    def _process(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
         return self._engine.inputs.process(request_id, prompt, params, stream=True)
 
     def _check_open(self) -> None:
@@ -257,9 +273,9 @@ class AsyncLLM:
             self._post((output.request_id, output) for output in outputs)
         self._last_step = time.monotonic()
 
-    def _post(self, news: Iterable[tuple[str, RequestOutput | JPagedError]]) -> None:
+    def _post(self, news: Iterable[tuple[str, Output | JPagedError]]) -> None:
         """Give outputs and errors to their readers: one call of each event loop, however many requests it reads."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | JPagedError]]] = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Output | JPagedError]]] = defaultdict(list)
         for request_id, latest in news:
             stream = self._live[request_id]
             if isinstance(latest, JPagedError) or latest.finished:
@@ -275,6 +291,6 @@ class AsyncLLM:
                     del self._live[request_id]
 
 
-def _put_all(latest_of: list[tuple[_Stream, RequestOutput | JPagedError]]) -> None:
+def _put_all(latest_of: list[tuple[_Stream, Output | JPagedError]]) -> None:
     for stream, latest in latest_of:
         stream.put(latest)

@@ -14,14 +14,18 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.pooling import Pooling, activation_of
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.pooling_params import TASKS
 from jpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jpaged.loading import LoadedModel
     from jpaged.models.spec import DecoderSpec, WeightLayout
 
 logger = logging.getLogger(__name__)
 
+RUNNERS = ("auto", "generate", "pooling")
 LIVE_ARRAYS = "live arrays"  # EngineConfig.model where no checkpoint is named
 # What generation_config.json may say about sampling, and what it is called here. As in vLLM, do_sample is not read.
 GENERATION_DEFAULTS = {
@@ -53,7 +57,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
     "tokenizer_mode": ("auto",), "load_format": ("auto", "safetensors"), "skip_tokenizer_init": (False,),
     "hf_overrides": (None, {}), "rope_scaling": (None, {}), "task": ("auto", "generate"),
-    "runner": ("auto", "generate"),
     "scheduling_policy": ("fcfs",), "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
     "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,),
 }  # fmt: skip
@@ -72,6 +75,10 @@ def _is_already_so(name: str, value: Any) -> bool:
 def engine_config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
     """Options by name as an EngineConfig. Raises RequestError for a name that is no option, or a value of no use."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
+    if options.get("task") in TASKS:  # what vLLM's option was before
+        if options.get("runner", "auto") not in ("auto", "pooling"):
+            raise RequestError("task", options["task"], "goes with runner='pooling'")
+        options = {name: value for name, value in options.items() if name != "task"} | {"runner": "pooling"}
     options = {name: value for name, value in options.items() if not _is_already_so(name, value)}
     for name, value in options.items():
         if name not in names:
@@ -82,7 +89,10 @@ def engine_config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
         raise RequestError("model", model, "name a folder, a hub id, a .gguf file or demo")
     hints = typing.get_type_hints(EngineConfig)
     checked = {name: _checked(name, hints[name], value) for name, value in options.items()}
-    return EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
+    config = EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
+    if config.runner not in RUNNERS:
+        raise RequestError("runner", config.runner, f"must be {', '.join(RUNNERS)}")
+    return config
 
 
 def _checked(name: str, hint: Any, value: Any) -> Any:
@@ -154,8 +164,10 @@ def build_engine(
         layout=layout,
         check=lambda spec, dtype: ModelRunner.check(spec, dtype, config),
     )
-    defaults = generation_defaults(loaded.generation_config)
-    mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if config.mask_unknown_tokens else None
+    pooling = _pooling(loaded)
+    defaults = SamplingParams() if pooling else generation_defaults(loaded.generation_config)
+    masks = config.mask_unknown_tokens and pooling is None
+    mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if masks else None
     runner = ModelRunner.create(
         loaded.spec,
         loaded.params,
@@ -172,8 +184,18 @@ def build_engine(
         eos_token_id=next(iter(loaded.eos_token_ids), None) if main_eos is None else main_eos,
         seed=config.seed,
         enable_prefix_caching=config.enable_prefix_caching,
+        pooling=pooling,
     )
     return BuiltEngine(engine, config, loaded.spec, loaded.tokenizer, defaults)
+
+
+def _pooling(loaded: "LoadedModel") -> Pooling | None:
+    """What a model that pools gives; None of one that generates."""
+    spec = loaded.spec
+    if not spec.pools:
+        return None
+    activation = None if spec.num_labels is None else activation_of(loaded.config, spec.num_labels)
+    return Pooling(spec.output_size, activation)
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:

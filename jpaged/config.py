@@ -25,6 +25,10 @@ class EngineConfig:
     seed: int = 0
     """Seeds the engine's own draws: the seeds of requests that bring none."""
 
+    runner: str = "auto"
+    """generate; or pooling: the model's last hidden state instead of new tokens, to embed or classify with. auto pools
+    with sequence classifiers and generates with all other models."""
+
     max_model_len: int | None = None
     """Most tokens of one request, prompt and output together. Default: the model's own, or less if memory is short."""
 

@@ -1,6 +1,7 @@
 """The front door for batches: `LLM`, and `generate` for use from JAX code."""
 
 import atexit
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,20 +12,23 @@ import numpy as np
 
 from jpaged.build import build_engine, refuse_tracing
 from jpaged.chat_prompt import chat_prompt
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input_processor import Prompt, as_array
+from jpaged.engine.pooling import check_task
 from jpaged.engine.request import Request
 from jpaged.errors import EngineError, RequestError
 from jpaged.interrupts import DeferredInterrupt, call_at_exit
-from jpaged.outputs import EngineStats, RequestOutput
+from jpaged.outputs import ClassificationOutput, EmbeddingOutput, EngineStats, PoolingRequestOutput, RequestOutput
+from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 
 Message = dict[str, str]  # role and content
+Params = SamplingParams | PoolingParams
 REFRESH_SECONDS = 0.2  # of the progress bar's figures
 
 
 class LLM:
-    """A model, ready to generate.
+    """A model, ready to generate; or with runner="pooling", and of sequence classifiers, to embed or classify.
 
     model:  folder, Hugging Face hub id, .gguf file, or "demo". With `params` also a Hugging Face config, its dict or a
             DecoderSpec.
@@ -64,11 +68,31 @@ class LLM:
         All prompts are checked first: RequestError for the first bad one is raised before any runs. EngineError when
         the device fails; the next call is served as if nothing had happened.
         """
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        return cast(list[RequestOutput], self._answer(prompts, "sampling_params", params, use_tqdm))
+
+    def _pool(
+        self, task: str, prompts: Any, pooling_params: Any, use_tqdm: bool | Callable[..., Any]
+    ) -> Sequence[Output]:
+        given = PoolingParams() if pooling_params is None else pooling_params
+        each = given if isinstance(given, Sequence) else [given]
+        for params in each:
+            if not isinstance(params, PoolingParams):
+                raise RequestError("pooling_params", params, "must be a jpaged.PoolingParams")
+        wishes = [dataclasses.replace(params, task=task) for params in each]
+        return self._answer(prompts, "pooling_params", wishes if isinstance(given, Sequence) else wishes[0], use_tqdm)
+
+    def _answer(
+        self, prompts: Any, name: str, params: Params | Sequence[Params], use_tqdm: bool | Callable[..., Any]
+    ) -> list[Output]:
+        """Run prompts to their ends. name: of the parameters, as the caller knows them."""
         refuse_tracing()
         each = _prompt_list(prompts)
-        params = self._params_list(sampling_params, len(each))
+        params = _params_list(name, params, len(each))
         with self._lock, DeferredInterrupt() as interrupt:
             engine = self._live_engine
+            for one in params[:1]:
+                check_task(engine.inputs.limits.pooling, one)  # or each prompt would be blamed for it
             requests = [
                 self._request(engine, index, prompt, param, len(each))
                 for index, (prompt, param) in enumerate(zip(each, params, strict=True))
@@ -82,6 +106,36 @@ class LLM:
                 engine.start_over()  # an interrupt may have come from anywhere, in the middle of anything
                 raise
         return [finals[request.request_id] for request in requests]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Embeddings of prompts: `outputs.embedding`, one output each, in their order.
+
+        An embedding is the hidden state of the prompt's last token after the final norm, of length 1 unless the pooling
+        parameters say otherwise; a list of float32 numbers. The tokenizer's own end token is part of the prompt. Needs
+        an engine with runner="pooling". prompts, use_tqdm and errors as of `generate`.
+        """
+        return cast(list[PoolingRequestOutput[EmbeddingOutput]], self._pool("embed", prompts, pooling_params, use_tqdm))
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """What a sequence classifier says of prompts: `outputs.probs`, a number a label; one output each, in order.
+
+        Probabilities are made as Transformers' pipeline makes them: the softmax over the labels, with one label or
+        problem_type multi_label_classification the sigmoid of each. Otherwise as `embed`.
+        """
+        outputs = self._pool("classify", prompts, pooling_params, use_tqdm)
+        return cast(list[PoolingRequestOutput[ClassificationOutput]], outputs)
 
     def chat(
         self,
@@ -160,19 +214,7 @@ class LLM:
             raise EngineError("this LLM is closed: make a new one")
         return self._engine
 
-    def _params_list(
-        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> Sequence[SamplingParams]:
-        if sampling_params is None:
-            sampling_params = self.default_sampling_params
-        if not isinstance(sampling_params, Sequence):
-            return [sampling_params] * count
-        if len(sampling_params) != count:
-            accepted = f"{len(sampling_params)} of them for {count} prompts: give one, or one for each prompt"
-            raise RequestError("sampling_params", f"a list of {len(sampling_params)}", accepted)
-        return sampling_params
-
-    def _request(self, engine: Engine, index: int, prompt: Prompt, params: SamplingParams, count: int) -> Request:
+    def _request(self, engine: Engine, index: int, prompt: Prompt, params: Params, count: int) -> Request:
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
@@ -184,11 +226,11 @@ class LLM:
 
     def _run(
         self, engine: Engine, ids: set[str], bar: Any | None, interrupt: DeferredInterrupt
-    ) -> dict[str, RequestOutput]:
+    ) -> dict[str, Output]:
         """Step until the requests of these ids have ended; their last outputs by id."""
-        finals: dict[str, RequestOutput] = {}
+        finals: dict[str, Output] = {}
         began = shown = time.monotonic()
-        tokens_before = engine.generated_tokens
+        tokens_before = _tokens(engine)
         try:
             while len(finals) < len(ids):
                 interrupt.check()
@@ -202,7 +244,7 @@ class LLM:
                     continue
                 if now - shown > REFRESH_SECONDS or len(finals) == len(ids):
                     stats = engine.stats()
-                    rate = (engine.generated_tokens - tokens_before) / max(now - began, 1e-9)
+                    rate = (_tokens(engine) - tokens_before) / max(now - began, 1e-9)
                     kv_use = stats.used_blocks / stats.num_blocks
                     bar.set_postfix_str(f"{rate:.1f} tokens/s, KV {kv_use:.0%}")
                     shown = now
@@ -249,6 +291,20 @@ def generate(
                     raise RequestError("prompts", prompt, "live arrays come without a tokenizer: name one (tokenizer=)")
     with LLM(model, params=params, **engine_options) as llm:
         return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+
+def _tokens(engine: Engine) -> int:
+    """What the progress bar counts: new tokens, of a pooling engine those of prompts."""
+    return engine.generated_tokens if engine.inputs.limits.pooling is None else engine.stats().prompt_tokens
+
+
+def _params_list(name: str, params: Params | Sequence[Params], count: int) -> Sequence[Params]:
+    if not isinstance(params, Sequence):
+        return [params] * count
+    if len(params) != count:
+        accepted = f"{len(params)} of them for {count} prompts: give one, or one for each prompt"
+        raise RequestError(name, f"a list of {len(params)}", accepted)
+    return params
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,6 +1,7 @@
 """What a caller gets back: one RequestOutput a prompt, and the engine's own figures."""
 
 import dataclasses
+from typing import Generic, TypeVar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +60,46 @@ class RequestOutput:
     prompt: str | None  # None where the prompt was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """An embedding."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its numbers."""
+        return len(self.embedding)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """What a classifier says: one number a label, in the order of the checkpoint's id2label."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Labels."""
+        return len(self.probs)
+
+
+PooledT = TypeVar("PooledT")
+
+
+@dataclasses.dataclass(slots=True)
+class PoolingRequestOutput(Generic[PooledT]):
+    """A prompt and what was made of its last hidden state. `num_cached_tokens` of it were not computed."""
+
+    request_id: str
+    prompt: str | None  # None where the prompt was given as token ids
+    prompt_token_ids: list[int]
+    outputs: PooledT    # EmbeddingOutput or ClassificationOutput; the engine gives None for a request that was aborted
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
+
+OutputT = TypeVar("OutputT")
 
 
 class Generates(Protocol):
@@ -19,7 +21,7 @@ class Generates(Protocol):
         ...
 
 
-async def outputs_of(
+def outputs_of(
     engine: Generates, prompts: Sequence[Any], params: SamplingParams, request_id: str
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of several prompts as they come, each with its prompt's index. Closing it aborts all of them.
@@ -27,13 +29,18 @@ async def outputs_of(
     The first prompt that fails ends all: its error is raised here.
     """
     streams = [engine.generate(prompt, params, f"{request_id}-{i}") for i, prompt in enumerate(prompts)]
+    return merged(streams)
+
+
+async def merged(streams: Sequence[AsyncGenerator[OutputT, None]]) -> AsyncGenerator[tuple[int, OutputT], None]:
+    """What several generators give, as it comes, each with its generator's index. Closing it closes all of them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for output in stream:
                 yield 0, output
         return
     async with AsyncExitStack() as stack:
-        pending: dict[asyncio.Task[RequestOutput | None], int] = {}
+        pending: dict[asyncio.Task[OutputT | None], int] = {}
         for index, stream in enumerate(streams):
             await stack.enter_async_context(aclosing(stream))
             pending[asyncio.create_task(_next(stream))] = index
@@ -48,11 +55,11 @@ async def outputs_of(
                     yield index, output
 
 
-async def _next(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+async def _next(stream: AsyncGenerator[OutputT, None]) -> OutputT | None:
     return await anext(stream, None)
 
 
-async def _cancel(tasks: dict[asyncio.Task[RequestOutput | None], int]) -> None:
+async def _cancel(tasks: dict[asyncio.Task[Any], int]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

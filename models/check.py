@@ -5,7 +5,8 @@
     python -m jpaged.models.check MODEL --answers answers.json beside kept values, without torch
 
 1. Both run the same token ids in float32, with dense attention: what is compared is the model, not the engine.
-2. What goes into the first layer and what comes out of each is compared, then the logits of the last token.
+2. What goes into the first layer and what comes out of each is compared, then the logits of the last token; a
+   sequence classifier's scores; with --runner pooling the last token's state after the final norm.
 3. The first output that differs is named; those behind it differ because of it and are not shown.
 
 An entry point: of jpaged.models, it alone imports jpaged.loading, and nothing imports it.
@@ -16,7 +17,7 @@ import dataclasses
 import json
 import pathlib
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +42,7 @@ class Answers:
 
     token_ids: list[int]
     outputs: list[np.ndarray]  # float32[tokens, hidden]: what goes into the first layer, what comes out of each
-    logits: np.ndarray         # float32[1, vocab]: of the last token
+    logits: np.ndarray         # float32[1, output]: of the last token; or its scores, or its state after the last norm
 
     def write(self, path: pathlib.Path) -> None:
         """Write them as JSON, arrays as base64 of little-endian float32."""
@@ -78,6 +79,9 @@ class Check:
     record: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Write what Transformers gives to this file."""
 
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    """pooling: compare what an embedding is made of, of a model that may have no output matrix."""
+
     tolerance: float = TOLERANCE
     """Largest difference that passes, as a share of the largest value of its token."""
 
@@ -89,7 +93,7 @@ class Check:
         expected = None if self.answers is None else Answers.read(self.answers)
         if expected is None:
             _need_torch()
-        model = load_model(EngineConfig(model=self.model, dtype="float32"))
+        model = load_model(EngineConfig(model=self.model, dtype="float32", runner=self.runner))
         if expected is None:
             expected = transformers_answers(model, self._token_ids(model))
             if self.record is not None:
@@ -129,19 +133,24 @@ def output_after(model: LoadedModel, token_ids: list[int], layers: int) -> np.nd
 
 
 def last_logits(model: LoadedModel, hidden: np.ndarray) -> np.ndarray:
-    """float32[1, vocab]: our logits of the last token, from the hidden states after the last layer."""
+    """float32[1, output]: our logits of the last token, or what is pooled, from the states after the last layer."""
     return np.asarray(head(model.spec, model.params, jnp.asarray(hidden[-1:])))
 
 
 def compare(model: LoadedModel, expected: Answers, tolerance: float) -> int:
     """Print how far each layer is off, up to the first that differs; 1 where one does, else 0."""
     spec = model.spec
-    shapes = [(len(expected.token_ids), spec.hidden_size)] * (spec.num_layers + 1) + [(1, spec.vocab_size)]
+    name, kind, rest = "logits", "tokens", "the final norm or the output matrix does not"
+    if spec.pools:
+        name, kind, rest = "last state", "numbers", "the final norm does not"
+    if spec.num_labels is not None:
+        name, kind, rest = "scores", "labels", "the final norm or the score matrix does not"
+    shapes = [(len(expected.token_ids), spec.hidden_size)] * (spec.num_layers + 1) + [(1, spec.output_size)]
     if [array.shape for array in (*expected.outputs, expected.logits)] != shapes:
         raise ModelLoadError(
-            f"{model.source}: {spec.num_layers} layers of {spec.hidden_size} and {spec.vocab_size:,} tokens; the "
+            f"{model.source}: {spec.num_layers} layers of {spec.hidden_size} and {spec.output_size:,} {kind}; the "
             f"answers are of {len(expected.outputs) - 1} layers of {expected.outputs[0].shape[-1]} and "
-            f"{expected.logits.shape[-1]:,} tokens: they are of another model"
+            f"{expected.logits.shape[-1]:,} {kind}: they are of another model"
         )
     print(f"{model.source}: {len(expected.token_ids)} tokens, float32, tolerance {tolerance:g} of the largest value\n")
     print(f"{'':12} max |difference|   max |value|      share")
@@ -152,8 +161,8 @@ def compare(model: LoadedModel, expected: Answers, tolerance: float) -> int:
             before = "what goes into it agrees" if layers else "no layer has run yet"
             print(f"\nthe first difference is in {f'layer {layers - 1}' if layers else 'the embedding'}: {before}")
             return 1
-    if not _agree("logits", last_logits(model, ours), expected.logits, tolerance):
-        print("\nthe first difference is in the logits: all layers agree, the final norm or the output matrix does not")
+    if not _agree(name, last_logits(model, ours), expected.logits, tolerance):
+        print(f"\nthe first difference is in the {name}: all layers agree, {rest}")
         return 1
     print("\nall agree")
     return 0
@@ -174,10 +183,13 @@ def transformers_answers(model: LoadedModel, token_ids: list[int]) -> Answers:
     import torch
     import transformers
 
+    kind = transformers.AutoModel if model.spec.pools else transformers.AutoModelForCausalLM
+    if model.spec.num_labels is not None:
+        kind = transformers.AutoModelForSequenceClassification
     try:
         # Eager is the reference for soft caps and sinks; of Falcon's ALiBi it adds the biases twice, once in the mask.
         attention = "sdpa" if model.config.get("alibi") else "eager"
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        theirs = kind.from_pretrained(
             model.source, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
@@ -196,8 +208,12 @@ def transformers_answers(model: LoadedModel, token_ids: list[int]) -> Answers:
     for layer in layers:
         layer.register_forward_hook(lambda _, args, output: keep(output))
     with torch.no_grad():
-        logits = theirs.eval()(torch.tensor([token_ids])).logits
-    return Answers(token_ids, outputs, logits[0, -1:].float().numpy())
+        out = theirs.eval()(torch.tensor([token_ids]))
+    if model.spec.num_labels is not None:
+        logits = out.logits
+    else:
+        logits = (out.last_hidden_state if model.spec.pools else out.logits)[0, -1:]
+    return Answers(token_ids, outputs, logits.float().numpy())
 
 
 def _need_torch() -> None:

@@ -4,7 +4,7 @@
    in one axis; only attention knows which belong together.
 2. Attention is handed in (`attend`): over KV pages when serving, dense and causal when training or checking. The
    decoder threads `pages` through it, and never looks inside: layers may share an entry (`jpaged.kv_groups`).
-3. `head` turns the hidden states that somebody wants logits of into logits.
+3. `head` turns the hidden states that somebody wants logits of into logits; of a model that pools, into its result.
 
 Every layer is the same jitted function, so tracing and lowering cost one layer whatever the depth.
 """
@@ -25,6 +25,8 @@ from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layers import Params, add, feed_forward, normalise, product, softcap
 from jpaged.models.spec import AttentionOptions, DecoderSpec, Norm, NormPlace, QKNorm, Rope, WeightLayout
 from pallas_kernels.write_qkv.reference import finish
+
+MIN_SCORES = 8  # labels that a classifier is computed for, at least
 
 
 @functools.partial(
@@ -125,13 +127,22 @@ def head(
     hidden: Float[Array, "rows hidden"],
     *,
     layout: WeightLayout = WeightLayout(),
-) -> Float[Array, "rows vocab"]:
-    """Final norm and output matrix: float32 logits of the given hidden states."""
+) -> Float[Array, "rows output"]:
+    """Final norm and output matrix: float32 logits of the given hidden states.
+
+    Of a spec that pools: the normed states themselves, or a classifier's scores of its labels, in float32.
+    """
     x = hidden
     if spec.final_norm:
         x = normalise(spec, x, params["final_norm"], params.get("final_norm_bias"))
     if "project_out" in params:
         x = product(x, params["project_out"], "project_out" in layout.transposed)
+    if spec.num_labels is not None:
+        # With one label XLA on CPU multiplies by a vector, and the last rows of an odd number of them get other bits.
+        score = jnp.pad(params["score"], ((0, max(0, MIN_SCORES - spec.num_labels)), (0, 0)))
+        return product(x, score, False, jnp.float32)[:, : spec.num_labels]
+    if spec.pools:
+        return x.astype(jnp.float32)
     name = "embed" if spec.tie_embeddings else "lm_head"
     logits = product(x, params[name], name in layout.transposed, jnp.float32)
     if spec.logit_divisor != 1:

@@ -162,6 +162,15 @@ class DecoderSpec:
     logit_divisor: float = 1.0   # logits are divided by it (Granite)
     embed_size: int | None = None  # width of the embedding where it differs from hidden_size (OPT-350m: project_in/out)
     tie_embeddings: bool = False
+    pools: bool = False          # no logits: a hidden state, after the final norm, is the result; no output matrix
+    num_labels: int | None = None  # a sequence classifier: that state times a score matrix; goes with `pools`
+
+    @property
+    def output_size(self) -> int:
+        """Numbers that `decoder.head` gives of a hidden state."""
+        if not self.pools:
+            return self.vocab_size
+        return self.num_labels or self.embed_size or self.hidden_size
 
     @property
     def group(self) -> int:
@@ -286,7 +295,9 @@ def param_shapes(spec: DecoderSpec, dtype: Any) -> dict[str, Any]:
         tree["pos_embed"] = leaf(s.max_position + s.position_offset, hidden)
     if embed != hidden:
         tree |= {"project_in": leaf(hidden, embed), "project_out": leaf(embed, hidden)}
-    if not s.tie_embeddings:
+    if s.num_labels is not None:
+        tree["score"] = leaf(s.num_labels, embed)
+    elif not (s.tie_embeddings or s.pools):
         tree["lm_head"] = leaf(s.vocab_size, embed)
     return tree
 

@@ -16,6 +16,7 @@ from jpaged.serving.error_responses import ClientDisconnected, handle_error
 from jpaged.serving.generation import Server
 from jpaged.serving.routes_chat import chat_completions
 from jpaged.serving.routes_completions import completions
+from jpaged.serving.routes_embeddings import embeddings
 from jpaged.serving.stopping import AnswerWhenStopped
 
 
@@ -36,6 +37,7 @@ def create_app(server: Server, *, api_keys: Sequence[str] = ()) -> Starlette:
             Route("/v1/models/{model:path}", routes_service.model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/health", routes_service.health),
             Route("/version", routes_service.version),
         ],

@@ -9,9 +9,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from jpaged.errors import RequestError
 from jpaged.serving.error_responses import APIError, ClientDisconnected
-from jpaged.serving.request_schema import GenerationRequest
+from jpaged.serving.request_schema import EmbeddingRequest, GenerationRequest
 
-Body = TypeVar("Body", bound=GenerationRequest)
+Body = TypeVar("Body", bound=GenerationRequest | EmbeddingRequest)
 
 MAX_BODY_BYTES = 32 * 2**20
 

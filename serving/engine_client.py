@@ -3,7 +3,8 @@
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from jpaged.outputs import RequestOutput
+from jpaged.outputs import PoolingRequestOutput, RequestOutput
+from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 
 Prompt = str | dict[str, list[int]]  # text, or {"prompt_token_ids": [...]}
@@ -26,6 +27,12 @@ class EngineClient(Protocol):
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs so far, each with all before it. Closing the generator aborts the request."""
+        ...
+
+    def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str
+    ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
+        """The one output of a prompt, of an engine that pools. Closing the generator aborts the request."""
         ...
 
     def get_tokenizer(self) -> Any:

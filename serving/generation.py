@@ -16,6 +16,8 @@ from jpaged.serving.error_responses import APIError
 from jpaged.serving.request_schema import SAMPLING_FIELDS, GenerationRequest
 from jpaged.serving.response_schema import CachedTokens, Usage
 
+ABORTED = "the request was aborted: the server is stopping"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Server:
@@ -131,8 +133,7 @@ async def finished(outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> 
 def check_finished_well(output: CompletionOutput) -> None:
     """Raises APIError for an answer that the engine broke off (it is closing): OpenAI's API has no such reason."""
     if output.finish_reason == "abort":
-        message = "the request was aborted: the server is stopping"
-        raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="aborted")
+        raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, ABORTED, code="aborted")
 
 
 def usage(finals: dict[int, RequestOutput]) -> Usage:

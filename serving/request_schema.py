@@ -102,6 +102,27 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     }
 
 
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/embeddings."""
+
+    model: str | None = None
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None  # a label for the caller's own bookkeeping
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "use_activation": (True,),
+        "truncate_prompt_tokens": (),
+        "add_special_tokens": (True,),
+        "priority": (0,),
+        "cache_salt": (),
+        "messages": (),
+    }
+
+
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     """One part of a message's content; only text can be read."""
 

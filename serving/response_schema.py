@@ -127,6 +127,30 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class EmbeddingUsage(msgspec.Struct):
+    """Tokens of a request that generates nothing."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """One input's embedding: numbers, or base64 of little-endian float32."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingList(msgspec.Struct):
+    """Answer of POST /v1/embeddings."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     """A model that is served. `max_model_len` is vLLM's addition."""
 

@@ -53,7 +53,7 @@ async def _answer(request: Request, server: Server, body: CompletionRequest) -> 
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def prompt_list(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+def prompt_list(prompt: str | list[str | int | list[int]], most: int = MAX_PROMPTS) -> list[Prompt]:
     """The prompts of a request. Raises RequestError for a mixed, empty or too long list."""
     if isinstance(prompt, str):
         return [prompt]
@@ -61,8 +61,8 @@ def prompt_list(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
         raise RequestError("prompt", prompt, "must not be empty")
     if all(isinstance(part, int) for part in prompt):
         return [{"prompt_token_ids": cast(list[int], prompt)}]
-    if len(prompt) > MAX_PROMPTS:
-        raise RequestError("prompt", f"{len(prompt)} prompts", f"at most {MAX_PROMPTS} in one request: send several")
+    if len(prompt) > most:
+        raise RequestError("prompt", f"{len(prompt)} prompts", f"at most {most} in one request: send several")
     if all(isinstance(part, str) for part in prompt):
         return list(cast(list[str], prompt))
     if all(isinstance(part, list) for part in prompt):

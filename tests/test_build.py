@@ -61,6 +61,20 @@ def test_what_stands_for_a_value_becomes_it():
     assert engine_config("model", {"gpu_memory_utilization": 1}).gpu_memory_utilization == 1
 
 
+def test_runner_and_what_it_was_called_before():
+    assert engine_config("model", {}).runner == "auto"
+    assert engine_config("model", {"runner": "pooling"}).runner == "pooling"
+    assert engine_config("model", {"task": "generate", "runner": "generate"}).runner == "generate"
+    for task in ("embed", "classify"):
+        assert engine_config("model", {"task": task, "runner": "auto"}).runner == "pooling"
+        with pytest.raises(RequestError, match=f"task='{task}': goes with runner='pooling'"):
+            engine_config("model", {"task": task, "runner": "generate"})
+    with pytest.raises(RequestError, match="task='score': not supported yet"):
+        engine_config("model", {"task": "score"})
+    with pytest.raises(RequestError, match="runner='draft': must be auto, generate, pooling"):
+        engine_config("model", {"runner": "draft"})
+
+
 @pytest.mark.parametrize("front_door", FRONT_DOORS, ids=["LLM", "AsyncLLM", "generate"])
 def test_a_layout_reaches_the_loader(front_door: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     seen = []

@@ -18,14 +18,18 @@ from typing import Any
 from jpaged.engine.input_processor import InputProcessor, ModelLimits, Prompt
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.output_processor import OutputProcessor
+from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import ScheduledStep, Scheduler, SchedulerCounters
 from jpaged.engine.step_plan import Runner
 from jpaged.errors import EngineError, RequestError
-from jpaged.outputs import EngineStats, RequestOutput
+from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
+from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+Output = RequestOutput | PoolingRequestOutput[Any]
 
 
 class StepError(EngineError):
@@ -54,6 +58,7 @@ class Engine:
         eos_token_id: int | None = None,
         seed: int = 0,
         enable_prefix_caching: bool = True,
+        pooling: Pooling | None = None,
     ):
         self.runner = runner
         self.generated_tokens = 0
@@ -64,6 +69,7 @@ class Engine:
                 max_logprobs=runner.max_logprobs,
                 eos_token_ids=tuple(eos_token_ids),
                 eos_token_id=eos_token_id,
+                pooling=pooling,
             ),
             tokenizer,
         )
@@ -75,7 +81,7 @@ class Engine:
                 f"the KV pool has {runner.num_blocks} blocks of {runner.block_size} tokens, which is less than the "
                 f"{need} of one request of max_model_len={runner.max_model_len}"
             )
-        self._outputs = OutputProcessor(tokenizer)
+        self._outputs = OutputProcessor(tokenizer, pooling)
         self._seeds = random.Random(seed)
         self._requests: dict[str, Request] = {}
         self._in_flight: _StepInFlight | None = None
@@ -91,7 +97,9 @@ class Engine:
         """Whether a call of `step` would do anything."""
         return bool(self._requests) or self._in_flight is not None
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, *, stream: bool = False
+    ) -> None:
         """Check a request and put it into the queue. Raises RequestError."""
         self.add(self.inputs.process(request_id, prompt, params, stream=stream))
 
@@ -107,12 +115,12 @@ class Engine:
         self._outputs.add(request)
         self._scheduler.add(request)
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+    def abort(self, request_ids: Iterable[str]) -> list[Output]:
         """End requests now, in whatever state; their last outputs. Ids of requests that have ended are passed over."""
         live = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         return [self._end(request, RequestStatus.ABORTED) for request in live]
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Output]:
         """One turn: outputs of requests that ended, and of streaming ones that have a new token.
 
         Raises StepError when the device fails a step: the requests that had a part in it have ended, their blocks are
@@ -208,12 +216,12 @@ class Engine:
             outgrown_after=runner.outgrown_after,
         )
 
-    def _take(self, step: ScheduledStep, result: Any) -> list[RequestOutput]:
+    def _take(self, step: ScheduledStep, result: Any) -> list[Output]:
         outputs = []
         for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
             if not samples or request.status.is_end:
                 continue
-            self.generated_tokens += 1
+            self.generated_tokens += request.pooling is None
             try:
                 end = self._outputs.take(request, result, index)
             except Exception:  # whatever one request's text or log-probabilities do, the others go on
@@ -225,7 +233,7 @@ class Engine:
                 outputs.append(self._outputs.output(request))
         return outputs
 
-    def _end(self, request: Request, status: RequestStatus) -> RequestOutput:
+    def _end(self, request: Request, status: RequestStatus) -> Output:
         self._scheduler.finish(request, status)
         del self._requests[request.request_id]
         self._finished_requests += 1

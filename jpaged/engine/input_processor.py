@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 
 from jpaged.engine.block_pool import prefix_root
+from jpaged.engine.pooling import Pooling, check_task
 from jpaged.engine.request import Request
 from jpaged.errors import RequestError
 from jpaged.outputs import RequestMetrics
+from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int] | np.ndarray
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 ACCEPTED = "must be a text, a list of token ids, or a dict with prompt or prompt_token_ids"
+POOLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # of requests that sample nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class ModelLimits:
     max_logprobs: int
     eos_token_ids: tuple[int, ...] = ()  # ids that end an answer; generation_config.json may add to the tokenizer's
     eos_token_id: int | None = None  # the main one: it ends an answer without being its stop_reason
+    pooling: Pooling | None = None  # what is given instead of new tokens
 
 
 class InputProcessor:
@@ -43,15 +47,22 @@ class InputProcessor:
         if limits.eos_token_id is not None:
             self._eos_token_ids |= {limits.eos_token_id}
 
-    def process(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> Request:
+    def process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, *, stream: bool = False
+    ) -> Request:
         """Check a prompt with its parameters and make a request of them. Raises RequestError."""
         arrival_time = time.monotonic()
+        check_task(self.limits.pooling, params)
+        pooling = params if isinstance(params, PoolingParams) else None
+        params = POOLED if isinstance(params, PoolingParams) else params
         self._check_params(params)
         parts = self._parts(prompt)
         text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
         token_ids = self._encode(text or "") if ids is None else self._checked_ids(ids)
         longest = self.limits.max_model_len
-        if params.max_tokens is not None:
+        if pooling is not None:
+            longest = len(token_ids) + 1  # the token that is not sampled is none of the model's
+        elif params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
         return Request(
             request_id=request_id,
@@ -63,6 +74,7 @@ class InputProcessor:
             eos_token_id=self.limits.eos_token_id,
             prefix_root=prefix_root(salt=parts.get("cache_salt") or ""),
             metrics=RequestMetrics(arrival_time=arrival_time),
+            pooling=pooling,
             stream=stream,
         )
 
@@ -145,13 +157,14 @@ class InputProcessor:
 
     def _check_length(self, name: str, value: Any, length: int) -> None:
         limit = self.limits.max_model_len
+        most = limit if self.limits.pooling is not None else limit - 1
         if not length:
             raise RequestError(name, value, "must not be empty")
-        if length >= limit:
+        if length > most:
             raise RequestError(
                 name,
                 value,
-                f"has {length:,} tokens, a prompt takes at most {limit - 1:,}: shorten it, or start with a larger "
+                f"has {length:,} tokens, a prompt takes at most {most:,}: shorten it, or start with a larger "
                 f"max_model_len (now {limit:,}) where the model has been made for more",
             )
 

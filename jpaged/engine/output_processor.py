@@ -4,16 +4,19 @@ import time
 from typing import Any
 
 from jpaged.engine.detokenizer import Detokenizer, TextDecoder, text_decoder
+from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.step_plan import StepResult
 from jpaged.errors import EngineError
-from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput
+from jpaged.pooling_params import PoolingParams
 
 
 class OutputProcessor:
-    """Follows every live request's output. Without a tokenizer there is no text."""
+    """Follows every live request's output. Without a tokenizer there is no text. pooling: of a pooling engine."""
 
-    def __init__(self, tokenizer: Any = None):
+    def __init__(self, tokenizer: Any = None, pooling: Pooling | None = None):
+        self._pooling = pooling
         self._decoder: TextDecoder | None = None if tokenizer is None else text_decoder(tokenizer)
         self._detokenizers: dict[Request, Detokenizer] = {}
 
@@ -26,8 +29,10 @@ class OutputProcessor:
     def take(self, request: Request, result: StepResult, index: int) -> RequestStatus | None:
         """Append the token that row `index` of a step sampled; the request's end, if that ends it.
 
-        A token that stops the request is part of its ids, but not of its text.
+        A token that stops the request is part of its ids, but not of its text. What is pooled ends its request.
         """
+        if request.pooling is not None:
+            return self._take_pooled(request, result, index)
         token_id = int(result.token_ids[index])
         request.num_in_flight -= 1
         request.token_ids.append(token_id)
@@ -49,7 +54,7 @@ class OutputProcessor:
             detokenizer.add(token_id)
         return RequestStatus.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
 
-    def output(self, request: Request) -> RequestOutput:
+    def output(self, request: Request) -> RequestOutput | PoolingRequestOutput[Any]:
         """A request's output so far. Of a request that has ended it is the last one: it is no longer followed.
 
         Of one that failed the text is what was certain until then.
@@ -61,6 +66,16 @@ class OutputProcessor:
             if detokenizer is not None and request.status is not RequestStatus.FAILED:
                 detokenizer.finish()
             self._detokenizers.pop(request, None)
+        if request.pooling is not None:
+            return PoolingRequestOutput(
+                request_id=request.request_id,
+                prompt=request.prompt,
+                prompt_token_ids=request.prompt_token_ids,
+                outputs=request.pooled,
+                finished=finished,
+                metrics=request.metrics,
+                num_cached_tokens=request.num_cached_tokens,
+            )
         completion = CompletionOutput(
             index=0,
             text="" if detokenizer is None else detokenizer.text,
@@ -83,6 +98,13 @@ class OutputProcessor:
     def forget_all(self) -> None:
         """Stop following requests."""
         self._detokenizers.clear()
+
+    def _take_pooled(self, request: Request, result: StepResult, index: int) -> RequestStatus:
+        if result.pooled is None or self._pooling is None:
+            raise EngineError(f"request {request.request_id} is to be pooled, the step gave nothing")
+        request.num_in_flight -= 1
+        request.pooled = self._pooling.output(result.pooled[index], request.pooling or PoolingParams())
+        return RequestStatus.STOPPED
 
     def _logprobs(self, request: Request, token_id: int, result: StepResult, index: int) -> dict[int, Logprob]:
         """The sampled token first, then the most likely ones that were asked for."""

@@ -6,7 +6,8 @@ import hashlib
 import sys
 
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.outputs import Logprob, RequestMetrics
+from jpaged.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestMetrics
+from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -64,12 +65,13 @@ class Request:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams         # greedy where the request is to be pooled
     max_total_tokens: int          # prompt and output together; the request ends when it has so many
     eos_token_ids: frozenset[int]  # the model's own ends, none with ignore_eos
     eos_token_id: int | None       # the one of them that is no `stop_reason` of its own
     prefix_root: bytes             # digest that the names of its blocks grow from
     metrics: RequestMetrics
+    pooling: PoolingParams | None = None  # the request ends with its prompt: nothing is sampled, a state is pooled
     stream: bool = False           # give out every token as it comes, not only the end
     seed: int = 0                  # 0 <= seed < 2**64; drawn when the request is added, if the caller gave none
     arrival: int = -1              # place in the order of arrival
@@ -95,6 +97,7 @@ class Request:
     sampler: SamplerVariant = dataclasses.field(init=False)  # what it needs of a step that samples for it
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    pooled: EmbeddingOutput | ClassificationOutput | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -57,12 +57,14 @@ class StepPlan:
 class StepResult:
     """What a step gave, row by row in the plan's order; rows that do not sample hold garbage."""
 
-    token_ids: np.ndarray                # int32[R]
+    token_ids: np.ndarray                # int32[R]; of a step that pools: none
     # Only from SamplerVariant.FULL, else None. Natural logarithms of the model's own distribution (raw, float32).
     logprobs: np.ndarray | None = None      # float32[R]     of the sampled token
     ranks: np.ndarray | None = None         # int32[R]       1 = most likely
     top_ids: np.ndarray | None = None       # int32[R, K]    most likely first; K = max_logprobs
     top_logprobs: np.ndarray | None = None  # float32[R, K]
+    # Only from a step that pools: of each row's last token, its hidden state after the final norm, or its scores.
+    pooled: np.ndarray | None = None        # float32[R, size]
 
 
 class Runner(Protocol):

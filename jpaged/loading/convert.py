@@ -30,7 +30,7 @@ from jpaged.loading.mxfp4 import Mxfp4Checkpoint
 from jpaged.loading.orbax_tree import NewLeaf, read_leaf, save_tree
 from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
 from jpaged.loading.tokenizer import load_tokenizer
-from jpaged.loading.weights import WeightPlan, assemble, check_depth, plan_weights
+from jpaged.loading.weights import HEAD, WeightPlan, assemble, check_depth, is_bare, plan_weights
 from jpaged.models.families import family_of
 from jpaged.models.families.base import LeafTensors
 from jpaged.models.families.config import CheckpointConfig
@@ -68,7 +68,10 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
     with _open(path) as (values, checkpoint):
         family, config = family_of(values), CheckpointConfig(values)
         check_depth(config, len(list(checkpoint.names)))
-        plan = plan_weights(family, family.spec(config), family.constants(config), checkpoint)
+        spec = family.spec(config)
+        if is_bare(family, checkpoint) and HEAD not in checkpoint:  # to embed with
+            spec = dataclasses.replace(spec, pools=True)
+        plan = plan_weights(family, spec, family.constants(config), checkpoint)
         kind = checkpoint_dtype(config, checkpoint) if dtype == "auto" else BY_NAME[dtype]
         shapes = param_shapes(plan.spec, kind)
         total = sum(int(np.prod(leaf.shape)) * kind.itemsize for leaf in jax.tree.leaves(shapes))
@@ -97,7 +100,10 @@ def export(model: str, out: Path) -> Written:
     manifest = Manifest.read(folder)
     values = read_json(folder / "config.json", required=True)
     family, config = family_of(values), CheckpointConfig(values)
-    tree = check_converted(folder, family, config)
+    spec = family.spec(config)
+    if HEAD not in manifest.tensors.values():
+        spec = dataclasses.replace(spec, pools=True)
+    tree = check_converted(folder, spec, config)
     _check_space(out, (sum(manifest.files.values()) or tree.num_bytes) + _SPARE)
     leaves = [leaf for leaf in family.tensors(tree.shapes) if leaf.leaf not in family.constants(config)]
     kind = BY_NAME[manifest.dtype]

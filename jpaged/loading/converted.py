@@ -21,13 +21,13 @@ from jpaged.loading.checkpoint import CONVERTED, read_json
 from jpaged.loading.dtypes import BY_NAME
 from jpaged.loading.orbax_tree import check_tree, leaf_name, load_tree
 from jpaged.loading.weights import StoredWeights, check_depth
-from jpaged.models.families import Family
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, param_shapes
 from jpaged.version import __version__
 
 FORMAT = 1
 PARAMS, SOURCE = "params", "source"
+MISSING = "missing"
 AGAIN = "convert the model again"
 
 
@@ -72,20 +72,21 @@ class ConvertedTree:
     num_bytes: int
 
 
-def open_converted(folder: Path, family: Family, config: CheckpointConfig) -> StoredWeights:
+def open_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -> StoredWeights:
     """A converted folder's weights, checked as `check_converted` does."""
-    tree = check_converted(folder, family, config)
+    tree = check_converted(folder, spec, config)
     load = functools.partial(_load, folder / PARAMS, tree.spec)
     return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load)
 
 
-def check_converted(folder: Path, family: Family, config: CheckpointConfig) -> ConvertedTree:
+def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -> ConvertedTree:
     """Check that the files are whole, and that names, shapes and dtype are the config's. Raises ModelLoadError."""
     dtype = BY_NAME[Manifest.read(folder).dtype]
     tree = check_tree(folder / PARAMS)
     stored = tree.leaves
     check_depth(config, len(stored))
-    spec = family.spec(config)
+    if spec.pools:
+        stored = {name: leaf for name, leaf in stored.items() if name != "lm_head"}
     if spec.tie_embeddings and "lm_head" in stored:
         spec = dataclasses.replace(spec, tie_embeddings=False)  # as the checkpoint had it, whatever its config says
     shapes = param_shapes(spec, dtype)
@@ -93,9 +94,10 @@ def check_converted(folder: Path, family: Family, config: CheckpointConfig) -> C
     for name in sorted(wanted.keys() | stored.keys()):
         have, want = (_show(leaves.get(name)) for leaves in (stored, wanted))
         if have != want:
+            to_embed = "; to embed with it, start with runner='pooling'" if (name, have) == ("lm_head", MISSING) else ""
             raise ModelLoadError(
                 f"{folder / PARAMS}: {name} is {have}, config.json calls for {want}: they are of different models, or "
-                f"of different versions of jpaged; {AGAIN}"
+                f"of different versions of jpaged; {AGAIN}{to_embed}"
             )
     return ConvertedTree(spec, shapes, tree.num_bytes)
 
@@ -107,4 +109,4 @@ def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype) -> dict[str, Any]:
 
 
 def _show(leaf: jax.ShapeDtypeStruct | None) -> str:
-    return "missing" if leaf is None else f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+    return MISSING if leaf is None else f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"

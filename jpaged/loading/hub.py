@@ -20,9 +20,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZER_FILES = (
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
-MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+POOLING = "1_Pooling/config.json"  # of Sentence Transformers: how a model pools
+MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", POOLING)
 # Other formats in sub-folders, and the same weights once more under other names.
-_UNWANTED = ("*/*", "consolidated*")
+_UNWANTED = ("[!1]*/*", "1*/*.safetensors*", "1*/*.model", "consolidated*")
 
 
 def find_model(model: str, revision: str | None = None) -> Path:

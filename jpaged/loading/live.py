@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -71,7 +71,8 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
     expected = layout_shapes(spec, dtype, found)
     for i, (layer, shapes) in enumerate(zip(layers, expected["layers"], strict=True)):
         _check_leaves(f"layers[{i}]", layer, shapes, dtype)
-    _check_leaves("", params, expected, dtype)
+    # A model that pools needs no output matrix, and may have one.
+    _check_leaves("", params, expected, dtype, unused={"layers", "lm_head"} if spec.pools else {"layers"})
     checked = {name: params[name] for name in expected} | {"layers": tuple(dict(layer) for layer in layers)}
     return LiveParams(checked, found, dtype)
 
@@ -165,7 +166,9 @@ def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequenc
     return dataclasses.replace(plain, transposed=frozenset(n for n, turned in (seen | top).items() if turned))
 
 
-def _check_leaves(path: str, leaves: Mapping[str, Any], shapes: Mapping[str, Any], dtype: np.dtype) -> None:
+def _check_leaves(
+    path: str, leaves: Mapping[str, Any], shapes: Mapping[str, Any], dtype: np.dtype, unused: Set[str] = frozenset()
+) -> None:
     def name(leaf: str) -> str:
         return f"params.{path}.{leaf}" if path else f"params.{leaf}"
 
@@ -178,7 +181,7 @@ def _check_leaves(path: str, leaves: Mapping[str, Any], shapes: Mapping[str, Any
             raise ModelLoadError(
                 f"{name(leaf)} has shape {list(leaves[leaf].shape)}, the config calls for {list(shapes[leaf].shape)}"
             )
-    extra = sorted(leaves.keys() - shapes.keys() - {"layers"})
+    extra = sorted(leaves.keys() - shapes.keys() - unused)
     if extra:
         size = math.prod(leaves[extra[0]].shape)
         raise ModelLoadError(f"{name(extra[0])} ({size:,} elements) has no place in a model of this config")

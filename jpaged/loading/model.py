@@ -25,7 +25,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import Checkpoint, TensorSource, is_converted, read_json
 from jpaged.loading.dtypes import checkpoint_dtype, resolve_dtype
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
-from jpaged.loading.hub import find_model, find_tokenizer, is_gguf
+from jpaged.loading.hub import POOLING, find_model, find_tokenizer, is_gguf
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.mxfp4 import Mxfp4Checkpoint
 from jpaged.loading.tokenizer import load_tokenizer
@@ -86,6 +86,8 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
     with _open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
         dtype = resolve_dtype(config.dtype, weights.dtype)
+        if weights.spec.pools and weights.spec.num_labels is None:
+            _check_pooling(path)
         if check is not None:
             check(weights.spec, dtype)
         tokenizer = _tokenizer(config, path)
@@ -110,10 +112,10 @@ def _open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, 
     if is_gguf(path):
         with GgufCheckpoint(path) as checkpoint:
             try:
-                _spec(checkpoint.config, checkpoint)
+                _spec(checkpoint.config, checkpoint, config.runner)
             except ModelLoadError as error:
                 raise ModelLoadError(f"{path}: its metadata, written as a config.json, is refused: {error}") from error
-            yield checkpoint.config, _stored(checkpoint.config, checkpoint)
+            yield checkpoint.config, _stored(checkpoint.config, checkpoint, config.runner)
         return
     values = read_json(path / "config.json", required=True)
     family = family_of(values)
@@ -121,25 +123,35 @@ def _open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, 
     if is_converted(path):
         from jpaged.loading.converted import open_converted  # Orbax takes half a second, and only this needs it
 
-        yield values, open_converted(path, family, CheckpointConfig(values))
+        spec = for_runner(family.spec(CheckpointConfig(values)), config.runner)
+        yield values, open_converted(path, spec, CheckpointConfig(values))
         return
     with Checkpoint(path) as checkpoint:
-        yield values, _stored(values, Mxfp4Checkpoint(checkpoint))
+        yield values, _stored(values, Mxfp4Checkpoint(checkpoint), config.runner)
 
 
-def _stored(values: dict[str, Any], checkpoint: TensorSource) -> StoredWeights:
+def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> StoredWeights:
     """The tensors of an open checkpoint, checked against the config."""
     reader, family = CheckpointConfig(values), family_of(values)
-    plan = plan_weights(family, _spec(values, checkpoint), family.constants(reader), checkpoint)
+    plan = plan_weights(family, _spec(values, checkpoint, runner), family.constants(reader), checkpoint)
     load = functools.partial(load_weights, plan, checkpoint)
     return StoredWeights(plan.spec, checkpoint_dtype(reader, checkpoint), checkpoint.num_bytes, load)
 
 
-def _spec(values: dict[str, Any], checkpoint: TensorSource) -> DecoderSpec:
+def _spec(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> DecoderSpec:
     reader = CheckpointConfig(values)
     family = family_of(values)
     check_depth(reader, len(list(checkpoint.names)))
-    return family.spec(reader)
+    return for_runner(family.spec(reader), runner)
+
+
+def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:
+    """The spec for what `EngineConfig.runner` asks of the model. Raises ModelLoadError where it cannot do that."""
+    if runner == "generate" and spec.pools:
+        raise ModelLoadError(
+            "runner='generate': the model is a sequence classifier, which has no output matrix: leave runner out"
+        )
+    return dataclasses.replace(spec, pools=True) if runner == "pooling" else spec
 
 
 def _from_live(
@@ -157,6 +169,7 @@ def _from_live(
         reader = CheckpointConfig(values)
         check_depth(reader, len(jax.tree.leaves(params)))
         spec = family_of(values).spec(reader)
+    spec = for_runner(spec, config.runner)
     live = check_live(spec, params, layout)
     if config.dtype not in ("auto", live.dtype.name):
         resolve_dtype(config.dtype, None)
@@ -174,6 +187,19 @@ def _from_live(
         tokenizer=_tokenizer(config, folder),
         source="live arrays",
     )
+
+
+def _check_pooling(folder: Path) -> None:
+    """Refuse a model that Sentence Transformers pools in another way than by its last token."""
+    values = read_json(folder.joinpath(POOLING))
+    begin = "pooling_mode_"
+    modes = [values["pooling_mode"]] if "pooling_mode" in values else []
+    modes += [name.removeprefix(begin) for name, value in values.items() if name.startswith(begin) and value is True]
+    if modes not in ([], ["lasttoken"]):
+        raise ModelLoadError(
+            f"{folder / POOLING}: pooling by {', '.join(map(str, modes))} is not supported by jpaged (only lasttoken): "
+            "use another checkpoint"
+        )
 
 
 def _config_of(path: Path) -> dict[str, Any]:

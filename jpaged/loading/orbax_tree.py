@@ -94,7 +94,7 @@ def load_tree(folder: Path, target: Any, on_read: Callable[[int], Any] = lambda 
     arguments = jax.tree.map(argument, target)
     with _checkpointer(on_read) as checkpointer:
         return checkpointer.restore(
-            folder.absolute(), args=ocp.args.PyTreeRestore(item=target, restore_args=arguments)
+            folder.absolute(), args=ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
         )
 
 

@@ -25,7 +25,8 @@ from jpaged.models.spec import DecoderSpec, param_shapes
 logger = logging.getLogger(__name__)
 
 _CONVERTIBLE = ("F64", "F32", "F16", "BF16")
-_HEAD, _EMBED = "lm_head.weight", "embed"
+HEAD = "lm_head.weight"
+_EMBED = "embed"
 _BEYOND_MEMORY = 2**48  # elements of one leaf; numpy cannot address 2**61 of them
 _ALIGNMENT = 64  # bytes; from here JAX on CPU uses a buffer as it is instead of copying it
 
@@ -100,15 +101,18 @@ def plan_weights(
                 files.append(name)
         leaves.append(LeafPlan(leaf, shape, tuple(files), None))
     if missing:
+        remedy = ": to embed with it, start with runner='pooling'" if missing == [checkpoint.label(HEAD)] else ""
         raise ModelLoadError(
             f"{checkpoint.folder}: {_some(missing)} missing, which {checkpoint.config_name} calls for: "
-            f"the checkpoint is incomplete or {checkpoint.config_name} is of another model"
+            f"the checkpoint is incomplete or {checkpoint.config_name} is of another model{remedy}"
         )
     used = {name for plan in leaves for name in plan.files}
     extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
     copies: tuple[str, ...] = ()
-    if spec.tie_embeddings:
-        copies = tuple(n for n in extra if n == _HEAD)  # checked to be the embedding's own
+    if spec.pools:
+        extra = [n for n in extra if n != HEAD]  # an output matrix that nobody asks
+    elif spec.tie_embeddings:
+        copies = tuple(n for n in extra if n == HEAD)  # checked to be the embedding's own
         extra = [n for n in extra if n not in copies]
     if extra:
         raise ModelLoadError(
@@ -156,13 +160,17 @@ def assemble(
     return host
 
 
+def is_bare(family: Family, checkpoint: TensorSource) -> bool:
+    """Whether the files were saved from the bare base model: their names lack the causal language model's prefix."""
+    return not any(name.startswith(family.prefix) for name in checkpoint.names)
+
+
 class _Names:
     """Names of tensors as the family's table has them -> as the checkpoint has them."""
 
     def __init__(self, family: Family, checkpoint: TensorSource):
         self._checkpoint = checkpoint
-        # A file saved from the bare base model lacks the prefix of the causal language model.
-        self._bare = family.prefix if not any(n.startswith(family.prefix) for n in checkpoint.names) else ""
+        self._bare = family.prefix if is_bare(family, checkpoint) else ""
         self._renamed: dict[str, str] = {}
 
     def find(self, name: str) -> str | None:
@@ -181,11 +189,10 @@ def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: Te
     One of the two matrices serves for both, whichever is there. Where both are there and differ, they are not tied.
     """
     embed_rule = next(rule.name for rule in family.rules if rule.leaf == _EMBED)
-    head, embed = names.find(_HEAD), names.find(embed_rule)
-    if head is None:
-        return spec
-    if embed is None:
+    head, embed = names.find(HEAD), names.find(embed_rule)
+    if head is not None and embed is None:
         names.rename(embed_rule, head)
+    if head is None or embed is None or spec.pools:
         return spec
     a, b = checkpoint.entry(head), checkpoint.entry(embed)
     if (a.dtype, a.shape) == (b.dtype, b.shape):

@@ -134,6 +134,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         raise ModelLoadError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")
     if block_size & (block_size - 1) or not 8 <= block_size <= 128:
         raise ModelLoadError(f"block_size={block_size}: must be 8, 16, 32, 64 or 128")
+    if spec.pools and config.row_buckets is not None:
+        raise ModelLoadError("row_buckets: with runner='pooling' there are no decode programs; leave it out")
     groups = group_layers(spec.windows, max_model_len)
     return Limits(max_model_len, max_num_seqs, budget, block_size, groups)
 

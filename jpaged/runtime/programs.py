@@ -49,17 +49,20 @@ def bucket_shapes(
     smallest: int = MIN_BUCKET,
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
+    pools: bool = False,
 ) -> list[ProgramShape]:
     """The step programs of an engine, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
 
     Decode programs come one a row bucket, mixed programs one a token bucket with rows at the maximum. Greedy and full
     sampling have every bucket; plain random sampling has what is left (nothing where the caller names buckets, to keep
-    them few), and uses the full sampler's programs elsewhere.
+    them few), and uses the full sampler's programs elsewhere. A model that pools has mixed programs only, one a bucket.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
     buckets = MAX_STEP_PROGRAMS * 2 // 5
-    if row_buckets:
+    if pools:
+        rows = []
+    elif row_buckets:
         rows = _checked(row_buckets, smallest, max_rows)
     else:
         rows = _thin(_powers(smallest, max_rows), buckets // 2)
@@ -68,6 +71,10 @@ def bucket_shapes(
     else:
         # The small ones go first: a chunk of 16 tokens costs about what 32 do, one of 128 half of what 256 do.
         tokens = _powers(2 * smallest, max_tokens)[-(buckets - len(rows)) :]
+
+    if pools:
+        greedy = SamplerVariant.GREEDY
+        return [ProgramShape(False, n, max_rows, block_size, greedy, num_groups, pools=True) for n in tokens]
 
     def shapes(variant: SamplerVariant, rows: Sequence[int], tokens: Sequence[int]) -> list[ProgramShape]:
         decodes = [ProgramShape(True, n, n, block_size, variant, num_groups) for n in rows]

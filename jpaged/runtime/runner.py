@@ -36,7 +36,7 @@ class Handle:
     """A step under way."""
 
     num_rows: int
-    sampled: Sampled
+    sampled: Sampled | jax.Array  # of a model that pools: float32[rows, size]
 
 
 class ModelRunner:
@@ -139,7 +139,7 @@ class ModelRunner:
                 max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
                 block_size=limits.block_size, num_groups=len(limits.groups.windows),
                 smallest=smallest_bucket(spec, device.platform),
-                row_buckets=config.row_buckets, token_buckets=config.token_buckets,
+                row_buckets=config.row_buckets, token_buckets=config.token_buckets, pools=spec.pools,
             )  # fmt: skip
 
         with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
@@ -219,6 +219,8 @@ class ModelRunner:
                 if not isinstance(error, Exception):
                     raise
                 raise EngineError(f"the device failed a step: {error}") from error
+        if self.spec.pools:
+            return StepResult(np.zeros(0, np.int32), pooled=host)
         return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs)
 
     def prefix_cacheable(self, prompt_len: int) -> bool:

@@ -3,7 +3,8 @@
 1. Unpack: block-table changes and restarted rows go into the request table.
 2. Build ids, positions, KV slots and lengths from the table: the host never sends them.
 3. Forward: the decoder over all tokens, writing keys and values into the pages and attending through block tables.
-4. Sample: logits of each row's last token, a token a row, written into the table for the next step.
+4. Sample: logits of each row's last token, a token a row, written into the table for the next step. A model that pools
+   gives what `decoder.head` makes of the row's last token instead.
 
 `state` is donated: pages and table are updated in place.
 """
@@ -42,6 +43,7 @@ class ProgramShape:
     block_size: int
     variant: SamplerVariant
     num_groups: int = 1  # block tables a row
+    pools: bool = False  # nothing is sampled
 
     @property
     def max_updates(self) -> int:
@@ -69,7 +71,7 @@ class ProgramShape:
 
     def __str__(self) -> str:
         kind = f"decode {self.rows} rows" if self.is_decode else f"mixed {self.tokens} tokens"
-        return f"{kind}, {self.variant.name.lower()}"
+        return f"{kind}, {'pooled' if self.pools else self.variant.name.lower()}"
 
 
 def block_updates(plan: StepPlan, width: int) -> np.ndarray:
@@ -231,8 +233,8 @@ def forward(
     layout: WeightLayout,
     shape: ProgramShape,
     implementation: str,
-) -> tuple[DeviceState, Batch, Float[Array, "rows vocab"]]:
-    """The model over one plan: the state with the new KV, the batch, and float32 logits of each row's last token."""
+) -> tuple[DeviceState, Batch, Float[Array, "rows output"]]:
+    """The model over one plan: the state with the new KV, the batch, and `decoder.head` of each row's last token."""
     state, batch = build_batch(state, packed, shape)
     hidden, pages = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch.groups,
@@ -256,17 +258,22 @@ def step(
     shape: ProgramShape,
     implementation: str,
     num_logprobs: int,
-) -> tuple[DeviceState, sampler.Sampled]:
-    """One step. Donate `state`. Rows that do not sample get a token too, which goes nowhere."""
+) -> tuple[DeviceState, sampler.Sampled | Float[Array, "rows output"]]:
+    """One step. Donate `state`. Rows that do not sample get a token too, which goes nowhere.
+
+    A shape that pools gives float32[rows, spec.output_size] in the place of tokens.
+    """
     state, batch, logits = forward(
         params, state, packed, spec=spec, groups=groups, layout=layout, shape=shape, implementation=implementation
     )
+    length = batch.fields[:, Field.LENGTH] + batch.num_tokens
+    table = state.table.at[batch.rows, Field.LENGTH].set(length, mode="drop")
+    if shape.pools:
+        return state.replace(table=table), logits
     sampled = sampler.sample(
         logits, batch.fields, batch.context_lens, allowed, variant=shape.variant, num_logprobs=num_logprobs
     )
-    length = batch.fields[:, Field.LENGTH] + batch.num_tokens
     last_token = jnp.where(batch.samples, sampled.token_ids, batch.fields[:, Field.LAST_TOKEN])
-    table = state.table.at[batch.rows, Field.LENGTH].set(length, mode="drop")
     table = table.at[batch.rows, Field.LAST_TOKEN].set(last_token, mode="drop")
     return state.replace(table=table), sampled
 

@@ -6,7 +6,7 @@ from typing import Any
 from jpaged.errors import ModelLoadError
 from jpaged.models.families.base import Family
 from jpaged.models.families.bloom import BLOOM
-from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.config import CLASSIFIER, CheckpointConfig
 from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jpaged.models.families.falcon import FALCON
 from jpaged.models.families.gemma import GEMMA, GEMMA2
@@ -34,6 +34,12 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
+# The bare base model with a score matrix; Transformers has no such class of the two.
+ARCHITECTURES |= {
+    family.architectures[1].removesuffix("Model") + CLASSIFIER: family
+    for family in FAMILIES
+    if family not in (GRANITE, OLMO2)
+}
 
 __all__ = ["ARCHITECTURES", "FAMILIES", "Family", "family_of", "spec_of"]
 

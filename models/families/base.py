@@ -108,6 +108,10 @@ def with_bias(
     )
 
 
+# Transformers' sequence classifiers of all families name it so.
+SCORE = TensorRule("score.weight", "score")
+
+
 def _flat_shape(part: Part, view: np.ndarray) -> tuple[int, ...]:
     axes = part.output_axes
     return (int(np.prod(view.shape[:axes])), *view.shape[axes:])
@@ -123,11 +127,16 @@ class Family:
 
     model_type: str
     architectures: tuple[str, ...]   # the causal language model first, then the bare base model
-    spec: Callable[[CheckpointConfig], DecoderSpec]
+    decoder: Callable[[CheckpointConfig], DecoderSpec]  # as the causal language model
     rules: tuple[TensorRule, ...]    # rules whose leaf the spec's tree does not have do not apply
-    prefix: str                      # of all tensors but lm_head; a file of the bare base model lacks it
+    prefix: str                      # of all tensors but lm_head and score; a file of the bare base model lacks it
     ignored: re.Pattern[str]         # tensors that Transformers does not read either: buffers of old versions
     constants: Callable[[CheckpointConfig], Mapping[str, float]] = _no_constants  # leaves no tensor fills
+
+    def spec(self, config: CheckpointConfig) -> DecoderSpec:
+        """DecoderSpec of a config.json. Raises ModelLoadError that names the key it cannot honour."""
+        spec, num_labels = self.decoder(config), config.num_labels()
+        return spec if num_labels is None else dataclasses.replace(spec, pools=True, num_labels=num_labels)
 
     def tensors(self, tree: Mapping[str, Any]) -> Iterator["LeafTensors"]:
         """Every leaf of a parameter tree with the tensors that fill it; a tree of arrays or of their shapes."""
@@ -146,7 +155,7 @@ class Family:
 
     def _rules_of(self, leaf: str, layer: int | None, experts: int = 1) -> tuple["NamedRule", ...]:
         """The rules for a leaf. experts: how many it holds, where tensors are one an expert."""
-        rules = [rule for rule in self.rules if rule.leaf == leaf]
+        rules = [rule for rule in (*self.rules, SCORE) if rule.leaf == leaf]
         numbers = {rule: range(experts) if "{expert}" in rule.name else (None,) for rule in rules}
         return tuple(NamedRule(rule, layer, expert) for rule in rules for expert in numbers[rule])
 

@@ -20,6 +20,8 @@ _ACTIVATIONS = {
     "relu": Activation.RELU,
 }
 
+CLASSIFIER = "ForSequenceClassification"  # how the architectures of sequence classifiers end
+
 _LARGEST = 2**31 - 1  # positions and ids are int32
 
 # Keys of a rope dictionary that each scaling reads; `finetuned` says how a model was made and changes nothing.
@@ -114,6 +116,18 @@ class CheckpointConfig:
         self.refuse("attention_chunk_size")
         self.refuse("is_encoder_decoder", False)
         self.refuse("add_cross_attention", False)
+
+    def num_labels(self) -> int | None:
+        """Labels of a sequence classifier, 2 where the config does not say (as Transformers); None: it is none."""
+        architectures = self.get("architectures", default=[])
+        if not any(name.endswith(CLASSIFIER) for name in architectures):
+            return None
+        names = self.get("id2label")
+        if names is None:
+            return self.integer("num_labels", default=2)
+        if not isinstance(names, Mapping) or not names:
+            raise ModelLoadError(f"config.json: id2label={names!r} must be an object with one entry a label")
+        return len(names)
 
     def heads(self) -> tuple[int, int]:
         """Query heads and KV heads."""

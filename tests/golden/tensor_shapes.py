@@ -5,6 +5,19 @@ from typing import Any
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors, as Transformers saves them."""
+    architecture, labels = config["architectures"][0], config.get("id2label", {0: "no", 1: "yes"})
+    shapes = _causal_shapes(config)
+    if architecture.endswith("ForSequenceClassification"):
+        shapes.pop("lm_head.weight", None)
+        width = config.get("word_embed_proj_dim") or config.get("n_embd") or config["hidden_size"]
+        shapes["score.weight"] = (len(labels), width)
+    if architecture == "Qwen3Model":
+        shapes.pop("lm_head.weight", None)
+        shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
+    return shapes
+
+
+def _causal_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if config["model_type"].startswith("deepseek"):
         return _deepseek_shapes(config)
     families = {

@@ -22,7 +22,8 @@ from jpaged.loading import convert as converting
 from jpaged.loading import load_model
 from jpaged.loading.convert import convert, export
 from jpaged.loading.converted import Manifest
-from tests.golden.checkpoints import BY_NAME, NUM_TOKENS, tensor_shapes, write_checkpoint, write_safetensors
+from tests.golden.checkpoints import BY_NAME, NUM_TOKENS, Variant, tensor_shapes, write_checkpoint, write_safetensors
+from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER
 from tests.loading.gguf_files import write_gguf
 from tests.loading.test_load_model import assert_same, change_config, tensors_of, write_shards
 
@@ -30,9 +31,9 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 SMALL_FILES = {"generation_config.json": '{"eos_token_id": 2}', "tokenizer_config.json": "{}", "merges.txt": "a b\n"}
 
 
-def write(folder: Path, name: str, dtype: str = "float32") -> Path:
+def write(folder: Path, model: str | Variant, dtype: str = "float32") -> Path:
     """A tiny checkpoint in a dtype, with files beside it."""
-    write_checkpoint(BY_NAME[name], 3, folder)
+    write_checkpoint(BY_NAME[model] if isinstance(model, str) else model, 3, folder)
     tensors = {name: values.astype(DTYPES[dtype]) for name, values in tensors_of(folder).items()}
     write_safetensors(folder / "model.safetensors", tensors)
     change_config(folder, torch_dtype=dtype)
@@ -42,11 +43,11 @@ def write(folder: Path, name: str, dtype: str = "float32") -> Path:
     return folder
 
 
-def load(folder: Path, dtype: str = "auto"):
+def load(folder: Path, dtype: str = "auto", runner: str = "auto"):
     """Without the tokenizer, of which these folders have scraps only."""
     for scrap in ("tokenizer_config.json", "merges.txt"):
         (folder / scrap).unlink(missing_ok=True)
-    return load_model(EngineConfig(model=str(folder), dtype=dtype))
+    return load_model(EngineConfig(model=str(folder), dtype=dtype, runner=runner))
 
 
 def assert_same_files(a: Path, b: Path) -> None:
@@ -112,6 +113,28 @@ def test_there_and_back_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> No
         assert jax.tree.structure(there.params) == jax.tree.structure(here.params)
         assert_same(there.params, here.params)
         assert there.generation_config == here.generation_config
+
+
+@pytest.mark.parametrize("model", [QWEN3_CLASSIFIER, BARE_QWEN3, BY_NAME["llama"]], ids=lambda v: v.name)
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_models_that_pool(model: Variant, dtype: str, tmp_path: Path) -> None:
+    """A classifier, a base model without an output matrix, and a causal model whose output matrix nobody asks."""
+    source = write(tmp_path / "source", model, "bfloat16")
+    same_files = convert(str(source), tmp_path / "out", dtype=dtype).same_files
+    assert export(str(tmp_path / "out"), tmp_path / "back").same_files == same_files == (dtype == "auto")
+    if same_files:
+        assert_same_files(source, tmp_path / "back")
+    assert tensors_of(tmp_path / "back").keys() == tensors_of(source).keys()
+    wanted = load(source, "float16", "pooling")
+    for folder in (tmp_path / "out", tmp_path / "back"):
+        there = load(folder, "float16", "pooling")
+        assert there.spec == wanted.spec
+        assert there.params.keys() == wanted.params.keys()
+        assert_same(there.params, wanted.params)
+    assert ("score" in wanted.params, "lm_head" in wanted.params) == (model is QWEN3_CLASSIFIER, False)
+    if model is BARE_QWEN3:
+        with pytest.raises(ModelLoadError, match=r"lm_head is missing, config\.json calls for .*runner='pooling'"):
+            load(tmp_path / "out")
 
 
 def test_shards_come_back_as_they_were(llama: Path, tmp_path: Path) -> None:

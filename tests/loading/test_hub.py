@@ -36,6 +36,8 @@ def hub() -> Iterator[Hub]:
         "pytorch_model.bin": b"pickle",
         "consolidated.safetensors": b"the same weights again",
         "onnx/model.safetensors": b"the same weights again",
+        "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}',
+        "1_Pooling/model.safetensors": b"of another module",
         "modeling_tiny.py": b"raise SystemExit",
     }
     with serve(Hub("acme/tiny", files)) as served:
@@ -56,12 +58,13 @@ def find(hub: Hub, home: Path, **environment: str) -> str:
 
 
 def test_only_needed_files_are_fetched_and_the_cache_serves_without_network(hub: Hub, tmp_path: Path) -> None:
-    wanted = "config.json generation_config.json model.safetensors tokenizer.json"
+    wanted = "1_Pooling config.json generation_config.json model.safetensors tokenizer.json"
     first = find(hub, tmp_path)
     assert first.startswith(str(tmp_path))
     assert first.split(" ", 1)[1] == wanted
     fetched = [path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
-    assert sorted(path.split("/resolve/")[1].split("/", 1)[1] for path in fetched) == wanted.split()
+    files = wanted.replace("1_Pooling", "1_Pooling/config.json").split()
+    assert sorted(path.split("/resolve/")[1].split("/", 1)[1] for path in fetched) == files
 
     hub.requests.clear()
     assert find(hub, tmp_path, HF_HUB_OFFLINE="1") == first
@@ -83,12 +86,12 @@ def test_a_failed_download_leaves_only_the_rest_to_fetch(hub: Hub, tmp_path: Pat
     message = find(hub, tmp_path)
     assert message.startswith("ModelLoadError: acme/tiny: cannot be fetched")
     assert "try again" in message
-    assert hub.downloads("config.json") == [""]
+    assert hub.downloads("generation_config.json") == [""]
     hub.broken.clear()
     hub.requests.clear()
     assert "model.safetensors" in find(hub, tmp_path)
     assert hub.downloads("model.safetensors") == [""]
-    assert hub.downloads("config.json") == []
+    assert hub.downloads("generation_config.json") == []
 
 
 def test_token(hub: Hub, tmp_path: Path) -> None:

@@ -13,15 +13,16 @@ from jpaged.config import EngineConfig
 from jpaged.loading import load_model
 from jpaged.models.check import Answers, fixed_token_ids, last_logits, main, output_after
 from tests.golden.checkpoints import BY_NAME, VARIANTS, write_checkpoint, write_safetensors
+from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER
 from tests.loading.test_load_model import change_config, tensors_of
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 FIRST = "the first difference is in "
 
 
-def own_answers(folder: Path, path: Path) -> Path:
+def own_answers(folder: Path, path: Path, runner: str = "auto") -> Path:
     """What the model gives now, as --record writes it."""
-    model = load_model(EngineConfig(model=str(folder), dtype="float32"))
+    model = load_model(EngineConfig(model=str(folder), dtype="float32", runner=runner))
     ids = fixed_token_ids(model.spec.vocab_size)
     outputs = [output_after(model, ids, layers) for layers in range(model.spec.num_layers + 1)]
     Answers(ids, outputs, last_logits(model, outputs[-1])).write(path)
@@ -62,6 +63,25 @@ def test_the_damaged_layer_is_named(tensor: str, says: str, llama: Path, tmp_pat
     assert FIRST + says in out
     assert out.count("DIFFERS") == 1
     assert main([str(llama), "--answers", answers, "--tolerance", "0.1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "name", "tensor"),
+    [
+        (QWEN3_CLASSIFIER, (), "scores", "score.weight"),
+        (BARE_QWEN3, ("--runner", "pooling"), "last state", "norm.weight"),
+    ],
+    ids=["classifier", "bare"],
+)
+def test_models_that_pool(variant, options, name, tensor, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint(variant, 0, folder)
+    answers = own_answers(folder, tmp_path / "answers.json", runner="pooling")
+    command = [str(folder), "--answers", str(answers), *options]
+    assert main(command) == 0
+    damage(folder, tensor)
+    assert main(command) == 1
+    assert FIRST + f"the {name}: all layers agree" in capsys.readouterr().out
 
 
 def test_nan_is_a_difference(llama: Path, tmp_path: Path, capsys) -> None:

@@ -85,8 +85,9 @@ def test_family_by_architecture_then_by_model_type() -> None:
     assert family_of({"architectures": ["Qwen2ForCausalLM"], "model_type": "llama"}).model_type == "qwen2"
     assert family_of({"model_type": "opt"}).model_type == "opt"
     assert family_of({"architectures": ["GPT2Model"]}).model_type == "gpt2"
-    classifier = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}
-    for values in ({}, {"architectures": ["BertModel"]}, classifier):
+    assert family_of({"architectures": ["GPT2ForSequenceClassification"]}).model_type == "gpt2"
+    tokens = {"architectures": ["LlamaForTokenClassification"], "model_type": "llama"}
+    for values in ({}, {"architectures": ["BertModel"]}, tokens):
         with pytest.raises(ModelLoadError, match="is not supported by jpaged; supported: LlamaForCausalLM, Mistral"):
             family_of(values)
 

@@ -5,8 +5,18 @@ import dataclasses
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import numpy as np
+
 from jpaged.errors import CapacityError, EngineError, RequestError
-from jpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jpaged.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    Logprob,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
+from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 
 VOCAB = 256
@@ -44,6 +54,8 @@ class FakeEngine:
     steps: dict[str, int] = dataclasses.field(default_factory=dict)
     seen_params: list[SamplingParams] = dataclasses.field(default_factory=list)
     seen_prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    seen_pooling: list[PoolingParams] = dataclasses.field(default_factory=list)
+    aborts: bool = False  # what is to be embedded
     closed: bool = False
 
     async def generate(
@@ -74,6 +86,23 @@ class FakeEngine:
                 logprobs.append(self._logprobs(token_id, sampling_params.logprobs or 0))
                 text = bytes(tokens).decode(errors="ignore")
                 yield self._output(request_id, ids, tokens, text, logprobs, sampling_params, len(tokens) == count)
+        finally:
+            self.running.discard(request_id)
+
+    async def encode(
+        self, prompt: str | dict[str, list[int]], pooling_params: PoolingParams, request_id: str
+    ) -> AsyncGenerator[PoolingRequestOutput[EmbeddingOutput | None], None]:
+        """The embedding of a prompt is its token ids, thirds added."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        if not ids:
+            raise RequestError("prompt", prompt, "must not be empty")
+        self.seen_pooling.append(pooling_params)
+        self.running.add(request_id)
+        try:
+            await asyncio.sleep(self.step_seconds / len(ids))  # the last of several comes first
+            values = np.float32(ids) + np.float32(1 / 3)
+            output = None if self.aborts else EmbeddingOutput(values[: pooling_params.dimensions].tolist())
+            yield PoolingRequestOutput(request_id, None, ids, output, True, RequestMetrics(0.0))
         finally:
             self.running.discard(request_id)
 

@@ -1,0 +1,59 @@
+"""POST /v1/embeddings, of an engine that was started with runner='pooling'."""
+
+import base64
+from contextlib import aclosing
+from http import HTTPStatus
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jpaged.outputs import EmbeddingOutput, PoolingRequestOutput
+from jpaged.pooling_params import PoolingParams
+from jpaged.prompt_streams import merged
+from jpaged.serving import generation
+from jpaged.serving.body import read_body
+from jpaged.serving.disconnect import until_disconnect
+from jpaged.serving.engine_client import Prompt
+from jpaged.serving.error_responses import APIError
+from jpaged.serving.generation import Head, Server
+from jpaged.serving.request_schema import EmbeddingRequest
+from jpaged.serving.response_schema import Embedding, EmbeddingList, EmbeddingUsage
+from jpaged.serving.routes_completions import prompt_list
+
+MAX_INPUTS = 2048  # of one request, as OpenAI's
+
+
+async def embeddings(request: Request) -> Response:
+    """Embed one input or several: text, lists of text, token ids, lists of token ids."""
+    server: Server = request.app.state.server
+    body = await read_body(request, EmbeddingRequest)
+    with generation.named_as_sent({"prompt_token_ids": "input", "prompt": "input"}):
+        head = Head.new("embd", server.model_name(body.model))
+        params = PoolingParams(dimensions=body.dimensions, task="embed")
+        work = _embedded(server, prompt_list(body.input, MAX_INPUTS), params, head.id)
+        finals = await until_disconnect(request.receive, work)
+    data = [Embedding(index, _encoded(final.outputs, body.encoding_format)) for index, final in finals.items()]
+    tokens = sum(len(final.prompt_token_ids) for final in finals.values())
+    answer = EmbeddingList(data, head.model, EmbeddingUsage(tokens, tokens))
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _embedded(
+    server: Server, prompts: list[Prompt], params: PoolingParams, request_id: str
+) -> dict[int, PoolingRequestOutput[EmbeddingOutput]]:
+    """The output of each prompt, in the prompts' order. Raises APIError where the engine broke one off."""
+    streams = [server.engine.encode(prompt, params, f"{request_id}-{i}") for i, prompt in enumerate(prompts)]
+    async with aclosing(merged(streams)) as outputs:
+        finals = {prompt: output async for prompt, output in outputs}
+    if any(final.outputs is None for final in finals.values()):
+        raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, generation.ABORTED, code="aborted")
+    return dict(sorted(finals.items()))
+
+
+def _encoded(output: EmbeddingOutput, encoding_format: str | None) -> list[float] | str:
+    """Numbers, or base64 of them as little-endian float32."""
+    if encoding_format != "base64":
+        return output.embedding
+    return base64.b64encode(np.array(output.embedding, "<f4").tobytes()).decode()

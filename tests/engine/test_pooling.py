@@ -1,0 +1,113 @@
+"""Requests that are pooled: what the host makes of a state, and their way through the engine, without a device."""
+
+import random
+
+import numpy as np
+import pytest
+
+from jpaged import ClassificationOutput, EmbeddingOutput, PoolingParams, RequestError, SamplingParams
+from jpaged.engine.engine import Engine, StepError
+from jpaged.engine.pooling import Activation, Pooling, activation_of
+from jpaged.engine.step_plan import StepResult
+from tests.engine.fake_runner import FakeRunner, next_token
+
+EMBEDS = Pooling(2)
+
+
+class PoolingRunner(FakeRunner):
+    """Pools (what the model would say next, 1): so every token before it counts."""
+
+    def _result(self, plan, tokens):
+        assert plan.num_decodes == 0
+        return StepResult(np.zeros(0, np.int32), pooled=np.stack([tokens, np.ones_like(tokens)], 1).astype(np.float32))
+
+
+def raw(prompt, vocab_size=97):
+    return EmbeddingOutput([float(next_token(prompt, vocab_size)), 1.0])
+
+
+@pytest.mark.parametrize("num_blocks", [16, 64])
+def test_every_prompt_is_pooled_at_its_end_and_nothing_is_left(num_blocks):
+    """Chunks, shared prefixes, a pool that holds one long prompt; some are aborted."""
+    rng, runner = random.Random(1), PoolingRunner(num_blocks=num_blocks)
+    engine, wanted, got = Engine(runner, pooling=EMBEDS), {}, {}
+    shared = [rng.randrange(97) for _ in range(64)]
+    for i in range(120):
+        prompt = shared[: rng.choice([0, 8, 30])] + [rng.randrange(97) for _ in range(rng.randint(1, 34))]
+        wanted[str(i)] = raw(prompt)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, PoolingParams(normalize=False), stream=i % 2 == 0)
+        for _ in range(rng.choice([0, 1, 2])):
+            got |= {output.request_id: output for output in engine.step()}
+        if rng.random() < 0.1:
+            for output in engine.abort([str(i)]):
+                assert output.outputs is None
+                assert output.finished
+                got[str(i)] = output
+                wanted[str(i)] = None
+    while engine.has_work:
+        got |= {output.request_id: output for output in engine.step()}
+        engine.check_integrity()
+    assert {i: output.outputs for i, output in got.items()} == wanted
+    stats = engine.stats()
+    assert stats.prefix_hit_tokens > 100
+    assert (stats.used_blocks, stats.generated_tokens, stats.finished_requests) == (0, 0, 120)
+
+
+def test_a_prompt_may_fill_the_model():
+    engine = Engine(PoolingRunner(), pooling=EMBEDS)
+    engine.add_request("a", {"prompt_token_ids": [5] * 64}, PoolingParams(normalize=False))
+    with pytest.raises(RequestError, match="has 65 tokens, a prompt takes at most 64"):
+        engine.add_request("b", {"prompt_token_ids": [5] * 65}, PoolingParams())
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [output.outputs for output in outputs] == [raw([5] * 64)]
+
+
+def test_a_failed_step_ends_its_requests_only():
+    engine = Engine(PoolingRunner(max_num_seqs=1, fail_at=frozenset({("collect", 0)})), pooling=EMBEDS)
+    for name in "ab":
+        engine.add_request(name, {"prompt_token_ids": [5] * 10}, PoolingParams(normalize=False))
+    engine.step()
+    with pytest.raises(StepError) as caught:
+        engine.step()
+    assert caught.value.request_ids == ("a",)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [(output.request_id, output.outputs) for output in outputs] == [("b", raw([5] * 10))]
+
+
+def test_requests_of_the_other_kind_are_refused():
+    prompt = {"prompt_token_ids": [5]}
+    with pytest.raises(RequestError, match=r"runner='pooling': the engine does not generate: call embed\(\)"):
+        Engine(PoolingRunner(), pooling=EMBEDS).add_request("a", prompt, SamplingParams())
+    with pytest.raises(RequestError, match="runner='generate': the engine generates"):
+        Engine(FakeRunner()).add_request("a", prompt, PoolingParams())
+
+
+def test_embeddings():
+    state = np.array([3.0, 4.0], np.float32)
+    assert EMBEDS.output(state, PoolingParams()) == EmbeddingOutput(np.float32([0.6, 0.8]).tolist())
+    assert EMBEDS.output(state, PoolingParams(normalize=False)) == EmbeddingOutput([3.0, 4.0])
+    assert EMBEDS.output(state, PoolingParams(dimensions=1)) == EmbeddingOutput([1.0])
+    assert EMBEDS.output(np.zeros(2, np.float32), PoolingParams()) == EmbeddingOutput([0.0, 0.0])
+
+
+def test_probabilities_of_any_scores():
+    scores = np.array([1000.0, -1000.0, 998.0], np.float32)
+    softmax = Pooling(3, Activation.SOFTMAX).output(scores, PoolingParams())
+    assert np.allclose(softmax.probs, [1 / (1 + np.exp(-2)), 0, 1 / (1 + np.exp(2))])
+    sigmoid = Pooling(3, Activation.SIGMOID).output(np.array([1000, -1000, 1], np.float32), PoolingParams())
+    assert np.allclose(sigmoid.probs, [1, 0, 1 / (1 + np.exp(-1))])
+    for pooling, params in (
+        (Pooling(3, Activation.NONE), PoolingParams()),
+        (Pooling(3, Activation.SOFTMAX), PoolingParams(activation=False)),
+    ):
+        assert pooling.output(scores, params) == ClassificationOutput(scores.tolist())
+
+
+def test_the_activation_is_the_configs():
+    assert activation_of({}, 1) is Activation.SIGMOID
+    assert activation_of({"problem_type": None}, 2) is Activation.SOFTMAX
+    assert activation_of({"problem_type": "single_label_classification"}, 1) is Activation.SOFTMAX

@@ -1,0 +1,116 @@
+"""POST /v1/embeddings, asked with OpenAI's own client: over an engine without a model, and over a tiny one."""
+
+import base64
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from jpaged import LLM, AsyncLLM, PoolingParams
+from jpaged.serving.application import create_app
+from jpaged.serving.generation import Server
+from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER, SEED
+from tests.serving.conftest import running
+
+OPTIONS = {"dtype": "float32", "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
+
+
+def third(*ids):
+    return (np.float32(ids) + np.float32(1 / 3)).tolist()
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64", None])
+def test_the_client_gets_the_numbers_back(client, engine, encoding):
+    """Its own default is base64, which it decodes."""
+    given = {} if encoding is None else {"encoding_format": encoding}
+    answer = client.embeddings.create(model="echo", input="ab", **given)
+    [data] = answer.data
+    values = data.embedding
+    if encoding == "base64":
+        values = np.frombuffer(base64.b64decode(values), "<f4").tolist()
+    assert values == third(97, 98)
+    assert (data.index, data.object, answer.object, answer.model) == (0, "embedding", "list", "echo")
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (2, 2)
+    assert engine.seen_pooling == [PoolingParams(task="embed")]
+
+
+def test_all_kinds_of_input_in_their_order(client, engine):
+    for given, wanted in (
+        (["a", "bcd"], [(97,), (98, 99, 100)]),
+        ([5, 6, 7], [(5, 6, 7)]),
+        ([[5], [6, 7, 8]], [(5,), (6, 7, 8)]),
+    ):
+        answer = client.embeddings.create(model="alias", input=given)
+        assert [data.embedding for data in answer.data] == [third(*ids) for ids in wanted]
+        assert [data.index for data in answer.data] == list(range(len(wanted)))
+        assert answer.usage.prompt_tokens == sum(map(len, wanted))
+    assert client.embeddings.create(model="echo", input="abc", dimensions=2).data[0].embedding == third(97, 98)
+    assert not engine.running
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "input", "required"),
+        ({"input": ""}, "input", "must not be empty"),
+        ({"input": []}, "input", "must not be empty"),
+        ({"input": ["a", 1]}, "input", "mixes text and token ids"),
+        ({"input": ["a"] * 2049}, "input", "at most 2048 in one request"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "hex"),
+        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported yet"),
+        ({"input": "a", "temperature": 1}, "temperature", "unknown field"),
+    ],
+)
+def test_a_bad_body_is_refused_by_name(url, body, param, says):
+    answer = httpx.post(f"{url}/v1/embeddings", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert says in answer.json()["error"]["message"]
+
+
+def test_an_engine_that_stops_and_a_model_that_is_not_there(client, engine):
+    engine.aborts = True
+    with pytest.raises(openai.InternalServerError, match="the request was aborted") as caught:
+        client.embeddings.create(model="echo", input="ab")
+    assert caught.value.status_code == 503
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.embeddings.create(model="other", input="ab")
+
+
+def served(folder, **options):
+    engine = AsyncLLM(str(folder), **OPTIONS, **options)
+    return running(create_app(Server(engine=engine, model_names=("tiny",))))
+
+
+def test_an_embedding_model_is_served(tmp_path):
+    """The same numbers as of LLM.embed; what generates is refused."""
+    write_checkpoint(BARE_QWEN3, SEED, tmp_path)
+    ids = [[5, 6, 7], [8] * 100]
+    with LLM(str(tmp_path), runner="pooling", **OPTIONS) as llm:
+        wanted = [o.outputs.embedding for o in llm.embed([{"prompt_token_ids": i} for i in ids], use_tqdm=False)]
+    with served(tmp_path, runner="pooling") as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = client.embeddings.create(model="tiny", input=ids)
+        assert [data.embedding for data in answer.data] == wanted
+        short = client.embeddings.create(model="tiny", input=ids[0], dimensions=8).data[0].embedding
+        assert np.allclose(short, np.array(wanted[0][:8]) / np.linalg.norm(wanted[0][:8]), atol=1e-6)
+        with pytest.raises(openai.BadRequestError, match="the model's embeddings have 64"):
+            client.embeddings.create(model="tiny", input=ids[0], dimensions=65)
+        with pytest.raises(openai.BadRequestError, match="the engine does not generate"):
+            client.completions.create(model="tiny", prompt=ids[0])
+
+
+@pytest.mark.parametrize(
+    ("variant", "says"),
+    [(BY_NAME["qwen3"], "the engine generates"), (QWEN3_CLASSIFIER, "the model is a sequence classifier")],
+    ids=["generates", "classifies"],
+)
+def test_other_engines_refuse(variant, says, tmp_path):
+    write_checkpoint(variant, SEED, tmp_path)
+    buckets = {} if variant is QWEN3_CLASSIFIER else {"row_buckets": (8,)}
+    with served(tmp_path, **buckets) as url:
+        answer = httpx.post(f"{url}/v1/embeddings", json={"input": [5, 6]})
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
