@@ -28,7 +28,7 @@ from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jpaged.loading.hub import POOLING, find_model, find_tokenizer, is_gguf
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.mxfp4 import Mxfp4Checkpoint
-from jpaged.loading.tokenizer import load_tokenizer
+from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
 from jpaged.loading.weights import StoredWeights, check_depth, load_weights, plan_weights
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
@@ -90,7 +90,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
             _check_pooling(path)
         if check is not None:
             check(weights.spec, dtype)
-        tokenizer = _tokenizer(config, path)
+        tokenizer = _tokenizer(config, path, weights.spec.vocab_size)
         params = weights.load(dtype)
     seconds, size = time.perf_counter() - started, weights.num_bytes / 1e6
     logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", size, path, dtype.name, seconds)
@@ -184,7 +184,7 @@ def _from_live(
         dtype=live.dtype,
         config=values,
         generation_config=_generation_config(folder, values, spec.vocab_size),
-        tokenizer=_tokenizer(config, folder),
+        tokenizer=_tokenizer(config, folder, spec.vocab_size),
         source="live arrays",
     )
 
@@ -219,10 +219,14 @@ def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Pa
         )  # fmt: skip
 
 
-def _tokenizer(config: EngineConfig, folder: Path | None) -> Any | None:
+def _tokenizer(config: EngineConfig, folder: Path | None, vocab_size: int) -> Any | None:
     if config.tokenizer is not None:
-        return load_tokenizer(find_tokenizer(config.tokenizer))
-    return None if folder is None else load_tokenizer(folder)
+        folder = find_tokenizer(config.tokenizer)
+    if folder is None:
+        return None
+    tokenizer = load_tokenizer(folder)
+    check_vocabulary(tokenizer, vocab_size, folder)
+    return tokenizer
 
 
 def _generation_config(folder: Path | None, values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:

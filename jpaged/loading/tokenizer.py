@@ -60,6 +60,26 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "PyTorch was not found" not in record.getMessage()
 
 
+def check_vocabulary(tokenizer: Any | None, vocab_size: int, source: Path) -> None:
+    """Raise ModelLoadError where the tokenizer's own vocabulary does not fit into the embedding.
+
+    Tokens that were added to it may lie beyond (Gemma 3's <image_soft_token>): a prompt that has one is refused.
+    """
+    if tokenizer is None:
+        return
+    added = tokenizer.get_added_vocab()
+    beyond = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= vocab_size)
+    for number, token in beyond:
+        if token not in added:
+            raise ModelLoadError(
+                f"{source}: the tokenizer has token {token!r} as {number}, but the embedding {vocab_size:,} rows: "
+                "tokenizer and weights are of different models"
+            )
+    if beyond:
+        logger.warning("%s: %d added tokens have no row in the embedding and are refused in prompts: %s",
+                       source, len(beyond), ", ".join(token for _, token in beyond[:5]))  # fmt: skip
+
+
 def valid_token_mask(tokenizer: Any | None, vocab_size: int) -> np.ndarray | None:
     """bool[vocab_size]: which ids the tokenizer has; None where it has all of them, or there is no tokenizer.
 

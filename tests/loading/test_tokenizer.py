@@ -59,3 +59,18 @@ def test_code_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelLoadError, match=r"needs code of its own \(auto_map\), which jpaged does not run"):
         load_tokenizer(tmp_path)
+
+
+def test_larger_than_the_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoint(BY_NAME["llama"], 0, tmp_path)  # 320 rows
+    write_tokenizer(tmp_path, [f"w{i}" for i in range(321)])
+    with pytest.raises(ModelLoadError, match=r"token 'w320' as 320, but the embedding 320 rows"):
+        load_model(EngineConfig(model=str(tmp_path)))
+    write_tokenizer(tmp_path, [f"w{i}" for i in range(320)])
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(str(tmp_path))
+    model = load_model(EngineConfig(model=str(tmp_path)))
+    assert model.tokenizer.encode("<image>") == [320]
+    assert "1 added tokens have no row in the embedding and are refused in prompts: <image>" in caplog.text
