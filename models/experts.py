@@ -86,9 +86,10 @@ def route(
     if experts.scoring is Scoring.SIGMOID:
         scores = jax.nn.sigmoid(logits)
     else:
-        scores = jnp.exp(logits - logits.max(-1, keepdims=True))
+        # XLA's own maximum, fused with the exponential, has other bits for other numbers of tokens on CPU
+        scores = jnp.exp(logits - row_max(logits)[:, None])
         scores /= row_sum(scores)[:, None]
-    ranking = scores + matrices["router_correction"].astype(jnp.float32) if experts.correction else scores
+    ranking = scores + matrices["router_correction"] if experts.correction else scores
     if experts.groups_per_token:
         members = ranking.reshape(x.shape[0], experts.groups, -1)
         best = lax.top_k(members, experts.group_top)[0]
@@ -143,4 +144,12 @@ def row_sum(x: Float[Array, "*lead width"]) -> Float[Array, "*lead"]:
         half = (x.shape[-1] + 1) // 2
         rest = x[..., half:]
         x = x[..., :half] + jnp.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, half - rest.shape[-1])])
+    return x[..., 0]
+
+
+def row_max(x: Float[Array, "*lead width"]) -> Float[Array, "*lead"]:
+    """The largest of the last axis, by halving it as `row_sum` does."""
+    while x.shape[-1] > 1:
+        half = (x.shape[-1] + 1) // 2
+        x = jnp.maximum(x[..., :half], x[..., -half:])
     return x[..., 0]

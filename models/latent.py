@@ -53,5 +53,16 @@ def _per_head(
 ) -> Float[Array, "tokens heads out"]:
     """A product of every head with its own matrix."""
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = lax.dot_general(x, weight, (((2,), (contract,)), ((1,), (0,))), precision=exact)
+
+    def direct(x: Array, weight: Array) -> Array:
+        return lax.dot_general(x, weight, (((2,), (contract,)), ((1,), (0,))), precision=exact)
+
+    def by_rows(x: Array, weight: Array) -> Array:
+        turned = lax.optimization_barrier(weight.swapaxes(1, 2))
+        return lax.dot_general(x, turned, (((2,), (2,)), ((1,), (0,))), precision=exact)
+
+    if contract == 2:
+        out = direct(x, weight)
+    else:  # XLA's CPU products with [in, out] matrices have other bits from 64 rows on
+        out = lax.platform_dependent(x, weight, cpu=by_rows, default=direct)
     return out.swapaxes(0, 1)

@@ -78,6 +78,16 @@ class AttentionOptions:
     v_dim: int | None = None      # latent attention: values are so many first numbers of the keys
 
 
+# Leaves that are float32 in a model of any dtype. What chooses experts: rounded to bfloat16, DeepSeek-V3's correction
+# sends one token in eight to other experts.
+FLOAT32_LEAVES = frozenset({"router_correction"})
+
+
+def leaf_dtype(name: str, dtype: Any) -> np.dtype:
+    """The dtype of a leaf in a model of some dtype."""
+    return np.dtype(np.float32 if name in FLOAT32_LEAVES else dtype)
+
+
 class Scoring(enum.Enum):
     """How a router turns its logits into scores."""
 
@@ -341,7 +351,7 @@ def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeSt
             "expert_down_bias": leaf(e.num, hidden),
         }
     if e.correction:
-        tree["router_correction"] = leaf(e.num)
+        tree["router_correction"] = jax.ShapeDtypeStruct((e.num,), leaf_dtype("router_correction", np.float32))
     if e.shared_size:
         tree |= {"shared_gate_up": leaf(2, e.shared_size, hidden), "shared_down": leaf(hidden, e.shared_size)}
         if e.shared_gate:

@@ -34,7 +34,7 @@ from jpaged.loading.weights import HEAD, WeightPlan, assemble, check_depth, is_b
 from jpaged.models.families import family_of
 from jpaged.models.families.base import LeafTensors
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import param_shapes
+from jpaged.models.spec import leaf_dtype, param_shapes
 
 _SPARE = 1 << 20  # bytes for what lies beside the arrays
 # Of these a device of several holds some columns. A shard of rows is a run of a mapped file, one of columns lies all
@@ -74,16 +74,15 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
         plan = plan_weights(family, spec, family.constants(config), checkpoint)
         kind = checkpoint_dtype(config, checkpoint) if dtype == "auto" else BY_NAME[dtype]
         shapes = param_shapes(plan.spec, kind)
-        total = sum(int(np.prod(leaf.shape)) * kind.itemsize for leaf in jax.tree.leaves(shapes))
+        total = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
         _check_space(out, total + _SPARE)
         # GGUF files and packed tensors are unpacked for good, other dtypes rounded
         files = checkpoint.files if isinstance(checkpoint, Checkpoint) and main_dtype(checkpoint) == kind else []
         with _complete_or_gone(out) as work:
             _write_small_files(path, values, work)
             (work / SOURCE).mkdir()
-            held = _held(plan)
+            held = _held(plan, checkpoint, kind, exactly=bool(files))
             if files:
-                held = {name: table for name, table in held.items() if DTYPES.get(checkpoint.entry(name).dtype) == kind}
                 _keep_rest(work / SOURCE, checkpoint.folder, files, held)
             with _progress(checkpoint.num_bytes) as progress:
                 save_tree(work / PARAMS, _new_leaves(plan, checkpoint, kind, progress.update))
@@ -151,15 +150,21 @@ def _new_leaves(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, on_
         make = functools.partial(assemble, leaf_plan, checkpoint, dtype, on_read)
         place = tree if leaf_plan.leaf.layer is None else tree["layers"][leaf_plan.leaf.layer]
         pieces = _PIECES if leaf_plan.leaf.leaf in _BY_COLUMNS else 1
-        place[leaf_plan.leaf.leaf] = NewLeaf(leaf_plan.shape, dtype, make, pieces)
+        place[leaf_plan.leaf.leaf] = NewLeaf(leaf_plan.shape, leaf_dtype(leaf_plan.leaf.leaf, dtype), make, pieces)
     return tree
 
 
-def _held(plan: WeightPlan) -> dict[str, str]:
-    """The tensors that the tree holds, by their names in the files; with their names in the family's table."""
+def _held(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, *, exactly: bool) -> dict[str, str]:
+    """The tensors that the tree holds, by their names in the files; with their names in the family's table.
+
+    exactly: only those that are of their leaf's dtype in the files.
+    """
     held = {}
     for leaf_plan in plan.leaves:
+        kind = leaf_dtype(leaf_plan.leaf.leaf, dtype)
         for tensor, name in zip(leaf_plan.leaf.tensors, leaf_plan.files, strict=True):
+            if exactly and DTYPES.get(checkpoint.entry(name).dtype) != kind:
+                continue
             held[name] = tensor.name
             if leaf_plan.leaf.leaf == "embed":
                 held |= dict.fromkeys(plan.copies, tensor.name)
@@ -218,12 +223,13 @@ def _new_file(
     end = 0
     for leaf in leaves:
         shape = (tree if leaf.layer is None else tree["layers"][leaf.layer])[leaf.leaf].shape
-        blank = np.broadcast_to(np.zeros((), dtype), shape)  # a shape to cut views from, without memory
+        kind = leaf_dtype(leaf.leaf, dtype)
+        blank = np.broadcast_to(np.zeros((), kind), shape)  # a shape to cut views from, without memory
         for tensor in leaf.tensors:
             sizes = tensor.rule.shape(leaf.block(blank, tensor))
-            begin, end = end, end + int(np.prod(sizes)) * dtype.itemsize
+            begin, end = end, end + int(np.prod(sizes)) * kind.itemsize
             name = names.get(tensor.name, tensor.name)
-            header[name] = {"dtype": _CODES[dtype], "shape": sizes, "data_offsets": [begin, end]}
+            header[name] = {"dtype": _CODES[kind], "shape": sizes, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     path = out / "model.safetensors"

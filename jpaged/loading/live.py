@@ -10,7 +10,7 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.dtypes import BY_NAME
-from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
+from jpaged.models.spec import FLOAT32_LEAVES, DecoderSpec, WeightLayout, param_shapes
 
 _SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -108,16 +108,20 @@ def _check_layout(layout: WeightLayout) -> None:
 def _dtype(params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> np.dtype:
     """The one dtype of all leaves, which must be JAX arrays."""
     dtype, first = None, ""
-    named = [(f"params[{name!r}]", leaf) for name, leaf in params.items() if name != "layers"]
+    named = [(name, f"params[{name!r}]", leaf) for name, leaf in params.items() if name != "layers"]
     for i, layer in enumerate(layers):
-        named += [(f"params['layers'][{i}][{name!r}]", leaf) for name, leaf in layer.items()]
-    for name, leaf in named:
+        named += [(name, f"params['layers'][{i}][{name!r}]", leaf) for name, leaf in layer.items()]
+    for short, name, leaf in named:
         if not isinstance(leaf, jax.Array):
             raise ModelLoadError(f"{name} is a {type(leaf).__name__}, not a JAX array: put it on the device first")
         if leaf.is_deleted():
             raise ModelLoadError(f"{name} has been deleted: somebody donated it to a jitted function, or deleted it")
         if np.dtype(leaf.dtype) not in BY_NAME.values():
             raise ModelLoadError(f"{name} is {leaf.dtype}; supported are {', '.join(BY_NAME)}")
+        if short in FLOAT32_LEAVES:
+            if leaf.dtype != np.float32:
+                raise ModelLoadError(f"{name} is {leaf.dtype}: it must be float32, whatever the others are")
+            continue
         if dtype is not None and leaf.dtype != dtype:
             raise ModelLoadError(f"{name} is {leaf.dtype}, but {first} is {dtype}: all arrays must have one dtype")
         dtype, first = np.dtype(leaf.dtype), name

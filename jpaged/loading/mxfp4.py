@@ -19,7 +19,7 @@ from jpaged.loading.safetensors_file import TensorEntry
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], -1)  # of a byte
-_BIAS = 127
+_BIAS, _NAN = 127, 255
 
 
 class Mxfp4Checkpoint:
@@ -36,6 +36,8 @@ class Mxfp4Checkpoint:
         for name in sorted(self._packed):
             if name + _SCALES not in names:
                 raise ModelLoadError(f"{checkpoint.path(name + _BLOCKS)}: {name}{_BLOCKS} has no {name}{_SCALES}")
+            if name in names:
+                raise ModelLoadError(f"{checkpoint.path(name)}: {name} is there as it is and as {name}{_BLOCKS}, too")
             self._check(name)
 
     @property
@@ -80,6 +82,8 @@ class Mxfp4Checkpoint:
         blocks, scales = (self._checkpoint.array(name + part) for part in (_BLOCKS, _SCALES))
         experts, out, count, size = blocks.shape
         unpacked = np.empty((experts, out, count * size * 2), ml_dtypes.bfloat16)
+        if (scales == _NAN).any():
+            raise ModelLoadError(f"{self.path(name)}: {name}{_SCALES} has a byte {_NAN}, which stands for no number")
         for values, block, scale in zip(unpacked, blocks, scales, strict=True):
             wide = _PAIRS[block].reshape(out, count, 2 * size)
             values[...] = np.ldexp(wide, scale[..., None].astype(np.int32) - _BIAS).reshape(out, -1)

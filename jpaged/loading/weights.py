@@ -20,7 +20,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import TensorSource
 from jpaged.models.families.base import Family, LeafTensors
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, param_shapes
+from jpaged.models.spec import DecoderSpec, leaf_dtype, param_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,7 @@ def assemble(
 ) -> np.ndarray:
     """One leaf on the host, in its dtype. on_read: called with the bytes of each tensor that is done."""
     leaf = leaf_plan.leaf
+    dtype = leaf_dtype(leaf_plan.leaf.leaf, dtype)
     host = aligned_empty(leaf_plan.shape, dtype)
     if leaf_plan.constant is not None:
         host[...] = leaf_plan.constant

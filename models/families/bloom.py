@@ -25,7 +25,9 @@ RULES = (
 def _bloom(config: CheckpointConfig) -> DecoderSpec:
     config.refuse_common()
     config.refuse("apply_residual_connection_post_layernorm", False)
-    hidden = config.integer("hidden_size", "n_embed")
+    if config.get("pretraining_tp", default=1) != 1:
+        config.refuse("slow_but_exact", False)
+    hidden = config.integer("n_embed", "hidden_size")
     heads = config.integer("n_head", "num_attention_heads")
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),

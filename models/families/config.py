@@ -111,8 +111,13 @@ class CheckpointConfig:
 
     def refuse_common(self) -> None:
         """Refuse what no family here can honour."""
-        self.refuse("quantization_config")
-        self.refuse("compression_config")
+        for name in ("quantization_config", "compression_config"):
+            if (value := self.get(name)) is not None:
+                method = value.get("quant_method") if isinstance(value, Mapping) else value
+                raise ModelLoadError(
+                    f"config.json: {name} of quant_method={method!r} is not supported by jpaged: use a checkpoint in "
+                    "bfloat16, float16 or float32 (gpt-oss: in mxfp4 as well)"
+                )
         self.refuse("attention_chunk_size")
         self.refuse("is_encoder_decoder", False)
         self.refuse("add_cross_attention", False)

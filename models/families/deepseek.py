@@ -46,6 +46,8 @@ def _latent_spec(config: CheckpointConfig) -> DecoderSpec:
         v_dim=config.integer("v_head_dim", default=128),
         interleaved=config.flag("rope_interleave", True),
     )
+    if latent.rope_dim % 2:
+        raise ModelLoadError(f"config.json: qk_rope_head_dim={latent.rope_dim} must be even: rope turns pairs")
     heads = config.integer("num_attention_heads")
     base = llama.spec(
         CheckpointConfig({**config.values, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
@@ -59,19 +61,19 @@ def _latent_spec(config: CheckpointConfig) -> DecoderSpec:
     )
 
 
-def _experts(config: CheckpointConfig, num_layers: int, *, num: int, per_token: int) -> Experts:
+def _experts(config: CheckpointConfig, num_layers: int, *, num: int, per_token: int, group_top: int = 1) -> Experts:
     num, per_token = config.experts("n_routed_experts", "num_local_experts", num=num, per_token=per_token)
     groups, kept = config.integer("n_group", default=1), config.integer("topk_group", default=1)
     size = config.integer("moe_intermediate_size")
-    if num % groups or kept > groups or per_token > kept * (num // groups):
+    if num % groups or kept > groups or per_token > kept * (num // groups) or group_top > num // groups:
         raise ModelLoadError(
-            f"config.json: n_group={groups}, topk_group={kept}: {num} experts do not split into such groups, or "
-            f"{per_token} a token do not fit into those that are kept"
+            f"config.json: n_group={groups}, topk_group={kept}: {num} experts do not split into such groups of at "
+            f"least {group_top}, or {per_token} a token do not fit into those that are kept"
         )
     dense = config.integer("first_k_dense_replace", default=0, minimum=0)
     return Experts(
         num, per_token, size, tuple(layer >= dense for layer in range(num_layers)),
-        scale=config.positive("routed_scaling_factor", 1.0), groups=groups, groups_per_token=kept,
+        scale=config.positive("routed_scaling_factor", 1.0), groups=groups, groups_per_token=kept, group_top=group_top,
         shared_size=size * (config.integer("n_shared_experts", minimum=0) if config.get("n_shared_experts") else 0),
     )  # fmt: skip
 
@@ -97,7 +99,7 @@ def _deepseek_v3(config: CheckpointConfig) -> DecoderSpec:
     )  # fmt: skip
     base = _latent_spec(config)
     experts = dataclasses.replace(
-        _experts(config, base.num_layers, num=256, per_token=8), scoring=Scoring.SIGMOID, correction=True, group_top=2,
+        _experts(config, base.num_layers, num=256, per_token=8, group_top=2), scoring=Scoring.SIGMOID, correction=True,
         renormalise=config.flag("norm_topk_prob", True),
     )  # fmt: skip
     return dataclasses.replace(base, experts=experts)

@@ -1,4 +1,7 @@
-"""Falcon: 7B (one norm and one KV head for all), the newer 40B, 180B and 11B (grouped KV heads), and RW (ALiBi)."""
+"""Falcon: 7B (one norm and one KV head for all), the newer 40B, 180B and 11B (grouped KV heads), and RW (ALiBi).
+
+ALiBi's biases are exact. Transformers multiplies slopes and positions in bfloat16, which rounds positions from 256 on.
+"""
 
 import re
 
@@ -26,7 +29,7 @@ RULES = (
 
 def _falcon(config: CheckpointConfig) -> DecoderSpec:
     config.refuse_common()
-    hidden = config.integer("hidden_size", "n_embed")
+    hidden = config.integer("n_embed", "hidden_size")
     heads = config.integer("num_attention_heads", "n_head")
     head_dim = head_share(hidden, heads)
     new, parallel = config.flag("new_decoder_architecture"), config.flag("parallel_attn", True)

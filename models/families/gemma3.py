@@ -13,13 +13,13 @@ def _gemma3(config: CheckpointConfig) -> DecoderSpec:
     local = config.of_layers("sliding_attention")
     if local is config:
         theta = config.positive("rope_local_base_freq", 10000.0)
-        local = CheckpointConfig({**config.values, "rope_scaling": None, "rope_theta": theta})
+        local = CheckpointConfig({**config.values, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta})
     config.refuse("attn_logit_softcapping")  # Transformers reads it and does not apply it
     activation = config.get("hidden_activation", default="gelu_pytorch_tanh")
     defaults = {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 4}
     config = CheckpointConfig({**config.of_layers("full_attention").values, "hidden_act": activation})
     base = gemma.spec(config.with_defaults(**defaults), theta=1e6)
-    pattern = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    pattern = config.integer("sliding_window_pattern", default=6)
     sliding = [(layer + 1) % pattern != 0 for layer in range(base.num_layers)]
     return dataclasses.replace(
         base,

@@ -10,7 +10,7 @@ from jpaged.models.spec import DecoderSpec, Experts
 _LAYER = "model.layers.{layer}."
 _EXPERTS = _LAYER + "mlp.experts."
 _ROPE = {
-    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
@@ -35,7 +35,7 @@ def _gpt_oss(config: CheckpointConfig) -> DecoderSpec:
     )  # fmt: skip
     if config.get("rope_scaling", "rope_parameters") is None:
         config = CheckpointConfig({**config.values, "rope_parameters": _ROPE})
-    base = llama.spec(config.without_mxfp4())
+    base = llama.spec(config.without_mxfp4(), theta=150000.0)
     num, per_token = config.experts("num_local_experts", num=128, per_token=4)
     return dataclasses.replace(
         base,

@@ -1,0 +1,141 @@
+"""Routing and grouping of experts against plain loops, and that a token's bits do not depend on its neighbours."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.loading import load_model
+from jpaged.models import experts as moe
+from jpaged.models.latent import _per_head
+from jpaged.models.spec import DecoderSpec, Experts, Scoring
+from tests.golden.checkpoints import BY_NAME, write_checkpoint, write_safetensors
+from tests.loading.test_load_model import tensors_of
+
+HIDDEN, INTER = 32, 16
+COUNTS = (8, 32, 64, 512)  # tokens of programs
+
+
+def layer(experts: Experts, seed: int = 0) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "router": (experts.num, HIDDEN),
+        "expert_gate_up": (experts.num, 2, INTER, HIDDEN),
+        "expert_down": (experts.num, HIDDEN, INTER),
+        "router_correction": (experts.num,),
+    }
+    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def spec(experts: Experts) -> DecoderSpec:
+    return DecoderSpec(32, HIDDEN, INTER, 1, 4, 4, 8, 64, experts=experts)
+
+
+def one_by_one(experts: Experts, matrices: dict, x: np.ndarray) -> np.ndarray:
+    """float64, a loop over tokens and their experts; softmax routing."""
+    m = {name: np.asarray(value, np.float64) for name, value in matrices.items()}
+    out = np.zeros_like(x)
+    for t, row in enumerate(x):
+        logits = m["router"] @ row
+        scores = np.exp(logits - logits.max())
+        scores /= scores.sum()
+        chosen = np.argsort(-scores, kind="stable")[: experts.per_token]
+        total = scores[chosen].sum() if experts.renormalise else 1.0
+        for e in chosen:
+            gate, up = m["expert_gate_up"][e] @ row
+            out[t] += scores[e] / total * (m["expert_down"][e] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("num", "per_token", "tokens"), [(4, 2, 1), (5, 5, 7), (7, 3, 64), (1, 1, 9), (64, 8, 33), (3, 1, 200)]
+)
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_against_a_loop(num: int, per_token: int, tokens: int, renormalise: bool) -> None:
+    experts = Experts(num, per_token, INTER, (True,), renormalise=renormalise)
+    matrices = layer(experts)
+    x = np.random.default_rng(1).standard_normal((tokens, HIDDEN))
+    got = moe.sparse_feed_forward(spec(experts), experts, matrices, jnp.asarray(x, jnp.float32), None)
+    np.testing.assert_allclose(got, one_by_one(experts, matrices, x), rtol=1e-3, atol=1e-3)
+
+
+def test_padding_goes_to_no_expert() -> None:
+    """Not even where it is NaN, and no block is computed for it."""
+    experts = Experts(4, 2, INTER, (True,))
+    matrices = layer(experts)
+    x = np.random.default_rng(1).standard_normal((16, HIDDEN)).astype(np.float32)
+    real = np.arange(16) % 3 == 0
+    want = one_by_one(experts, matrices, x[real].astype(np.float64))
+    x[~real] = np.nan
+    got = moe.sparse_feed_forward(spec(experts), experts, matrices, jnp.asarray(x), jnp.asarray(real))
+    np.testing.assert_allclose(np.asarray(got)[real], want, rtol=1e-3, atol=1e-3)
+    nowhere = moe.group(jnp.full((16, 2), 4), 4, 8)
+    assert int(nowhere.num_blocks_used) == 0
+
+
+def test_all_tokens_at_one_expert() -> None:
+    groups = moe.group(jnp.full((40, 1), 2, jnp.int32), 4, 16)
+    assert int(groups.num_blocks_used) == 3
+    np.testing.assert_array_equal(groups.expert_of_block[:3], 2)
+    assert np.unique(groups.row_of_choice).size == 40
+    np.testing.assert_array_equal(groups.token_of_row.ravel()[groups.row_of_choice[:, 0]], np.arange(40))
+
+
+@pytest.mark.parametrize("num", [7, 60, 128])
+@pytest.mark.parametrize("scoring", Scoring)
+def test_bits_do_not_depend_on_the_number_of_tokens(num: int, scoring: Scoring) -> None:
+    experts = Experts(num, 4, INTER, (True,), scoring=scoring, renormalise=True)
+    matrices = layer(experts)
+    x = jnp.asarray(3 * np.random.default_rng(2).standard_normal((max(COUNTS), HIDDEN)), jnp.float32)
+    route = jax.jit(lambda m, x: moe.route(experts, m, x))
+    feed = jax.jit(lambda m, x: moe.sparse_feed_forward(spec(experts), experts, m, x, None))
+    for run in (route, feed):
+        first = jax.tree.map(lambda a: np.asarray(a)[:8], run(matrices, x[:8]))
+        for count in COUNTS[1:]:
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda a: a[:8], run(matrices, x[:count])), first)
+
+
+@pytest.mark.parametrize("contract", [1, 2])
+def test_bits_of_latent_products_do_not_depend_on_the_number_of_tokens(contract: int) -> None:
+    rng = np.random.default_rng(3)
+    weight = jnp.asarray(rng.standard_normal((4, 16, 32)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((max(COUNTS), 4, weight.shape[contract])), jnp.float32)
+    call = jax.jit(lambda x: _per_head(x, weight, contract))
+    pattern = "thi,hio->tho" if contract == 1 else "thi,hoi->tho"
+    exact = np.einsum(pattern, np.asarray(x, np.float64), np.asarray(weight, np.float64))
+    np.testing.assert_allclose(call(x), exact, rtol=1e-4, atol=1e-4)
+    for count in COUNTS[1:]:
+        np.testing.assert_array_equal(call(x[:count])[:8], call(x[:8]))
+
+
+def test_what_corrects_the_choice_is_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
+    variant = BY_NAME["deepseek-v3"]
+    write_checkpoint(variant, 0, tmp_path)
+    wanted = tensors_of(tmp_path)["model.layers.1.mlp.gate.e_score_correction_bias"]
+    model = load_model(EngineConfig(model=str(tmp_path), dtype="bfloat16"))
+    correction = model.params["layers"][1]["router_correction"]
+    assert correction.dtype == jnp.float32
+    np.testing.assert_array_equal(correction, wanted)
+    assert model.params["layers"][1]["router"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, n: t.pop(n + "_scales"), "gate_up_proj_blocks has no .*gate_up_proj_scales"),
+        (lambda t, n: t.update({n + "_scales": t[n + "_scales"][:, :-1]}), "are no MXFP4"),
+        (lambda t, n: t.update({n: np.zeros((8, 64, 128), np.float32)}), "is there as it is and as"),
+        (lambda t, n: t.update({n + "_scales": np.full_like(t[n + "_scales"], 255)}), "a byte 255"),
+    ],
+)
+def test_mxfp4_that_is_none(change, message: str, tmp_path: Path) -> None:
+    write_checkpoint(BY_NAME["gpt-oss-mxfp4"], 0, tmp_path)
+    tensors = tensors_of(tmp_path)
+    change(tensors, "model.layers.0.mlp.experts.gate_up_proj")
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(EngineConfig(model=str(tmp_path)))
