@@ -143,7 +143,7 @@ class DecoderSpec:
     norm_eps: float = 1e-6
     norm_place: NormPlace = NormPlace.PRE
     parallel_residual: bool = False  # x + attention(norm(x)) + feed-forward(norm(x))  (GPT-NeoX)
-    shared_norm: bool = False    # then both read the same norm (Falcon-7B)
+    shared_norm: bool = False    # both read the same norm, which puts them side by side as well (Falcon-7B)
     embed_norm: bool = False     # a norm behind the embedding (Bloom)
     final_norm: bool = True
     activation: Activation = Activation.SILU

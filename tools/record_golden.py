@@ -28,14 +28,16 @@ MAX_SEEDS = 200
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="variants; default: all")
+    parser.add_argument("names", nargs="*", help="variants, and those called NAME-…; default: all")
     names = parser.parse_args().names
+    chosen = [v for v in VARIANTS if not names or any(v.name == n or v.name.startswith(f"{n}-") for n in names)]
+    if not chosen:
+        parser.error(f"no such variant in tests/golden/checkpoints.py; there are {', '.join(v.name for v in VARIANTS)}")
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for variant in VARIANTS:
-        if not names or variant.name in names:
-            record(variant)
+    for variant in chosen:
+        record(variant)
 
 
 def record(variant: Variant) -> None:

@@ -50,8 +50,8 @@ class Convert:
             state = (
                 "the files are those that were converted, byte for byte"
                 if written.same_files
-                else f"the weights are {written.dtype.name} in one new model.safetensors: their dtype was changed when "
-                "they were converted, so the original bytes cannot be had back"
+                else f"the weights are {written.dtype.name} in one new model.safetensors: they were rounded or unpacked "
+                "when they were converted, so the original bytes cannot be had back"
             )
         else:
             written = convert(self.model, self.out, dtype=self.dtype, revision=self.revision)
@@ -59,7 +59,7 @@ class Convert:
             state = f"use it:  jpaged generate {self.out}\n" + (
                 f"the same Hugging Face files again:  {back}"
                 if written.same_files
-                else f"the dtype was changed: Hugging Face files in {written.dtype.name}:  {back}"
+                else f"the source's own files cannot be had back; Hugging Face files in {written.dtype.name}:  {back}"
             )
         print(f"wrote {self.out}: {written.num_bytes / 1e6:,.1f} MB, {written.dtype.name}\n{state}")
         return 0

@@ -25,7 +25,7 @@ from jpaged.loading.checkpoint import CONVERTED, INDEX, Checkpoint, TensorSource
 from jpaged.loading.converted import AGAIN, PARAMS, SOURCE, Manifest, check_converted
 from jpaged.loading.dtypes import BY_NAME, checkpoint_dtype, main_dtype
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
-from jpaged.loading.hub import MODEL_FILES, TOKENIZER_FILES, find_model, is_gguf
+from jpaged.loading.hub import MODEL_FILES, POOLING, TOKENIZER_FILES, find_model, is_gguf
 from jpaged.loading.mxfp4 import Mxfp4Checkpoint
 from jpaged.loading.orbax_tree import NewLeaf, read_leaf, save_tree
 from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
@@ -283,6 +283,9 @@ def _copy_small_files(folder: Path, out: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns):
             shutil.copyfile(path, out / path.name)
+    if (folder / POOLING).is_file():
+        (out / POOLING).parent.mkdir()
+        shutil.copyfile(folder / POOLING, out / POOLING)
 
 
 def _check_out(out: Path) -> None:

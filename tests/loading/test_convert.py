@@ -65,6 +65,17 @@ def test_names_of_the_source_are_kept_where_the_dtype_is_changed(tmp_path: Path)
     assert tensors_of(tmp_path / "back").keys() == tensors_of(source).keys()
 
 
+def test_how_a_model_pools_goes_along(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", "qwen3")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    convert(str(source), tmp_path / "out")
+    export(str(tmp_path / "out"), tmp_path / "back")
+    for folder in ("source", "out", "back"):
+        with pytest.raises(ModelLoadError, match="pooling by mean_tokens is not supported"):
+            load_model(EngineConfig(model=str(tmp_path / folder), runner="pooling"))
+
+
 def test_mxfp4_is_unpacked_for_good(tmp_path: Path) -> None:
     write_checkpoint(BY_NAME["gpt-oss-mxfp4"], 3, tmp_path / "source")
     wanted = load(tmp_path / "source", "float32")
