@@ -50,8 +50,8 @@ class Convert:
             state = (
                 "the files are those that were converted, byte for byte"
                 if written.same_files
-                else f"the weights are {written.dtype.name} in one new model.safetensors: they were rounded or unpacked "
-                "when they were converted, so the original bytes cannot be had back"
+                else f"the weights are {written.dtype.name} in one new model.safetensors: they were rounded or "
+                "unpacked when they were converted, so the original bytes cannot be had back"
             )
         else:
             written = convert(self.model, self.out, dtype=self.dtype, revision=self.revision)
