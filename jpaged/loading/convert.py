@@ -24,11 +24,10 @@ from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.checkpoint import CONVERTED, INDEX, Checkpoint, TensorSource, is_converted, read_json
 from jpaged.loading.converted import AGAIN, PARAMS, SOURCE, Manifest, check_converted
 from jpaged.loading.dtypes import BY_NAME, checkpoint_dtype, main_dtype
-from jpaged.loading.gguf_checkpoint import GgufCheckpoint
-from jpaged.loading.hub import MODEL_FILES, POOLING, TOKENIZER_FILES, find_model, is_gguf
-from jpaged.loading.mxfp4 import Mxfp4Checkpoint
+from jpaged.loading.hub import MODEL_FILES, POOLING, TOKENIZER_FILES, find_model
 from jpaged.loading.orbax_tree import NewLeaf, read_leaf, save_tree
 from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
+from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import load_tokenizer
 from jpaged.loading.weights import HEAD, WeightPlan, assemble, check_depth, is_bare, plan_weights
 from jpaged.models.families import family_of
@@ -65,7 +64,7 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
     path = find_model(model, revision)
     if path.is_dir() and is_converted(path):
         raise RequestError("model", model, f"is converted already ({CONVERTED}); to get the files back: --to hf")
-    with _open(path) as (values, checkpoint):
+    with open_source(path) as (values, checkpoint):
         family, config = family_of(values), CheckpointConfig(values)
         check_depth(config, len(list(checkpoint.names)))
         spec = family.spec(config)
@@ -124,20 +123,6 @@ def export(model: str, out: Path) -> Written:
                         outputs.write(name, tensor.rule.gather(leaf.block(array, tensor)))
                 progress.update(array.nbytes)
     return Written(out, kind, _size(out), bool(manifest.files))
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[dict[str, Any], TensorSource]]:
-    """config.json, or what it would be, and the tensors of a folder or a GGUF file."""
-    if is_gguf(path):
-        with GgufCheckpoint(path) as checkpoint:
-            yield checkpoint.config, checkpoint
-        return
-    values = read_json(path / "config.json", required=True)
-    family_of(values)
-    with Checkpoint(path) as checkpoint:
-        packed = Mxfp4Checkpoint(checkpoint)
-        yield values, packed if packed.is_packed else checkpoint
 
 
 def _progress(total: int) -> tqdm:

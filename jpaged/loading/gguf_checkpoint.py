@@ -127,7 +127,7 @@ class GgufCheckpoint:
     def release(self, name: str) -> None:
         """Give the pages of a tensor that is done with back to the system."""
         tensor = self._tensors[name]
-        tensor.file.release(tensor.entry.begin, tensor.entry.end)
+        tensor.file.release_bytes(tensor.entry.begin, tensor.entry.end)
 
     def close(self) -> None:
         """Unmap and close all files."""

@@ -8,7 +8,6 @@ The header is parsed here and not by `gguf.GGUFReader`, which makes numpy arrays
 
 import functools
 import math
-import mmap
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.errors import ModelLoadError
+from jpaged.loading.mapped_file import MappedFile
 from jpaged.loading.safetensors_file import TensorEntry
 
 _VERSIONS = (2, 3)
@@ -33,22 +33,17 @@ _CHUNK = 1 << 16  # elements dequantised at once: what gguf.quants makes on the 
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
 
 
-class GgufFile:
+class GgufFile(MappedFile):
     """A GGUF file open for reading: `metadata` by key, `entries` by tensor name (dtype as ggml names it, shape as numpy
     has it). What `raw` gives are views of the mapped file: drop them before `close`."""
 
     def __init__(self, path: Path):
         """Read and check the header. Raises ModelLoadError that names the file, the tensor or key, and what to do."""
-        self.path = path
+        super().__init__(path)
         try:
-            self._file = path.open("rb")
-        except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
-        try:
-            self.size = self._file.seek(0, 2)
             if self.size < 24:
                 raise self._damaged("it is no GGUF file")
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map_all()
             self.metadata: dict[str, Any] = {}
             self.entries = self._read_header()
         except BaseException:
@@ -62,17 +57,6 @@ class GgufFile:
         data = np.frombuffer(self._map, np.uint8, entry.end - entry.begin, entry.begin).reshape(rows, -1)
         share = rows // parts
         return data[part * share : (part + 1) * share]
-
-    def release(self, begin: int, end: int) -> None:
-        """Give the pages of these bytes back to the system; they are read again if used again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            start = begin // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
-
-    def close(self) -> None:
-        """Unmap and close the file."""
-        self._map.close()
-        self._file.close()
 
     def _read_header(self) -> dict[str, TensorEntry]:
         if self._map[:4] != b"GGUF":

@@ -2,8 +2,8 @@
 
 1. Find the folder: a path, a hub id, the demo model; or the GGUF file (hub.py).
 2. config.json -> family, DecoderSpec (jpaged.models.families); a GGUF file's keys are made into one (gguf_config.py).
-3. Check every tensor by the files' headers, then put leaf after leaf on the device (checkpoint.py, mxfp4.py or
-   gguf_checkpoint.py, weights.py); or the same with a folder that `jpaged convert` wrote (converted.py); or check live
+3. Check every tensor by the files' headers, then put leaf after leaf on the device (source.py opens them,
+   weights.py loads them); or the same with a folder that `jpaged convert` wrote (converted.py); or check live
    arrays and use them as they are (live.py).
 4. generation_config.json and the tokenizer.
 """
@@ -22,15 +22,15 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.loading.checkpoint import Checkpoint, TensorSource, is_converted, read_json
+from jpaged.loading.checkpoint import TensorSource, is_converted, read_json
 from jpaged.loading.dtypes import checkpoint_dtype, resolve_dtype
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jpaged.loading.hub import POOLING, find_model, find_tokenizer, is_gguf
 from jpaged.loading.live import check_live, config_values
-from jpaged.loading.mxfp4 import Mxfp4Checkpoint
+from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
 from jpaged.loading.weights import StoredWeights, check_depth, load_weights, plan_weights
-from jpaged.models.families import family_of
+from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, WeightLayout
 
@@ -109,40 +109,35 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
 @contextlib.contextmanager
 def _open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, Any], StoredWeights]]:
     """config.json, or what it would be, and the weights, checked: of a folder or of a GGUF file."""
-    if is_gguf(path):
-        with GgufCheckpoint(path) as checkpoint:
-            try:
-                _spec(checkpoint.config, checkpoint, config.runner)
-            except ModelLoadError as error:
-                raise ModelLoadError(f"{path}: its metadata, written as a config.json, is refused: {error}") from error
-            yield checkpoint.config, _stored(checkpoint.config, checkpoint, config.runner)
-        return
-    values = read_json(path / "config.json", required=True)
-    family = family_of(values)
-    _log_remote_code(config, values, path)
     if is_converted(path):
         from jpaged.loading.converted import open_converted  # Orbax takes half a second, and only this needs it
 
-        spec = for_runner(family.spec(CheckpointConfig(values)), config.runner)
+        values = read_json(path / "config.json", required=True)
+        spec = for_runner(spec_of(values), config.runner)
+        _log_remote_code(config, values, path)
         yield values, open_converted(path, spec, CheckpointConfig(values))
         return
-    with Checkpoint(path) as checkpoint:
-        yield values, _stored(values, Mxfp4Checkpoint(checkpoint), config.runner)
+    with open_source(path) as (values, checkpoint):
+        _log_remote_code(config, values, path)
+        yield values, _stored(values, checkpoint, config.runner)
 
 
 def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> StoredWeights:
     """The tensors of an open checkpoint, checked against the config."""
-    reader, family = CheckpointConfig(values), family_of(values)
-    plan = plan_weights(family, _spec(values, checkpoint, runner), family.constants(reader), checkpoint)
+    reader = CheckpointConfig(values)
+    try:
+        family = family_of(values)
+        check_depth(reader, len(list(checkpoint.names)))
+        spec = for_runner(family.spec(reader), runner)
+    except ModelLoadError as error:
+        if not is_gguf(checkpoint.folder):
+            raise
+        raise ModelLoadError(
+            f"{checkpoint.folder}: its metadata, written as a config.json, is refused: {error}"
+        ) from error
+    plan = plan_weights(family, spec, family.constants(reader), checkpoint)
     load = functools.partial(load_weights, plan, checkpoint)
     return StoredWeights(plan.spec, checkpoint_dtype(reader, checkpoint), checkpoint.num_bytes, load)
-
-
-def _spec(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> DecoderSpec:
-    reader = CheckpointConfig(values)
-    family = family_of(values)
-    check_depth(reader, len(list(checkpoint.names)))
-    return for_runner(family.spec(reader), runner)
 
 
 def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:

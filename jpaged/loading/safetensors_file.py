@@ -6,7 +6,6 @@ Format: eight bytes of header length (little-endian), a JSON header of {name: {d
 import dataclasses
 import json
 import math
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.errors import ModelLoadError
+from jpaged.loading.mapped_file import MappedFile
 
 DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
@@ -35,20 +35,15 @@ class TensorEntry:
     end: int
 
 
-class SafetensorsFile:
+class SafetensorsFile(MappedFile):
     """A safetensors file open for reading. `array` gives views of the mapped file: drop them before `close`."""
 
     def __init__(self, path: Path):
         """Read and check the header. Raises ModelLoadError that names the file, the tensor and what to do."""
-        self.path = path
+        super().__init__(path)
         try:
-            self._file = path.open("rb")
-        except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
-        try:
-            self.size = self._file.seek(0, 2)
             self.entries = self._read_header()
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map_all()
         except BaseException:
             self._file.close()
             raise
@@ -71,15 +66,8 @@ class SafetensorsFile:
 
     def release(self, name: str) -> None:
         """Give the tensor's pages back to the system; they are read again if used again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            entry = self.entries[name]
-            begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
-
-    def close(self) -> None:
-        """Unmap and close the file."""
-        self._map.close()
-        self._file.close()
+        entry = self.entries[name]
+        self.release_bytes(entry.begin, entry.end)
 
     def _read_header(self) -> dict[str, TensorEntry]:
         self._file.seek(0)

@@ -91,7 +91,6 @@ class TensorRule:
         rows = np.concatenate([view.reshape(_flat_shape(part, view)) for part, view in views])
         return np.ascontiguousarray(rows.T if self.transposed else rows)
 
-
     def _of_one(self) -> "TensorRule":
         """The rule for one expert's part of the tensor."""
         return dataclasses.replace(self, all_experts=False)

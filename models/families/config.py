@@ -283,6 +283,12 @@ class CheckpointConfig:
         """sliding_window, None where the key is absent or null."""
         return None if self.get("sliding_window") is None else self.integer("sliding_window")
 
+    def window_everywhere(self, layers: int) -> tuple[int | None, ...]:
+        """sliding_window on every layer, () without one. Refuses a checkpoint that names other attention."""
+        window = self.window()
+        self.refuse_layers_but("full_attention" if window is None else "sliding_attention")
+        return () if window is None else (window,) * layers
+
     def layer_windows(self, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
         """Sliding window of every layer, `layer_types` overriding `sliding`; () where no layer has a window."""
         if self.get("layer_types") is not None:

@@ -13,9 +13,7 @@ def _mistral(config: CheckpointConfig) -> DecoderSpec:
     config.refuse("mlp_bias", False)
     config = config.with_defaults(num_key_value_heads=8, sliding_window=4096)
     base = llama.spec(config)
-    window = config.window()
-    config.refuse_layers_but("full_attention" if window is None else "sliding_attention")
-    return dataclasses.replace(base, sliding_window=() if window is None else (window,) * base.num_layers)
+    return dataclasses.replace(base, sliding_window=config.window_everywhere(base.num_layers))
 
 
 MISTRAL = Family("mistral", ("MistralForCausalLM", "MistralModel"), _mistral, llama.RULES, llama.PREFIX, llama.IGNORED)

@@ -25,13 +25,9 @@ def _mixtral(config: CheckpointConfig) -> DecoderSpec:
         num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072
     )
     base = llama.spec(config, theta=1e6)
-    window = config.window()
-    config.refuse_layers_but("full_attention" if window is None else "sliding_attention")
     num, per_token = config.experts("num_local_experts", num=8, per_token=2)
     experts = Experts(num, per_token, base.intermediate_size, (True,) * base.num_layers, renormalise=True)
-    return dataclasses.replace(
-        base, experts=experts, sliding_window=() if window is None else (window,) * base.num_layers
-    )
+    return dataclasses.replace(base, experts=experts, sliding_window=config.window_everywhere(base.num_layers))
 
 
 MIXTRAL = Family("mixtral", ("MixtralForCausalLM", "MixtralModel"), _mixtral, RULES, llama.PREFIX, llama.IGNORED)

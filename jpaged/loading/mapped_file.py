@@ -1,0 +1,35 @@
+"""A file of weights, memory-mapped: what the formats have in common."""
+
+import mmap
+from pathlib import Path
+
+from jpaged.errors import ModelLoadError
+
+
+class MappedFile:
+    """A file open for reading. A format's class maps it once its size is known to be enough."""
+
+    _map: mmap.mmap
+
+    def __init__(self, path: Path):
+        """Open the file. Raises ModelLoadError."""
+        self.path = path
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+        self.size = self._file.seek(0, 2)
+
+    def release_bytes(self, begin: int, end: int) -> None:
+        """Give the pages of these bytes back to the system; they are read again if used again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def close(self) -> None:
+        """Unmap and close the file."""
+        self._map.close()
+        self._file.close()
+
+    def _map_all(self) -> None:
+        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
