@@ -39,9 +39,9 @@ class Variant:
         return GOLDEN / f"{self.name}.json"
 
 
-def prompts(vocab_size: int) -> list[list[int]]:
+def prompts(vocab_size: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
     """One prompt of each length; ids 0 to 2 stay out, they are special in some families."""
-    return [(3 + _bits(1000 + n, n) % np.uint64(vocab_size - 3)).astype(int).tolist() for n in PROMPT_LENGTHS]
+    return [(3 + random_bits(1000 + n, n) % np.uint64(vocab_size - 3)).astype(int).tolist() for n in lengths]
 
 
 def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
@@ -87,7 +87,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """
     count = math.prod(shape)
     # 24 bits a value: uniform in [-1, 1), exact in float32
-    bits = _bits(zlib.crc32(name.encode()) + (seed << 32), count) >> np.uint64(40)
+    bits = random_bits(zlib.crc32(name.encode()) + (seed << 32), count) >> np.uint64(40)
     uniform = (bits.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)).reshape(shape)
     if name.endswith("_blocks"):  # MXFP4: any bytes
         return bits.astype(np.uint8).reshape(shape)
@@ -113,7 +113,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.float32(deviation * math.sqrt(3)) * uniform
 
 
-def _bits(seed: int, count: int) -> np.ndarray:
+def random_bits(seed: int, count: int) -> np.ndarray:
     """uint64[count]: the splitmix64 sequence (Steele, Lea & Flood 2014), the seed mixed before it is counted on."""
 
     def mix(z: np.ndarray) -> np.ndarray:

@@ -1,0 +1,101 @@
+"""What Transformers' beam search answers, as `tools/record_beams.py` recorded it: with tiny models, and with tables.
+
+A table stands in for a model where only the search is tested: its log-probabilities are the same bits everywhere, so
+that sums and scores can be compared bit for bit.
+"""
+
+import dataclasses
+import functools
+import json
+from typing import Any, Literal
+
+import numpy as np
+
+from tests.golden.checkpoints import BY_NAME, GOLDEN, prompts, random_bits
+
+ANSWERS = GOLDEN / "beams.json"
+TABLE_VOCAB = 48
+TABLE_PROMPT = (3, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamParams:
+    """What the search was asked for."""
+
+    width: int
+    num_return_sequences: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    max_new_tokens: int
+    end_token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamAnswer:
+    """One returned sequence."""
+
+    token_ids: list[int]          # generated; the end token, if one came, is the last
+    score: float                  # sequences_scores
+    cumulative_logprob: float     # sum of its tokens' log-probabilities
+    beam_indices: list[int]       # of each token, the beam it continued; recorded with tables only
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamCase:
+    """A search with the tiny model of a variant of `checkpoints`, of the seed in that variant's own answers."""
+
+    variant: str
+    prompt: list[int]
+    params: BeamParams
+    answers: list[BeamAnswer]     # best first
+
+    def __str__(self) -> str:
+        p = self.params
+        return f"{self.variant}-{len(self.prompt)}-w{p.width}-{p.length_penalty}-{p.early_stopping}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TableCase:
+    """A search with `table(seed)`, from TABLE_PROMPT."""
+
+    seed: int
+    params: BeamParams
+    answers: list[BeamAnswer]
+
+
+def cases() -> list[BeamCase]:
+    """Those with models."""
+    return [
+        BeamCase(
+            case["variant"], beam_prompt(case["variant"], case["prompt_len"]), BeamParams(*case["params"]),
+            [BeamAnswer(*answer, beam_indices=[]) for answer in case["answers"]],
+        )
+        for case in _recorded()["models"]
+    ]  # fmt: skip
+
+
+def table_cases() -> list[TableCase]:
+    """Those with tables."""
+    return [
+        TableCase(case["seed"], BeamParams(*case["params"]), [BeamAnswer(*answer) for answer in case["answers"]])
+        for case in _recorded()["tables"]
+    ]
+
+
+def beam_prompt(variant: str, length: int) -> list[int]:
+    """The prompt of so many tokens."""
+    return prompts(BY_NAME[variant].config["vocab_size"], (length,))[0]
+
+
+def table(seed: int) -> np.ndarray:
+    """float32[TABLE_VOCAB, TABLE_VOCAB, TABLE_VOCAB]: (token before the last, last token, next token), in (-8, 0].
+
+    They do not sum to one, which no beam search asks for.
+    """
+    bits = random_bits(seed, TABLE_VOCAB**3) >> np.uint64(40)
+    return (bits.astype(np.float32) * np.float32(-(2.0**-21))).reshape((TABLE_VOCAB,) * 3)
+
+
+@functools.cache
+def _recorded() -> dict[str, Any]:
+    return json.loads(ANSWERS.read_text())
