@@ -32,6 +32,8 @@ class NoDevice:
     max_logprobs = 20
     compiles_after_ready = 0
     outgrown_after = None
+    host_slots = 0
+    transfer_costs = None
 
     def __init__(self, max_num_seqs: int, windows: tuple[int | None, ...]):
         self.max_num_seqs = max_num_seqs

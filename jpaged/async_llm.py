@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jpaged.build import build_engine
 from jpaged.engine.engine import Output, StepError
 from jpaged.engine.input_processor import Prompt
-from jpaged.engine.request import Request
+from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError, JPagedError, RequestError
 from jpaged.interrupts import call_at_exit
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
@@ -62,7 +62,7 @@ class _Stream:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Add:
-    request: Request
+    request: RequestGroup
     stream: _Stream
 
 
@@ -104,19 +104,26 @@ class AsyncLLM:
         return self._engine.runner.max_model_len
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one prompt as they come, each with all before it; the last one is `finished`.
 
         prompt:          as of `LLM.generate`, one of them.
         sampling_params: None: the model's generation_config.json.
         request_id:      made up if not given; must not be in use.
+        priority:        lower ones start first, with scheduling_policy="priority".
 
-        Raises RequestError for a bad request, before the first output, and EngineError when the device fails. Closing
+        A beam search, and `best_of`, give one output, at the end. Raises RequestError for a bad request, before the
+        first output, CapacityError where the queue is full, and EngineError when the device fails. Closing
         or cancelling the generator aborts the request.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        return cast(AsyncGenerator[RequestOutput, None], self._outputs(prompt, params, request_id))
+        return cast(AsyncGenerator[RequestOutput, None], self._outputs(prompt, params, request_id, priority))
 
     def encode(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
@@ -129,7 +136,7 @@ class AsyncLLM:
         return cast(AsyncGenerator[PoolingRequestOutput[Any], None], self._outputs(prompt, params, request_id))
 
     async def _outputs(
-        self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str | None
+        self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str | None, priority: int = 0
     ) -> AsyncGenerator[Output, None]:
         request_id = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if request_id in self._streams:
@@ -139,7 +146,7 @@ class AsyncLLM:
         added = False
         try:
             self._check_open()
-            request = await loop.run_in_executor(self._tokenising, self._process, request_id, prompt, params)
+            request = await loop.run_in_executor(self._tokenising, self._process, request_id, prompt, params, priority)
             self._submit(_Add(request, stream))
             added = True
             if stream.aborted:
@@ -199,8 +206,10 @@ class AsyncLLM:
 
     # -- on the event loops ---------------------------------------------------------------------------------------
 
-    def _process(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
-        return self._engine.inputs.process(request_id, prompt, params, stream=True)
+    def _process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, priority: int
+    ) -> RequestGroup:
+        return self._engine.inputs.process(request_id, prompt, params, stream=True, priority=priority)
 
     def _check_open(self) -> None:
         if self._ended is not None:

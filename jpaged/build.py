@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, SchedulingOptions
 from jpaged.engine.pooling import Pooling, activation_of
+from jpaged.engine.waiting_queue import POLICIES
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.pooling_params import TASKS
 from jpaged.sampling_params import SamplingParams
@@ -51,13 +52,13 @@ class BuiltEngine:
 # vLLM's engine options that are not built yet, with the values that ask for nothing: a script that sets these runs.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
-    "distributed_executor_backend": (None,), "quantization": (None,), "kv_cache_dtype": ("auto",), "swap_space": (0,),
+    "distributed_executor_backend": (None,), "quantization": (None,), "kv_cache_dtype": ("auto",),
     "cpu_offload_gb": (0,), "enforce_eager": (False, True), "enable_chunked_prefill": (True, None),
     "max_seq_len_to_capture": (), "disable_log_stats": (False, True), "enable_lora": (False, None),
     "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
     "tokenizer_mode": ("auto",), "load_format": ("auto", "safetensors"), "skip_tokenizer_init": (False,),
     "hf_overrides": (None, {}), "rope_scaling": (None, {}), "task": ("auto", "generate"),
-    "scheduling_policy": ("fcfs",), "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
+    "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
     "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,),
 }  # fmt: skip
 
@@ -92,6 +93,14 @@ def engine_config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
     config = EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
     if config.runner not in RUNNERS:
         raise RequestError("runner", config.runner, f"must be {', '.join(RUNNERS)}")
+    if config.scheduling_policy not in POLICIES:
+        raise RequestError("scheduling_policy", config.scheduling_policy, f"must be {', '.join(POLICIES)}")
+    for name in ("max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise RequestError(name, value, "must be above 0")
+    if not 0 <= config.swap_space < float("inf"):
+        raise RequestError("swap_space", config.swap_space, "must be GiB of host memory, from 0")
     return config
 
 
@@ -185,7 +194,10 @@ def build_engine(
         seed=config.seed,
         enable_prefix_caching=config.enable_prefix_caching,
         pooling=pooling,
-    )
+        scheduling=SchedulingOptions(**{
+            field.name: getattr(config, field.name) for field in dataclasses.fields(SchedulingOptions)
+        }),
+    )  # fmt: skip
     return BuiltEngine(engine, config, loaded.spec, loaded.tokenizer, defaults)
 
 

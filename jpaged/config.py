@@ -44,6 +44,27 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Keep the KV of finished prompts and reuse it for requests that begin alike."""
 
+    swap_space: float = 0.0
+    """GiB of host memory for KV that the device has no room for: of preempted requests, and of prompts that may come
+    again. It comes back where that takes less time than computing it."""
+
+    scheduling_policy: str = "fcfs"
+    """Who starts first. fcfs: who came first. priority: the lowest `priority`; 60 s of waiting count as one.
+    shortest_first: who may generate the fewest tokens, by max_tokens; a second of waiting counts as 20 tokens."""
+
+    max_num_partial_prefills: int = 1
+    """Prompts too long for one step that are under way at once."""
+
+    target_step_ms: float | None = None
+    """Milliseconds that a step should take at most: prompts advance in smaller chunks where decodes would wait longer.
+    Default: as many prompt tokens as max_num_batched_tokens allows."""
+
+    max_queued_requests: int | None = None
+    """Most requests that wait for a row; one more is refused (HTTP 503). Default: no limit."""
+
+    max_queued_tokens: int | None = None
+    """Most prompt tokens of requests that wait for a row. Default: no limit."""
+
     gpu_memory_utilization: float = 0.9
     """Share of the accelerator's memory that the engine may take, all in all. No meaning on CPU."""
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from jpaged.chat_prompt import chat_prompt
 from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input_processor import Prompt, as_array
 from jpaged.engine.pooling import check_task
-from jpaged.engine.request import Request
+from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError, RequestError
 from jpaged.interrupts import DeferredInterrupt, call_at_exit
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, EngineStats, PoolingRequestOutput, RequestOutput
@@ -24,6 +24,7 @@ from jpaged.sampling_params import SamplingParams
 
 Message = dict[str, str]  # role and content
 Params = SamplingParams | PoolingParams
+T = TypeVar("T")
 REFRESH_SECONDS = 0.2  # of the progress bar's figures
 
 
@@ -58,18 +59,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; one output each, in their order.
 
         prompts: a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids; or a list of these.
         sampling_params: one for all, or a list with one each. None: the model's generation_config.json.
         use_tqdm: show progress; or what to call for a progress bar instead of `tqdm.tqdm`.
+        priority: lower ones start first, with scheduling_policy="priority": one for all, or a list with one each.
 
         All prompts are checked first: RequestError for the first bad one is raised before any runs. EngineError when
         the device fails; the next call is served as if nothing had happened.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        return cast(list[RequestOutput], self._answer(prompts, "sampling_params", params, use_tqdm))
+        return cast(list[RequestOutput], self._answer(prompts, "sampling_params", params, use_tqdm, priority))
 
     def _pool(
         self, task: str, prompts: Any, pooling_params: Any, use_tqdm: bool | Callable[..., Any]
@@ -83,19 +86,25 @@ class LLM:
         return self._answer(prompts, "pooling_params", wishes if isinstance(given, Sequence) else wishes[0], use_tqdm)
 
     def _answer(
-        self, prompts: Any, name: str, params: Params | Sequence[Params], use_tqdm: bool | Callable[..., Any]
+        self,
+        prompts: Any,
+        name: str,
+        params: Params | Sequence[Params],
+        use_tqdm: bool | Callable[..., Any],
+        priority: int | Sequence[int] | None = None,
     ) -> list[Output]:
         """Run prompts to their ends. name: of the parameters, as the caller knows them."""
         refuse_tracing()
         each = _prompt_list(prompts)
-        params = _params_list(name, params, len(each))
+        params = _one_each(name, params, len(each))
+        priorities = _one_each("priority", 0 if priority is None else priority, len(each))
         with self._lock, DeferredInterrupt() as interrupt:
             engine = self._live_engine
             for one in params[:1]:
                 check_task(engine.inputs.limits.pooling, one)  # or each prompt would be blamed for it
             requests = [
-                self._request(engine, index, prompt, param, len(each))
-                for index, (prompt, param) in enumerate(zip(each, params, strict=True))
+                self._request(engine, index, prompt, param, len(each), priority)
+                for index, (prompt, param, priority) in enumerate(zip(each, params, priorities, strict=True))
             ]
             ids = {request.request_id for request in requests}
             try:
@@ -214,11 +223,13 @@ class LLM:
             raise EngineError("this LLM is closed: make a new one")
         return self._engine
 
-    def _request(self, engine: Engine, index: int, prompt: Prompt, params: Params, count: int) -> Request:
+    def _request(
+        self, engine: Engine, index: int, prompt: Prompt, params: Params, count: int, priority: int
+    ) -> RequestGroup:
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
-            return engine.inputs.process(request_id, prompt, params)
+            return engine.inputs.process(request_id, prompt, params, priority=priority)
         except RequestError as error:
             if count == 1:
                 raise
@@ -298,13 +309,14 @@ def _tokens(engine: Engine) -> int:
     return engine.generated_tokens if engine.inputs.limits.pooling is None else engine.stats().prompt_tokens
 
 
-def _params_list(name: str, params: Params | Sequence[Params], count: int) -> Sequence[Params]:
-    if not isinstance(params, Sequence):
-        return [params] * count
-    if len(params) != count:
-        accepted = f"{len(params)} of them for {count} prompts: give one, or one for each prompt"
-        raise RequestError(name, f"a list of {len(params)}", accepted)
-    return params
+def _one_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
+    """The value of a parameter for each prompt."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        accepted = f"{len(given)} of them for {count} prompts: give one, or one for each prompt"
+        raise RequestError(name, f"a list of {len(given)}", accepted)
+    return given
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -124,3 +124,8 @@ class EngineStats:
     recomputed_tokens: int     # tokens computed once more because of that
     kv_waste: float            # slots of running requests' blocks that hold no token: a share, averaged over steps
     compiles_after_ready: int  # programs compiled after ready: 0, or something is wrong
+    copied_blocks: int = 0     # copy-on-write: blocks that were shared with a fork and written to
+    blocks_to_host: int = 0    # blocks whose content went to the host tier
+    blocks_to_device: int = 0  # blocks whose content came back from there
+    host_slots: int = 0        # blocks that the host tier has room for
+    used_host_slots: int = 0   # blocks that are there now

@@ -53,8 +53,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (),
     "trace_decode_token_ids": (),
     "extra_args": ({},),
-    "use_beam_search": (),
-    "best_of": (1,),
 }
 
 
@@ -68,7 +66,24 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Answers to one prompt. Only 1 at the moment."""
+    """Answers to one prompt. They share its KV and go their own ways from there."""
+
+    best_of: int | None = None
+    """Samples to make, of which the `n` with the highest cumulative log-probability are given. Default: n."""
+
+    use_beam_search: bool = False
+    """Search for the most likely answers instead of sampling: `n` of them, the best first. temperature divides the
+    logits (0 leaves them), top_p, top_k and min_p have no part in it. Nothing is streamed before the end."""
+
+    beam_width: int | None = None
+    """Beams of a beam search. Default: best_of, or n."""
+
+    length_penalty: float = 1.0
+    """A beam search compares log-probabilities divided by length ** length_penalty: above 0 long answers gain."""
+
+    early_stopping: bool | str = False
+    """When a beam search with `beam_width` finished answers ends: True at once, False when none that runs is better so
+    far, "never" when none can become better."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token always."""
@@ -131,8 +146,6 @@ class SamplingParams:
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: Sequence[int] | None = None
     extra_args: dict[str, Any] | None = None
-    use_beam_search: bool = False
-    best_of: int | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         """Refuse unknown fields by name, before the generated `__init__` would with a TypeError."""
@@ -145,11 +158,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         number, integer = self._number, self._integer
-        n = integer("n", low=1, accepted=f"an integer from 1, at most {MAX_N}")
-        if n > MAX_N:
-            raise RequestError("n", self.n, f"at most {MAX_N}")
-        if n > 1:
-            raise RequestError("n", self.n, "more than one answer to a prompt is not supported yet: use 1")
+        integer("n", low=1, high=MAX_N, accepted=f"an integer from 1 to {MAX_N}")
+        self._boolean("use_beam_search")
+        for name in ("best_of", "beam_width"):
+            if getattr(self, name) is not None:
+                integer(name, low=self.n, high=MAX_N, accepted=f"an integer from n ({self.n}) to {MAX_N}, or None")
+        if self.best_of == self.n and not self.use_beam_search:
+            object.__setattr__(self, "best_of", None)
+        self._check_beams()
         number("temperature", "a finite number from 0", lambda x: x >= 0)
         number("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
         number("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
@@ -172,11 +188,43 @@ class SamplingParams:
             object.__setattr__(self, name, default)
 
     @property
+    def num_sequences(self) -> int:
+        """Answers that are made, of which `n` are given."""
+        return (self.beam_width or self.best_of or self.n) if self.use_beam_search else (self.best_of or self.n)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it is known at the end only which answers are given."""
+        return self.use_beam_search or self.num_sequences > self.n
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether log-probabilities of the sampled tokens are needed, asked for or not."""
+        return self.logprobs is not None or self.chooses
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
-    def _number(self, name: str, accepted: str, holds: Callable[[float], bool]) -> None:
+    def _check_beams(self) -> None:
+        self._number("length_penalty", "a finite number")
+        stopping = self.early_stopping
+        if not isinstance(stopping, (bool, np.bool_)) and not (isinstance(stopping, str) and stopping == "never"):
+            raise RequestError("early_stopping", stopping, "must be True, False or 'never'")
+        if isinstance(stopping, np.bool_):
+            object.__setattr__(self, "early_stopping", bool(stopping))
+        if self.use_beam_search:
+            if self.num_sequences == 1:
+                raise RequestError("beam_width", self.beam_width, "a beam search needs more than one beam: at least 2")
+            if self.beam_width is not None and self.best_of not in (None, self.beam_width):
+                raise RequestError("best_of", self.best_of, f"of a beam search it is beam_width ({self.beam_width})")
+            return
+        for name in ("beam_width", "length_penalty", "early_stopping"):
+            if getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise RequestError(name, getattr(self, name), "goes with use_beam_search=True: leave it out")
+
+    def _number(self, name: str, accepted: str, holds: Callable[[float], bool] = lambda x: True) -> None:
         value = getattr(self, name)
         if not _is_number(value) or abs(value) > FLOAT32_MAX or not math.isfinite(value) or not holds(value):
             raise RequestError(name, value, f"must be {accepted}")

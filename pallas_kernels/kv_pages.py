@@ -206,6 +206,15 @@ class KVPages:
             lambda pool: pool.at[target].set(jnp.take(pool, from_to[:, 0], axis=0, mode="clip"), mode="drop")
         )
 
+    def take_blocks(self, blocks: Int[Array, " n"]) -> "KVPages":
+        """The named blocks as pages of n blocks, inside a program. Unlike `to_host` it checks nothing."""
+        return self._each_block(lambda pool: jnp.take(pool, blocks, axis=0, mode="clip"))
+
+    def put_blocks(self, blocks: Int[Array, " n"], held: "KVPages") -> "KVPages":
+        """Pages with the named blocks filled from what `take_blocks` gave; a negative block is padding."""
+        target = jnp.where(blocks < 0, self.num_blocks, blocks)
+        return self._each_block(lambda pool, own: pool.at[target].set(own, mode="drop"), held)
+
     def to_host(self, blocks: np.ndarray) -> "KVPages":
         """The named blocks (int32[n]) as pages of n blocks, of host arrays. Raises ValueError for blocks not there."""
         index = self._host_index(blocks)

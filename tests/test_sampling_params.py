@@ -35,8 +35,7 @@ MEANINGFUL = {
     "output_kind": RequestOutputKind.DELTA, "stream_interval": 2, "structured_outputs": {"regex": "a"},
     "repetition_detection": object(), "thinking_token_budget": 0, "watermarking": True,
     "skip_reading_prefix_cache": True, "skip_clone": True, "output_text_buffer_length": 1,
-    "routed_experts_prompt_start": 1, "trace_decode_token_ids": [1], "extra_args": {"a": 1}, "use_beam_search": True,
-    "best_of": 2,
+    "routed_experts_prompt_start": 1, "trace_decode_token_ids": [1], "extra_args": {"a": 1},
 }  # fmt: skip
 
 
@@ -79,7 +78,11 @@ BAD = [
     *[("max_tokens", value) for value in (0, -1, 1.5, "16", True)],
     *[("seed", value) for value in (2**64, -(2**63) - 1, 1.0, "1", True)],
     *[("logprobs", value) for value in (-1, 1.0, True, "1")],
-    *[("n", value) for value in (0, -1, 2, 64, 65, 1.0, True, None)],
+    *[("n", value) for value in (0, -1, 65, 10**9, 1.0, True, None)],
+    *[(name, value) for name in ("best_of", "beam_width") for value in (0, -1, 65, 10**9, 1.0, True)],
+    *[("use_beam_search", value) for value in (1, None, "yes")],
+    *[("length_penalty", value) for value in (NAN, INF, "1", True, None)],
+    *[("early_stopping", value) for value in (None, 1, "always")],
     *[("stop_token_ids", value) for value in ([-1], [1.0], [True], ["1"], "12", 5, [[1]])],
     *[(name, value) for name in ("ignore_eos", "detokenize", "skip_special_tokens") for value in (1, 0, None, "yes")],
 ]
@@ -94,8 +97,44 @@ def test_bad_values_are_refused_with_parameter_and_value(name: str, value: objec
 
 
 def test_n_above_the_most_says_so():
-    with pytest.raises(RequestError, match="at most 64"):
-        SamplingParams(n=65)
+    for name in ("n", "best_of", "beam_width"):
+        with pytest.raises(RequestError, match="to 64"):
+            SamplingParams(**{name: 65})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sequences", "chooses"),
+    [
+        ({}, 1, False),
+        ({"n": 4}, 4, False),
+        ({"n": 2, "best_of": 2}, 2, False),
+        ({"n": 2, "best_of": 5}, 5, True),
+        ({"use_beam_search": True, "best_of": 4, "temperature": 0.7, "top_p": 0.9}, 4, True),
+        ({"use_beam_search": True, "n": 3}, 3, True),
+        ({"use_beam_search": True, "n": 3, "beam_width": 4, "early_stopping": "never"}, 4, True),
+    ],
+)
+def test_how_many_answers_are_made(fields: dict, sequences: int, chooses: bool):
+    params = SamplingParams(**fields)
+    assert (params.num_sequences, params.chooses, params.needs_logprobs) == (sequences, chooses, chooses)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"use_beam_search": True}, "beam_width"),
+        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width"),
+        ({"use_beam_search": True, "beam_width": 4, "best_of": 2}, "best_of"),
+        ({"beam_width": 4}, "beam_width"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+    ],
+)
+def test_what_does_not_go_together(fields: dict, parameter: str):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**fields)
+    assert caught.value.parameter == parameter
 
 
 GOOD = [

@@ -5,15 +5,19 @@
    The first name of a chain, the root, is made from what else the KV depends on: adapter, weight version, salt.
 3. A free block keeps its name and its content until it is allocated again. The free list is in the order of reuse:
    blocks without a name first, then named ones, least recently freed first.
+4. With a host tier, a named block that is allocated again leaves its content and its name there first.
 
 Every operation takes constant time a block: the free list is doubly linked through two arrays, the index is a dict.
+What the device must do for it, copying blocks and moving them to the host and back, is noted in order in `moves`.
 """
 
 import array
-import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from jpaged.engine.host_tier import HostTier
+from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
 
 
@@ -28,8 +32,7 @@ def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array.array("i", tokens).tobytes()).digest()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockName:
+class BlockName(NamedTuple):
     """What a full block holds. Parent and tokens are compared on every hit, so no digest is trusted alone."""
 
     digest: bytes
@@ -39,14 +42,18 @@ class BlockName:
 
 
 class BlockPool:
-    """Hands out blocks 0 .. num_blocks - 1."""
+    """Hands out blocks 0 .. num_blocks - 1. host_tier: where named blocks go that are allocated again, or None."""
 
-    def __init__(self, num_blocks: int, num_groups: int = 1):
+    def __init__(self, num_blocks: int, num_groups: int = 1, host_tier: HostTier[BlockName] | None = None):
         if num_blocks < 1:
             raise EngineError(f"the KV pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.peak_used = 0
+        self.host_tier = host_tier
+        self.moves: list[tuple[BlockMove, int, int]] = []  # for the device, in order; whoever plans a step takes them
+        self.clock = 0  # the step that is being planned
+        self.last_use = [0] * num_blocks  # the clock when a block was last taken, shared or freed
         self._ref_counts = [0] * num_blocks
         self._names: list[BlockName | None] = [None] * num_blocks
         self._indices: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # one a group: digest -> block
@@ -63,6 +70,10 @@ class BlockPool:
         """How many hold a block."""
         return self._ref_counts[block]
 
+    def name(self, block: int) -> BlockName | None:
+        """What a block is found by; None if it is not in the index."""
+        return self._names[block]
+
     def allocate(self, count: int) -> list[int]:
         """Take free blocks, in the order of reuse; they lose their names. Raises EngineError if there are too few."""
         if count > self.num_free:
@@ -73,8 +84,29 @@ class BlockPool:
             self._unlink(block)
             self._forget(block)
             self._ref_counts[block] = 1
+            self.last_use[block] = self.clock
             blocks.append(block)
         self._note_peak()
+        return blocks
+
+    def private_copy(self, block: int) -> int:
+        """Copy-on-write: a block of one's own with the content of a shared one, of which one hold is given back."""
+        (copy,) = self.allocate(1)
+        self.moves.append((BlockMove.COPY, block, copy))
+        self.free([block])
+        return copy
+
+    def fetch(self, names: Sequence[BlockName]) -> list[int]:
+        """Take free blocks and have the named ones, which the host tier has, moved into them."""
+        tier = self.host_tier
+        if tier is None:
+            raise EngineError("blocks are fetched from a host tier that is not there")
+        slots = [tier.take(name) for name in names]
+        blocks = self.allocate(len(names))  # may send others to the host: not into these slots, which are taken
+        for name, slot, block in zip(names, slots, blocks, strict=True):
+            self.moves.append((BlockMove.TO_DEVICE, slot, block))
+            self.put_name(block, name)
+            tier.give_back(slot)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -83,6 +115,7 @@ class BlockPool:
             if self._ref_counts[block] == 0:
                 self._unlink(block)
             self._ref_counts[block] += 1
+            self.last_use[block] = self.clock
         self._note_peak()
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -91,6 +124,7 @@ class BlockPool:
             if self._ref_counts[block] <= 0:
                 raise EngineError(f"block {block} is freed but nobody holds it")
             self._ref_counts[block] -= 1
+            self.last_use[block] = self.clock
             if self._ref_counts[block] == 0:
                 self._link(block, first=self._names[block] is None)
 
@@ -106,6 +140,10 @@ class BlockPool:
         block = self._indices[name.group].get(name.digest)
         return block if block is not None and self._names[block] == name else None
 
+    def find_on_host(self, name: BlockName) -> bool:
+        """Whether the host tier has it."""
+        return self.host_tier is not None and self.host_tier.has(name)
+
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks lie in the free list."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
@@ -115,6 +153,13 @@ class BlockPool:
         for index in self._indices:
             index.clear()
         self._names = [None] * self.num_blocks
+        if self.host_tier is not None:
+            self.host_tier.forget_all()
+
+    def take_moves(self) -> list[tuple[BlockMove, int, int]]:
+        """All moves noted since the last call, in order: (kind, from, to)."""
+        moves, self.moves = self.moves, []
+        return moves
 
     def reset_peak(self) -> None:
         """Count the peak of used blocks from now on."""
@@ -136,12 +181,17 @@ class BlockPool:
         indexed = {(group, digest): index[digest] for group, index in enumerate(self._indices) for digest in index}
         if named != indexed:
             raise EngineError(f"{len(named)} blocks have names, the index has {len(indexed)} entries")
+        if self.host_tier is not None:
+            self.host_tier.check()
 
     def _forget(self, block: int) -> None:
         name = self._names[block]
         if name is not None:
             del self._indices[name.group][name.digest]
             self._names[block] = None
+            slot = None if self.host_tier is None else self.host_tier.put(name)
+            if slot is not None:
+                self.moves.append((BlockMove.TO_HOST, block, slot))
 
     def _link(self, block: int, *, first: bool) -> None:
         sentinel = self.num_blocks

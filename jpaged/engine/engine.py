@@ -12,17 +12,22 @@ at once, because whoever gets them writes to them in a later step. Single-thread
 import dataclasses
 import logging
 import random
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jpaged.engine import beams
+from jpaged.engine.beam_search import BeamSearch
+from jpaged.engine.block_pool import prefix_root
 from jpaged.engine.input_processor import InputProcessor, ModelLimits, Prompt
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.output_processor import OutputProcessor
 from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduler import ScheduledStep, Scheduler, SchedulerCounters
 from jpaged.engine.step_plan import Runner
-from jpaged.errors import EngineError, RequestError
+from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
@@ -41,9 +46,21 @@ class StepError(EngineError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SchedulingOptions:
+    """How requests are ordered, paced and limited; fields of `EngineConfig` of the same names."""
+
+    scheduling_policy: str = "fcfs"
+    max_num_partial_prefills: int = 1
+    target_step_ms: float | None = None
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _StepInFlight:
     step: ScheduledStep
     handle: Any
+    began: float  # seconds of time.monotonic()
 
 
 class Engine:
@@ -59,8 +76,10 @@ class Engine:
         seed: int = 0,
         enable_prefix_caching: bool = True,
         pooling: Pooling | None = None,
+        scheduling: SchedulingOptions = SchedulingOptions(),
     ):
         self.runner = runner
+        self.scheduling = scheduling
         self.generated_tokens = 0
         self.inputs = InputProcessor(
             ModelLimits(
@@ -70,6 +89,7 @@ class Engine:
                 eos_token_ids=tuple(eos_token_ids),
                 eos_token_id=eos_token_id,
                 pooling=pooling,
+                priorities=scheduling.scheduling_policy == "priority",
             ),
             tokenizer,
         )
@@ -83,9 +103,11 @@ class Engine:
             )
         self._outputs = OutputProcessor(tokenizer, pooling)
         self._seeds = random.Random(seed)
-        self._requests: dict[str, Request] = {}
+        self._groups: dict[str, RequestGroup] = {}
         self._in_flight: _StepInFlight | None = None
         self._num_arrived = 0
+        self._weight_version = 0
+        self._last_collect = 0.0
         self._finished_requests = 0
 
     @property
@@ -95,30 +117,80 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a call of `step` would do anything."""
-        return bool(self._requests) or self._in_flight is not None
+        return bool(self._groups) or self._in_flight is not None
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, *, stream: bool = False
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *,
+        stream: bool = False,
+        priority: int = 0,
     ) -> None:
-        """Check a request and put it into the queue. Raises RequestError."""
-        self.add(self.inputs.process(request_id, prompt, params, stream=stream))
+        """Check a request and put it into the queue. Raises RequestError, and CapacityError where the queue is full."""
+        self.add(self.inputs.process(request_id, prompt, params, stream=stream, priority=priority))
 
-    def add(self, request: Request) -> None:
-        """Put a request that `inputs.process` made into the queue. Raises RequestError if its id is in use."""
-        if request.request_id in self._requests:
-            raise RequestError("request_id", request.request_id, "is in use by a running request: choose another")
-        seed = request.params.seed
-        request.seed = self._seeds.getrandbits(64) if seed is None else seed
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        self._requests[request.request_id] = request
-        self._outputs.add(request)
-        self._scheduler.add(request)
+    def add(self, group: RequestGroup) -> None:
+        """Put a request that `inputs.process` made into the queue.
+
+        Raises RequestError if its id is in use, or its answers can never fit; CapacityError where the queue is full.
+        """
+        if group.request_id in self._groups:
+            raise RequestError("request_id", group.request_id, "is in use by a running request: choose another")
+        self._check_capacity(group)
+        self._check_fits(group)
+        seed = group.params.seed
+        seed = self._seeds.getrandbits(64) if seed is None else seed
+        root = prefix_root(weight_version=self._weight_version, salt=group.cache_salt)
+        private = not self._prefix_cacheable(len(group.prompt_token_ids))
+        for request in group.requests:
+            request.seed, request.prefix_root = seed, root
+            request.arrival = self._num_arrived + request.index
+            if private:
+                request.make_private(self._num_arrived.to_bytes(8, "little"))
+        self._num_arrived += len(group.requests)
+        if group.search is not None:
+            beams.begin(group)
+        else:
+            group.first.followers = group.requests[1:]
+        self._groups[group.request_id] = group
+        self._outputs.add(group)
+        self._scheduler.add(group.first)
+
+    def _check_capacity(self, group: RequestGroup) -> None:
+        waiting, limits = self._scheduler.waiting, self.scheduling
+        most = limits.max_queued_requests
+        if most is not None and len(waiting) >= most:
+            raise CapacityError(f"{len(waiting)} requests wait, max_queued_requests is {most}: try again later")
+        most, tokens = limits.max_queued_tokens, len(group.prompt_token_ids)
+        if most is not None and len(waiting) and waiting.num_tokens + tokens > most:
+            raise CapacityError(
+                f"prompts of {waiting.num_tokens:,} tokens wait, with {tokens:,} more it would be beyond "
+                f"max_queued_tokens={most:,}: try again later"
+            )
+
+    def _check_fits(self, group: RequestGroup) -> None:
+        """Refuse several answers that cannot all be held at once: they would throw each other out for ever."""
+        count, manager = len(group.requests), self._manager
+        if count == 1 or (group.params.max_tokens is None and group.search is None):
+            return
+        total, prompt = group.first.max_total_tokens, len(group.prompt_token_ids)
+        shared = prompt // manager.block_size * manager.num_groups if not any(manager.windows) else 0
+        need = shared + count * (manager.most_blocks(total) - shared)
+        if need > manager.pool.num_blocks:
+            name = "beam_width" if group.search is not None else ("n" if group.params.best_of is None else "best_of")
+            raise RequestError(
+                name,
+                count,
+                f"so many answers of {total - prompt:,} tokens to a prompt of {prompt:,} take {need:,} blocks of "
+                f"KV cache, there are {manager.pool.num_blocks:,}: ask for fewer, or a smaller max_tokens",
+            )
 
     def abort(self, request_ids: Iterable[str]) -> list[Output]:
         """End requests now, in whatever state; their last outputs. Ids of requests that have ended are passed over."""
-        live = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
-        return [self._end(request, RequestStatus.ABORTED) for request in live]
+        live = [self._groups[request_id] for request_id in request_ids if request_id in self._groups]
+        return [self._end(group, RequestStatus.ABORTED) for group in live]
 
     def step(self) -> list[Output]:
         """One turn: outputs of requests that ended, and of streaming ones that have a new token.
@@ -129,17 +201,18 @@ class Engine:
         previous = self._in_flight
         try:
             step = self._scheduler.schedule()
-            self._in_flight = None if step is None else _StepInFlight(step, self.runner.dispatch(step.plan))
-            result = None if previous is None else self.runner.collect(previous.handle)
+            began = time.monotonic()
+            self._in_flight = None if step is None else _StepInFlight(step, self.runner.dispatch(step.plan), began)
+            result = None if previous is None else self._collect(previous)
         except BaseException as error:
             failed = self._fail_running()
             if not isinstance(error, Exception):
                 raise  # somebody stops the program, or thinks better of it: the engine can go on either way
             raise StepError(failed, error) from error
         outputs = [] if previous is None or result is None else self._take(previous.step, result)
-        if step is None and previous is None and self._requests:
-            raise EngineError(f"{len(self._requests)} requests wait and none can be scheduled")
-        if not self._requests and self._manager.pool.num_used:
+        if step is None and previous is None and self._groups:
+            raise EngineError(f"{len(self._groups)} requests wait and none can be scheduled")
+        if not self._groups and self._manager.pool.num_used:
             raise EngineError(f"no request is left, but {self._manager.pool.num_used} blocks are held")
         return outputs
 
@@ -162,6 +235,11 @@ class Engine:
             recomputed_tokens=counters.recomputed_tokens,
             kv_waste=counters.waste_sum / counters.steps if counters.steps else 0.0,
             compiles_after_ready=self.runner.compiles_after_ready,
+            copied_blocks=counters.copied_blocks,
+            blocks_to_host=counters.blocks_to_host,
+            blocks_to_device=counters.blocks_to_device,
+            host_slots=self.runner.host_slots,
+            used_host_slots=0 if pool.host_tier is None else pool.host_tier.num_used,
         )
 
     def reset_stats(self) -> None:
@@ -172,17 +250,34 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything computed before. Only while no request lives; False, and nothing is done, otherwise."""
-        if self._requests:
+        if self._groups:
             return False
         self._manager.pool.forget_all()
         return True
+
+    def note_new_weights(self) -> None:
+        """Have nothing be found any more that was computed before: the weights are others from the next step on.
+
+        Requests that run go on with what they have computed; it is never shared, nor found again once given back.
+        """
+        self._weight_version += 1
+        self._manager.pool.forget_all()
+        for group in self._groups.values():
+            for request in group.requests:
+                request.make_private(f"{request.arrival} {self._weight_version}".encode())
 
     def check_integrity(self) -> None:
         """Raise EngineError unless queues, rows, tables and pool agree. Takes time: for tests, and when idle."""
         self._scheduler.check_integrity()
         known = {*self._scheduler.running, *self._scheduler.waiting}
-        if known != set(self._requests.values()):
-            raise EngineError(f"{len(known)} requests are scheduled, {len(self._requests)} live")
+        live = set()
+        for group in self._groups.values():
+            if group.search is not None:
+                live.update(beam for beam in group.beams if beam.row >= 0 or not beam.on_hold)
+            else:
+                live.update(r for r in group.requests if not r.status.is_end and r not in group.first.followers)
+        if known != live:
+            raise EngineError(f"{len(known)} requests are scheduled, {len(live)} live")
 
     def start_over(self) -> None:
         """End all requests without an output, and forget everything computed before: empty queues, a free pool.
@@ -193,8 +288,8 @@ class Engine:
         fresh, old = self._new_scheduler(), self._scheduler
         fresh.counters = old.counters
         fresh.manager.pool.peak_used = old.manager.pool.peak_used
-        self._finished_requests += len(self._requests)
-        self._scheduler, self._requests = fresh, {}
+        self._finished_requests += len(self._groups)
+        self._scheduler, self._groups = fresh, {}
         self._outputs.forget_all()
         self._drop_step_in_flight()
 
@@ -207,51 +302,94 @@ class Engine:
         runner = self.runner
         return Scheduler(
             KVCacheManager(
-                runner.num_blocks, runner.block_size, runner.windows, max_chunk=runner.max_num_batched_tokens
+                runner.num_blocks, runner.block_size, runner.windows, max_chunk=runner.max_num_batched_tokens,
+                host_slots=runner.host_slots, transfer_costs=runner.transfer_costs,
             ),
             max_num_seqs=runner.max_num_seqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
             vocab_size=runner.vocab_size,
-            prefix_cacheable=self._prefix_cacheable,
             outgrown_after=runner.outgrown_after,
-        )
+            policy=self.scheduling.scheduling_policy,
+            max_num_partial_prefills=self.scheduling.max_num_partial_prefills,
+            target_step_ms=self.scheduling.target_step_ms,
+        )  # fmt: skip
+
+    def _collect(self, previous: _StepInFlight) -> Any:
+        """What a step gave. The time since the last one's end tells what it cost, as long as the device is busy."""
+        result = self.runner.collect(previous.handle)
+        now = time.monotonic()
+        plan = previous.step.plan
+        self._scheduler.pace.note(plan.total_tokens - plan.num_decodes, now - max(self._last_collect, previous.began))
+        self._last_collect = now
+        return result
 
     def _take(self, step: ScheduledStep, result: Any) -> list[Output]:
-        outputs = []
+        news: dict[RequestGroup, None] = {}  # groups of which something is to be told, in order
         for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
             if not samples or request.status.is_end:
                 continue
+            group = self._groups[request.request_id]
             self.generated_tokens += request.pooling is None
             try:
-                end = self._outputs.take(request, result, index)
+                if group.search is None:
+                    end = self._outputs.take(request, result, index)
+                else:
+                    end = self._take_beam(group, group.search, request, result, index)
             except Exception:  # whatever one request's text or log-probabilities do, the others go on
-                _log_failed_output(request)
+                _log_failed_output(group)
                 end = RequestStatus.FAILED
             if end is not None:
-                outputs.append(self._end(request, end))
-            elif request.stream:
-                outputs.append(self._outputs.output(request))
+                for ended in [request] if group.search is None else group.requests:
+                    self._scheduler.finish(ended, end)
+            if end is not None or (group.stream and not group.params.chooses):
+                news[group] = None
+        outputs = []
+        for group in news:
+            if group.has_ended:
+                outputs.append(self._last_output(group))
+            elif group.stream and not group.params.chooses:
+                outputs.append(self._outputs.output(group))
         return outputs
 
-    def _end(self, request: Request, status: RequestStatus) -> Output:
-        self._scheduler.finish(request, status)
-        del self._requests[request.request_id]
+    def _take_beam(
+        self, group: RequestGroup, search: BeamSearch, request: Request, result: Any, index: int
+    ) -> RequestStatus | None:
+        if beams.take(group, request, result, index) and not beams.advance(group, search, self._scheduler):
+            return RequestStatus.STOPPED
+        return None
+
+    def _end(self, group: RequestGroup, status: RequestStatus) -> Output:
+        """End what has not ended of a group; its last output."""
+        for request in group.requests:
+            if not request.status.is_end:
+                self._scheduler.finish(request, status)
+        return self._last_output(group)
+
+    def _last_output(self, group: RequestGroup) -> Output:
+        del self._groups[group.request_id]
         self._finished_requests += 1
         try:
-            return self._outputs.output(request)
+            output = self._outputs.output(group)
         except Exception:  # the end of its text could not be decoded
-            _log_failed_output(request)
-            request.status = RequestStatus.FAILED
-            return self._outputs.output(request)
+            _log_failed_output(group)
+            for request in group.requests:
+                request.status = RequestStatus.FAILED
+            output = self._outputs.output(group)
+        self._outputs.forget(group)
+        return output
 
     def _fail_running(self) -> tuple[str, ...]:
         """End every request that a failed step may have touched: the running ones, and those with tokens on the way."""
         self._drop_step_in_flight()
-        touched = [request for request in self._requests.values() if request.row >= 0 or request.num_in_flight]
-        for request in touched:
-            self._end(request, RequestStatus.FAILED)
+        touched = [
+            group
+            for group in self._groups.values()
+            if any(request.row >= 0 or request.num_in_flight for request in group.requests)
+        ]
+        for group in touched:
+            self._end(group, RequestStatus.FAILED)
         self._manager.pool.forget_all()
-        return tuple(request.request_id for request in touched)
+        return tuple(group.request_id for group in touched)
 
     def _drop_step_in_flight(self) -> None:
         """Wait for the step that runs, whose tokens nobody wants any more.
@@ -266,8 +404,8 @@ class Engine:
                 logger.debug("a step that was dropped has failed: %s", error)
 
 
-def _log_failed_output(request: Request) -> None:
-    logger.exception("request %s ends: its output could not be processed", request.request_id)
+def _log_failed_output(group: RequestGroup) -> None:
+    logger.exception("request %s ends: its output could not be processed", group.request_id)
 
 
 def _never(prompt_len: int) -> bool:

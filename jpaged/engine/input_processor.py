@@ -5,23 +5,29 @@ Has no state of its own that a request changes, so any thread may call it.
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from jpaged.engine.block_pool import prefix_root
+from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.pooling import Pooling, check_task
 from jpaged.engine.request import Request
+from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import RequestError
 from jpaged.outputs import RequestMetrics
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Mapping[str, Any] | Sequence[int] | np.ndarray
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 ACCEPTED = "must be a text, a list of token ids, or a dict with prompt or prompt_token_ids"
+MAX_PRIORITY = 2**31 - 1
+_DEFAULTS = SamplingParams()
 POOLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # of requests that sample nothing
 
 
@@ -35,6 +41,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()  # ids that end an answer; generation_config.json may add to the tokenizer's
     eos_token_id: int | None = None  # the main one: it ends an answer without being its stop_reason
     pooling: Pooling | None = None  # what is given instead of new tokens
+    priorities: bool = False  # whether the scheduling policy goes by them
 
 
 class InputProcessor:
@@ -43,19 +50,27 @@ class InputProcessor:
     def __init__(self, limits: ModelLimits, tokenizer: Any = None):
         self.limits = limits
         self._tokenizer = tokenizer
+        self._told_of_beams = False
         self._eos_token_ids = frozenset(limits.eos_token_ids)
         if limits.eos_token_id is not None:
             self._eos_token_ids |= {limits.eos_token_id}
 
     def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, *, stream: bool = False
-    ) -> Request:
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *,
+        stream: bool = False,
+        priority: int = 0,
+    ) -> RequestGroup:
         """Check a prompt with its parameters and make a request of them. Raises RequestError."""
         arrival_time = time.monotonic()
         check_task(self.limits.pooling, params)
         pooling = params if isinstance(params, PoolingParams) else None
         params = POOLED if isinstance(params, PoolingParams) else params
         self._check_params(params)
+        self._check_priority(priority)
         parts = self._parts(prompt)
         text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
         token_ids = self._encode(text or "") if ids is None else self._checked_ids(ids)
@@ -64,19 +79,60 @@ class InputProcessor:
             longest = len(token_ids) + 1  # the token that is not sampled is none of the model's
         elif params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
-        return Request(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            max_total_tokens=longest,
-            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-            eos_token_id=self.limits.eos_token_id,
-            prefix_root=prefix_root(salt=parts.get("cache_salt") or ""),
-            metrics=RequestMetrics(arrival_time=arrival_time),
-            pooling=pooling,
-            stream=stream,
+        end_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
+        metrics = RequestMetrics(arrival_time=arrival_time)
+        requests = [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                max_total_tokens=longest,
+                eos_token_ids=end_token_ids,
+                eos_token_id=self.limits.eos_token_id,
+                metrics=metrics,
+                pooling=pooling,
+                priority=priority,
+                index=index,
+                steered=params.use_beam_search,
+            )
+            for index in range(params.num_sequences)
+        ]
+        salt = parts.get("cache_salt") or ""
+        group = RequestGroup(request_id, text, token_ids, params, requests, metrics, pooling, stream, salt)
+        if params.use_beam_search:
+            group.search = self._search(params, longest - len(token_ids), end_token_ids)
+        return group
+
+    def _search(self, params: SamplingParams, max_new_tokens: int, eos_token_ids: frozenset[int]) -> BeamSearch:
+        """The search of a request for one. Raises RequestError where the device gives it too few candidates."""
+        limits = self.limits
+        search = BeamSearch(
+            width=params.num_sequences,
+            max_new_tokens=max_new_tokens,
+            end_token_ids=eos_token_ids | set(params.stop_token_ids or ()),
+            length_penalty=params.length_penalty,
+            early_stopping=cast(Any, params.early_stopping),
         )
+        needed = min(search.num_candidates, limits.vocab_size)
+        if needed > limits.max_logprobs:
+            raise RequestError(
+                "beam_width",
+                params.num_sequences,
+                f"takes the {needed} most likely tokens of each beam (the width, and one for each end token), the "
+                f"engine gives {limits.max_logprobs}: use fewer beams, or start with max_logprobs={needed}",
+            )
+        no_part = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(_DEFAULTS, name)]
+        if no_part and not self._told_of_beams:
+            self._told_of_beams = True
+            logger.info("%s: no part in a beam search (said once)", ", ".join(no_part))
+        return search
+
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)) or abs(priority) > MAX_PRIORITY:
+            raise RequestError("priority", priority, f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        if priority and not self.limits.priorities:
+            raise RequestError("priority", priority, "the engine does not go by it: start it with the option "
+                               "scheduling_policy='priority', or leave it out")  # fmt: skip
 
     def _check_params(self, params: SamplingParams) -> None:
         limits = self.limits

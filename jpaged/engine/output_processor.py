@@ -3,12 +3,14 @@
 import time
 from typing import Any
 
+from jpaged.engine.beam_search import BeamSearch, Hypothesis
 from jpaged.engine.detokenizer import Detokenizer, TextDecoder, text_decoder
 from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.step_plan import StepResult
 from jpaged.errors import EngineError
-from jpaged.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput
+from jpaged.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestMetrics, RequestOutput
 from jpaged.pooling_params import PoolingParams
 
 
@@ -20,11 +22,12 @@ class OutputProcessor:
         self._decoder: TextDecoder | None = None if tokenizer is None else text_decoder(tokenizer)
         self._detokenizers: dict[Request, Detokenizer] = {}
 
-    def add(self, request: Request) -> None:
-        """Begin to follow a request."""
-        if self._decoder is not None and request.params.detokenize:
-            skip = request.params.skip_special_tokens
-            self._detokenizers[request] = self._decoder.new(skip_special_tokens=skip)
+    def add(self, group: RequestGroup) -> None:
+        """Begin to follow a group's requests; those of a search have no text before its end."""
+        if self._decoder is not None and group.params.detokenize and group.search is None:
+            skip = group.params.skip_special_tokens
+            for request in group.requests:
+                self._detokenizers[request] = self._decoder.new(skip_special_tokens=skip)
 
     def take(self, request: Request, result: StepResult, index: int) -> RequestStatus | None:
         """Append the token that row `index` of a step sampled; the request's end, if that ends it.
@@ -36,64 +39,121 @@ class OutputProcessor:
         token_id = int(result.token_ids[index])
         request.num_in_flight -= 1
         request.token_ids.append(token_id)
-        now = time.monotonic()
-        metrics = request.metrics
-        metrics.last_token_time = now
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        if request.logprobs is not None:
-            entries = self._logprobs(request, token_id, result, index)
-            request.logprobs.append(entries)
-            request.cumulative_logprob = (request.cumulative_logprob or 0.0) + entries[token_id].logprob
+        note_token(request.metrics)
+        if request.params.needs_logprobs:
+            self._add_logprobs(request, token_id, result, index)
         if token_id in request.eos_token_ids or token_id in (request.params.stop_token_ids or ()):
-            main = token_id == request.eos_token_id and token_id in request.eos_token_ids
-            request.stop_reason = None if main else token_id
+            request.stop_reason = _stop_reason(request, token_id)
             return RequestStatus.STOPPED
         detokenizer = self._detokenizers.get(request)
         if detokenizer is not None:
             detokenizer.add(token_id)
         return RequestStatus.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
 
-    def output(self, request: Request) -> RequestOutput | PoolingRequestOutput[Any]:
-        """A request's output so far. Of a request that has ended it is the last one: it is no longer followed.
+    def output(self, group: RequestGroup) -> RequestOutput | PoolingRequestOutput[Any]:
+        """A group's output so far. Of one that has ended it is the last one: it is no longer followed.
 
-        Of one that failed the text is what was certain until then.
+        Of a request that failed the text is what was certain until then.
         """
-        finished = request.status.is_end
-        detokenizer = self._detokenizers.get(request)
+        finished = group.has_ended
         if finished:
-            request.metrics.finished_time = time.monotonic()
-            if detokenizer is not None and request.status is not RequestStatus.FAILED:
-                detokenizer.finish()
-            self._detokenizers.pop(request, None)
-        if request.pooling is not None:
+            group.metrics.finished_time = time.monotonic()
+        if group.pooling is not None:
             return PoolingRequestOutput(
-                request_id=request.request_id,
-                prompt=request.prompt,
-                prompt_token_ids=request.prompt_token_ids,
-                outputs=request.pooled,
+                request_id=group.request_id,
+                prompt=group.prompt,
+                prompt_token_ids=group.prompt_token_ids,
+                outputs=group.first.pooled,
                 finished=finished,
-                metrics=request.metrics,
-                num_cached_tokens=request.num_cached_tokens,
+                metrics=group.metrics,
+                num_cached_tokens=group.first.num_cached_tokens,
             )
-        completion = CompletionOutput(
-            index=0,
+        search = group.search
+        completions = (
+            [self._completion(request) for request in group.requests] if search is None else self._beams(group, search)
+        )
+        if group.params.chooses and search is None:
+            completions.sort(key=lambda completion: -(completion.cumulative_logprob or 0.0))
+            completions = completions[: group.params.n]
+            for index, completion in enumerate(completions):
+                completion.index = index
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=group.prompt_token_ids,
+            outputs=completions,
+            finished=finished,
+            metrics=group.metrics,
+            num_cached_tokens=group.first.num_cached_tokens,
+        )
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        detokenizer = self._detokenizers.get(request)
+        if request.status.is_end and detokenizer is not None and request.status is not RequestStatus.FAILED:
+            detokenizer.finish()
+        return CompletionOutput(
+            index=request.index,
             text="" if detokenizer is None else detokenizer.text,
             token_ids=request.output_token_ids,
             cumulative_logprob=request.cumulative_logprob,
             logprobs=None if request.logprobs is None else list(request.logprobs),
-            finish_reason=request.status.value if finished else None,
+            finish_reason=request.status.value if request.status.is_end else None,
             stop_reason=request.stop_reason,
         )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=finished,
-            metrics=request.metrics,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+
+    def forget(self, group: RequestGroup) -> None:
+        """Stop following a group, which has ended and given its last output."""
+        for request in group.requests:
+            self._detokenizers.pop(request, None)
+
+    def _beams(self, group: RequestGroup, search: BeamSearch) -> list[CompletionOutput]:
+        """The best answers of a search, as far as it has come."""
+        status = group.first.status
+        completions = []
+        for index, found in enumerate(search.best(group.params.n)):
+            token_ids = list(found.token_ids)
+            stopped = found.finish_reason == "stop"
+            reason = found.finish_reason or (status.value if status.is_end else None)
+            completions.append(
+                CompletionOutput(
+                    index=index,
+                    text=self._text(group, token_ids[:-1] if stopped else token_ids),
+                    token_ids=token_ids,
+                    cumulative_logprob=found.cumulative_logprob,
+                    logprobs=self._beam_logprobs(group, found),
+                    finish_reason=reason,
+                    stop_reason=_stop_reason(group.first, token_ids[-1]) if stopped else None,
+                )
+            )
+        if not completions and status.is_end:  # it was ended before its first step
+            completions.append(CompletionOutput(0, "", [], None, None, finish_reason=status.value))
+        return completions
+
+    def _text(self, group: RequestGroup, token_ids: list[int]) -> str:
+        if self._decoder is None or not group.params.detokenize:
+            return ""
+        detokenizer = self._decoder.new(skip_special_tokens=group.params.skip_special_tokens)
+        for token_id in token_ids:
+            detokenizer.add(token_id)
+        detokenizer.finish()
+        return detokenizer.text
+
+    def _beam_logprobs(self, group: RequestGroup, found: Hypothesis) -> list[dict[int, Logprob]] | None:
+        """The chosen token first, then the most likely ones that were asked for, of the beam it was a candidate of."""
+        count = group.params.logprobs
+        if count is None:
+            return None
+        entries = []
+        steps = zip(found.token_ids, found.logprobs, found.beam_indices, group.candidates, strict=False)
+        for token_id, logprob, beam, (ids, values) in steps:
+            top = dict(zip(ids[beam].tolist(), values[beam].tolist(), strict=True))
+            rank = list(top).index(token_id) + 1
+            chosen = {token_id: self._entry(group.first, token_id, logprob, rank)}
+            for place, (top_id, value) in enumerate(list(top.items())[:count], start=1):
+                if top_id != token_id:
+                    chosen[top_id] = self._entry(group.first, top_id, value, place)
+            entries.append(chosen)
+        return entries
 
     def forget_all(self) -> None:
         """Stop following requests."""
@@ -106,19 +166,36 @@ class OutputProcessor:
         request.pooled = self._pooling.output(result.pooled[index], request.pooling or PoolingParams())
         return RequestStatus.STOPPED
 
-    def _logprobs(self, request: Request, token_id: int, result: StepResult, index: int) -> dict[int, Logprob]:
+    def _add_logprobs(self, request: Request, token_id: int, result: StepResult, index: int) -> None:
         """The sampled token first, then the most likely ones that were asked for."""
         if result.logprobs is None or result.ranks is None or result.top_ids is None or result.top_logprobs is None:
-            raise EngineError(f"request {request.request_id} asked for log-probabilities, the step gave none")
-        decoder = self._decoder if request.params.detokenize else None
-
-        def entry(token_id: int, logprob: float, rank: int) -> Logprob:
-            return Logprob(logprob, rank, None if decoder is None else decoder.token_text(token_id))
-
+            raise EngineError(f"request {request.request_id} needs log-probabilities, the step gave none")
+        sampled = float(result.logprobs[index])
+        request.cumulative_logprob = (request.cumulative_logprob or 0.0) + sampled
+        if request.logprobs is None:
+            return
         count = request.params.logprobs or 0
-        entries = {token_id: entry(token_id, float(result.logprobs[index]), int(result.ranks[index]))}
+        entries = {token_id: self._entry(request, token_id, sampled, int(result.ranks[index]))}
         top = zip(result.top_ids[index, :count].tolist(), result.top_logprobs[index, :count].tolist(), strict=True)
         for rank, (top_id, logprob) in enumerate(top, start=1):
             if top_id != token_id:
-                entries[top_id] = entry(top_id, logprob, rank)
-        return entries
+                entries[top_id] = self._entry(request, top_id, logprob, rank)
+        request.logprobs.append(entries)
+
+    def _entry(self, request: Request, token_id: int, logprob: float, rank: int) -> Logprob:
+        decoder = self._decoder if request.params.detokenize else None
+        return Logprob(logprob, rank, None if decoder is None else decoder.token_text(token_id))
+
+
+def note_token(metrics: RequestMetrics) -> None:
+    """A token of a request has reached the host."""
+    now = time.monotonic()
+    metrics.last_token_time = now
+    if metrics.first_token_time is None:
+        metrics.first_token_time = now
+
+
+def _stop_reason(request: Request, token_id: int) -> int | None:
+    """The token that stopped a request; None where it is the model's main end."""
+    main = token_id == request.eos_token_id and token_id in request.eos_token_ids
+    return None if main else token_id

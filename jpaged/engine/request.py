@@ -1,4 +1,7 @@
-"""One request: its tokens, where it stands, and what it holds."""
+"""One request: its tokens, where it stands, and what it holds.
+
+A user's request for several answers is several of these, a `RequestGroup`: each is scheduled by itself.
+"""
 
 import dataclasses
 import enum
@@ -62,19 +65,22 @@ class Request:
     have their KV in the pages, or will by the end of the step that was scheduled last.
     """
 
-    request_id: str
-    prompt: str | None
+    request_id: str                # of its group
     prompt_token_ids: list[int]
     params: SamplingParams         # greedy where the request is to be pooled
     max_total_tokens: int          # prompt and output together; the request ends when it has so many
     eos_token_ids: frozenset[int]  # the model's own ends, none with ignore_eos
     eos_token_id: int | None       # the one of them that is no `stop_reason` of its own
-    prefix_root: bytes             # digest that the names of its blocks grow from
     metrics: RequestMetrics
+    prefix_root: bytes = b""       # digest that the names of its blocks grow from; set when it is added
     pooling: PoolingParams | None = None  # the request ends with its prompt: nothing is sampled, a state is pooled
-    stream: bool = False           # give out every token as it comes, not only the end
     seed: int = 0                  # 0 <= seed < 2**64; drawn when the request is added, if the caller gave none
     arrival: int = -1              # place in the order of arrival
+    priority: int = 0              # lower comes first, where the scheduling policy is "priority"
+    index: int = 0                 # which of its group's answers this is
+    steered: bool = False          # a beam: the host chooses each of its tokens, once it has seen what all beams gave
+    followers: list["Request"] = dataclasses.field(default_factory=list)  # fork from this one when its prompt is done
+    rank: tuple[float, int] = (0.0, 0)  # place in the policy's order, lowest first; set when it begins to wait
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | None = None
 
@@ -93,6 +99,10 @@ class Request:
     block_digests: list[bytes] = dataclasses.field(default_factory=list)  # names of its full blocks of known tokens
     num_indexed_blocks: int = 0    # so many blocks of each table have been offered to the prefix index
     decoding: bool = False         # its last token lies in the device's request table: sampled since the row started
+    fast_until: int = 0            # decoding is plain until so many tokens are computed: then a block, an end, a window
+    tail_shared: bool = False      # the block that its next token goes to may be shared with a fork
+    on_hold: bool = False          # a beam that has given its candidates and waits for the others'
+    row_is_new: bool = False       # the device's request table does not know yet what its row holds
 
     sampler: SamplerVariant = dataclasses.field(init=False)  # what it needs of a step that samples for it
     logprobs: list[dict[int, Logprob]] | None = None
@@ -103,13 +113,29 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
         self.rope_len = self.prompt_len
         if self.params.logprobs is not None:
-            self.logprobs, self.cumulative_logprob = [], 0.0
+            self.logprobs = []
+        if self.params.needs_logprobs:
+            self.cumulative_logprob = 0.0
         self.sampler = _sampler_need(self.params)
 
     @property
     def prompt_len(self) -> int:
         """Tokens of the user's prompt."""
         return len(self.prompt_token_ids)
+
+    def make_private(self, secret: bytes) -> None:
+        """Have nobody else find its blocks by their names: the name of a chain that only it and its forks know."""
+        self.prefix_root = hashlib.sha256(b"private" + secret + self.prefix_root).digest()
+        self.block_digests = []
+
+    def fork(self, other: "Request") -> None:
+        """Have another of the group go on from where this one stands: its tokens and log-probabilities, copied."""
+        other.token_ids = list(self.token_ids)
+        other.prefix_root, other.rope_len = self.prefix_root, self.rope_len
+        other.block_digests = list(self.block_digests)
+        other.num_cached_tokens = self.num_cached_tokens
+        other.logprobs = None if self.logprobs is None else list(self.logprobs)
+        other.cumulative_logprob = self.cumulative_logprob
 
     def outgrow(self) -> None:
         """Have all of its KV computed anew with the rope of long sequences, and shared with such only."""
@@ -135,12 +161,14 @@ class Request:
     @property
     def num_missing(self) -> int:
         """Tokens still to compute before the next one can be sampled; 0 when every token it may have is on its way."""
+        if self.on_hold:
+            return 0
         return 0 if self.num_tokens >= self.max_total_tokens else self.num_tokens - self.num_computed
 
 
 def _sampler_need(params: SamplingParams) -> SamplerVariant:
     """The smallest sampler that does what a request asks for. min_p never removes the most likely token."""
-    if params.logprobs is not None:
+    if params.needs_logprobs:
         return SamplerVariant.FULL
     if params.greedy:
         return SamplerVariant.GREEDY

@@ -3,41 +3,45 @@
 There is no prefill phase and no decode phase: a request has tokens whose KV is missing, and a step computes some of
 them within a budget. One call of `schedule`:
 
-1. Decodes: every running request whose last token was sampled advances by that one token, oldest first.
+1. Decodes: every running request whose last token was sampled advances by that one token.
 2. Prompts under way: each takes its missing tokens, or as many as the budget leaves (a chunk).
-3. New requests, first come first served, while there are rows, blocks and budget.
-4. When a request finds no free block, the youngest running one gives all of its blocks back and starts again later
-   (preemption by recompute). The oldest never does, and alone it always fits, so the engine always moves on.
+3. New requests, in the order of the policy (`waiting_queue`), while there are rows, blocks and budget.
+4. When a request finds no free block, the running one that is last in the policy's order gives all of its blocks back
+   and starts again later (preemption). The oldest never does, and alone it always fits, so the engine always moves on.
 
-Short prompts do not wait for long ones. A prompt is long if a whole step cannot compute it. One long prompt is under
-way at a time, so that the next one finds in the prefix index what the two share; while others wait it leaves them a
-quarter of the budget. Short ones may also pass a long one that waits for its turn, as long as they take neither the row
-nor the blocks it needs.
+What a preempted request gave back is found again by its name as far as nobody took it; with a host tier, as far as the
+tier has it. The rest is computed again.
+
+Short prompts do not wait for long ones. A prompt is long if a whole step cannot compute it. Of these
+`max_num_partial_prefills` are under way at a time, so that the next one finds in the prefix index what the two share;
+while others wait they leave these a quarter of the budget. Short ones may also pass a long one that waits for its turn,
+as long as they take neither the row nor the blocks it needs. Decodes wait for nobody: they have their tokens in every
+step, and `target_step_ms` bounds what prompts may add to it.
 
 A model whose rope depends on the length of the sequence (longrope) needs other KV once a sequence has outgrown the
 length it was trained for: the request is preempted there, and all its tokens are computed anew.
 
 A plan is made before the tokens of the step before it are known: a decode's token lies in the device's request table,
-and `Request.num_in_flight` counts what is on its way.
+and `Request.num_in_flight` counts what is on its way. Only of a beam it must be known: the host chooses it.
 """
 
 import dataclasses
-import itertools
 import time
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
 
 from jpaged.engine.kv_cache_manager import KVCacheManager, Prefix
 from jpaged.engine.request import NEVER, NO_ROW, Request, RequestStatus
-from jpaged.engine.step_plan import RowInit, SamplerVariant, StepPlan
+from jpaged.engine.step_draft import StepDraft, row_init
+from jpaged.engine.step_pace import StepPace
+from jpaged.engine.step_plan import BlockMove, RowInit, SamplerVariant, StepPlan
+from jpaged.engine.waiting_queue import WaitingQueue
 from jpaged.errors import EngineError
 
 SHORT_PROMPT_SHARE = 4   # a prompt that does not fit into a step leaves 1 / this of the budget to others
 LOOK_PAST = 32           # waiting requests looked at behind a long one, in search of short ones
-SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,25 +61,10 @@ class SchedulerCounters:
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    copied_blocks: int = 0
+    blocks_to_host: int = 0
+    blocks_to_device: int = 0
     waste_sum: float = 0.0  # of each step's share of slots that hold no token
-
-
-class _Draft:
-    """A step in the making: nothing of it is final until it is committed, so a preempted row can leave it again."""
-
-    def __init__(self, budget: int):
-        self.budget = budget
-        self.num_tokens: dict[Request, int] = {}
-        self.first_new_block: dict[Request, int] = {}  # length of the block tables before the step
-        self.starts: set[Request] = set()
-
-    def add(self, request: Request, count: int) -> None:
-        self.num_tokens[request] = self.num_tokens.get(request, 0) + count
-        self.budget -= count
-
-    def drop(self, request: Request) -> None:
-        self.budget += self.num_tokens.pop(request, 0)
-        self.starts.discard(request)
 
 
 class Scheduler:
@@ -88,40 +77,76 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         vocab_size: int,
-        prefix_cacheable: Callable[[int], bool],
         outgrown_after: int | None = None,
+        policy: str = "fcfs",
+        max_num_partial_prefills: int = 1,
+        target_step_ms: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        """policy: a name in `waiting_queue.POLICIES`. clock: seconds, the same as of the requests' arrival times."""
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.counters = SchedulerCounters()
-        self.waiting: OrderedDict[Request, None] = OrderedDict()  # in the order they will start
-        self.running: list[Request] = []                          # in the order of arrival
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Request] = []  # in the policy's order
+        target = None if target_step_ms is None else target_step_ms / 1000
+        self.pace = StepPace(target, least=manager.block_size)
         self._vocab_size = vocab_size
-        self._prefix_cacheable = prefix_cacheable
         self._outgrown_after = NEVER if outgrown_after is None else outgrown_after
+        self._max_partial = max_num_partial_prefills
+        self._clock = clock
         self._num_rows = max_num_seqs
         self._free_rows = list(reversed(range(max_num_seqs)))
 
     def add(self, request: Request) -> None:
-        """Put a new request at the end of the waiting queue."""
+        """Put a new request into the waiting queue."""
         if request.prompt_len > self._outgrown_after:
             request.outgrow()
-        self.waiting[request] = None
+        self.waiting.add(request)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request in whatever state it is. Its blocks are free at once: the device runs steps in order."""
+        self.park(request)
+        request.status = status
+
+    def park(self, request: Request) -> None:
+        """Take everything from a request: it neither runs nor waits, until it is added or made a fork."""
         if request.status is RequestStatus.RUNNING:
             self._leave_row(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.status = RequestStatus.WAITING
+
+    def fork(self, request: Request, other: Request) -> None:
+        """Have a parked request go on from where one of its group stands, with its blocks; or with its tokens only.
+
+        The latter where that one has no blocks itself, or no row is free: then it waits for its turn.
+        """
+        request.fork(other)
+        other.num_computed = other.num_lost = 0
+        if request.status is RequestStatus.RUNNING and self._free_rows:
+            self.manager.fork(request, other)
+            self._enter_row(other)
         else:
-            del self.waiting[request]
-        request.status = status
+            other.status = RequestStatus.PREEMPTED
+            self.waiting.add(other)
+
+    def release_hold(self, request: Request) -> None:
+        """Let a beam go on whose next token is known."""
+        request.on_hold = False
+        if request.status is RequestStatus.PREEMPTED and request not in self.waiting:
+            self.waiting.add(request)
 
     def schedule(self) -> ScheduledStep | None:
         """Decide the next step; None when there is nothing to compute until tokens on their way arrive."""
-        draft = _Draft(self.max_num_batched_tokens)
+        draft = StepDraft(self.max_num_batched_tokens)
         self._schedule_decodes(draft)
+        draft.budget = self.pace.limit(draft.budget)
         self._schedule_prompts(draft)
-        return self._commit(draft) if draft.num_tokens else None
+        while not draft and self._all_on_hold():
+            self._preempt(self.running[-1], draft)  # beams that wait for one of theirs, which finds no room
+            self._schedule_prompts(draft)
+        return self._commit(draft) if draft else None
 
     def check_integrity(self) -> None:
         """Raise EngineError unless rows, blocks and queues agree with each other. For tests, and when idle."""
@@ -129,8 +154,8 @@ class Scheduler:
         rows = [request.row for request in self.running]
         if sorted(rows + self._free_rows) != list(range(self._num_rows)):
             raise EngineError(f"rows in use {sorted(rows)}, free {sorted(self._free_rows)}")
-        if sorted(self.running, key=_arrival) != self.running:
-            raise EngineError("running requests are not in the order of arrival")
+        if sorted(self.running, key=_rank) != self.running or sorted(self.waiting, key=_rank) != list(self.waiting):
+            raise EngineError("requests are not in the policy's order")
         for request in self.running:
             if request.status is not RequestStatus.RUNNING or request in self.waiting:
                 raise EngineError(f"request {request.request_id} runs, but is {request.status.value}")
@@ -140,66 +165,96 @@ class Scheduler:
 
     # -- decodes ------------------------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, draft: _Draft) -> None:
-        for request in tuple(self.running):
-            if draft.budget == 0:
+    def _schedule_decodes(self, draft: StepDraft) -> None:
+        """Nearly all of them are plain: no block begins or ends, so that nothing but counters changes."""
+        decodes, boundary = draft.decodes, []
+        for request in self.running:
+            if not request.decoding:
+                draft.under_way.append(request)
+            elif request.num_computed < request.fast_until:
+                decodes.append(request)
+            else:
+                boundary.append(request)
+        draft.budget -= len(decodes)
+        for request in boundary:
+            if request.status is RequestStatus.RUNNING and request.num_missing:
+                self._decode_at_boundary(request, draft)
+
+    def _decode_at_boundary(self, request: Request, draft: StepDraft) -> None:
+        if request.num_computed == self._outgrown_after >= request.rope_len:
+            self._preempt(request, draft)
+            return
+        if request.num_computed == request.num_slots or request.tail_shared:
+            self.manager.index_computed(request)
+            if not self._grow(request, request.num_computed, 1, draft):
                 return
-            if request.status is RequestStatus.RUNNING and request.decoding and request.num_missing:
-                if request.num_computed == self._outgrown_after >= request.rope_len:
-                    self._preempt(request, draft)
-                elif request.num_computed < request.num_slots:
-                    draft.add(request, 1)  # the usual case: its last block has room
-                else:
-                    self._advance(request, 1, draft)
+        draft.decodes.append(request)
+        draft.boundary.append(request)
+        draft.budget -= 1
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
-    def _schedule_prompts(self, draft: _Draft) -> None:
-        under_way = [request for request in self.running if not request.decoding]
-        long: Request | None = None
+    def _schedule_prompts(self, draft: StepDraft) -> None:
+        under_way = [r for r in draft.under_way if r.status is RequestStatus.RUNNING and r.num_missing]
+        for request in under_way:
+            if len(request.token_ids) > self._outgrown_after >= request.rope_len:  # a beam whose next token is beyond
+                self._preempt(request, draft)
+        long: list[Request] = []
+        if under_way:
+            long = [r for r in under_way if r.num_missing > draft.budget][: self._max_partial]
+            self._advance_under_way(under_way, long, draft)
+        if self.waiting and self._free_rows and draft.budget:
+            self._start_waiting(long, draft)
+        for request in long:
+            if request in draft.num_tokens:
+                done = request.num_computed + draft.num_tokens[request]
+                left = min(request.num_tokens - done, draft.budget, self.manager.slots_within_reach(request) - done)
+                if left > 0:
+                    self._advance(request, left, draft)
+
+    def _advance_under_way(self, under_way: list[Request], long: list[Request], draft: StepDraft) -> None:
+        share = 0
         for position, request in enumerate(under_way):
             if draft.budget == 0 or request.status is not RequestStatus.RUNNING:
                 continue
             count = min(request.num_missing, draft.budget)
-            if long is None and count < request.num_missing:
-                long = request
-                count = self._long_share(draft, others=position + 1 < len(under_way) or bool(self.waiting))
+            if request in long:
+                others = position + 1 < len(under_way) or bool(self.waiting)
+                share = share or self._long_share(draft, others=others, count=len(long))
+                count = min(share, count)
             self._advance(request, count, draft)
-        long = self._start_waiting(long, draft)
-        if long is not None and long in draft.num_tokens:
-            done = draft.num_tokens[long]
-            room = self.manager.slots_within_reach(long) - long.num_computed - done
-            left = min(long.num_missing - done, draft.budget, room)
-            if left > 0:
-                self._advance(long, left, draft)
+        # Only now: nobody who has a part in this step is preempted any more, so what is named will be computed.
+        for request in under_way:
+            if request in draft.num_tokens:
+                self.manager.index_computed(request, request.num_computed + draft.num_tokens[request])
 
-    def _start_waiting(self, long: Request | None, draft: _Draft) -> Request | None:
-        """Start requests from the head of the queue; returns the long prompt that is under way afterwards, if any."""
+    def _start_waiting(self, long: list[Request], draft: StepDraft) -> None:
+        """Start requests from the head of the queue; `long` gets the long prompts among them."""
         while self.waiting and self._free_rows and draft.budget:
-            request = next(iter(self.waiting))
-            prefix = self._startable(request, held_back=0)
+            request = self.waiting.head()
+            prefix = self._startable(request, draft, held_back=0)
             if prefix is None:
                 break
             missing = self._missing_after(request, prefix)
             if missing <= self.max_num_batched_tokens:
                 self._start(request, prefix, min(missing, draft.budget), draft)
-            elif long is None:
-                long = request
-                self._start(request, prefix, self._long_share(draft, others=len(self.waiting) > 1), draft)
+            elif len(long) < self._max_partial:
+                long.append(request)
+                others = len(self.waiting) > 1
+                self._start(request, prefix, min(missing, self._long_share(draft, others=others, count=1)), draft)
             else:
                 self._start_short_ones_behind(request, draft)
                 break
-        return long
 
-    def _start_short_ones_behind(self, head: Request, draft: _Draft) -> None:
+    def _start_short_ones_behind(self, head: Request, draft: StepDraft) -> None:
         """Start short prompts that wait behind a long one, as long as they take neither its row nor its blocks."""
         held_back = self.manager.most_blocks(len(head.token_ids))
-        for request in tuple(itertools.islice(self.waiting, 1, 1 + LOOK_PAST)):
+        for request in self.waiting.behind_head(LOOK_PAST):
             if len(self._free_rows) < 2 or draft.budget == 0:
                 return
             if len(request.token_ids) > self.max_num_batched_tokens:
                 continue
-            prefix = self._startable(request, held_back)
+            prefix = self._startable(request, draft, held_back)
             if prefix is not None:
                 missing = self._missing_after(request, prefix)
                 self._start(request, prefix, min(missing, draft.budget), draft)
@@ -207,7 +262,7 @@ class Scheduler:
     def _missing_after(self, request: Request, prefix: Prefix) -> int:
         return len(request.token_ids) - prefix.num_blocks * self.manager.block_size
 
-    def _startable(self, request: Request, held_back: int) -> Prefix | None:
+    def _startable(self, request: Request, draft: StepDraft, held_back: int) -> Prefix | None:
         """The shared blocks a waiting request can start with; None while it cannot start.
 
         It starts only when all its known tokens fit beside what running prompts still need, and beside one block of
@@ -217,147 +272,220 @@ class Scheduler:
             return None  # preempted with tokens on their way: they belong to what it starts from
         if len(request.token_ids) > self._outgrown_after >= request.rope_len:
             request.outgrow()
-        prefix = self.manager.find_prefix(request) if self._shares(request) else self.manager.no_prefix
+        manager = self.manager
         if not self.running:
-            return prefix
+            return manager.find_prefix(request)
         promised = sum(
-            max(self.manager.most_blocks(len(other.token_ids)) - other.num_held, 0)
-            for other in self.running
-            if not other.decoding
+            max(manager.most_blocks(len(other.token_ids)) - other.num_held, 0)
+            for other in draft.under_way
+            if other.status is RequestStatus.RUNNING
         )
-        headroom = held_back + promised + len(self.running) * self.manager.num_groups
-        fits = self.manager.can_start(prefix, len(request.token_ids), headroom)
-        return prefix if fits else None
+        headroom = held_back + promised + len(self.running) * manager.num_groups
+        if headroom >= manager.pool.num_free:
+            return None  # whatever it shares: at least its last token needs a block
+        prefix = manager.find_prefix(request)
+        return prefix if manager.can_start(prefix, len(request.token_ids), headroom) else None
 
-    def _start(self, request: Request, prefix: Prefix, count: int, draft: _Draft) -> None:
+    def _start(self, request: Request, prefix: Prefix, count: int, draft: StepDraft) -> None:
         """Give a waiting request a row, and let it advance by `count` tokens."""
-        del self.waiting[request]
+        self.waiting.remove(request)
         self.manager.start(request, prefix)
         if request.status is RequestStatus.PREEMPTED:
             self.counters.recomputed_tokens += max(request.num_lost - request.num_computed, 0)
             request.num_lost = 0
         else:
             request.num_cached_tokens = request.num_computed
-            request.metrics.first_scheduled_time = time.monotonic()
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = self._clock()
             self.counters.prompt_tokens += request.prompt_len
             self.counters.prefix_hit_tokens += request.num_computed
-        request.status = RequestStatus.RUNNING
-        request.row = self._free_rows.pop()
-        insort(self.running, request, key=_arrival)
-        draft.starts.add(request)
+        self._enter_row(request)
+        draft.under_way.append(request)
         self._advance(request, count, draft)
+        self.manager.index_computed(request, request.num_computed + draft.num_tokens[request])
 
-    def _long_share(self, draft: _Draft, others: bool) -> int:
-        """Tokens that a prompt too long for this step may take, when others wait or not."""
-        return draft.budget - (draft.budget // SHORT_PROMPT_SHARE if others else 0)
-
-    def _shares(self, request: Request) -> bool:
-        return self._prefix_cacheable(request.prompt_len)
+    def _long_share(self, draft: StepDraft, *, others: bool, count: int) -> int:
+        """Tokens that each of so many prompts too long for this step may take, when others wait or not."""
+        share = draft.budget - (draft.budget // SHORT_PROMPT_SHARE if others else 0)
+        return max(share // count, 1)
 
     # -- blocks and rows ----------------------------------------------------------------------------------------
 
-    def _advance(self, request: Request, count: int, draft: _Draft) -> None:
-        """Enter up to `count` more tokens of a running request into the step, as many as it can get blocks for."""
-        done = request.num_computed + draft.num_tokens.get(request, 0)
-        while self.manager.slots_within_reach(request) <= done:
-            youngest = self.running[-1]
-            self._preempt(youngest, draft)
-            if youngest is request:
-                return
-        count = min(count, self.manager.slots_within_reach(request) - done)
-        draft.first_new_block.setdefault(request, request.num_slots // self.manager.block_size)
-        self.manager.grow(request, done + count)
-        draft.add(request, count)
+    def _advance(self, request: Request, count: int, draft: StepDraft) -> None:
+        """Enter up to `count` more known tokens of a request into the step, as many as it can get blocks for."""
+        count = self._grow(request, request.num_computed + draft.num_tokens.get(request, 0), count, draft)
+        if count:
+            draft.add(request, count)
 
-    def _preempt(self, request: Request, draft: _Draft) -> None:
-        """Take row and blocks from a running request and put it first in the queue."""
+    def _grow(self, request: Request, done: int, count: int, draft: StepDraft) -> int:
+        """Give a running request room for up to `count` tokens behind `done`; for how many, 0 if it was preempted."""
+        manager = self.manager
+        while (reach := manager.slots_within_reach(request)) <= done:
+            victim = self._victim()
+            self._preempt(victim, draft)
+            if victim is request:
+                return 0
+        count = min(count, reach - done)
+        changes = manager.unshare_tail(request) if request.tail_shared else []
+        first = request.num_slots // manager.block_size
+        if manager.grow(request, done + count) and not request.row_is_new:
+            for group, table in enumerate(request.block_tables):
+                changes += [(group, index, block) for index, block in enumerate(table.blocks[first:], first)]
+        if not request.row_is_new:
+            draft.updates += [(request.row, *change) for change in changes]
+        return count
+
+    def _victim(self) -> Request:
+        """Who gives way: the last in the policy's order, but never the oldest while there is another."""
+        last = self.running[-1]
+        if len(self.running) > 1 and last is min(self.running, key=_arrival):
+            return self.running[-2]
+        return last
+
+    def _preempt(self, request: Request, draft: StepDraft) -> None:
+        """Take row and blocks from a running request and put it back into the queue."""
         draft.drop(request)
         request.num_lost = request.num_computed
         self._leave_row(request)
         request.status = RequestStatus.PREEMPTED
         request.metrics.preemptions += 1
         self.counters.preemptions += 1
-        self.waiting[request] = None
-        self.waiting.move_to_end(request, last=False)
+        if not request.on_hold:
+            self.waiting.add(request)
+
+    def _all_on_hold(self) -> bool:
+        """Whether nothing will happen by itself: what waits finds no room, and what runs waits for that."""
+        if not self.waiting or not self.running:
+            return False
+        return all(r.on_hold and not r.num_in_flight for r in self.running) and not any(
+            r.num_in_flight for r in self.waiting
+        )
+
+    def _enter_row(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        request.row = self._free_rows.pop()
+        request.row_is_new = True
+        self.waiting.rank(request)
+        insort(self.running, request, key=_rank)
 
     def _leave_row(self, request: Request) -> None:
         """Give back row and blocks; what is full and known stays findable until its block is used again."""
-        if self._shares(request):
-            self.manager.index_computed(request)
+        self.manager.index_computed(request)
         self.manager.release(request)
-        del self.running[bisect_left(self.running, request.arrival, key=_arrival)]
+        del self.running[bisect_left(self.running, request.rank, key=_rank)]
         self._free_rows.append(request.row)
         request.row = NO_ROW
-        request.decoding = False
+        request.decoding = request.row_is_new = False
 
     # -- the plan -----------------------------------------------------------------------------------------------
 
-    def _commit(self, draft: _Draft) -> ScheduledStep:
+    def _commit(self, draft: StepDraft) -> ScheduledStep:
         """Turn the draft into a plan, and count its tokens as computed and its samples as on their way."""
-        decodes = [request for request in draft.num_tokens if request.decoding]
-        others = [request for request in draft.num_tokens if not request.decoding]
-        requests = (*decodes, *others)
-        num_tokens = [draft.num_tokens[request] for request in requests]
-        samples, prompt_tokens, updates, inits = [], [], [], []
+        rows: list[int] = []
         sampler = SamplerVariant.GREEDY
-        for request, count in zip(requests, num_tokens, strict=True):
-            end = request.num_computed + count
-            if not request.decoding:
+        for request in draft.decodes:
+            request.num_computed += 1
+            request.num_in_flight += 1
+            rows.append(request.row)
+            if request.sampler > sampler:
+                sampler = request.sampler
+        num_decodes = len(rows)
+        self.manager.num_empty -= num_decodes  # as `advance`, for all at once
+        for request in draft.boundary:
+            self._pass_boundary(request)
+        num_tokens, samples = [1] * num_decodes, [True] * num_decodes
+        requests = draft.decodes
+        prompt_tokens: list[int] = []
+        inits: list[RowInit] = []
+        forks: list[tuple[Request, int]] = []
+        if draft.num_tokens:
+            for request, count in draft.num_tokens.items():
+                end = request.num_computed + count
                 prompt_tokens += request.token_ids[request.num_computed : end]
-            if request in draft.starts:
-                inits.append(self._row_init(request))
-            elif request in draft.first_new_block:
-                first = draft.first_new_block[request]
-                for group, table in enumerate(request.block_tables):
-                    new = enumerate(table.blocks[first:], first)
-                    updates += [(request.row, group, index, block) for index, block in new]
-            samples.append(end == request.num_tokens)
-            if samples[-1]:
-                sampler = max(sampler, request.sampler)
-                request.num_in_flight += 1
-                request.decoding = True
-            request.num_computed = end
-            if self._shares(request):
+                if request.row_is_new:
+                    inits.append(row_init(request, self._vocab_size))
+                    request.row_is_new = False
+                samples.append(end == request.num_tokens)
+                if samples[-1]:
+                    sampler = max(sampler, request.sampler)
+                    self._note_sampled(request)
+                    forks += [(follower, len(rows)) for follower in request.followers]
+                rows.append(request.row)
+                num_tokens.append(count)
+                self.manager.advance(request, count)
                 self.manager.index_computed(request)
-            if end >= request.release_at:
-                self.manager.release_behind_windows(request)
+                self._pass_boundary(request)
+            requests = requests + list(draft.num_tokens)
+        forked_from = []
+        for follower, place in forks:
+            if self._follow(requests[place], follower):
+                inits.append(row_init(follower, self._vocab_size))
+                follower.row_is_new = False
+                rows.append(follower.row)
+                num_tokens.append(0)
+                samples.append(True)
+                requests.append(follower)
+                forked_from.append(place)
         self._count_step()
         plan = StepPlan(
-            rows=np.array([request.row for request in requests], np.int32),
+            rows=np.array(rows, np.int32),
             num_tokens=np.array(num_tokens, np.int32),
-            num_decodes=len(decodes),
+            num_decodes=num_decodes,
             samples=np.array(samples, bool),
             prompt_tokens=np.array(prompt_tokens, np.int32),
-            block_updates=np.array(updates, np.int32).reshape(-1, 4),
+            block_updates=np.array(draft.updates, np.int32).reshape(-1, 4),
             row_inits=tuple(inits),
             sampler=sampler,
+            forked_from=np.array(forked_from, np.int32),
+            moves=self._moves(),
         )
-        return ScheduledStep(plan, requests)
+        return ScheduledStep(plan, tuple(requests))
 
-    def _row_init(self, request: Request) -> RowInit:
-        params = request.params
-        blocks = [
-            (group, index, block)
-            for group, table in enumerate(request.block_tables)
-            for index, block in enumerate(table.held, table.first_held)
-        ]
-        return RowInit(
-            row=request.row,
-            num_computed=request.num_computed,
-            rope_len=request.rope_len,
-            blocks=np.array(blocks, np.int32).reshape(-1, 3),
-            temperature=0.0 if params.greedy else params.temperature,
-            top_p=1.0 if params.greedy else max(params.top_p, SMALLEST_FLOAT32),
-            top_k=0 if params.greedy or params.top_k >= self._vocab_size else params.top_k,
-            min_p=0.0 if params.greedy else params.min_p,
-            seed=request.seed,
-        )
+    def _note_sampled(self, request: Request) -> None:
+        request.num_in_flight += 1
+        request.on_hold = request.steered
+        request.decoding = not request.steered
+
+    def _pass_boundary(self, request: Request) -> None:
+        """Give back what has fallen behind a window, and find out until when decoding is plain."""
+        if request.num_computed >= request.release_at:
+            self.manager.release_behind_windows(request)
+        until = min(request.num_slots, request.max_total_tokens - 1, request.release_at - 1)
+        if request.rope_len <= self._outgrown_after:
+            until = min(until, self._outgrown_after)
+        request.fast_until = 0 if request.tail_shared else until
+
+    def _follow(self, request: Request, follower: Request) -> bool:
+        """Have a follower fork from the request whose prompt is done, which samples for it, too; or let it wait."""
+        request.followers.remove(follower)
+        headroom = (len(self.running) + 1) * self.manager.num_groups
+        if not self._free_rows or self.manager.pool.num_free < headroom:
+            follower.prefix_root, follower.rope_len = request.prefix_root, request.rope_len
+            self.waiting.add(follower)
+            return False
+        self.fork(request, follower)
+        self._note_sampled(follower)
+        follower.fast_until = request.fast_until = 0
+        return True
+
+    def _moves(self) -> np.ndarray:
+        moves = self.manager.pool.take_moves()
+        for kind, _, _ in moves:
+            self.counters.copied_blocks += kind == BlockMove.COPY
+            self.counters.blocks_to_host += kind == BlockMove.TO_HOST
+            self.counters.blocks_to_device += kind == BlockMove.TO_DEVICE
+        return np.array(moves, np.int32).reshape(-1, 3)
 
     def _count_step(self) -> None:
-        allocated = sum(request.num_held for request in self.running) * self.manager.block_size
-        empty = sum(request.num_slots - request.num_computed for request in self.running) * self.manager.num_groups
+        manager = self.manager
+        allocated = manager.num_held * manager.block_size
         self.counters.steps += 1
-        self.counters.waste_sum += empty / allocated if allocated else 0
+        self.counters.waste_sum += manager.num_empty * manager.num_groups / allocated if allocated else 0
+        manager.pool.clock = self.counters.steps
+
+
+def _rank(request: Request) -> tuple[float, int]:
+    return request.rank
 
 
 def _arrival(request: Request) -> int:

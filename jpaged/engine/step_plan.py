@@ -15,6 +15,28 @@ class SamplerVariant(enum.IntEnum):
     FULL = 2      # top_k, top_p and log-probabilities as well
 
 
+class BlockMove(enum.IntEnum):
+    """What is done to a block's content before a step."""
+
+    COPY = 0       # from a block to a block: copy-on-write
+    TO_HOST = 1    # from a block to a slot of the host tier
+    TO_DEVICE = 2  # from a slot of the host tier to a block
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransferCosts:
+    """What the runner has measured, for the choice between moving a block's content and computing it again."""
+
+    seconds_per_move: float   # of a block, one way
+    seconds_per_token: float  # of a prompt
+    seconds_to_begin: float = 0.0  # of any number of moves at once
+
+    def moves_pay(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether fetching so many blocks from the host takes less time than computing their tokens."""
+        moving = self.seconds_to_begin + num_blocks * self.seconds_per_move
+        return moving < num_tokens * self.seconds_per_token
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowInit:
     """The state of a table row whose request (re)starts: sent once, kept on the device from then on."""
@@ -29,6 +51,7 @@ class RowInit:
     min_p: float            # [0, 1]
     seed: int               # 0 <= seed < 2**64
     sample_index: int = 0   # which of `n` parallel samples this is
+    beam_temperature: float = 0.0  # divides the logits that log-probabilities are made of; 0 = no beam: the model's own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +59,7 @@ class StepPlan:
     """What one engine step computes. Rows are distinct; decodes come first."""
 
     rows: np.ndarray          # int32[R]     row of the request table
-    num_tokens: np.ndarray    # int32[R]     tokens this row advances by; 1 for a decode
+    num_tokens: np.ndarray    # int32[R]     tokens this row advances by; 1 for a decode; 0 for a fork, last of all
     num_decodes: int          #              the first so many rows take their one token from the table (last sampled)
     samples: np.ndarray       # bool[R]      the row reaches the end of its known tokens, so it samples one more
     prompt_tokens: np.ndarray # int32[P]     known ids for rows num_decodes.. in order; P = their num_tokens summed
@@ -44,8 +67,10 @@ class StepPlan:
     block_updates: np.ndarray
     row_inits: tuple[RowInit, ...] = ()  # rows that (re)start in this step; their blocks are not in block_updates
     sampler: SamplerVariant = SamplerVariant.GREEDY
-    # int32[C, 2] (from, to) blocks to copy before the step; copy-on-write is not built yet, so always empty
-    copies: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    # int32[F]  of each fork, at the end of `rows`: the place in `rows` of the one whose last token it samples from
+    forked_from: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    # int32[M, 3]  (BlockMove, from, to): done before the step, in this order
+    moves: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), np.int32))
 
     @property
     def total_tokens(self) -> int:
@@ -82,6 +107,8 @@ class Runner(Protocol):
     max_logprobs: int
     # A sequence that grows beyond so many tokens is computed anew, with a rope_len beyond it (longrope); None = never.
     outgrown_after: int | None
+    host_slots: int                        # blocks that the host tier has room for; 0 = there is none
+    transfer_costs: TransferCosts | None   # there where host_slots are
 
     @property
     def compiles_after_ready(self) -> int:

@@ -15,7 +15,8 @@ from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.step import ProgramShape
 
-# All programs of an engine by default. Three are not steps: upload_row, and room for copying blocks.
+# All programs of an engine by default. Three are not steps: upload_row, and copying blocks in two sizes. A host tier
+# has two more.
 MAX_PROGRAMS = 24
 MAX_STEP_PROGRAMS = MAX_PROGRAMS - 3
 # Below 8 rows XLA's CPU products give other bits, and bf16 is 5 to 18 times slower; 8 rows cost what 2 do.

@@ -15,10 +15,11 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import StepPlan, StepResult
+from jpaged.engine.step_plan import StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
 from jpaged.runtime import memory
+from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.programs import ProgramTable, bucket_shapes, smallest_bucket, temp_bytes
@@ -53,6 +54,8 @@ class ModelRunner:
         counter: CompileCounter,
         make_state: Any,
         num_logprobs: int,
+        mover: BlockMover,
+        host_slots: int,
     ):
         self.spec = spec
         self.memory_plan = plan
@@ -74,6 +77,9 @@ class ModelRunner:
         self._make_state = make_state
         self._state: DeviceState | None = make_state()
         self._device = _only_device(self._state)
+        self._mover = mover
+        self.host_slots = host_slots
+        self.transfer_costs = self._measure_transfers() if host_slots else None
 
     @staticmethod
     def check(spec: DecoderSpec, dtype: Any, config: EngineConfig, device: Any = None) -> None:
@@ -83,6 +89,7 @@ class ModelRunner:
         """
         device = device or jax.devices()[0]
         limits = memory.decide_limits(spec, config, device.platform)
+        host_slots(config.swap_space, memory.block_bytes(spec, limits, dtype, device.platform))
         _implementation(spec, config, limits, dtype, device)
         weight_bytes = memory.tree_bytes(param_shapes(spec, dtype))
         free = memory.free_device_bytes(device, config)
@@ -169,14 +176,19 @@ class ModelRunner:
             state = state_shapes(spec, groups, dtype=dtype, num_blocks=plan.num_blocks, sharding=sharding, **sizes)
             row = jax.ShapeDtypeStruct((1 + state.blocks.shape[1],), np.dtype(np.int32), sharding=sharding)
             upload = jax.jit(upload_row, donate_argnums=0, out_shardings=formats(state)).lower(state, row).compile()
+            slots = host_slots(config.swap_space, plan.block_bytes)
+            mover = BlockMover(state, sharding, host_slots=slots)
             seconds = time.perf_counter() - start
-            logger.info("compiled %d programs in %.1f s:\n%s", len(table.programs) + 1, seconds, table)
+            count = len(table.programs) + 1 + mover.num_programs
+            logger.info("compiled %d programs in %.1f s:\n%s", count, seconds, table)
             plan = dataclasses.replace(plan, temp_bytes=table.temp_bytes)
             logger.info("device memory:\n%s", plan)
             make_state = functools.partial(
                 create_state, spec, groups, dtype=dtype, num_blocks=plan.num_blocks, device=sharding, **sizes
             )
-            return cls(spec, params, allowed, plan, table, upload, CompileCounter(), make_state, num_logprobs)
+            return cls(
+                spec, params, allowed, plan, table, upload, CompileCounter(), make_state, num_logprobs, mover, slots
+            )
 
     @property
     def compiles_after_ready(self) -> int:
@@ -190,6 +202,8 @@ class ModelRunner:
         updates = block_updates(plan, width)
         with pinned(), self._counter.watching():
             try:
+                if len(plan.moves):
+                    self._state = self._mover.run(self._live_state, plan.moves)
                 # What the packed plan has no room for goes first, a row at a time, longest tables first.
                 for init in sorted(plan.row_inits, key=lambda i: -len(i.blocks)):
                     if len(updates) <= program.shape.max_updates:
@@ -237,7 +251,25 @@ class ModelRunner:
                 if not leaf.is_deleted():
                     leaf.delete()
         self._state = self._params = self._allowed = None
+        self._mover.close()
         self._counter.close()
+
+    def _measure_transfers(self) -> TransferCosts:
+        """What the choice between moving a block and computing it goes by.
+
+        A step of padding costs what a full one does, but for its attention.
+        """
+        program = max(self.programs.programs, key=lambda p: (not p.shape.is_decode, p.shape.tokens, -p.shape.variant))
+        nothing = np.zeros(0, np.int32)
+        idle = StepPlan(nothing, nothing, 0, nothing.astype(bool), nothing, np.zeros((0, 4), np.int32))
+        packed = jax.device_put(pack(idle, np.zeros((0, 3), np.int32), program.shape), self._device)
+
+        def step(state: DeviceState) -> DeviceState:
+            return program.run(self._params, self._allowed, state, packed)[0]
+
+        block_bytes = self.memory_plan.block_bytes
+        self._state, costs = self._mover.measure(self._live_state, block_bytes, step, program.shape.tokens)
+        return costs
 
     @property
     def _live_state(self) -> DeviceState:

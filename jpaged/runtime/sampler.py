@@ -50,7 +50,8 @@ def sample(
     logits:    float32, as the model gives them.
     fields:    the rows of the request table (`state.Field`).
     positions: int32; the place in its sequence of the token that is chosen.
-    allowed:   ids that may be chosen; None = all. Log-probabilities are of the model's own distribution, before this.
+    allowed:   ids that may be chosen; None = all. Log-probabilities are of the model's own distribution, before this;
+               but of a beam what it chooses from, at its temperature.
     """
     masked = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
     greedy = jnp.argmax(masked, axis=-1).astype(jnp.int32)
@@ -71,6 +72,10 @@ def sample(
     if variant is SamplerVariant.RANDOM:
         return Sampled(token_ids)
 
+    # A beam is scored by what may be chosen, at its temperature; everybody else by the model's own distribution.
+    beam_temperature = _float(fields[:, Field.BEAM_TEMPERATURE])[:, None]
+    is_beam = beam_temperature > 0
+    logits = jnp.where(is_beam, masked / jnp.where(is_beam, beam_temperature, 1.0), logits)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
     normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     top_logits, top_ids = lax.top_k(logits, num_logprobs)

@@ -27,6 +27,7 @@ class Field(enum.IntEnum):
     SEED_LOW = 7       # uint32
     SEED_HIGH = 8      # uint32
     SAMPLE_INDEX = 9   # which of n parallel samples
+    BEAM_TEMPERATURE = 10  # float32; divides the logits that log-probabilities are made of; 0 = not a beam
 
 
 NUM_FIELDS = len(Field)
@@ -95,6 +96,7 @@ def row_values(init: RowInit) -> np.ndarray:
     floats[Field.TEMPERATURE] = init.temperature
     floats[Field.TOP_P] = init.top_p
     floats[Field.MIN_P] = init.min_p
+    floats[Field.BEAM_TEMPERATURE] = init.beam_temperature
     unsigned = values.view(np.uint32)
     unsigned[Field.SEED_LOW] = init.seed & 0xFFFFFFFF
     unsigned[Field.SEED_HIGH] = init.seed >> 32

@@ -1,10 +1,10 @@
 """THE step: what one call of a compiled program does, from the packed plan to the sampled tokens.
 
-1. Unpack: block-table changes and restarted rows go into the request table.
+1. Unpack: block-table changes, restarted rows and forks go into the request table.
 2. Build ids, positions, KV slots and lengths from the table: the host never sends them.
 3. Forward: the decoder over all tokens, writing keys and values into the pages and attending through block tables.
-4. Sample: logits of each row's last token, a token a row, written into the table for the next step. A model that pools
-   gives what `decoder.head` makes of the row's last token instead.
+4. Sample: logits of each row's last token, or for a fork of the row's that it comes from; a token a row, written into
+   the table for the next step. A model that pools gives what `decoder.head` makes of the row's last token instead.
 
 `state` is donated: pages and table are updated in place.
 """
@@ -57,6 +57,7 @@ class ProgramShape:
         if not self.is_decode:
             sizes |= {
                 "num_tokens": self.rows,
+                "logit_rows": self.rows,
                 "init_rows": self.rows,
                 "init_values": self.rows * NUM_FIELDS,
                 "prompt_tokens": self.tokens,
@@ -100,6 +101,9 @@ def pack(plan: StepPlan, updates: np.ndarray, shape: ProgramShape) -> np.ndarray
         counts = packed[cuts["num_tokens"]]
         counts[:] = 0
         counts[:rows] = plan.num_tokens
+        logit_rows = packed[cuts["logit_rows"]]
+        logit_rows[:] = np.arange(shape.rows)
+        logit_rows[rows - len(plan.forked_from) : rows] = plan.forked_from
         for i, init in enumerate(plan.row_inits):
             packed[cuts["init_rows"]][i] = init.row
             packed[cuts["init_values"]][i * NUM_FIELDS : (i + 1) * NUM_FIELDS] = row_values(init)
@@ -129,6 +133,8 @@ class Batch:
     query_start_loc: Any  # int32[rows + 1]
     context_lens: Any     # int32[rows]
     groups: Any           # a GroupRows for each group of layers
+    lengths: Any          # int32[rows]  tokens after the step: the position of what is sampled
+    logit_tokens: Any     # int32[rows]  the token whose logits the row samples from; None: its own, one a row
     fields: Any           # int32[rows, NUM_FIELDS]  the rows' fields, as they were before the step
     real: Any             # bool[tokens]  False: padding
     token_ids: Any        # int32[tokens]
@@ -162,7 +168,7 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Progra
     query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens, dtype=jnp.int32)])
     token = jnp.arange(shape.tokens)
     if shape.is_decode:
-        token_row, real, positions = token, num_tokens > 0, length
+        token_row, real, positions, logit_tokens = token, num_tokens > 0, length, None
         token_ids = fields[:, Field.LAST_TOKEN]
     else:
         token_row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), shape.rows - 1)
@@ -170,6 +176,7 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Progra
         positions = length[token_row] + token - query_start_loc[token_row]
         from_table = (flags & FROM_TABLE)[token_row] > 0
         token_ids = jnp.where(from_table, fields[token_row, Field.LAST_TOKEN], part["prompt_tokens"])
+        logit_tokens = jnp.take(query_start_loc, part["logit_rows"] + 1, mode="clip") - 1
     positions = jnp.where(real, positions, 0)
     context_lens = jnp.where(num_tokens > 0, length + num_tokens, 0)
     groups = []
@@ -183,6 +190,8 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Progra
         samples=(flags & SAMPLES) > 0,
         query_start_loc=query_start_loc,
         context_lens=context_lens,
+        lengths=length + num_tokens,
+        logit_tokens=logit_tokens,
         groups=tuple(groups),
         fields=fields,
         real=real,
@@ -242,7 +251,7 @@ def forward(
         layout=layout, rope_lens=batch.rope_lens, places=groups.places,
         real=batch.real if spec.experts is not None else None,
     )  # fmt: skip
-    last = hidden if shape.is_decode else jnp.take(hidden, batch.query_start_loc[1:] - 1, axis=0, mode="clip")
+    last = hidden if shape.is_decode else jnp.take(hidden, batch.logit_tokens, axis=0, mode="clip")
     return state.replace(pages=pages), batch, decoder.head(spec, params, last, layout=layout)
 
 
@@ -266,12 +275,11 @@ def step(
     state, batch, logits = forward(
         params, state, packed, spec=spec, groups=groups, layout=layout, shape=shape, implementation=implementation
     )
-    length = batch.fields[:, Field.LENGTH] + batch.num_tokens
-    table = state.table.at[batch.rows, Field.LENGTH].set(length, mode="drop")
+    table = state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
     if shape.pools:
         return state.replace(table=table), logits
     sampled = sampler.sample(
-        logits, batch.fields, batch.context_lens, allowed, variant=shape.variant, num_logprobs=num_logprobs
+        logits, batch.fields, batch.lengths, allowed, variant=shape.variant, num_logprobs=num_logprobs
     )
     last_token = jnp.where(batch.samples, sampled.token_ids, batch.fields[:, Field.LAST_TOKEN])
     table = table.at[batch.rows, Field.LAST_TOKEN].set(last_token, mode="drop")

@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 
-from jpaged.engine.step_plan import RowInit, SamplerVariant, StepPlan, StepResult
+from jpaged.engine.step_plan import BlockMove, RowInit, SamplerVariant, StepPlan, StepResult, TransferCosts
 
 UNWRITTEN = -1
 
@@ -44,6 +44,8 @@ class FakeRunner:
     compiles_after_ready: int = 0
     cacheable_up_to: int = 10**9
     outgrown_after: int | None = None
+    host_slots: int = 0
+    transfer_costs: TransferCosts | None = None
     fail_at: frozenset[tuple[str, int]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -59,6 +61,7 @@ class FakeRunner:
         self.lengths = np.zeros(self.max_num_seqs, int)
         self.last_tokens = np.full(self.max_num_seqs, UNWRITTEN)
         self.inits: list[RowInit | None] = [None] * self.max_num_seqs
+        self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> what the block was
 
     def dispatch(self, plan: StepPlan) -> FakeHandle:
         """Run a step; checks first that the plan keeps every promise of StepPlan."""
@@ -67,6 +70,9 @@ class FakeRunner:
         if ("dispatch", number) in self.fail_at:
             self._fail("dispatch")
         self._check(plan)
+        for kind, source, target in plan.moves.tolist():
+            self._move(BlockMove(kind), source, target)
+        copied = {target for kind, _, target in plan.moves.tolist() if kind == BlockMove.COPY}
         for init in plan.row_inits:
             self.inits[init.row] = init
             self.tables[:, init.row] = -1
@@ -76,7 +82,8 @@ class FakeRunner:
             self.lengths[init.row] = init.num_computed
             self.last_tokens[init.row] = UNWRITTEN
         for row, group, index, block in plan.block_updates.tolist():
-            assert self.tables[group, row, index] == -1, "a block table entry is never replaced"
+            fresh = self.tables[group, row, index] == -1
+            assert fresh or block in copied, "a block table entry is replaced by a copy only"
             self.tables[group, row, index] = block
         ids = self._token_ids(plan)
         # All rows write their KV before any row attends, as in the real step.
@@ -89,15 +96,28 @@ class FakeRunner:
                     self.pages[block, offset] = token
                     self.written_for[block, offset] = group, position
                     self.written_long[block, offset] = self._has_outgrown(row, position + 1)
-        for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+        first_fork = len(plan.rows) - len(plan.forked_from)
+        for row, count in zip(plan.rows[:first_fork].tolist(), plan.num_tokens.tolist(), strict=False):
             for group in range(len(self.windows)):
                 self._compare_seen(row, group)
             self.lengths[row] += count
         tokens = np.zeros(len(plan.rows), np.int32)
-        for index, row in enumerate(plan.rows):
+        sources = np.concatenate([plan.rows[:first_fork], plan.rows[plan.forked_from]])
+        for index, (row, source) in enumerate(zip(plan.rows, sources, strict=True)):
+            assert self.lengths[row] == self.lengths[source], "a fork of another length"
             if plan.samples[index]:
-                tokens[index] = self.last_tokens[row] = self._attend(row)
+                tokens[index] = self.last_tokens[row] = self._attend(source, row)
         return FakeHandle(number, self._result(plan, tokens))
+
+    def _move(self, kind: BlockMove, source: int, target: int) -> None:
+        arrays = (self.pages, self.written_for, self.written_long)
+        if kind is BlockMove.TO_HOST:
+            assert 0 <= target < self.host_slots
+            self.host[target] = tuple(array[source].copy() for array in arrays)
+            return
+        content = self.host[source] if kind is BlockMove.TO_DEVICE else tuple(array[source] for array in arrays)
+        for array, part in zip(arrays, content, strict=True):
+            array[target] = part
 
     def collect(self, handle: FakeHandle) -> StepResult:
         """The step's result. Steps are collected once, in order."""
@@ -126,14 +146,17 @@ class FakeRunner:
         assert len(set(rows)) == len(rows)
         assert all(0 <= row < self.max_num_seqs for row in rows)
         assert 0 < plan.total_tokens <= self.max_num_batched_tokens
-        assert (plan.num_tokens > 0).all()
+        forks = len(plan.forked_from)
+        assert (plan.num_tokens[: len(rows) - forks] > 0).all()
+        assert (plan.num_tokens[len(rows) - forks :] == 0).all()
+        assert plan.samples[len(rows) - forks :].all()
+        assert plan.samples[plan.forked_from].all()
         assert (plan.num_tokens[: plan.num_decodes] == 1).all()
         assert plan.samples[: plan.num_decodes].all()
         assert len(plan.prompt_tokens) == plan.num_tokens[plan.num_decodes :].sum()
         starting = [init.row for init in plan.row_inits]
         assert set(starting) <= set(rows[plan.num_decodes :]), "a row that starts is no decode"
         assert not set(starting) & set(plan.block_updates[:, 0].tolist())
-        assert len(plan.copies) == 0
         for name in ("rows", "num_tokens", "prompt_tokens", "block_updates"):
             assert getattr(plan, name).dtype == np.int32, name
 
@@ -170,17 +193,22 @@ class FakeRunner:
         assert ((told == tokens) | (told == UNWRITTEN)).all(), "attends to a token of another"
         self.told[row, positions] = tokens
 
-    def _attend(self, row: int) -> int:
-        """The next token of a row, from what its block tables lead to."""
+    def _attend(self, row: int, sampler: int) -> int:
+        """The next token of a row, from what its block tables lead to, drawn as row `sampler` draws."""
         seen = [self._seen(row, group, int(self.lengths[row]))[1] for group in range(len(self.windows))]
-        init = self.inits[row]
-        return _hash(np.concatenate(seen).tolist(), self.vocab_size, init.seed if init.temperature > 0 else 0)
+        init = self.inits[sampler]
+        seed = sample_seed(init.seed, init.sample_index) if init.temperature > 0 else 0
+        return _hash(np.concatenate(seen).tolist(), self.vocab_size, seed)
 
     def _result(self, plan: StepPlan, tokens: np.ndarray) -> StepResult:
         if plan.sampler is not SamplerVariant.FULL:
             return StepResult(tokens)
         top = tokens[:, None] + np.arange(self.max_logprobs)
-        return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top % self.vocab_size, -top / 10)
+        top_ids, top_logprobs = top % self.vocab_size, (-top / 10).astype(np.float32)
+        for index, row in enumerate(plan.rows):
+            if plan.samples[index] and self.inits[row].beam_temperature > 0:
+                top_ids[index], top_logprobs[index] = candidates(int(tokens[index]), self.vocab_size, self.max_logprobs)
+        return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top_ids, top_logprobs)
 
 
 def next_token(
@@ -189,6 +217,17 @@ def next_token(
     """The model: a hash of everything so far, as far as each group of layers sees it."""
     seen = [token for window in windows for token in token_ids[-window if window else None :]]
     return _hash(seen, vocab_size, seed)
+
+
+def candidates(token: int, vocab_size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a beam is given where `token` is the most likely one: other ids, less and less likely."""
+    ids = (token + 5 * np.arange(count)) % vocab_size
+    return ids, -((0.1 + token % 7 / 10) * (1 + np.arange(count))).astype(np.float32)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of one of n samples."""
+    return seed + 1_000_003 * index
 
 
 def _hash(token_ids: list[int], vocab_size: int, seed: int) -> int:

@@ -20,7 +20,6 @@ ROOT = prefix_root()
 def make_request(token_ids: list[int], root: bytes = ROOT) -> Request:
     return Request(
         request_id="r",
-        prompt=None,
         prompt_token_ids=token_ids,
         params=SamplingParams(),
         max_total_tokens=1000,
@@ -134,7 +133,7 @@ def test_a_group_index_is_part_of_a_name():
     first = make_request(list(range(9)))
     manager.start(first, manager.no_prefix)
     manager.grow(first, 9)
-    first.num_computed = 9
+    manager.advance(first, 9)
     manager.index_computed(first)
     prefix = manager.find_prefix(make_request(list(range(12))))
     assert prefix.tails == tuple(table.blocks[:2] for table in first.block_tables)
@@ -148,7 +147,7 @@ def test_blocks_behind_a_window_go_at_once_and_the_last_tokens_stay():
     manager.start(request, manager.no_prefix)
     for computed in range(1, 61):
         manager.grow(request, computed)
-        request.num_computed = computed
+        manager.advance(request, computed - request.num_computed)
         if computed >= request.release_at:
             manager.release_behind_windows(request)
         whole, window = request.block_tables
@@ -169,7 +168,7 @@ def test_a_beginning_whose_window_is_gone_is_found_as_far_as_it_is_there():
     first = make_request(list(range(41)))
     manager.start(first, manager.no_prefix)
     manager.grow(first, 41)
-    first.num_computed = 41
+    manager.advance(first, 41 - first.num_computed)
     manager.index_computed(first)
     again = make_request(list(range(41)))
     assert manager.find_prefix(again).num_blocks == 10
@@ -254,7 +253,7 @@ class ManagerMachine(RuleBasedStateMachine):
             for index in range(request.num_computed // BLOCK_SIZE, (request.num_computed + count) // BLOCK_SIZE):
                 beginning = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE])
                 self.content[model[index]] = (group, request.prefix_root, beginning)
-        request.num_computed += count
+        self.manager.advance(request, count)
         self.manager.index_computed(request)
         if request.num_computed >= request.release_at:
             self.manager.release_behind_windows(request)

@@ -1,5 +1,6 @@
 """What a prompt may be, and what bad ones are told."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,15 +47,15 @@ def process(prompt: Any, **fields: Any):
     ],
 )
 def test_all_kinds_of_prompts(prompt: Any):
-    request = process(prompt)
-    assert request.prompt_token_ids == request.token_ids == [0, 1, 2]
-    assert all(type(token_id) is int for token_id in request.token_ids)
-    assert request.prompt == ("ABC" if "ABC" in str(prompt) else None)
+    group = process(prompt)
+    assert group.prompt_token_ids == group.first.token_ids == [0, 1, 2]
+    assert all(type(token_id) is int for token_id in group.prompt_token_ids)
+    assert group.prompt == ("ABC" if "ABC" in str(prompt) else None)
 
 
 def test_a_text_beside_token_ids_is_kept_for_the_output():
-    request = process({"prompt": "shown", "prompt_token_ids": [1]})
-    assert (request.prompt, request.token_ids) == ("shown", [1])
+    group = process({"prompt": "shown", "prompt_token_ids": [1]})
+    assert (group.prompt, group.prompt_token_ids) == ("shown", [1])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_bad_prompts(prompt: Any, parameter: str, says: str):
 
 
 def test_the_longest_prompt_that_fits():
-    assert process([1] * 15).max_total_tokens == 16
+    assert process([1] * 15).first.max_total_tokens == 16
 
 
 def test_text_needs_a_tokenizer():
@@ -121,14 +122,50 @@ def test_what_depends_on_the_model():
 
 
 def test_where_a_request_ends():
-    assert process("ABC", max_tokens=5).max_total_tokens == 8
-    assert process("ABC", max_tokens=50).max_total_tokens == 16
-    assert process("ABC", max_tokens=None).max_total_tokens == 16
-    assert process("ABC").eos_token_ids == {7, 8, 9}
-    assert process("ABC", ignore_eos=True).eos_token_ids == frozenset()
+    assert process("ABC", max_tokens=5).first.max_total_tokens == 8
+    assert process("ABC", max_tokens=50).first.max_total_tokens == 16
+    assert process("ABC", max_tokens=None).first.max_total_tokens == 16
+    assert process("ABC").first.eos_token_ids == {7, 8, 9}
+    assert process("ABC", ignore_eos=True).first.eos_token_ids == frozenset()
 
 
-def test_a_salt_changes_the_root_of_the_block_names():
-    roots = [process({"prompt": "A", "cache_salt": salt}).prefix_root for salt in (None, "x", "x", "y")]
-    assert roots[1] == roots[2]
-    assert len(set(roots)) == 3
+def test_several_answers_are_several_requests_of_one_prompt():
+    sampled, best, beams = process("A", n=3), process("A", n=2, best_of=4), process("A", use_beam_search=True, n=2)
+    assert [len(group.requests) for group in (sampled, best, beams)] == [3, 4, 2]
+    assert [request.index for request in sampled.requests] == [0, 1, 2]
+    assert all(request.metrics is sampled.metrics for request in sampled.requests)
+    assert sampled.requests[0].token_ids is not sampled.requests[1].token_ids
+
+
+def test_beams_need_as_many_candidates_as_can_decide():
+    """A beam of width w with e end tokens can have its w best that go on among its first w + e; the engine gives 5."""
+    assert process("A", use_beam_search=True, beam_width=2).search.num_candidates == 5  # three ends of the model
+    with pytest.raises(RequestError, match="max_logprobs=6") as caught:
+        process("A", use_beam_search=True, beam_width=3)
+    assert caught.value.parameter == "beam_width"
+    assert process("A", use_beam_search=True, beam_width=5, ignore_eos=True).search.num_candidates == 5
+    with pytest.raises(RequestError, match="max_logprobs=7"):
+        process("A", use_beam_search=True, beam_width=5, ignore_eos=True, stop_token_ids=[1, 2])
+
+
+def test_that_filters_have_no_part_in_a_beam_search_is_said_once(caplog):
+    inputs = InputProcessor(LIMITS, Letters())
+    with caplog.at_level("INFO", logger="jpaged"):
+        for _ in range(2):
+            inputs.process("r", "A", SamplingParams(use_beam_search=True, best_of=2, temperature=0.7, top_p=0.9))
+    assert [record.getMessage() for record in caplog.records] == ["top_p: no part in a beam search (said once)"]
+
+
+def test_a_priority_needs_a_policy_that_goes_by_it():
+    with pytest.raises(RequestError, match="scheduling_policy='priority'"):
+        INPUTS.process("r", "A", SamplingParams(), priority=1)
+    limits = dataclasses.replace(LIMITS, priorities=True)
+    group = InputProcessor(limits, Letters()).process("r", "A", SamplingParams(n=2), priority=-3)
+    assert [request.priority for request in group.requests] == [-3, -3]
+    for bad in (1.5, True, "1", 2**31):
+        with pytest.raises(RequestError, match="integer from"):
+            InputProcessor(limits, Letters()).process("r", "A", SamplingParams(), priority=bad)
+
+
+def test_a_salt_is_kept_for_the_names_of_the_blocks():
+    assert [process({"prompt": "A", "cache_salt": salt}).cache_salt for salt in (None, "x")] == ["", "x"]

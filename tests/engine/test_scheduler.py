@@ -38,14 +38,12 @@ def make_scheduler(num_blocks: int, *, rows: int = 4, budget: int = 64) -> Sched
         max_num_seqs=rows,
         max_num_batched_tokens=budget,
         vocab_size=97,
-        prefix_cacheable=lambda prompt_len: True,
     )
 
 
 def add(scheduler: Scheduler, arrival: int, prompt_len: int, max_total_tokens: int = 1000) -> Request:
     request = Request(
         request_id=str(arrival),
-        prompt=None,
         prompt_token_ids=prompt_of(prompt_len, start=50 * arrival),
         params=SamplingParams(temperature=0),
         max_total_tokens=max_total_tokens,

@@ -1,32 +1,60 @@
-"""The host side under random arrivals, aborts, failures and tiny pools: tokens are those of each request alone."""
+"""The host side under random arrivals, forks, aborts and failures: tokens are those of each request alone."""
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jpaged.engine.engine import Engine, StepError
+from jpaged.engine.beam_search import BeamSearch
+from jpaged.engine.engine import Engine, SchedulingOptions, StepError
 from jpaged.engine.request import RequestStatus
+from jpaged.errors import RequestError
 from jpaged.kv_groups import most_blocks
 from jpaged.sampling_params import SamplingParams
-from tests.engine.fake_runner import DeviceFailure, FakeRunner, next_token
+from tests.engine.fake_runner import DeviceFailure, FakeRunner, candidates, next_token, sample_seed
 
 VOCAB_SIZE = 31
 EOS = 7
+BEAMS = (
+    {"use_beam_search": True, "best_of": 2},
+    {"use_beam_search": True, "beam_width": 4, "n": 3, "length_penalty": 0.0},
+    {"use_beam_search": True, "beam_width": 3, "early_stopping": True},
+)
 
 
 def expected(
-    token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...]
+    token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], index: int = 0
 ) -> tuple[list[int], str]:
-    """Tokens and finish reason of a request that nobody disturbs."""
+    """Tokens and finish reason of one sample of a request that nobody disturbs."""
     tokens = list(token_ids)
     longest = min(max_model_len, len(token_ids) + (params.max_tokens or max_model_len))
     stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))}
+    seed = sample_seed(params.seed, index) if params.temperature > 0 else 0
     while True:
-        tokens.append(next_token(tokens, VOCAB_SIZE, params.seed if params.temperature > 0 else 0, windows))
+        tokens.append(next_token(tokens, VOCAB_SIZE, seed, windows))
         if tokens[-1] in stops:
             return tokens[len(token_ids) :], "stop"
         if len(tokens) == longest:
             return tokens[len(token_ids) :], "length"
+
+
+def expected_beams(
+    token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], count: int
+) -> list[tuple[list[int], str]]:
+    """The answers of a beam search, each beam computed by itself from its whole sequence."""
+    longest = min(max_model_len, len(token_ids) + (params.max_tokens or max_model_len))
+    stops = frozenset({*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))})
+    search = BeamSearch(
+        width=params.num_sequences, max_new_tokens=longest - len(token_ids), end_token_ids=stops,
+        length_penalty=params.length_penalty, early_stopping=params.early_stopping,
+    )  # fmt: skip
+    beams = [list(token_ids)]
+    while True:
+        gave = [candidates(next_token(beam, VOCAB_SIZE, 0, windows), VOCAB_SIZE, count) for beam in beams]
+        steps = search.advance(*(np.stack(part) for part in zip(*gave, strict=True)))
+        if search.is_over:
+            return [(list(found.token_ids), found.finish_reason) for found in search.best(params.n)]
+        beams = [[*beams[step.parent], step.token_id] for step in steps]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -41,11 +69,15 @@ class EngineMachine(RuleBasedStateMachine):
         rows=st.integers(1, 5),
         extra_budget=st.sampled_from([0, 1, 5, 20]),
         caching=st.booleans(),
+        host_slots=st.sampled_from([0, 0, 1, 5, 40]),
+        policy=st.sampled_from(["fcfs", "priority", "shortest_first"]),
+        partial=st.integers(1, 2),
         failures=st.frozensets(st.tuples(st.sampled_from(["dispatch", "collect"]), st.integers(0, 60)), max_size=2),
     )
     def setup(
-        self, block_size, windows, model_len, outgrown_after, extra_blocks, rows, extra_budget, caching, failures
-    ) -> None:
+        self, block_size, windows, model_len, outgrown_after, extra_blocks, rows, extra_budget, caching, host_slots,
+        policy, partial, failures,
+    ) -> None:  # fmt: skip
         need = most_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
         self.runner = FakeRunner(
             num_blocks=need + extra_blocks,
@@ -56,11 +88,14 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=model_len,
             outgrown_after=outgrown_after,
             vocab_size=VOCAB_SIZE,
+            max_logprobs=6,
+            host_slots=host_slots,
             fail_at=failures,
         )
-        self.engine = Engine(self.runner, eos_token_id=EOS, enable_prefix_caching=caching)
+        options = SchedulingOptions(scheduling_policy=policy, max_num_partial_prefills=partial)
+        self.engine = Engine(self.runner, eos_token_id=EOS, enable_prefix_caching=caching, scheduling=options)
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
-        self.progress: dict[str, int] = {}
+        self.progress: dict[tuple[str, int], int] = {}
         self.ended: set[str] = set()
 
     @rule(
@@ -73,16 +108,26 @@ class EngineMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         logprobs=st.sampled_from([None, 0, 2]),
         stream=st.booleans(),
+        answers=st.sampled_from([{}, {}, {"n": 2}, {"n": 4}, {"n": 2, "best_of": 3}, *BEAMS]),
+        priority=st.integers(-2, 2),
     )
-    def add(self, shared, family, own, max_tokens, temperature, seed, ignore_eos, logprobs, stream) -> None:
+    def add(
+        self, shared, family, own, max_tokens, temperature, seed, ignore_eos, logprobs, stream, answers, priority
+    ) -> None:
         prompt = [*((i * 5 + family) % VOCAB_SIZE for i in range(shared)), *own][: self.runner.max_model_len - 1] or [1]
         params = SamplingParams(
             temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos, logprobs=logprobs,
-            stop_token_ids=[3] if family else None,
+            stop_token_ids=[3] if family else None, **answers,
         )  # fmt: skip
         request_id = str(len(self.asked))
-        self.asked[request_id] = (prompt, params)
-        self.engine.add_request(request_id, prompt, params, stream=stream)
+        priority *= self.engine.scheduling.scheduling_policy == "priority"
+        try:
+            self.engine.add_request(request_id, prompt, params, stream=stream, priority=priority)
+        except RequestError as error:  # all answers together can never fit
+            if error.parameter not in ("n", "best_of", "beam_width") or "blocks of KV cache" not in str(error):
+                raise
+        else:
+            self.asked[request_id] = (prompt, params)
 
     @rule(data=st.data())
     @precondition(lambda self: len(self.asked) > len(self.ended))
@@ -90,7 +135,16 @@ class EngineMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.asked.keys() - self.ended)))
         (output,) = self.engine.abort([request_id])
         self.judge(output)
-        assert output.outputs[0].finish_reason == "abort"
+        assert not output.outputs or self.asked[request_id][1].n > 1 or output.outputs[0].finish_reason == "abort"
+
+    @rule()
+    def new_weights(self) -> None:
+        self.engine.note_new_weights()
+        assert not any(self.engine._manager.pool._indices)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        assert self.engine.reset_prefix_cache() == (self.asked.keys() == self.ended)
 
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:
@@ -113,11 +167,14 @@ class EngineMachine(RuleBasedStateMachine):
         for request in self.engine._scheduler.running:
             for group, table in enumerate(request.block_tables):
                 for index, block in enumerate(table.held, table.first_held):
-                    beginning = (group, request.token_ids[: (index + 1) * size])
+                    computed = min((index + 1) * size, request.num_computed)  # forks share what is full in part
+                    beginning = (group, request.token_ids[:computed])
                     assert holders.setdefault(block, beginning) == beginning, "a block in the tables of two"
 
     def step(self) -> None:
         oldest = min(self.engine._scheduler.running, key=lambda request: request.arrival, default=None)
+        if oldest is not None and oldest.steered:
+            oldest = None  # of beams one may give way to another of its own search
         limit = self.runner.outgrown_after
         outgrows = oldest is not None and limit is not None and oldest.rope_len <= limit == oldest.num_computed
         try:
@@ -136,20 +193,54 @@ class EngineMachine(RuleBasedStateMachine):
 
     def judge(self, output) -> None:
         assert output.request_id not in self.ended
-        tokens, reason = expected(*self.asked[output.request_id], self.runner.max_model_len, self.runner.windows)
-        answer = output.outputs[0]
-        assert answer.token_ids == tokens[: len(answer.token_ids)]
-        assert len(answer.token_ids) >= self.progress.get(output.request_id, 0)
-        self.progress[output.request_id] = len(answer.token_ids)
-        if answer.logprobs is not None:
-            assert [next(iter(entries)) for entries in answer.logprobs] == answer.token_ids
+        prompt, params = self.asked[output.request_id]
+        if params.use_beam_search:
+            self.judge_beams(output, prompt, params)
+        else:
+            self.judge_samples(output, prompt, params)
         if output.finished:
             self.ended.add(output.request_id)
-            if answer.finish_reason != "abort":
+
+    def judge_beams(self, output, prompt, params) -> None:
+        assert output.finished, "beams are not streamed"
+        if output.outputs and output.outputs[0].finish_reason == "abort":
+            return
+        wanted = expected_beams(prompt, params, self.runner.max_model_len, self.runner.windows, 6)
+        assert [(answer.token_ids, answer.finish_reason) for answer in output.outputs] == wanted
+        for answer in output.outputs:
+            assert (answer.logprobs is None) == (params.logprobs is None)
+            if answer.logprobs is not None:
+                assert [next(iter(entries)) for entries in answer.logprobs] == answer.token_ids
+
+    def judge_samples(self, output, prompt, params) -> None:
+        limits = self.runner.max_model_len, self.runner.windows
+        samples = [expected(prompt, params, *limits, index) for index in range(params.num_sequences)]
+        aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
+        if params.chooses:
+            assert output.finished
+            assert len(output.outputs) == params.n
+            sums = [answer.cumulative_logprob for answer in output.outputs]
+            assert sums == sorted(sums, reverse=True)
+            if not aborted:
+                ranked = sorted((-sum(-token / 10 for token in tokens), tokens, reason) for tokens, reason in samples)
+                best = [total for total, _, _ in ranked[: params.n]]
+                assert np.allclose([-total for total in best], sums)
+                for answer in output.outputs:
+                    assert (answer.token_ids, answer.finish_reason) in samples
+            return
+        for (tokens, reason), answer in zip(samples, output.outputs, strict=True):
+            assert answer.token_ids == tokens[: len(answer.token_ids)]
+            key = (output.request_id, answer.index)
+            assert len(answer.token_ids) >= self.progress.get(key, 0)
+            self.progress[key] = len(answer.token_ids)
+            if answer.logprobs is not None:
+                assert [next(iter(entries)) for entries in answer.logprobs] == answer.token_ids
+            if output.finished and answer.finish_reason != "abort":
                 assert (answer.token_ids, answer.finish_reason) == (tokens, reason)
 
     def teardown(self) -> None:
-        bound = 200 + 60 * len(self.asked)  # every step moves the oldest request on: nothing can take longer
+        # every step moves the oldest request on, or collects what a search waits for: nothing can take longer
+        bound = 200 + 150 * sum(params.num_sequences for _, params in self.asked.values())
         while self.engine.has_work:
             self.step()
             bound -= 1
@@ -159,4 +250,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=200, stateful_step_count=40)
+TestEngine.settings = settings(max_examples=80, stateful_step_count=40)

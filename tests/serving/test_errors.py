@@ -48,7 +48,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids[0]"),
     ({"prompt": "a", "echo": True}, "echo"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "best_of": 65}, "best_of"),
     ({"prompt": "a", "best_of": True}, "best_of"),
     ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
