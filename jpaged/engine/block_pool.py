@@ -47,8 +47,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.peak_used = 0
+        self.step = 0  # the scheduler's clock, for `states`
         self._ref_counts = [0] * num_blocks
         self._names: list[BlockName | None] = [None] * num_blocks
+        self._last_used: list[int | None] = [None] * num_blocks  # the step in which its last owner gave it back
         self._indices: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # one a group: digest -> block
         # The free list as a ring through one sentinel, whose index is num_blocks. A held block links to itself.
         self._next = [*range(1, num_blocks + 1), 0]
@@ -92,6 +94,7 @@ class BlockPool:
                 raise EngineError(f"block {block} is freed but nobody holds it")
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
+                self._last_used[block] = self.step
                 self._link(block, first=self._names[block] is None)
 
     def put_name(self, block: int, name: BlockName) -> None:
@@ -109,6 +112,10 @@ class BlockPool:
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks lie in the free list."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
+
+    def states(self) -> list[tuple[int, BlockName | None, int | None]]:
+        """Of each block: reference count, name, and the step in which it was last given back. A copy."""
+        return list(zip(self._ref_counts, self._names, self._last_used, strict=True))
 
     def forget_all(self) -> None:
         """Empty the prefix index: after this nothing that was computed before is found."""

@@ -13,9 +13,11 @@ import dataclasses
 import logging
 import random
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from jpaged.engine.input_processor import InputProcessor, ModelLimits, Prompt
+from jpaged.engine.inspect import EngineCapture, capture
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.output_processor import OutputProcessor
 from jpaged.engine.pooling import Pooling
@@ -163,6 +165,14 @@ class Engine:
             kv_waste=counters.waste_sum / counters.steps if counters.steps else 0.0,
             compiles_after_ready=self.runner.compiles_after_ready,
         )
+
+    def inspect(self, answer: Future[EngineCapture]) -> None:
+        """Answer another thread that asks what is held now: a copy, which that thread describes."""
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(capture(self._scheduler))
+            except Exception as error:  # it concerns whoever asks, and nobody whose request runs
+                answer.set_exception(error)
 
     def reset_stats(self) -> None:
         """Begin counters and peaks anew. `compiles_after_ready` is the runner's and goes on."""

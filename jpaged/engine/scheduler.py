@@ -118,6 +118,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Decide the next step; None when there is nothing to compute until tokens on their way arrive."""
+        self.manager.pool.step += 1
         draft = _Draft(self.max_num_batched_tokens)
         self._schedule_decodes(draft)
         self._schedule_prompts(draft)
