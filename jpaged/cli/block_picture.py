@@ -10,7 +10,7 @@ from jpaged.snapshot import BlockSnapshot, EngineSnapshot
 
 DPI = 100
 LEFT, RIGHT, TOP = 64, 24, 72            # pixels around the cells
-LEAST_WIDTH = 960                        # of the picture: for the legend
+LEAST_WIDTH = 800                        # of the picture: for the legend
 LEGEND_ROW = 22
 MOST_LISTED = 24                         # requests that the legend names
 CACHED = (0.80, 0.83, 0.88)
@@ -30,7 +30,7 @@ class Grid:
     @classmethod
     def of(cls, num_blocks: int) -> "Grid":
         """Cells that can be read for small pools, of two pixels for large ones."""
-        columns = next((wide for wide, most in ((16, 64), (32, 512), (64, 2048)) if num_blocks <= most), 0)
+        columns = next((wide for wide, most in ((16, 128), (32, 512), (64, 2048)) if num_blocks <= most), 0)
         columns = columns or 32 * -(-int((2 * num_blocks) ** 0.5) // 32)  # about twice as wide as high
         return cls(num_blocks, columns, min(40, max(2, 1152 // columns)))
 
