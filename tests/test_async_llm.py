@@ -354,9 +354,7 @@ def soon_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon_checked")
-def test_wrong_books_are_found_when_nothing_runs(
-    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_wrong_books_are_found_when_nothing_runs(engine: AsyncLLM, caplog: pytest.LogCaptureFixture):
     """A planted reference count, of a block that no request ever touches: nobody else would notice."""
 
     async def main() -> None:

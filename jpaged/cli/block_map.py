@@ -56,10 +56,10 @@ def figures(snapshot: EngineSnapshot) -> list[str]:
     ]
     if pool.used_blocks:
         filled = pool.used_tokens / (pool.used_blocks * pool.block_size)
-        lines.append(
-            f"{pool.shared_blocks:,} blocks have several owners: without sharing, {pool.references:,} would be used. "
-            f"{1 - filled:.1%} of the slots of used blocks are empty"
-        )
+        lines += [
+            f"{pool.shared_blocks:,} have several owners: without sharing, {pool.references:,} blocks would be used",
+            f"{1 - filled:.1%} of the slots in used blocks hold no token yet",
+        ]
     return lines
 
 

@@ -9,7 +9,7 @@ from jpaged.cli.block_map import Look, figures, lighter, looks
 from jpaged.snapshot import BlockSnapshot, EngineSnapshot
 
 DPI = 100
-LEFT, RIGHT, TOP = 64, 24, 72            # pixels around the cells
+LEFT, RIGHT, TOP = 64, 24, 88            # pixels around the cells
 LEAST_WIDTH = 800                        # of the picture: for the legend
 LEGEND_ROW = 22
 MOST_LISTED = 24                         # requests that the legend names
