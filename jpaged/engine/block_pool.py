@@ -38,6 +38,15 @@ class BlockName:
     group: int = 0  # of layers: equal tokens have a block in each
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockStates:
+    """All blocks at one moment, an entry a block."""
+
+    ref_counts: list[int]
+    names: list[BlockName | None]
+    last_used: list[int | None]  # the step in which it was last given back; None = never
+
+
 class BlockPool:
     """Hands out blocks 0 .. num_blocks - 1."""
 
@@ -113,9 +122,9 @@ class BlockPool:
         """How many of these blocks lie in the free list."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
-    def states(self) -> list[tuple[int, BlockName | None, int | None]]:
-        """Of each block: reference count, name, and the step in which it was last given back. A copy."""
-        return list(zip(self._ref_counts, self._names, self._last_used, strict=True))
+    def states(self) -> BlockStates:
+        """A copy of what is known of each block."""
+        return BlockStates(self._ref_counts.copy(), self._names.copy(), self._last_used.copy())
 
     def forget_all(self) -> None:
         """Empty the prefix index: after this nothing that was computed before is found."""

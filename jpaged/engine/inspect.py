@@ -1,13 +1,13 @@
 """What the engine holds at this moment: copied between two steps, described afterwards.
 
 Two parts, because the first stops the engine. `capture` copies lists and little else; `EngineCapture.snapshot` makes
-the description of it, on any thread, and takes 40 to 60 times as long (`benchmarks/inspect_cost.py`).
+the description of it on any thread, and takes some 30 times as long (`benchmarks/host_overhead.py`).
 """
 
 import dataclasses
 import time
 
-from jpaged.engine.block_pool import BlockName
+from jpaged.engine.block_pool import BlockStates
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
 from jpaged.engine.scheduler import Scheduler
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
@@ -30,15 +30,16 @@ class EngineCapture:
     step: int
     block_size: int
     num_groups: int
-    states: list[tuple[int, BlockName | None, int | None]]  # a block: reference count, name, last use
+    states: BlockStates
     held: list[_Held]
     running: tuple[RequestSnapshot, ...]
     waiting: tuple[RequestSnapshot, ...]
 
     def snapshot(self) -> EngineSnapshot:
         """The same as plain data."""
-        owners: list[list[BlockOwner]] = [[] for _ in self.states]
-        filled = [0] * len(self.states)
+        states = self.states
+        owners: list[list[BlockOwner]] = [[] for _ in states.ref_counts]
+        filled = [0] * len(owners)
         for held in self.held:
             request = held.owner
             for index, block in enumerate(held.blocks, held.first):
@@ -46,11 +47,11 @@ class EngineCapture:
                 tokens = min(request.computed_tokens - index * self.block_size, self.block_size)
                 filled[block] = max(filled[block], tokens)
         blocks = []
-        for block, (ref_count, name, last_use) in enumerate(self.states):
-            used = ref_count > 0
+        for block, ref_count in enumerate(states.ref_counts):
+            used, name = ref_count > 0, states.names[block]
             tokens = filled[block] if used else self.block_size if name is not None else 0
             prefix_hash = None if name is None else name.digest.hex()
-            last = self.step if used else last_use
+            last = self.step if used else states.last_used[block]
             blocks.append(BlockSnapshot(block, ref_count, tuple(owners[block]), prefix_hash, last, tokens))
         return EngineSnapshot(self.step, self._pool(blocks), tuple(blocks), self.running, self.waiting)
 
