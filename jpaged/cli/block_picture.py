@@ -123,8 +123,13 @@ def draw(snapshot: EngineSnapshot, path: pathlib.Path) -> None:
                 size = min(grid.cell * 0.35, 11)
                 axes.text(x, y, f"{block.ref_count}", fontsize=size, ha="center", va="center_baseline",
                           weight="bold", path_effects=outlined)  # fmt: skip
-    figure.legend(handles=entries, loc="upper left", bbox_to_anchor=(LEFT / width, (legend_high - 4) / height),
-                  ncols=2, fontsize=9, frameon=False, borderpad=0, borderaxespad=0)  # fmt: skip
+    legend = figure.legend(
+        entries, ["-"] * len(entries), loc="upper left", bbox_to_anchor=(LEFT / width, (legend_high - 4) / height),
+        ncols=2, fontsize=9, frameon=False, borderpad=0, borderaxespad=0,
+    )  # fmt: skip
+    for entry, patch in zip(legend.get_texts(), entries, strict=True):
+        entry.set_parse_math(False)  # ids are text: a dollar begins no formula, and a leading _ hides no entry
+        entry.set_text(str(patch.get_label()))
     figure.savefig(path, dpi=DPI, format="png")
 
 

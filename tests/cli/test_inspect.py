@@ -186,7 +186,7 @@ def test_pools_of_all_sizes_are_drawn(tmp_path: pathlib.Path, num_blocks: int):
 
 
 def test_many_requests_have_different_colours_and_a_legend_that_ends(tmp_path: pathlib.Path):
-    owners = [f"request-{i}" for i in range(60)]
+    owners = ["_hidden", "$\\frac{$", "line\nbreak", "x" * 300, *(f"request-{i}" for i in range(56))]
     blocks = tuple(used(i, (name, 0)) for i, name in enumerate(owners))
     running = tuple(request(name, 1) for name in owners)
     snapshot = EngineSnapshot(9, PoolSnapshot(60, 16, 1, 60, 0, 0, 0, 60, 960), blocks, running, ())
