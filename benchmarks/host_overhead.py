@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root
 from jpaged.engine.detokenizer import ByteLevelDecoder, WindowDecoder
 from jpaged.engine.engine import Engine
+from jpaged.engine.inspect import capture
 from jpaged.engine.step_plan import StepPlan, StepResult
 from jpaged.sampling_params import SamplingParams
 
@@ -78,13 +79,19 @@ def microseconds(work: Callable[[], int], rounds: int = 5) -> float:
     return statistics.median(times)
 
 
-def decode_step(rows: int, windows: tuple[int | None, ...] = (None,)) -> float:
-    """Microseconds of one step with so many rows, all decoding. windows: of each group of layers."""
+def decoding(rows: int, windows: tuple[int | None, ...] = (None,)) -> Engine:
+    """An engine with so many requests, all decoding."""
     engine = Engine(NoDevice(rows, windows))
     for row in range(rows):
         engine.add_request(str(row), [row] * 100, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
     while any(not request.decoding for request in engine._scheduler.running) or engine._scheduler.waiting:
         engine.step()
+    return engine
+
+
+def decode_step(rows: int, windows: tuple[int | None, ...] = (None,)) -> float:
+    """Microseconds of one step with so many rows, all decoding. windows: of each group of layers."""
+    engine = decoding(rows, windows)
 
     def steps() -> int:
         for _ in range(100):
@@ -92,6 +99,18 @@ def decode_step(rows: int, windows: tuple[int | None, ...] = (None,)) -> float:
         return 100
 
     return microseconds(steps)
+
+
+def inspection() -> tuple[float, float, float]:
+    """Microseconds to copy the books of 40,000 blocks and 256 requests, to describe the copy, to check the books."""
+    engine = decoding(256)
+    copy = capture(engine._scheduler)
+    copying, describing, checking = [], [], []
+    for _ in range(9):
+        copying.append(microseconds(lambda: len((capture(engine._scheduler),)), rounds=1))
+        describing.append(microseconds(lambda: len((copy.snapshot(),)), rounds=1))
+        checking.append(microseconds(lambda: len((engine.check_integrity(),)), rounds=1))
+    return statistics.median(copying), statistics.median(describing), statistics.median(checking)
 
 
 def pool_block(num_blocks: int) -> float:
@@ -134,10 +153,14 @@ def text_token(kind: str) -> float:
 
 def main() -> None:
     """Print the table."""
+    copying, describing, checking = inspection()
     rows = [
         *((f"engine step, {count} rows decoding", decode_step(count)) for count in (8, 64, 256)),
         ("engine step, 64 rows decoding, 7 groups of layers", decode_step(64, (512,) * 6 + (None,))),
         *((f"one block, of {size:,}: allocate, name, find, free", pool_block(size)) for size in (1000, 100_000)),
+        ("inspect 40,000 blocks: the copy, which stops the engine", copying),
+        ("inspect 40,000 blocks: its description, on another thread", describing),
+        ("check_integrity of 40,000 blocks, when idle", checking),
         ("text of one token, byte-level table", text_token("table")),
         ("text of one token, decoding windows", text_token("windows")),
     ]

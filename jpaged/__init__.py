@@ -16,6 +16,7 @@ from jpaged.outputs import (
 )
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
 from jpaged.version import __version__
 
 __all__ = [
@@ -34,6 +35,11 @@ __all__ = [
     "Logprob",
     "RequestMetrics",
     "EngineStats",
+    "EngineSnapshot",
+    "PoolSnapshot",
+    "BlockSnapshot",
+    "BlockOwner",
+    "RequestSnapshot",
     "JPagedError",
     "RequestError",
     "CapacityError",

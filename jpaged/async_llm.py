@@ -5,29 +5,33 @@
 3. After each step the engine thread posts the new outputs to the event loops of their readers, one call a loop. An
    output holds all before it, so a slow reader skips some and never piles them up.
 4. A generator that is closed or cancelled takes its request out of the engine.
+5. Idle, the engine thread checks the engine's books, where nobody waits for it.
 """
 
 import asyncio
 import atexit
 import dataclasses
 import logging
+import math
 import threading
 import time
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
 from jpaged.build import build_engine
 from jpaged.engine.engine import Output, StepError
 from jpaged.engine.input_processor import Prompt
+from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
-from jpaged.errors import EngineError, JPagedError, RequestError
+from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 from jpaged.interrupts import call_at_exit
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
+from jpaged.snapshot import EngineSnapshot
 
 if TYPE_CHECKING:
     from jpaged.engine.engine import Engine
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 120.0  # a step that takes longer counts as an engine that makes no progress
+CHECK_AFTER_SECONDS = 1.0  # without a request: then nobody is likely to wait for the check to end
+CHECK_EVERY_SECONDS = 60.0  # at most: it walks the whole pool
 
 
 class _Stream:
@@ -71,6 +77,14 @@ class _Abort:
     request_id: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Inspect:
+    answer: Future[EngineCapture]
+
+
+_Command = _Add | _Abort | _Inspect
+
+
 class AsyncLLM:
     """A model, ready to serve requests on asyncio. Arguments and errors as of `jpaged.LLM`; making it blocks."""
 
@@ -89,11 +103,14 @@ class AsyncLLM:
         self._streams: dict[str, _Stream] = {}  # of all generators that run; kept by these
         self._live: dict[str, _Stream] = {}     # of all requests in the engine; kept by the engine thread
         self._wake = threading.Condition()
-        self._commands: list[_Add | _Abort] = []
+        self._commands: deque[_Command] = deque()
         self._closing = False
         self._ended: EngineError | None = None  # why nothing more is taken
         self._trouble: EngineError | None = None  # the last step failed
+        self._wrong_books: EngineError | None = None  # what the check found when the engine was idle
         self._last_step = time.monotonic()
+        self._last_check = -math.inf
+        self._next_check: float | None = None  # when to check the books if nothing comes; None: no step since
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()
         self._exit_hook = call_at_exit(self.close)
@@ -118,9 +135,9 @@ class AsyncLLM:
         request_id:      made up if not given; must not be in use.
         priority:        lower ones start first, with scheduling_policy="priority".
 
-        A beam search, and `best_of`, give one output, at the end. Raises RequestError for a bad request, before the
-        first output, CapacityError where the queue is full, and EngineError when the device fails. Closing
-        or cancelling the generator aborts the request.
+        A beam search, and `best_of`, give one output, at the end. Raises RequestError for a bad request and
+        CapacityError for one that finds the queue full, before the first output, and EngineError when the device fails.
+        Closing or cancelling the generator aborts the request.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         return cast(AsyncGenerator[RequestOutput, None], self._outputs(prompt, params, request_id, priority))
@@ -152,7 +169,11 @@ class AsyncLLM:
             if stream.aborted:
                 self._submit(_Abort(request_id))
             while True:
-                output = await stream.get()
+                try:
+                    output = await stream.get()
+                except JPagedError:
+                    added = False  # it has left the engine, or never entered
+                    raise
                 added = not output.finished
                 yield output
                 if output.finished:
@@ -179,13 +200,28 @@ class AsyncLLM:
         return self.default_sampling_params
 
     async def check_health(self) -> None:
-        """Raise EngineError when the engine has ended, its last step failed, or it makes no progress."""
+        """Raise EngineError when the engine has ended, its last step failed, or it makes no progress.
+
+        Also from when its books were found wrong, which `check_integrity` says: only a new engine is healthy again.
+        """
         self._check_open()
+        if self._wrong_books is not None:
+            raise self._wrong_books
         if self._trouble is not None:
             raise self._trouble
         stalled = time.monotonic() - self._last_step
         if self._live and stalled > STALL_SECONDS:
             raise EngineError(f"no step has ended for {stalled:.0f} s with {len(self._live)} requests running")
+
+    async def inspect(self) -> EngineSnapshot:
+        """Who owns which block of the KV pool, who runs, who waits: all at one moment, between two steps.
+
+        Prompts are not in it. Raises EngineError when the engine is closed or has ended.
+        """
+        answer: Future[EngineCapture] = Future()
+        self._submit(_Inspect(answer))
+        captured = await asyncio.wrap_future(answer)
+        return await asyncio.to_thread(captured.snapshot)
 
     def stats(self) -> EngineStats:
         """The engine's figures since the start or the last `reset_stats`."""
@@ -217,7 +253,7 @@ class AsyncLLM:
         if self._closing:
             raise EngineError("the engine is closed: make a new one")
 
-    def _submit(self, command: _Add | _Abort) -> None:
+    def _submit(self, command: _Command) -> None:
         with self._wake:
             self._check_open()
             self._commands.append(command)
@@ -242,33 +278,64 @@ class AsyncLLM:
             while self._obey():
                 if self._engine.has_work:
                     self._step()
+                elif self._next_check is not None and time.monotonic() >= self._next_check:
+                    self._check_books()
             self._post((output.request_id, output) for output in self._engine.abort(tuple(self._live)))
         except Exception as error:
             logger.exception("the engine thread ends")
             self._ended = EngineError(f"the engine has ended: {error}")
         with self._wake:
             self._ended = self._ended or EngineError("the engine is closed: make a new one")
-            left = [command for command in self._commands if isinstance(command, _Add)]
-        self._live |= {command.request.request_id: command.stream for command in left}
-        self._post((request_id, self._ended) for request_id in tuple(self._live))
-
-    def _obey(self) -> bool:
-        """Carry out all commands, waiting for one if there is nothing else to do; False when it is time to close."""
-        with self._wake:
-            while not (self._commands or self._closing or self._engine.has_work):
-                self._wake.wait()
-                self._last_step = time.monotonic()
-            if self._closing:
-                return False
-            commands, self._commands = self._commands, []
-        for command in commands:
+            left, self._commands = self._commands, deque()
+        for command in left:
             match command:
                 case _Add(request, stream):
                     self._live[request.request_id] = stream
-                    self._engine.add(request)
+                case _Inspect(answer) if answer.set_running_or_notify_cancel():
+                    answer.set_exception(self._ended)
+        self._post((request_id, self._ended) for request_id in tuple(self._live))
+
+    def _obey(self) -> bool:
+        """Carry out all commands; False when it is time to close.
+
+        If there is nothing else to do it waits, for a command or until the books are to be checked.
+        """
+        with self._wake:
+            while not (self._commands or self._closing or self._engine.has_work):
+                wait = None if self._next_check is None else max(self._next_check - time.monotonic(), 0.0)
+                woken = self._wake.wait(wait)
+                self._last_step = time.monotonic()
+                if not woken:
+                    break
+            if self._closing:
+                return False
+        for _ in range(len(self._commands)):
+            match self._commands.popleft():
+                case _Add(request, stream):
+                    self._add(request, stream)
                 case _Abort(request_id):
                     self._post((output.request_id, output) for output in self._engine.abort([request_id]))
+                case _Inspect(answer):
+                    self._engine.inspect(answer)
         return True
+
+    def _add(self, request: RequestGroup, stream: _Stream) -> None:
+        self._live[request.request_id] = stream
+        try:
+            self._engine.add(request)
+        except (RequestError, CapacityError) as error:  # this one's reader is told; nobody else is concerned
+            self._post([(request.request_id, error)])
+
+    def _check_books(self) -> None:
+        """Compare what must agree in the engine while nothing runs; health fails from when it does not."""
+        self._next_check = None
+        try:
+            self._engine.check_integrity()
+        except Exception as error:  # where the books are wrong, reading them may fail in any way
+            logger.error("the idle engine's books are wrong, a bug in jpaged; it begins with new ones: %s", error)
+            self._wrong_books = EngineError(f"the engine's books were wrong: {error}; restart it, and report this")
+            self._engine.start_over()  # whoever comes before the restart gets a free pool: the old one may mix up KV
+        self._last_check = time.monotonic()
 
     def _step(self) -> None:
         try:
@@ -281,6 +348,7 @@ class AsyncLLM:
             self._trouble = None
             self._post((output.request_id, output) for output in outputs)
         self._last_step = time.monotonic()
+        self._next_check = max(self._last_step + CHECK_AFTER_SECONDS, self._last_check + CHECK_EVERY_SECONDS)
 
     def _post(self, news: Iterable[tuple[str, Output | JPagedError]]) -> None:
         """Give outputs and errors to their readers: one call of each event loop, however many requests it reads."""

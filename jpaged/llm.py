@@ -4,7 +4,9 @@ import atexit
 import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -14,6 +16,7 @@ from jpaged.build import build_engine, refuse_tracing
 from jpaged.chat_prompt import chat_prompt
 from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input_processor import Prompt, as_array
+from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.pooling import check_task
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError, RequestError
@@ -21,11 +24,13 @@ from jpaged.interrupts import DeferredInterrupt, call_at_exit
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, EngineStats, PoolingRequestOutput, RequestOutput
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
+from jpaged.snapshot import EngineSnapshot
 
 Message = dict[str, str]  # role and content
 Params = SamplingParams | PoolingParams
 T = TypeVar("T")
 REFRESH_SECONDS = 0.2  # of the progress bar's figures
+INSPECT_SECONDS = 0.05  # how soon `inspect` sees that a call beside it has ended without an answer for it
 
 
 class LLM:
@@ -49,6 +54,7 @@ class LLM:
         self._tokenizer = built.tokenizer
         self._engine: Engine | None = built.engine
         self._lock = threading.Lock()
+        self._inspections: deque[Future[EngineCapture]] = deque()  # asked for by other threads while a call runs
         self._num_requests = 0
         self._interpreter_ends = False
         self._exit_hook = call_at_exit(self._close_at_exit)
@@ -192,6 +198,21 @@ class LLM:
         """The engine's figures since the start or the last `reset_stats`."""
         return self._live_engine.stats()
 
+    def inspect(self) -> EngineSnapshot:
+        """Who owns which block of the KV pool, who runs, who waits: all at one moment, between two steps.
+
+        From another thread it sees a call that runs there, and does not wait for its end. Prompts are not in it.
+        """
+        answer: Future[EngineCapture] = Future()
+        self._inspections.append(answer)
+        while not answer.done():
+            if self._lock.acquire(timeout=INSPECT_SECONDS):
+                try:
+                    self._answer_inspections(self._live_engine)
+                finally:
+                    self._lock.release()
+        return answer.result().snapshot()
+
     def reset_stats(self) -> None:
         """Begin counters and peaks anew."""
         self._live_engine.reset_stats()
@@ -245,6 +266,7 @@ class LLM:
         try:
             while len(finals) < len(ids):
                 interrupt.check()
+                self._answer_inspections(engine)
                 if self._interpreter_ends:
                     raise EngineError("the program ends while this call runs in a daemon thread")
                 outputs = [output for output in engine.step() if output.request_id in ids]
@@ -264,6 +286,10 @@ class LLM:
             if bar is not None:
                 bar.close()
         return finals
+
+    def _answer_inspections(self, engine: Engine) -> None:
+        while self._inspections:
+            engine.inspect(self._inspections.popleft())
 
     def _close_at_exit(self) -> None:
         """End a call that still runs in a daemon thread, after its step."""

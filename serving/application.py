@@ -1,6 +1,6 @@
 """The ASGI application: which path goes where."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -10,8 +10,8 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from jpaged.errors import JPagedError
-from jpaged.serving import routes_service
-from jpaged.serving.auth import RequireKey
+from jpaged.serving import routes_admin, routes_service
+from jpaged.serving.auth import ADMIN, OPEN_PATHS, RequireKey
 from jpaged.serving.error_responses import ClientDisconnected, handle_error
 from jpaged.serving.generation import Server
 from jpaged.serving.routes_chat import chat_completions
@@ -20,11 +20,18 @@ from jpaged.serving.routes_embeddings import embeddings
 from jpaged.serving.stopping import AnswerWhenStopped
 
 
-def create_app(server: Server, *, api_keys: Sequence[str] = ()) -> Starlette:
+def create_app(server: Server, *, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> Starlette:
     """The application over a running engine, which it closes when it ends.
 
-    api_keys: if any are given, every route but /health asks for one of them.
+    api_keys:   if any are given, every route but /health asks for one of them.
+    admin_keys: if any are given, there are routes below /admin, which ask for one of these and for no API key.
     """
+    admin = [Route("/admin/inspect", routes_admin.inspect)] if admin_keys else []
+    guards = []
+    if api_keys:
+        guards.append(Middleware(RequireKey, keys=api_keys, guards=_asks_for_api_key(bool(admin_keys)), name="API key"))
+    if admin_keys:
+        guards.append(Middleware(RequireKey, keys=admin_keys, guards=_is_admin, name="admin key"))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -40,10 +47,20 @@ def create_app(server: Server, *, api_keys: Sequence[str] = ()) -> Starlette:
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/health", routes_service.health),
             Route("/version", routes_service.version),
+            *admin,
         ],
-        middleware=[Middleware(AnswerWhenStopped), *([Middleware(RequireKey, keys=api_keys)] if api_keys else [])],
+        middleware=[Middleware(AnswerWhenStopped), *guards],
         exception_handlers=dict.fromkeys((JPagedError, HTTPException, ClientDisconnected, Exception), handle_error),
         lifespan=lifespan,
     )
     app.state.server = server
     return app
+
+
+def _asks_for_api_key(admin: bool) -> Callable[[str], bool]:
+    """Which paths do; with admin routes, those below /admin do not."""
+    return lambda path: path not in OPEN_PATHS and not (admin and _is_admin(path))
+
+
+def _is_admin(path: str) -> bool:
+    return path.startswith(ADMIN)

@@ -1,30 +1,38 @@
-"""Asks for an API key on every route but /health."""
+"""Asks for a key: for an API key on every route but /health, for an admin key on those below /admin."""
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jpaged.serving.error_responses import APIError, error_response
 
+ADMIN = "/admin/"
 OPEN_PATHS = frozenset({"/health"})
 
 
 class RequireKey:
-    """ASGI middleware. Keys are compared by their hashes, all of them, in constant time."""
+    """ASGI middleware. Keys are compared by their hashes, all of them, in constant time.
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]):
+    guards: whether a path asks for one of these keys.
+    name:   of such a key, for the one who has none.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], guards: Callable[[str], bool], name: str):
         self._app = app
+        self._guards = guards
+        self._name = name
         self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: let a request through, or answer 401."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._known(scope):
+        if scope["type"] != "http" or not self._guards(scope["path"]) or self._known(scope):
             await self._app(scope, receive, send)
             return
-        error = APIError(HTTPStatus.UNAUTHORIZED, "send the API key: Authorization: Bearer KEY", code="invalid_api_key")
+        message = f"send the {self._name}: Authorization: Bearer KEY"
+        error = APIError(HTTPStatus.UNAUTHORIZED, message, code=f"invalid_{self._name.lower().replace(' ', '_')}")
         await error_response(error)(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:

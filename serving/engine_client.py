@@ -6,12 +6,16 @@ from typing import Any, Protocol
 from jpaged.outputs import PoolingRequestOutput, RequestOutput
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
+from jpaged.snapshot import EngineSnapshot
 
 Prompt = str | dict[str, list[int]]  # text, or {"prompt_token_ids": [...]}
 
 
 class EngineClient(Protocol):
-    """An engine behind asyncio. Generating raises RequestError for a bad request, before its first output."""
+    """An engine behind asyncio.
+
+    Generating raises RequestError for a bad request and CapacityError where too many wait, before its first output.
+    """
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -41,6 +45,10 @@ class EngineClient(Protocol):
 
     async def check_health(self) -> None:
         """Raises EngineError when the engine has died or makes no progress."""
+        ...
+
+    async def inspect(self) -> EngineSnapshot:
+        """What the engine holds, at one moment. Raises EngineError when it has died."""
         ...
 
     def close(self) -> None:

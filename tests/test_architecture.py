@@ -43,6 +43,7 @@ SHARED = {
     "jpaged.prompt_streams",
     "jpaged.prompts",
     "jpaged.sampling_params",
+    "jpaged.snapshot",
     "jpaged.version",
 }
 PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}

@@ -6,15 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
-from jpaged import AsyncLLM, EngineError, RequestError, RequestOutput, SamplingParams
+from jpaged import AsyncLLM, CapacityError, EngineError, RequestError, RequestOutput, SamplingParams
 from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.engine import Engine
+from jpaged.engine.request import Request
 from tests.engine.fake_runner import FakeHandle, FakeRunner, alone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -51,10 +52,14 @@ async def collect(engine: AsyncLLM, *args: Any) -> list[RequestOutput]:
     return [output async for output in engine.generate(*args)]
 
 
-async def until_idle(engine: AsyncLLM) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while engine.stats().num_running or engine.stats().num_waiting or engine.stats().used_blocks:  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+
+
+async def until_idle(engine: AsyncLLM) -> None:
+    await until(lambda: not (engine.stats().num_running or engine.stats().num_waiting or engine.stats().used_blocks))
 
 
 def test_outputs_grow_to_the_answer(engine: AsyncLLM):
@@ -249,6 +254,152 @@ def test_an_event_loop_that_is_gone_leaves_nothing_running(engine: AsyncLLM):
     loop.close()
     asyncio.run(until_idle(engine))
     assert asyncio.run(collect(engine, [1], GREEDY))[-1].finished
+
+
+@pytest.mark.parametrize("error", [CapacityError("2 requests wait", 3.0), RequestError("n", 3, "can never fit")])
+def test_what_the_engine_refuses_concerns_its_reader_only(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    """Refused on the engine thread, where the queue is: the thread goes on, and the others' answers too."""
+    add = engine._engine.add
+
+    def limited(request: Request) -> None:
+        if request.prompt_token_ids == [13]:
+            raise error
+        add(request)
+
+    monkeypatch.setattr(engine._engine, "add", limited)
+
+    async def main() -> list[Any]:
+        prompts = [[1], [13], [2], [13], [3]]
+        answers = await asyncio.gather(*(collect(engine, prompt, GREEDY) for prompt in prompts), return_exceptions=True)
+        assert not engine._streams
+        assert not engine._live
+        with pytest.raises(type(error)):
+            await collect(engine, [13], GREEDY, "same id")
+        assert (await collect(engine, [5], GREEDY, "same id"))[-1].outputs[0].token_ids == alone([5], 6, 97)
+        await engine.check_health()
+        return answers
+
+    first, refused, second, refused_too, third = asyncio.run(main())
+    assert refused is refused_too is error
+    for start, answer in zip((1, 2, 3), (first, second, third), strict=True):
+        assert answer[-1].outputs[0].token_ids == alone([start], 6, 97)
+
+
+def test_a_bug_while_adding_is_told_to_all_who_come_with_it(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine._engine, "add", lambda request: 1 / 0)
+
+    async def main() -> list[Any]:
+        work = [collect(engine, [i], GREEDY) for i in range(5)]
+        return await asyncio.wait_for(asyncio.gather(*work, return_exceptions=True), 5)
+
+    assert all("division by zero" in str(error) for error in asyncio.run(main()))
+
+
+def test_inspect_while_requests_run(engine: AsyncLLM):
+    async def main() -> None:
+        prefix = list(range(12))
+        async with aclosing(engine.generate([*prefix, 1], ENDLESS, "a")) as first:
+            await anext(first)
+            async with aclosing(engine.generate([*prefix, 2], ENDLESS, "b")) as second:
+                await anext(second)
+                for _ in range(20):
+                    snapshot = await engine.inspect()
+                    assert [request.request_id for request in snapshot.running] == ["a", "b"]
+                    for block in snapshot.blocks:  # no step has changed anything while it was taken
+                        assert block.ref_count == len(block.owners)
+                    assert snapshot.pool.shared_blocks == 3
+        await until_idle(engine)
+        snapshot = await engine.inspect()
+        assert (snapshot.running, snapshot.waiting, snapshot.pool.used_blocks) == ((), (), 0)
+        assert snapshot.pool.cached_blocks >= 3
+
+    asyncio.run(main())
+
+
+def test_inspect_of_an_engine_that_has_ended(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        async with aclosing(engine.generate([1], ENDLESS)) as stream:
+            await anext(stream)
+            monkeypatch.setattr(engine._engine, "step", lambda: 1 / 0)
+            asked = [asyncio.create_task(engine.inspect()) for _ in range(3)]
+            done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+            assert all(isinstance(one, EngineError) or one.running for one in done)  # before it ended, or after
+        with pytest.raises(EngineError, match="has ended"):
+            await engine.inspect()
+
+    asyncio.run(main())
+
+
+def test_inspections_that_are_left_when_it_closes_are_told(engine: AsyncLLM, runner: SlowRunner):
+    async def main() -> None:
+        async with aclosing(engine.generate([1], ENDLESS)) as stream:
+            await anext(stream)
+            runner.seconds = 0.3  # the engine thread is in a step
+            await asyncio.sleep(0.05)
+            asked = asyncio.create_task(engine.inspect())
+            await asyncio.sleep(0.01)
+            closing = asyncio.create_task(asyncio.to_thread(engine.close))
+            with pytest.raises(EngineError, match="closed"):
+                await asyncio.wait_for(asked, 5)
+            await closing
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def soon_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jpaged.async_llm.CHECK_AFTER_SECONDS", 0.03)
+
+
+@pytest.mark.usefixtures("soon_checked")
+def test_wrong_books_are_found_when_nothing_runs(engine: AsyncLLM, caplog: pytest.LogCaptureFixture):
+    """A planted reference count, of a block that no request ever touches: nobody else would notice."""
+
+    async def main() -> None:
+        engine._engine._manager.pool._ref_counts[1999] += 1
+        await engine.check_health()
+        await collect(engine, [1, 2, 3], GREEDY)
+        await until(lambda: engine._wrong_books is not None)
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"books were wrong: .*1999"):
+                await engine.check_health()
+            # Whoever comes meanwhile is served, from a pool that is sound; and that does not make it healthy.
+            assert (await collect(engine, [1, 2, 3], GREEDY))[-1].outputs[0].token_ids == alone([1, 2, 3], 6, 97)
+        engine._engine.check_integrity()
+
+    asyncio.run(main())
+    assert "books are wrong" in caplog.text
+
+
+@pytest.mark.usefixtures("soon_checked")
+def test_books_are_checked_once_after_work_and_not_while_anything_runs(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+):
+    checks: list[bool] = []
+    check = engine._engine.check_integrity
+    monkeypatch.setattr(engine._engine, "check_integrity", lambda: (checks.append(engine._engine.has_work), check()))
+
+    async def main() -> None:
+        await asyncio.sleep(0.1)
+        assert checks == []  # nothing has happened yet
+        async with aclosing(engine.generate([1], ENDLESS)) as stream:
+            await anext(stream)
+            await asyncio.sleep(0.1)
+            assert checks == []
+        await until(lambda: bool(checks))
+        assert checks == [False]
+        await collect(engine, [1], GREEDY)
+        await asyncio.sleep(0.1)
+        assert checks == [False]  # not again within CHECK_EVERY_SECONDS
+        monkeypatch.setattr("jpaged.async_llm.CHECK_EVERY_SECONDS", 0.01)
+        await collect(engine, [1], GREEDY)
+        await until(lambda: len(checks) == 2)
+        await asyncio.sleep(0.1)
+        assert checks == [False, False]
+
+    asyncio.run(main())
 
 
 ENDS_WITH_AN_ASYNC_LLM = """

@@ -363,3 +363,37 @@ def test_options_may_be_numpy_scalars_and_the_model_a_path(tmp_path: Path):
     assert type(engine_config("model", {"max_num_seqs": np.int64(4)}).max_num_seqs) is int
     with pytest.raises(ModelLoadError, match=str(tmp_path)):
         build_engine(tmp_path, None, {}, progress=False)
+
+
+def test_inspect_between_calls_and_from_another_thread(llm: LLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch):
+    """What a call in one thread holds is seen from another, before the call ends."""
+    assert llm.inspect().running == ()
+    collect, seen, reached = runner.collect, [], threading.Event()
+
+    def slow(handle: Any) -> Any:
+        if handle.number == 3:
+            reached.set()
+            asking.join(0.2)  # it cannot be answered in the middle of a step
+            assert asking.is_alive()
+        return collect(handle)
+
+    monkeypatch.setattr(runner, "collect", slow)
+
+    def ask() -> None:
+        assert reached.wait(5)
+        seen.append(llm.inspect())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    asking.join(5)
+    assert [output.outputs[0].token_ids for output in outputs] == [alone([1, 2, 3], 30, 97), alone([4], 30, 97)]
+    (snapshot,) = seen
+    assert [request.prompt_tokens for request in snapshot.running] == [3, 1]
+    assert all(4 <= request.output_tokens <= 6 for request in snapshot.running)
+    after = llm.inspect()
+    assert (after.running, after.pool.used_blocks) == ((), 0)
+    assert after.pool.cached_blocks > 0
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        llm.inspect()

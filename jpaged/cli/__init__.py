@@ -59,6 +59,7 @@ def parse(args: Sequence[str]) -> Any:
     from jpaged.cli.chat import Chat
     from jpaged.cli.convert import Convert
     from jpaged.cli.generate import Generate
+    from jpaged.cli.inspect import Inspect
     from jpaged.cli.serve import Serve
 
     commands = (
@@ -66,6 +67,7 @@ def parse(args: Sequence[str]) -> Any:
         | Annotated[Chat, tyro.conf.subcommand("chat")]
         | Annotated[Serve, tyro.conf.subcommand("serve")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
+        | Annotated[Inspect, tyro.conf.subcommand("inspect")]
         | Annotated[Convert, tyro.conf.subcommand("convert")]
     )
     read = functools.partial(

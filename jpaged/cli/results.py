@@ -38,7 +38,7 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def check_writable(path: pathlib.Path | None) -> None:
+def check_writable(path: pathlib.Path | None, parameter: str = "output_json") -> None:
     """Raises RequestError now for a file that could not be written after the work is done."""
     if path is None:
         return
@@ -46,7 +46,7 @@ def check_writable(path: pathlib.Path | None) -> None:
         with path.open("a", encoding="utf-8"):
             pass
     except OSError as error:
-        raise RequestError("output_json", str(path), f"cannot be written: {error.strerror}") from None
+        raise RequestError(parameter, str(path), f"cannot be written: {error.strerror}") from None
 
 
 def write_json(path: pathlib.Path | None, data: Any) -> None:

@@ -14,7 +14,7 @@ from jpaged.errors import RequestError
 class Serve:
     """Serve a model over HTTP, with OpenAI's API.
 
-    Routes: /v1/models, /v1/completions, /v1/chat/completions, /health, /version.
+    Routes: /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /version.
     """
 
     model_argument: ModelArgument = None
@@ -31,6 +31,10 @@ class Serve:
 
     api_key: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY [KEY ...]", help_behavior_hint="")] = ()
     """Ask for one of these keys (Authorization: Bearer KEY) on every route but /health. Default: ask for none."""
+
+    admin_key: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY [KEY ...]", help_behavior_hint="")] = ()
+    """Add /admin/inspect, for `jpaged inspect`: who owns which block of the KV cache, who runs, who waits. It asks for
+    one of these keys (Authorization: Bearer KEY). Default: there is no such route."""
 
     chat_template: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Jinja chat template, in place of the model's own."""
@@ -51,6 +55,9 @@ class Serve:
 
         if self.shutdown_timeout < 0:
             raise RequestError("shutdown_timeout", self.shutdown_timeout, "must be at least 0 seconds")
+        for name in ("api_key", "admin_key"):
+            if not all(key.strip() for key in getattr(self, name)):
+                raise RequestError(name, "", "must not be empty: everyone has that key")
         address = take_address(self.host, self.port)
         from jpaged.async_llm import AsyncLLM
         from jpaged.serving.application import create_app
@@ -58,8 +65,7 @@ class Serve:
 
         engine = AsyncLLM(**options)
         names = self.served_model_name or (options["model"],)
-        app = create_app(
-            Server(engine=engine, model_names=names, chat_template=chat_template), api_keys=self.api_key
-        )
+        server = Server(engine=engine, model_names=names, chat_template=chat_template)
+        app = create_app(server, api_keys=self.api_key, admin_keys=self.admin_key)
         serve(app, address, shutdown_timeout=self.shutdown_timeout, access_log=self.access_log)
         return 0

@@ -12,6 +12,7 @@ What the device must do for it, copying blocks and moving them to the host and b
 """
 
 import array
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -41,6 +42,15 @@ class BlockName(NamedTuple):
     group: int = 0  # of layers: equal tokens have a block in each
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockStates:
+    """All blocks at one moment, an entry a block."""
+
+    ref_counts: list[int]
+    names: list[BlockName | None]
+    last_used: list[int | None]  # the step in which it was last given back; None = never
+
+
 class BlockPool:
     """Hands out blocks 0 .. num_blocks - 1. host_tier: where named blocks go that are allocated again, or None."""
 
@@ -52,10 +62,10 @@ class BlockPool:
         self.peak_used = 0
         self.host_tier = host_tier
         self.moves: list[tuple[BlockMove, int, int]] = []  # for the device, in order; whoever plans a step takes them
-        self.clock = 0  # the step that is being planned
-        self.last_use = [0] * num_blocks  # the clock when a block was last taken, shared or freed
+        self.step = 0  # the scheduler's clock, for `states`
         self._ref_counts = [0] * num_blocks
         self._names: list[BlockName | None] = [None] * num_blocks
+        self._last_used: list[int | None] = [None] * num_blocks  # the step in which its last owner gave it back
         self._indices: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # one a group: digest -> block
         # The free list as a ring through one sentinel, whose index is num_blocks. A held block links to itself.
         self._next = [*range(1, num_blocks + 1), 0]
@@ -84,7 +94,6 @@ class BlockPool:
             self._unlink(block)
             self._forget(block)
             self._ref_counts[block] = 1
-            self.last_use[block] = self.clock
             blocks.append(block)
         self._note_peak()
         return blocks
@@ -115,7 +124,6 @@ class BlockPool:
             if self._ref_counts[block] == 0:
                 self._unlink(block)
             self._ref_counts[block] += 1
-            self.last_use[block] = self.clock
         self._note_peak()
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -124,8 +132,8 @@ class BlockPool:
             if self._ref_counts[block] <= 0:
                 raise EngineError(f"block {block} is freed but nobody holds it")
             self._ref_counts[block] -= 1
-            self.last_use[block] = self.clock
             if self._ref_counts[block] == 0:
+                self._last_used[block] = self.step
                 self._link(block, first=self._names[block] is None)
 
     def put_name(self, block: int, name: BlockName) -> None:
@@ -147,6 +155,10 @@ class BlockPool:
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks lie in the free list."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
+
+    def states(self) -> BlockStates:
+        """A copy of what is known of each block."""
+        return BlockStates(self._ref_counts.copy(), self._names.copy(), self._last_used.copy())
 
     def forget_all(self) -> None:
         """Empty the prefix index: after this nothing that was computed before is found."""

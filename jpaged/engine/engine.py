@@ -14,12 +14,14 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from jpaged.engine import beams
 from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.block_pool import prefix_root
 from jpaged.engine.input_processor import InputProcessor, ModelLimits, Prompt
+from jpaged.engine.inspect import EngineCapture, capture
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.output_processor import OutputProcessor
 from jpaged.engine.pooling import Pooling
@@ -241,6 +243,14 @@ class Engine:
             host_slots=self.runner.host_slots,
             used_host_slots=0 if pool.host_tier is None else pool.host_tier.num_used,
         )
+
+    def inspect(self, answer: Future[EngineCapture]) -> None:
+        """Answer another thread that asks what is held now: a copy, which that thread describes."""
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(capture(self._scheduler))
+            except Exception as error:  # it concerns whoever asks, and nobody whose request runs
+                answer.set_exception(error)
 
     def reset_stats(self) -> None:
         """Begin counters and peaks anew. `compiles_after_ready` is the runner's and goes on."""

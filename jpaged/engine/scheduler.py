@@ -139,6 +139,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Decide the next step; None when there is nothing to compute until tokens on their way arrive."""
+        self.manager.pool.step += 1
         draft = StepDraft(self.max_num_batched_tokens)
         self._schedule_decodes(draft)
         draft.budget = self.pace.limit(draft.budget)
@@ -481,7 +482,6 @@ class Scheduler:
         allocated = manager.num_held * manager.block_size
         self.counters.steps += 1
         self.counters.waste_sum += manager.num_empty * manager.num_groups / allocated if allocated else 0
-        manager.pool.clock = self.counters.steps
 
 
 def _rank(request: Request) -> tuple[float, int]:

@@ -18,6 +18,7 @@ from jpaged.outputs import (
 )
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
+from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot
 
 VOCAB = 256
 
@@ -96,6 +97,8 @@ class FakeEngine:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
         if not ids:
             raise RequestError("prompt", prompt, "must not be empty")
+        if ids == self.tokenizer.encode("full"):
+            raise CapacityError("too many requests wait", retry_after=7)
         self.seen_pooling.append(pooling_params)
         self.running.add(request_id)
         try:
@@ -141,6 +144,12 @@ class FakeEngine:
     async def check_health(self) -> None:
         if self.dead:
             raise EngineError("the step thread has died")
+
+    async def inspect(self) -> EngineSnapshot:
+        """One block, of the request that was started last."""
+        owners = tuple(BlockOwner(request_id, 0, 0, 0) for request_id in list(self.running)[-1:])
+        block = BlockSnapshot(0, len(owners), owners, None, None, 0)
+        return EngineSnapshot(7, PoolSnapshot(1, 16, 1, len(owners), 0, 0, 1 - len(owners), 0, 0), (block,), (), ())
 
     def close(self) -> None:
         self.closed = True

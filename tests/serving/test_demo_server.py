@@ -1,6 +1,7 @@
 """The whole way: HTTP, the real engine and the demo model, driven by the official client."""
 
 import concurrent.futures
+import json
 import socket
 import time
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 import jpaged
+from jpaged.cli import main
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 
@@ -36,7 +38,7 @@ def url(engine):
         def __getattr__(self, name):
             return (lambda: None) if name == "close" else getattr(engine, name)
 
-    with running(create_app(Server(engine=Shared(), model_names=("demo",)))) as base:
+    with running(create_app(Server(engine=Shared(), model_names=("demo",)), admin_keys=("look",))) as base:
         yield base
 
 
@@ -127,6 +129,27 @@ def test_disconnect_frees_the_blocks(url, engine, idle, stream):
     steps = engine.stats().steps
     time.sleep(0.2)
     assert engine.stats().steps == steps
+
+
+def test_inspect_while_it_serves(url, client, engine, tmp_path, capsys, idle):
+    """Two streams of one prompt: the blocks that they share are counted twice, and everything is free at the end."""
+    endless = {"prompt": PROMPT * 8, "max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
+    words = ["inspect", url, "--admin-key", "look"]
+    path, picture = tmp_path / "snapshot.json", tmp_path / "blocks.png"
+    with client.completions.create(**GREEDY, **endless) as first:
+        next(iter(first))
+        with client.completions.create(**GREEDY, **endless) as second:
+            next(iter(second))
+            assert main([*words, "--output-json", str(path), "--png", str(picture)]) == 0
+    snapshot = json.loads(path.read_text())
+    assert [request["status"] for request in snapshot["running"]] == ["decode", "decode"]
+    shared = snapshot["running"][1]["cached_tokens"] // snapshot["pool"]["block_size"]
+    assert snapshot["pool"]["shared_blocks"] == shared > 0
+    assert picture.stat().st_size > 1000
+    assert f"{shared} have several owners" in capsys.readouterr().out
+    wait_for(lambda: engine.stats().used_blocks == 0)
+    assert main(words) == 0
+    assert "0 running, 0 waiting" in capsys.readouterr().out
 
 
 def test_seeded_requests_repeat(client, idle):

@@ -137,10 +137,26 @@ def test_body_too_large(url):
     error_of(httpx.post(f"{url}/v1/completions", content=b" " * (MAX_BODY_BYTES + 1), timeout=20), 413)
 
 
-def test_full_engine(url):
-    response = httpx.post(f"{url}/v1/completions", json={"prompt": "full"})
-    assert error_of(response, 503)["type"] == "server_error"
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "full"}),
+        ("/v1/completions", {"prompt": "full", "stream": True}),
+        ("/v1/completions", {"prompt": ["abc", "full", "full"]}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
+        ("/v1/embeddings", {"input": "full"}),
+    ],
+)
+def test_full_engine(url, engine, monkeypatch, path, body):
+    if "messages" in body:
+        monkeypatch.setattr(engine.tokenizer, "apply_chat_template", lambda *args, **kwargs: list(b"full"))
+    response = httpx.post(f"{url}{path}", json=body)
+    error = error_of(response, 503)
+    assert (error["type"], error["code"], error["param"]) == ("server_error", "engine_full", None)
     assert response.headers["retry-after"] == "7"
+    assert response.headers["content-type"] == "application/json"
+    assert not engine.running  # of several prompts, those that were taken have been given up
 
 
 def test_engine_failure_tells_nothing_of_the_inside(url, client, engine):

@@ -1,0 +1,153 @@
+"""A snapshot of the engine in the terminal: figures, the request table, the queue, and a character a block."""
+
+import colorsys
+import dataclasses
+import string
+from collections.abc import Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jpaged.snapshot import BlockSnapshot, EngineSnapshot, RequestSnapshot
+
+BLOCKS_A_LINE = 64
+EMPTY, CACHED, MANY = ".", "-", "+"  # MANY: more owners than a digit says
+MARKS = string.ascii_letters
+GOLDEN = 0.618034  # steps of so much of the colour circle keep any number of hues apart
+
+Colour = tuple[float, float, float]  # red, green, blue in [0, 1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """How a request is shown: its letter in the terminal, and its colour there and in the picture."""
+
+    mark: str
+    colour: Colour
+
+    def shade(self, sample: int) -> Colour:
+        """The colour of one of its parallel samples: lighter from one to the next."""
+        return lighter(self.colour, min(0.2 * sample, 0.6))
+
+
+def looks(snapshot: EngineSnapshot) -> dict[str, Look]:
+    """The look of each request that owns blocks, by its id; in the order of the table."""
+    ids = dict.fromkeys(r.request_id for r in (*snapshot.running, *snapshot.waiting) if r.num_blocks)
+    return {
+        request_id: Look(MARKS[i % len(MARKS)], colorsys.hsv_to_rgb((0.58 + i * GOLDEN) % 1, 0.7, 0.85 - 0.2 * (i % 2)))
+        for i, request_id in enumerate(ids)
+    }
+
+
+def lighter(colour: Colour, share: float) -> Colour:
+    """A colour with so much white in it."""
+    red, green, blue = (part + (1 - part) * share for part in colour)
+    return red, green, blue
+
+
+def figures(snapshot: EngineSnapshot) -> list[str]:
+    """The pool in a few sentences."""
+    pool = snapshot.pool
+    lines = [
+        f"KV pool: {pool.used_blocks:,} of {pool.num_blocks:,} blocks of {pool.block_size} tokens used "
+        f"({pool.used_blocks / pool.num_blocks:.0%}), {pool.cached_blocks:,} cached, {pool.empty_blocks:,} empty"
+    ]
+    if pool.used_blocks:
+        filled = pool.used_tokens / (pool.used_blocks * pool.block_size)
+        lines += [
+            f"{pool.shared_blocks:,} have several owners: without sharing, {pool.references:,} blocks would be used",
+            f"{1 - filled:.1%} of the slots in used blocks hold no token yet",
+        ]
+    return lines
+
+
+def wrong_counts(snapshot: EngineSnapshot) -> list[str]:
+    """Blocks whose reference count is not the number of their owners: none, or the engine has a bug."""
+    return [
+        f"block {block.block}: {block.ref_count} references are counted, {len(block.owners)} block tables hold it"
+        for block in snapshot.blocks
+        if block.ref_count != len(block.owners)
+    ]
+
+
+def show(snapshot: EngineSnapshot, out: Console) -> None:
+    """Print all of it."""
+    known = looks(snapshot)
+    for line in (*figures(snapshot), f"step {snapshot.step:,}"):
+        out.print(Text(line))
+    for line in wrong_counts(snapshot):
+        out.print(Text(f"the engine's books are wrong: {line}", style="bold red"))
+    out.print(Text(f"\n{len(snapshot.running)} running, {len(snapshot.waiting)} waiting", style="bold"))
+    if snapshot.running or snapshot.waiting:
+        out.print(_requests([*snapshot.running, *snapshot.waiting], known))
+    out.print(Text("blocks", style="bold"))
+    for line in block_lines(snapshot, known):
+        out.print(line)
+    out.print(Text(f"a letter: its one owner's   2 to 9, {MANY}: so many owners   {CACHED}: cached   {EMPTY}: empty"))
+
+
+def block_lines(snapshot: EngineSnapshot, known: dict[str, Look]) -> list[Text]:
+    """A character a block, BLOCKS_A_LINE a line; lines without an owner that follow each other are told as one."""
+    lines: list[Text] = []
+    free: list[BlockSnapshot] = []
+    for start in range(0, len(snapshot.blocks), BLOCKS_A_LINE):
+        blocks = snapshot.blocks[start : start + BLOCKS_A_LINE]
+        if not any(block.ref_count for block in blocks):
+            free += blocks
+            continue
+        lines += _free_lines(free)
+        free = []
+        line = Text(f"{start:>8,}  ")
+        for block in blocks:
+            line.append_text(_character(block, known))
+        lines.append(line)
+    return lines + _free_lines(free)
+
+
+def _free_lines(blocks: Sequence[BlockSnapshot]) -> list[Text]:
+    if not blocks:
+        return []
+    cached = sum(block.prefix_hash is not None for block in blocks)
+    return [Text(f"{blocks[0].block:>8,}  {cached:,} cached, {len(blocks) - cached:,} empty", style="dim")]
+
+
+def _character(block: BlockSnapshot, known: dict[str, Look]) -> Text:
+    if not block.ref_count:
+        return Text(CACHED if block.prefix_hash is not None else EMPTY, style="dim")
+    owner = block.owners[0].request_id if block.owners else ""
+    look = known.get(owner, Look("?", (0.5, 0.5, 0.5)))
+    if block.ref_count == 1:
+        return Text(look.mark, style=_style(look.colour))
+    return Text(str(block.ref_count) if block.ref_count < 10 else MANY, style=f"reverse {_style(look.colour)}")
+
+
+def _requests(requests: Sequence[RequestSnapshot], known: dict[str, Look]) -> Table:
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("")
+    table.add_column("request", overflow="fold")
+    for name in ("status", "row", "priority", "tokens", "computed", "cached", "blocks", "preempted", "age"):
+        table.add_column(name, justify="left" if name == "status" else "right")
+    for request in requests:
+        look = known.get(request.request_id)
+        sample = f" #{request.sample}" if request.sample else ""
+        table.add_row(
+            Text(look.mark, style=_style(look.colour)) if look else "",
+            Text(request.request_id + sample),
+            request.status,
+            "" if request.row is None else str(request.row),
+            str(request.priority),
+            f"{request.prompt_tokens:,} + {request.output_tokens:,}",
+            f"{request.computed_tokens:,}",
+            f"{request.cached_tokens:,}",
+            f"{request.num_blocks:,}",
+            f"{request.preemptions:,}",
+            f"{request.age_seconds:.1f} s",
+        )
+    return table
+
+
+def _style(colour: Colour) -> str:
+    red, green, blue = (round(part * 255) for part in colour)
+    return f"rgb({red},{green},{blue})"

@@ -1,0 +1,111 @@
+"""What the engine holds at this moment: copied between two steps, described afterwards.
+
+Two parts, because the first stops the engine. `capture` copies lists and little else; `EngineCapture.snapshot` makes
+the description of it on any thread, and takes some 30 times as long (`benchmarks/host_overhead.py`).
+"""
+
+import dataclasses
+import time
+
+from jpaged.engine.block_pool import BlockStates
+from jpaged.engine.request import NO_ROW, Request, RequestStatus
+from jpaged.engine.scheduler import Scheduler
+from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Held:
+    """Blocks of one request in one group of layers, from an index of its block table on."""
+
+    owner: RequestSnapshot
+    group: int
+    first: int
+    blocks: list[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineCapture:
+    """Copies of the engine's books, which nobody changes any more."""
+
+    step: int
+    block_size: int
+    num_groups: int
+    states: BlockStates
+    held: list[_Held]
+    running: tuple[RequestSnapshot, ...]
+    waiting: tuple[RequestSnapshot, ...]
+
+    def snapshot(self) -> EngineSnapshot:
+        """The same as plain data."""
+        states = self.states
+        owners: list[list[BlockOwner]] = [[] for _ in states.ref_counts]
+        filled = [0] * len(owners)
+        for held in self.held:
+            request = held.owner
+            for index, block in enumerate(held.blocks, held.first):
+                owners[block].append(BlockOwner(request.request_id, request.sample, held.group, index))
+                tokens = min(request.computed_tokens - index * self.block_size, self.block_size)
+                filled[block] = max(filled[block], tokens)
+        blocks = []
+        for block, ref_count in enumerate(states.ref_counts):
+            used, name = ref_count > 0, states.names[block]
+            tokens = filled[block] if used else self.block_size if name is not None else 0
+            prefix_hash = None if name is None else name.digest.hex()
+            last = self.step if used else states.last_used[block]
+            blocks.append(BlockSnapshot(block, ref_count, tuple(owners[block]), prefix_hash, last, tokens))
+        return EngineSnapshot(self.step, self._pool(blocks), tuple(blocks), self.running, self.waiting)
+
+    def _pool(self, blocks: list[BlockSnapshot]) -> PoolSnapshot:
+        used = [block for block in blocks if block.ref_count > 0]
+        cached = sum(block.ref_count == 0 and block.prefix_hash is not None for block in blocks)
+        return PoolSnapshot(
+            num_blocks=len(blocks),
+            block_size=self.block_size,
+            num_groups=self.num_groups,
+            used_blocks=len(used),
+            shared_blocks=sum(block.ref_count > 1 for block in used),
+            cached_blocks=cached,
+            empty_blocks=len(blocks) - len(used) - cached,
+            references=sum(block.ref_count for block in used),
+            used_tokens=sum(block.tokens for block in used),
+        )
+
+
+def capture(scheduler: Scheduler) -> EngineCapture:
+    """Copy what the scheduler, its manager and its pool hold. To be called between two steps."""
+    manager, now = scheduler.manager, time.monotonic()
+    running = [(request, _described(request, now)) for request in scheduler.running]
+    waiting = [(request, _described(request, now)) for request in scheduler.waiting]
+    return EngineCapture(
+        step=manager.pool.step,
+        block_size=manager.block_size,
+        num_groups=manager.num_groups,
+        states=manager.pool.states(),
+        held=[
+            _Held(described, group, table.first_held, table.held)
+            for request, described in (*running, *waiting)
+            for group, table in enumerate(request.block_tables)
+        ],
+        running=tuple(described for _, described in running),
+        waiting=tuple(described for _, described in waiting),
+    )
+
+
+def _described(request: Request, now: float) -> RequestSnapshot:
+    status = request.status.value
+    if request.status is RequestStatus.RUNNING:
+        status = "decode" if request.decoding else "prefill"
+    return RequestSnapshot(
+        request_id=request.request_id,
+        sample=request.index,
+        status=status,
+        row=None if request.row == NO_ROW else request.row,
+        priority=request.priority,
+        prompt_tokens=request.prompt_len,
+        output_tokens=request.num_output_tokens,
+        computed_tokens=request.num_computed,
+        cached_tokens=request.num_cached_tokens,
+        num_blocks=request.num_held,
+        preemptions=request.metrics.preemptions,
+        age_seconds=now - request.metrics.arrival_time,
+    )

@@ -1,0 +1,185 @@
+"""/admin/inspect: there only with an admin key, for its holder only; and an engine whose queue is full."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import msgspec
+import pytest
+
+from jpaged import AsyncLLM, CapacityError, SamplingParams
+from jpaged.build import BuiltEngine, engine_config
+from jpaged.engine.engine import Engine
+from jpaged.serving.application import create_app
+from jpaged.serving.generation import Server
+from jpaged.snapshot import EngineSnapshot
+from tests.engine.fake_runner import FakeRunner
+from tests.test_async_llm import SlowRunner
+
+from .conftest import running
+from .test_disconnect import wait_for
+from .test_errors import error_of
+
+PREFIX = [41, 42, 43, 44, 45, 46, 47, 48]
+ADMIN = {"Authorization": "Bearer look"}
+
+
+def engine_on(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> AsyncLLM:
+    def build(model, params, options, **how):
+        return BuiltEngine(Engine(runner), engine_config(model, options), None, None, SamplingParams(temperature=0))
+
+    monkeypatch.setattr("jpaged.async_llm.build_engine", build)
+    return AsyncLLM("fake")
+
+
+@pytest.fixture
+def real(monkeypatch):
+    """The real engine, on the runner in plain Python; the application closes it."""
+    return engine_on(SlowRunner(max_model_len=2000, num_blocks=2000, max_num_seqs=2), monkeypatch)
+
+
+@pytest.fixture
+def served(real):
+    server = Server(engine=real, model_names=("fake",))
+    with running(create_app(server, api_keys=("talk",), admin_keys=("look", "see"))) as base:
+        yield base
+
+
+@contextmanager
+def asked_for(base: str, prompt: list[int]) -> Iterator[None]:
+    """A request that runs until this ends; nobody reads its answer."""
+    body = json.dumps({"prompt": prompt, "max_tokens": 1900, "ignore_eos": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer talk\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", int(base.rsplit(":", 1)[1]))) as raw:
+        raw.sendall(f"{head}\r\n\r\n{body}".encode())
+        yield
+
+
+def test_what_runs_is_shown_and_nothing_of_what_it_says(real, served):
+    with ExitStack() as stack:
+        for count, last in enumerate((71, 72, 73), start=1):  # the third finds no row
+            stack.enter_context(asked_for(served, [*PREFIX, last]))
+            wait_for(lambda count=count: real.stats().num_running + real.stats().num_waiting == count)
+            before = real.stats().generated_tokens
+            wait_for(lambda before=before: real.stats().generated_tokens > before + 2)
+        answer = httpx.get(f"{served}/admin/inspect", headers=ADMIN)
+    assert answer.status_code == 200
+    assert answer.headers["cache-control"] == "no-store"
+    snapshot = msgspec.json.decode(answer.content, type=EngineSnapshot)
+    assert [request.status for request in snapshot.running] == ["decode", "decode"]
+    (waiting,) = snapshot.waiting
+    assert waiting.status == "waiting"
+    assert waiting.request_id.startswith("cmpl-")
+    assert snapshot.pool.shared_blocks == 2
+    shared = [block for block in snapshot.blocks if block.ref_count == 2]
+    assert {owner.request_id for owner in shared[0].owners} == {request.request_id for request in snapshot.running}
+    # Names of fields that may hold text are few, and no list of numbers is in it that could be one of token ids.
+    texts = {key for key, value in leaves(json.loads(answer.content)) if isinstance(value, str)}
+    assert texts == {"request_id", "status", "prefix_hash"}
+    assert not [key for key, _ in leaves(json.loads(answer.content)) if key == "[]"]
+
+
+def leaves(value, key=""):
+    """(name of the field, value) of everything in JSON that is neither object nor list; in a list the name is []."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from leaves(part, name)
+    elif isinstance(value, list):
+        for part in value:
+            yield from leaves(part, "[]")
+    else:
+        yield key, value
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer talk"}, {"Authorization": "Basic look"}, {"Authorization": "Bearer"},
+     {"Authorization": "Bearer looks"}, {"X-Admin-Key": "look"}],
+)  # fmt: skip
+def test_without_an_admin_key_there_is_401(served, headers):
+    error = error_of(httpx.get(f"{served}/admin/inspect", headers=headers), 401)
+    assert error["code"] == "invalid_admin_key"
+    for path in ("/admin/inspect/", "/admin/inspect?x=1", "/admin//inspect", "/%61dmin/inspect", "/admin/other"):
+        assert httpx.get(served + path, headers=headers, follow_redirects=True).status_code == 401, path
+    for path in ("//admin/inspect", "/ADMIN/inspect", "/v1/../admin/inspect/.."):
+        assert httpx.get(served + path, headers=headers).status_code in (401, 404), path
+
+
+def test_admin_and_api_keys_open_their_own_doors_only(served):
+    for key in ("look", "see"):
+        assert httpx.get(f"{served}/admin/inspect", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert error_of(httpx.get(f"{served}/v1/models", headers=ADMIN), 401)["code"] == "invalid_api_key"
+    assert httpx.get(f"{served}/v1/models", headers={"Authorization": "Bearer talk"}).status_code == 200
+    error_of(httpx.get(f"{served}/admin/other", headers=ADMIN), 404)
+    error_of(httpx.post(f"{served}/admin/inspect", headers=ADMIN), 405)
+    assert httpx.get(f"{served}/health").status_code == 200
+
+
+def test_without_admin_keys_there_is_no_such_route(engine):
+    with running(create_app(Server(engine=engine, model_names=("echo",)))) as base:
+        unknown = httpx.get(f"{base}/nothing", headers=ADMIN)
+        there = httpx.get(f"{base}/admin/inspect", headers=ADMIN)
+        assert (there.status_code, there.content) == (unknown.status_code, unknown.content) == (404, unknown.content)
+    with running(create_app(Server(engine=engine, model_names=("echo",)), api_keys=("talk",))) as base:
+        assert error_of(httpx.get(f"{base}/admin/inspect", headers=ADMIN), 401)["code"] == "invalid_api_key"
+        error_of(httpx.get(f"{base}/admin/inspect", headers={"Authorization": "Bearer talk"}), 404)
+
+
+def test_an_admin_key_alone_asks_nobody_else_for_one(engine):
+    with running(create_app(Server(engine=engine, model_names=("echo",)), admin_keys=("look",))) as base:
+        assert httpx.get(f"{base}/v1/models").status_code == 200
+        assert httpx.get(f"{base}/admin/inspect").status_code == 401
+        assert httpx.get(f"{base}/admin/inspect", headers=ADMIN).json()["step"] == 7
+
+
+def test_an_engine_that_has_died_cannot_be_inspected(real, served, monkeypatch):
+    monkeypatch.setattr(real._engine, "step", lambda: 1 / 0)
+    httpx.post(f"{served}/v1/completions", json={"prompt": [1]}, headers={"Authorization": "Bearer talk"})
+    error_of(httpx.get(f"{served}/admin/inspect", headers=ADMIN), 500)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_full_queue_is_503_while_others_are_served(real, served, monkeypatch, streamed):
+    """The engine itself refuses, on its own thread."""
+    add = real._engine.add
+
+    def limited(request):
+        if real._engine.stats().num_running + real._engine.stats().num_waiting >= 1:
+            raise CapacityError("1 request waits, and max_queued_requests is 1", retry_after=2.4)
+        add(request)
+
+    monkeypatch.setattr(real._engine, "add", limited)
+    with asked_for(served, [1, 2, 3]):
+        wait_for(lambda: real.stats().num_running == 1)
+        for _ in range(5):
+            body = {"prompt": [4, 5], "stream": streamed}
+            refused = httpx.post(f"{served}/v1/completions", json=body, headers={"Authorization": "Bearer talk"})
+            assert error_of(refused, 503)["code"] == "engine_full"
+            assert refused.headers["retry-after"] == "2"
+        before = real.stats().generated_tokens
+        wait_for(lambda: real.stats().generated_tokens > before + 5)
+    wait_for(lambda: real.stats().num_running == 0)
+    body = {"prompt": [4, 5], "max_tokens": 2}
+    served_again = httpx.post(f"{served}/v1/completions", json=body, headers={"Authorization": "Bearer talk"})
+    assert served_again.json()["usage"]["completion_tokens"] == 2
+    assert httpx.get(f"{served}/health").status_code == 200
+
+
+def test_health_fails_when_the_idle_engine_finds_its_books_wrong(real, served, monkeypatch):
+    monkeypatch.setattr("jpaged.async_llm.CHECK_AFTER_SECONDS", 0.02)
+    real._engine._manager.pool._ref_counts[1999] += 1
+    body = {"prompt": [4, 5], "max_tokens": 2}
+    httpx.post(f"{served}/v1/completions", json=body, headers={"Authorization": "Bearer talk"})
+    wait_for(lambda: httpx.get(f"{served}/health").status_code == 503)
+
+
+def test_cached_tokens_are_in_the_usage(real, served):
+    """A prompt of nine tokens, whose first two blocks of four are there the second time."""
+    asked = {"prompt": [*PREFIX, 1], "max_tokens": 2}
+    cached = []
+    for _ in range(2):
+        answer = httpx.post(f"{served}/v1/completions", json=asked, headers={"Authorization": "Bearer talk"})
+        cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 8]
