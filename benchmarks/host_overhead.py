@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root
+from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
 from jpaged.engine.detokenizer import ByteLevelDecoder, WindowDecoder
 from jpaged.engine.engine import Engine
 from jpaged.engine.inspect import capture
@@ -118,7 +118,7 @@ def pool_block(num_blocks: int) -> float:
     pool, root = BlockPool(num_blocks), prefix_root()
     names = []
     for index in range(num_blocks):
-        tokens = (index,) * 16
+        tokens = token_bytes((index,) * 16)
         names.append(BlockName(block_digest(root, tokens), root, tokens))
 
     def turn() -> int:

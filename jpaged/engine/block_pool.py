@@ -28,9 +28,14 @@ def prefix_root(*, adapter: str = "", weight_version: int = 0, salt: str = "") -
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 
-def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Name of a full block that holds these tokens and follows the block (or root) called `parent`."""
-    return hashlib.sha256(parent + array.array("i", tokens).tobytes()).digest()
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Tokens as names hold them: int32, in the machine's byte order. Hashed and compared faster than a tuple."""
+    return array.array("i", token_ids).tobytes()
+
+
+def block_digest(parent: bytes, tokens: bytes) -> bytes:
+    """Digest of a full block that holds these tokens (`token_bytes`) and follows the block (or root) `parent`."""
+    return hashlib.sha256(parent + tokens).digest()
 
 
 class BlockName(NamedTuple):
@@ -38,7 +43,7 @@ class BlockName(NamedTuple):
 
     digest: bytes
     parent: bytes
-    tokens: tuple[int, ...]
+    tokens: bytes   # `token_bytes`
     group: int = 0  # of layers: equal tokens have a block in each
 
 
@@ -88,13 +93,20 @@ class BlockPool:
         """Take free blocks, in the order of reuse; they lose their names. Raises EngineError if there are too few."""
         if count > self.num_free:
             raise EngineError(f"{count} blocks wanted, {self.num_free} free")
+        # Many times a step: the first `count` of the ring are cut out at once, without a call a block.
+        following, names, sentinel = self._next, self._names, self.num_blocks
         blocks = []
+        block = following[sentinel]
         for _ in range(count):
-            block = self._next[self.num_blocks]
-            self._unlink(block)
-            self._forget(block)
-            self._ref_counts[block] = 1
             blocks.append(block)
+            after = following[block]
+            following[block] = self._previous[block] = block
+            self._ref_counts[block] = 1
+            if names[block] is not None:
+                self._forget(block)
+            block = after
+        following[sentinel], self._previous[block] = block, sentinel
+        self.num_free -= count
         self._note_peak()
         return blocks
 
@@ -220,4 +232,6 @@ class BlockPool:
         self.num_free -= 1
 
     def _note_peak(self) -> None:
-        self.peak_used = max(self.peak_used, self.num_used)
+        used = self.num_blocks - self.num_free
+        if used > self.peak_used:
+            self.peak_used = used

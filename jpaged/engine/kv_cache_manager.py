@@ -11,7 +11,7 @@ that one first gets a copy of its own (copy-on-write); the last to hold it write
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest
+from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, token_bytes
 from jpaged.engine.host_tier import HostTier
 from jpaged.engine.request import GIVEN_BACK, NEVER, BlockTable, Request
 from jpaged.engine.step_plan import TransferCosts
@@ -221,6 +221,23 @@ class KVCacheManager:
         count = self.pool.ref_count
         return [g for g, table in enumerate(request.block_tables) if count(table.blocks[index]) > 1]
 
+    def next_block(self, request: Request) -> list[int] | None:
+        """Give a request whose tables are full one more block in each group: that, or None where too few are free.
+
+        As `grow` for one token, which every request comes to after block_size steps.
+        """
+        groups = len(self.windows)
+        if self.pool.num_free < groups:
+            return None
+        blocks = self.pool.allocate(groups)
+        for table, block in zip(request.block_tables, blocks, strict=True):
+            table.blocks.append(block)
+        request.num_slots += self.block_size
+        request.num_held += groups
+        self.num_held += groups
+        self.num_empty += self.block_size
+        return blocks
+
     def grow(self, request: Request, num_tokens: int) -> list[int]:
         """Make a request's tables hold so many tokens; the new blocks, none if they did already."""
         missing = self.blocks_for(num_tokens - request.num_slots)
@@ -249,11 +266,16 @@ class KVCacheManager:
         """
         computed = request.num_computed if num_computed is None else num_computed
         full = min(computed, len(request.token_ids)) // self.block_size
-        for index in range(request.num_indexed_blocks, full):
-            for group, table in enumerate(request.block_tables):
-                if index >= table.first_held:  # else it was given back before its last token was known
-                    self.pool.put_name(table.blocks[index], self._name(request, index, group))
-        request.num_indexed_blocks = max(request.num_indexed_blocks, full)
+        first = request.num_indexed_blocks
+        if full <= first:
+            return
+        names, put_name = self._names(request, full), self.pool.put_name
+        for group, table in enumerate(request.block_tables):
+            blocks = table.blocks
+            for index in range(max(first, table.first_held), full):  # else given back before its tokens were known
+                name = names[index]
+                put_name(blocks[index], name if group == 0 else name._replace(group=group))
+        request.num_indexed_blocks = full
 
     def release_behind_windows(self, request: Request) -> None:
         """Give back the blocks that no token after the computed ones sees. To be called when `release_at` is reached.
@@ -262,6 +284,7 @@ class KVCacheManager:
         gets one gets it in a later plan, and the device runs steps in order. That includes a request that finds one by
         its name: the step that fills it comes first.
         """
+        self.index_computed(request)
         behind = []
         for group, window in self._windowed.items():
             table = request.block_tables[group]
@@ -340,19 +363,23 @@ class KVCacheManager:
         request.release_at = min(ends, default=NEVER)
 
     def _name(self, request: Request, index: int, group: int) -> BlockName:
-        """Name of a request's full block; digests are made once a request and kept over a preemption."""
-        digests = request.block_digests
-        while len(digests) < index:
-            parent = digests[-1] if digests else request.prefix_root
-            digests.append(block_digest(parent, self._tokens(request, len(digests))))
-        parent = digests[index - 1] if index else request.prefix_root
-        tokens = self._tokens(request, index)
-        if index == len(digests):
-            digests.append(block_digest(parent, tokens))
-        return BlockName(digests[index], parent, tokens, group)
+        name = self._names(request, index + 1)[index]
+        return name if group == 0 else name._replace(group=group)
 
-    def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
-        return tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
+    def _names(self, request: Request, count: int) -> list[BlockName]:
+        """Names of at least so many of a request's full blocks, in group 0; made once and kept over a preemption."""
+        names, size = request.block_names, self.block_size
+        first = len(names)
+        if first < count:
+            parent = names[-1].digest if names else request.prefix_root
+            tokens = token_bytes(request.token_ids[first * size : count * size])
+            width = len(tokens) // (count - first)
+            for start in range(0, len(tokens), width):
+                own = tokens[start : start + width]
+                digest = block_digest(parent, own)
+                names.append(BlockName(digest, parent, own))
+                parent = digest
+        return names
 
 
 def _in_turns(runs: list[list[int]]) -> list[int]:

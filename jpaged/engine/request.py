@@ -8,6 +8,7 @@ import enum
 import hashlib
 import sys
 
+from jpaged.engine.block_pool import BlockName
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestMetrics
 from jpaged.pooling_params import PoolingParams
@@ -96,7 +97,7 @@ class Request:
     num_slots: int = 0             # tokens that its tables have room for
     num_held: int = 0              # blocks that it holds, of all groups
     release_at: int = NEVER        # when so many tokens are computed, a block has fallen behind a window
-    block_digests: list[bytes] = dataclasses.field(default_factory=list)  # names of its full blocks of known tokens
+    block_names: list[BlockName] = dataclasses.field(default_factory=list)  # of its full blocks of known tokens
     num_indexed_blocks: int = 0    # so many blocks of each table have been offered to the prefix index
     decoding: bool = False         # its last token lies in the device's request table: sampled since the row started
     fast_until: int = 0            # decoding is plain until so many tokens are computed: then a block, an end, a window
@@ -126,13 +127,13 @@ class Request:
     def make_private(self, secret: bytes) -> None:
         """Have nobody else find its blocks by their names: the name of a chain that only it and its forks know."""
         self.prefix_root = hashlib.sha256(b"private" + secret + self.prefix_root).digest()
-        self.block_digests = []
+        self.block_names = []
 
     def fork(self, other: "Request") -> None:
         """Have another of the group go on from where this one stands: its tokens and log-probabilities, copied."""
         other.token_ids = list(self.token_ids)
         other.prefix_root, other.rope_len = self.prefix_root, self.rope_len
-        other.block_digests = list(self.block_digests)
+        other.block_names = list(self.block_names)
         other.num_cached_tokens = self.num_cached_tokens
         other.logprobs = None if self.logprobs is None else list(self.logprobs)
         other.cumulative_logprob = self.cumulative_logprob
@@ -141,7 +142,7 @@ class Request:
         """Have all of its KV computed anew with the rope of long sequences, and shared with such only."""
         self.rope_len = len(self.token_ids)
         self.prefix_root = hashlib.sha256(b"outgrown" + self.prefix_root).digest()
-        self.block_digests = []
+        self.block_names = []
 
     @property
     def num_tokens(self) -> int:

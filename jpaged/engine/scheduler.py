@@ -25,10 +25,13 @@ A plan is made before the tokens of the step before it are known: a decode's tok
 and `Request.num_in_flight` counts what is on its way. Only of a beam it must be known: the host chooses it.
 """
 
+import array
 import dataclasses
+import itertools
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -96,6 +99,8 @@ class Scheduler:
         self._max_partial = max_num_partial_prefills
         self._clock = clock
         self._num_rows = max_num_seqs
+        self._num_decoding = [0] * len(SamplerVariant)  # running requests that decode, by what they need of the sampler
+        self._ones, self._trues = np.ones(max_num_seqs, np.int32), np.ones(max_num_seqs, bool)
         self._free_rows = list(reversed(range(max_num_seqs)))
 
     def add(self, request: Request) -> None:
@@ -155,6 +160,9 @@ class Scheduler:
         rows = [request.row for request in self.running]
         if sorted(rows + self._free_rows) != list(range(self._num_rows)):
             raise EngineError(f"rows in use {sorted(rows)}, free {sorted(self._free_rows)}")
+        decoding = [sum(r.decoding and r.sampler == variant for r in self.running) for variant in SamplerVariant]
+        if decoding != self._num_decoding:
+            raise EngineError(f"requests that decode, by sampler: {decoding}, counted {self._num_decoding}")
         if sorted(self.running, key=_rank) != self.running or sorted(self.waiting, key=_rank) != list(self.waiting):
             raise EngineError("requests are not in the policy's order")
         for request in self.running:
@@ -168,11 +176,13 @@ class Scheduler:
 
     def _schedule_decodes(self, draft: StepDraft) -> None:
         """Nearly all of them are plain: no block begins or ends, so that nothing but counters changes."""
-        decodes, boundary = draft.decodes, []
+        decodes, under_way, boundary = draft.decodes, draft.under_way, []
         for request in self.running:
             if not request.decoding:
-                draft.under_way.append(request)
-            elif request.num_computed < request.fast_until:
+                under_way.append(request)
+            elif (computed := request.num_computed) < request.fast_until:
+                request.num_computed = computed + 1
+                request.num_in_flight += 1
                 decodes.append(request)
             else:
                 boundary.append(request)
@@ -182,13 +192,21 @@ class Scheduler:
                 self._decode_at_boundary(request, draft)
 
     def _decode_at_boundary(self, request: Request, draft: StepDraft) -> None:
-        if request.num_computed == self._outgrown_after >= request.rope_len:
+        computed = request.num_computed
+        if computed == self._outgrown_after >= request.rope_len:
             self._preempt(request, draft)
             return
-        if request.num_computed == request.num_slots or request.tail_shared:
-            self.manager.index_computed(request)
-            if not self._grow(request, request.num_computed, 1, draft):
+        if computed == request.num_slots and not request.tail_shared:
+            blocks = self.manager.next_block(request)
+            if blocks is not None:
+                row, index = request.row, computed // self.manager.block_size
+                draft.updates += [(row, group, index, block) for group, block in enumerate(blocks)]
+            elif not self._grow(request, computed, 1, draft):
                 return
+        elif request.tail_shared and not self._grow(request, computed, 1, draft):
+            return
+        request.num_computed = computed + 1
+        request.num_in_flight += 1
         draft.decodes.append(request)
         draft.boundary.append(request)
         draft.budget -= 1
@@ -375,6 +393,7 @@ class Scheduler:
         self.manager.release(request)
         del self.running[bisect_left(self.running, request.rank, key=_rank)]
         self._free_rows.append(request.row)
+        self._num_decoding[request.sampler] -= request.decoding
         request.row = NO_ROW
         request.decoding = request.row_is_new = False
 
@@ -382,19 +401,13 @@ class Scheduler:
 
     def _commit(self, draft: StepDraft) -> ScheduledStep:
         """Turn the draft into a plan, and count its tokens as computed and its samples as on their way."""
-        rows: list[int] = []
-        sampler = SamplerVariant.GREEDY
-        for request in draft.decodes:
-            request.num_computed += 1
-            request.num_in_flight += 1
-            rows.append(request.row)
-            if request.sampler > sampler:
-                sampler = request.sampler
+        rows = [request.row for request in draft.decodes]
         num_decodes = len(rows)
         self.manager.num_empty -= num_decodes  # as `advance`, for all at once
         for request in draft.boundary:
             self._pass_boundary(request)
-        num_tokens, samples = [1] * num_decodes, [True] * num_decodes
+        num_tokens, samples = [], []  # of the others
+        sampler = self._largest_sampler(draft)
         requests = draft.decodes
         prompt_tokens: list[int] = []
         inits: list[RowInit] = []
@@ -429,23 +442,32 @@ class Scheduler:
                 forked_from.append(place)
         self._count_step()
         plan = StepPlan(
-            rows=np.array(rows, np.int32),
-            num_tokens=np.array(num_tokens, np.int32),
+            rows=_int32(rows),
+            num_tokens=_behind(self._ones, num_decodes, num_tokens),
             num_decodes=num_decodes,
-            samples=np.array(samples, bool),
-            prompt_tokens=np.array(prompt_tokens, np.int32),
-            block_updates=np.array(draft.updates, np.int32).reshape(-1, 4),
+            samples=_behind(self._trues, num_decodes, samples),
+            prompt_tokens=_int32(prompt_tokens),
+            block_updates=_int32(itertools.chain.from_iterable(draft.updates)).reshape(-1, 4),
             row_inits=tuple(inits),
             sampler=sampler,
-            forked_from=np.array(forked_from, np.int32),
+            forked_from=_int32(forked_from),
             moves=self._moves(),
         )
         return ScheduledStep(plan, tuple(requests))
 
+    def _largest_sampler(self, draft: StepDraft) -> SamplerVariant:
+        """What the sampler must be able to do for the decodes. Looks at each of them only where they may differ."""
+        kinds = [variant for variant in SamplerVariant if self._num_decoding[variant]]
+        if len(kinds) == 1 and draft.decodes:
+            return kinds[0]
+        return max((request.sampler for request in draft.decodes), default=SamplerVariant.GREEDY)
+
     def _note_sampled(self, request: Request) -> None:
         request.num_in_flight += 1
         request.on_hold = request.steered
-        request.decoding = not request.steered
+        if not request.steered:
+            request.decoding = True
+            self._num_decoding[request.sampler] += 1
 
     def _pass_boundary(self, request: Request) -> None:
         """Give back what has fallen behind a window, and find out until when decoding is plain."""
@@ -475,13 +497,23 @@ class Scheduler:
             self.counters.copied_blocks += kind == BlockMove.COPY
             self.counters.blocks_to_host += kind == BlockMove.TO_HOST
             self.counters.blocks_to_device += kind == BlockMove.TO_DEVICE
-        return np.array(moves, np.int32).reshape(-1, 3)
+        return _int32(itertools.chain.from_iterable(moves)).reshape(-1, 3)
 
     def _count_step(self) -> None:
         manager = self.manager
         allocated = manager.num_held * manager.block_size
         self.counters.steps += 1
         self.counters.waste_sum += manager.num_empty * manager.num_groups / allocated if allocated else 0
+
+
+def _behind(first: np.ndarray, count: int, others: list[Any]) -> np.ndarray:
+    """The first so many of an array, and others behind."""
+    return np.concatenate([first[:count], np.array(others, first.dtype)]) if others else first[:count]
+
+
+def _int32(values: Iterable[int]) -> np.ndarray:
+    """An array of integers; a third of the time that np.array takes over a list of 256."""
+    return np.frombuffer(array.array("i", values), np.int32)
 
 
 def _rank(request: Request) -> tuple[float, int]:

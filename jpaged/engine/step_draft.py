@@ -13,7 +13,7 @@ class StepDraft:
 
     def __init__(self, budget: int):
         self.budget = budget                                # tokens that may still be added
-        self.decodes: list[Request] = []                    # advance by the token that was sampled last
+        self.decodes: list[Request] = []                    # advance by the token that was sampled last; counted
         self.boundary: list[Request] = []                   # of these, where more than a token may change
         self.num_tokens: dict[Request, int] = {}            # of all others, that advance by known tokens
         self.under_way: list[Request] = []                  # running, and not decoding
@@ -32,6 +32,8 @@ class StepDraft:
         if request.decoding and request in self.decodes:
             self.decodes.remove(request)
             self.budget += 1
+            request.num_computed -= 1
+            request.num_in_flight -= 1
             if request in self.boundary:
                 self.boundary.remove(request)
         self.budget += self.num_tokens.pop(request, 0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root
+from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request
 from jpaged.errors import EngineError
@@ -31,7 +31,7 @@ def make_request(token_ids: list[int], root: bytes = ROOT) -> Request:
 
 
 def name_of(tokens: tuple[int, ...], parent: bytes = ROOT) -> BlockName:
-    return BlockName(block_digest(parent, tokens), parent, tokens)
+    return BlockName(block_digest(parent, token_bytes(tokens)), parent, token_bytes(tokens))
 
 
 class TestPool:
@@ -71,8 +71,8 @@ class TestPool:
         (block,) = pool.allocate(1)
         name = name_of((1, 2))
         pool.put_name(block, name)
-        assert pool.find(BlockName(name.digest, ROOT, (1, 3))) is None
-        assert pool.find(BlockName(name.digest, prefix_root(salt="x"), (1, 2))) is None
+        assert pool.find(BlockName(name.digest, ROOT, token_bytes((1, 3)))) is None
+        assert pool.find(BlockName(name.digest, prefix_root(salt="x"), token_bytes((1, 2)))) is None
 
     def test_of_two_blocks_with_equal_content_the_first_keeps_the_name(self):
         pool = BlockPool(2)

@@ -158,7 +158,8 @@ class EngineMachine(RuleBasedStateMachine):
         pool = self.engine._manager.pool
         for block, name in enumerate(pool._names):
             if name is not None:
-                assert self.runner.pages[block].tolist() == list(name.tokens), "a name that lies about its block"
+                tokens = np.frombuffer(name.tokens, np.int32).tolist()
+                assert self.runner.pages[block].tolist() == tokens, "a name that lies about its block"
                 assert (self.runner.written_for[block, :, 0] == name.group).all(), "a name that lies about its group"
         self.only_equal_beginnings_are_shared()
 
