@@ -59,6 +59,7 @@ def parse(args: Sequence[str]) -> Any:
     from jpaged.cli.chat import Chat
     from jpaged.cli.convert import Convert
     from jpaged.cli.generate import Generate
+    from jpaged.cli.plan import Plan
     from jpaged.cli.serve import Serve
 
     commands = (
@@ -67,6 +68,7 @@ def parse(args: Sequence[str]) -> Any:
         | Annotated[Serve, tyro.conf.subcommand("serve")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Convert, tyro.conf.subcommand("convert")]
+        | Annotated[Plan, tyro.conf.subcommand("plan")]
     )
     read = functools.partial(
         tyro.cli,

@@ -1,4 +1,4 @@
-"""How many bytes everything takes, and how many KV blocks fit."""
+"""How many bytes everything takes, and how many KV blocks fit: an engine's start and `jpaged plan` both ask here."""
 
 import bisect
 import dataclasses
@@ -14,6 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, most_blocks
 from jpaged.models.spec import DecoderSpec
+from jpaged.runtime.state import NUM_FIELDS
 from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,15 @@ class MemoryPlan:
         return line if len(groups.windows) == 1 else f"{line}; {groups}"
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that the pool holds when no layer has dropped any of them yet."""
+        return self.num_blocks // len(self.limits.groups.windows) * self.limits.block_size
+
+    def requests_of(self, num_tokens: int) -> int:
+        """How many requests of so many tokens run at once, each holding the most that it ever does."""
+        return min(self.num_blocks // self.limits.blocks_of(num_tokens), self.limits.max_num_seqs)
+
+    @property
     def request_bytes(self) -> int:
         """KV that the longest request holds at most."""
         return self.limits.blocks_per_request * self.block_bytes
@@ -106,6 +116,34 @@ def _size(num_bytes: int) -> str:
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays (or ShapeDtypeStructs) in a tree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+_PARTS = {
+    "embedding": ("embed", "pos_embed", "project_in"),
+    "output matrix": ("lm_head", "project_out", "score"),
+    "attention": ("qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks"),
+    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
+    "experts": (),  # and what chooses them: by the beginnings of the names
+    "norms": (),    # whatever has the word in its name
+}
+
+
+def weight_parts(params: Any) -> dict[str, int]:
+    """Bytes of the parameter tree (arrays or ShapeDtypeStructs) by what they are for; parts of no bytes left out."""
+    sizes = dict.fromkeys(_PARTS, 0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        sizes[_part_of(path[-1].key)] += tree_bytes(leaf)
+    return {part: size for part, size in sizes.items() if size}
+
+
+def _part_of(name: str) -> str:
+    """The part that a leaf of `param_shapes` belongs to, fused or apart."""
+    if "norm" in name:
+        return "norms"
+    if name.startswith(("expert_", "router", "shared_")):
+        return "experts"
+    apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
+    return apart.get(name) or next(part for part, names in _PARTS.items() if name in names)
 
 
 def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
@@ -168,6 +206,11 @@ def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_
     return min(CPU_POOL_BYTES, 2 * limits.max_num_seqs * limits.blocks_per_request * bytes_per_block)
 
 
+def table_bytes(limits: Limits) -> int:
+    """Bytes of the request table and of the block tables."""
+    return limits.max_num_seqs * 4 * (NUM_FIELDS + len(limits.groups.windows) * limits.width)
+
+
 def fit(
     spec: DecoderSpec,
     config: EngineConfig,
@@ -179,8 +222,13 @@ def fit(
     temp_bytes: int = 0,
     free_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The memory plan. An explicit max_model_len that cannot fit is refused, the default shrinks to what fits."""
+    """The memory plan. An explicit max_model_len that cannot fit is refused, the default shrinks to what fits.
+
+    free_bytes: what an accelerator has left beside the weights: for temporaries, the table and the pool; None on CPU.
+    """
     per_block = block_bytes(spec, limits, dtype, platform)
+    if free_bytes is not None:
+        free_bytes = max(0, free_bytes - temp_bytes - table_bytes(limits))
     available = pool_bytes(config, limits, per_block, free_bytes)
     num_blocks = available // per_block
     if num_blocks >= limits.blocks_per_request:
@@ -192,7 +240,9 @@ def fit(
             f"a request of max_model_len={limits.max_model_len} tokens needs {need} bytes of KV cache "
             f"({need / 2**20:.1f} MiB), but only {available} ({available / 2**20:.1f} MiB) are there"
         )
-        remedy = "raise kv_cache_memory_bytes" if free_bytes is None else "free memory on the device"
+        remedy = "free memory on the device"
+        if free_bytes is None or (config.kv_cache_memory_bytes is not None and available < free_bytes):
+            remedy = "raise kv_cache_memory_bytes"
         if longest < 2:
             groups = len(limits.groups.windows)
             each = f" for each of {groups} groups of layers" if groups > 1 else ""
@@ -201,8 +251,7 @@ def fit(
             raise ModelLoadError(f"{shortage}: lower max_model_len to at most {longest}, or {remedy}")
         logger.warning("%s: max_model_len is now %d", shortage, longest)
         limits = dataclasses.replace(limits, max_model_len=longest)
-    table_bytes = limits.max_num_seqs * 4 * (10 + len(limits.groups.windows) * limits.width)
-    return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes)
+    return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes(limits))
 
 
 def round_down(num_blocks: int) -> int:
@@ -212,12 +261,17 @@ def round_down(num_blocks: int) -> int:
     return num_blocks >> spare << spare
 
 
+def usable_bytes(device_bytes: int, config: EngineConfig) -> int:
+    """Bytes that the engine may take, all in all, of an accelerator with so many."""
+    return int(device_bytes * config.gpu_memory_utilization)
+
+
 def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
     """Bytes that the engine may still take on an accelerator; None on CPU and where the back end does not tell."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return None
-    return max(0, int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"])
+    return max(0, usable_bytes(stats["bytes_limit"], config) - stats["bytes_in_use"])
 
 
 def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:

@@ -74,9 +74,15 @@ def test_an_accelerator_gives_what_is_free():
     for share in (0, -0.5, 1.5, math.nan, math.inf):
         with pytest.raises(ModelLoadError, match=f"gpu_memory_utilization={share}: must be above 0"):
             memory.decide_limits(SPEC, dataclasses.replace(CONFIG, gpu_memory_utilization=share), "cpu")
-    assert plan(platform="gpu", free_bytes=5000 * BLOCK_BYTES).num_blocks == memory.round_down(5000)
+    table = memory.table_bytes(memory.decide_limits(SPEC, CONFIG, "gpu"))
+    assert table == 256 * 4 * (10 + 4096 // 16)
+    free = 5000 * BLOCK_BYTES + table
+    assert plan(platform="gpu", free_bytes=free).num_blocks == memory.round_down(5000)
+    assert plan(platform="gpu", free_bytes=free + 777, temp_bytes=777).num_blocks == memory.round_down(5000)
+    assert plan(platform="gpu", free_bytes=4096 * BLOCK_BYTES + table).num_blocks == 4096
+    assert plan(platform="gpu", free_bytes=4096 * BLOCK_BYTES + table - 1).num_blocks == memory.round_down(4095)
     capped = dataclasses.replace(CONFIG, kv_cache_memory_bytes=10**12)
-    assert plan(capped, platform="gpu", free_bytes=512 * BLOCK_BYTES).num_blocks == 512
+    assert plan(capped, platform="gpu", free_bytes=512 * BLOCK_BYTES + table).num_blocks == 512
 
 
 def test_the_pool_keeps_its_size_where_it_still_fits(tmp_path):
@@ -130,9 +136,10 @@ def test_layers_with_a_window_take_what_their_windows_need(spec, blocks, line):
     assert plan.limits.max_model_len == 32768
     assert str(plan).splitlines()[-1] == line
     # exactly what one request needs is enough, a block less is not
-    exact = memory.fit(spec, CONFIG, limits, free_bytes=plan.request_bytes, **options)
+    need = plan.request_bytes + plan.table_bytes
+    exact = memory.fit(spec, CONFIG, limits, free_bytes=need, **options)
     assert (exact.num_blocks, exact.limits.max_model_len) == (blocks, 32768)
-    short = memory.fit(spec, CONFIG, limits, free_bytes=plan.request_bytes - 1, **options)
+    short = memory.fit(spec, CONFIG, limits, free_bytes=need - 1, **options)
     assert short.limits.max_model_len == 32768 - 16
 
 
