@@ -98,7 +98,8 @@ class EnginePlan:
             rows.append(Row("taken by others", self.taken_bytes, "before the engine"))
         if plan is not None:
             left = self.usable_bytes - sum(row.num_bytes for row in rows)
-            why = "kv_cache_memory_bytes caps the pool" if self.memory_is_capped else "less than the pool grows by"
+            capped = self.memory_is_capped
+            why = "kv_cache_memory_bytes caps the pool" if capped else "the number of blocks is rounded down"
             rows.append(Row("left over", left, why))
         kept = self.device_bytes - self.usable_bytes
         rows.append(Row("kept free", kept, "what gpu_memory_utilization leaves"))
@@ -188,7 +189,7 @@ def _plan(
         fitted = blueprint.fit(temp_bytes=temporaries.num_bytes, free_bytes=free)
     except ModelLoadError as error:
         problem = str(error)
-    name = called or (target.device_kind if target is not None else device.device_kind)
+    name = called or blueprint.device.device_kind
     return EnginePlan(
         model=described.name,
         dtype=described.dtype.name,
@@ -234,7 +235,7 @@ def _temporaries(
         tracing = contextlib.nullcontext() if target is None else target.tracing()
         try:
             with cached, tracing:
-                compiled = blueprint.compile_largest()
+                compiled = blueprint.compile_largest(free)
         except Exception as error:  # of XLA's own kinds: above all a program that the target has no memory for
             why = f"its compiler refused the program: {str(error).strip().splitlines()[0][:200]}"
             logger.warning("%s: %s", kind, why)

@@ -4,9 +4,13 @@ A layer's intermediate results and the sampler's copies of the logits are never 
 other's buffers. What is alive at once was fitted to compiled programs; docs/decisions.md has the ratios.
 """
 
+from typing import TYPE_CHECKING
+
 from jpaged.models.experts import rows_per_block
-from jpaged.runtime.blueprint import Blueprint
 from jpaged.runtime.step import ProgramShape
+
+if TYPE_CHECKING:
+    from jpaged.runtime.blueprint import Blueprint
 
 # float32 copies of the logits: the logits, what the sampler makes of them, and the sort of the most likely ones.
 LOGITS = {"gpu": 4.5, "tpu": 5.6, "cpu": 4.5}
@@ -14,20 +18,20 @@ HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, normed, and in 
 TILE_ROWS, KEYS = 16, 128  # of the XLA attention
 
 
-def estimate_temporaries(blueprint: Blueprint) -> int:
+def estimate_temporaries(blueprint: "Blueprint") -> int:
     """Bytes of temporaries of the largest program, about."""
     shape = blueprint.largest_shape
     hidden = HIDDEN * shape.tokens * blueprint.spec.hidden_size * blueprint.dtype.itemsize
     return hidden + max(_feed_forward(blueprint, shape), _attention(blueprint, shape), _sampler(blueprint, shape))
 
 
-def _sampler(blueprint: Blueprint, shape: ProgramShape) -> int:
+def _sampler(blueprint: "Blueprint", shape: ProgramShape) -> int:
     """The logits of every row and the sampler's copies; of a model that pools, its result."""
     copies = 1 if shape.pools else LOGITS[blueprint.device.platform]
     return int(copies * 4 * shape.rows * blueprint.spec.output_size)
 
 
-def _feed_forward(blueprint: Blueprint, shape: ProgramShape) -> int:
+def _feed_forward(blueprint: "Blueprint", shape: ProgramShape) -> int:
     """Gate and up side by side, and their product: of the widest kind of layer."""
     spec = blueprint.spec
     width = 3 if spec.gated else 2
@@ -44,7 +48,7 @@ def _feed_forward(blueprint: Blueprint, shape: ProgramShape) -> int:
     return max(dense, sparse) * blueprint.dtype.itemsize
 
 
-def _attention(blueprint: Blueprint, shape: ProgramShape) -> int:
+def _attention(blueprint: "Blueprint", shape: ProgramShape) -> int:
     """Queries, keys and values twice (before and behind rope), and what XLA's attention gathers a step."""
     spec, item = blueprint.spec, blueprint.dtype.itemsize
     v_dim = spec.page_v_dim or spec.head_dim

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,10 +48,11 @@ class Limits:
         chunk = self.max_num_batched_tokens
         return most_blocks(self.groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
 
-    def longest_in(self, num_blocks: int) -> int:
-        """Tokens of the longest request that fits into so many blocks, in whole blocks, at most max_model_len."""
-        fits = bisect.bisect_right(range(self.width + 1), num_blocks, key=lambda n: self.blocks_of(n * self.block_size))
-        return min((fits - 1) * self.block_size, self.max_model_len)
+    def longest_where(self, fits: Callable[[int], bool]) -> int:
+        """Tokens of the longest request that fits, in whole blocks, at most max_model_len. What is shorter must fit."""
+        sizes = range(1, self.width + 1)
+        count = bisect.bisect_left(sizes, True, key=lambda blocks: not fits(blocks * self.block_size))
+        return min(count * self.block_size, self.max_model_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,21 +229,29 @@ def fit(
     free_bytes: what an accelerator has left beside the weights: for temporaries, the table and the pool; None on CPU.
     """
     per_block = block_bytes(spec, limits, dtype, platform)
-    if free_bytes is not None:
-        free_bytes = max(0, free_bytes - temp_bytes - table_bytes(limits))
-    available = pool_bytes(config, limits, per_block, free_bytes)
+
+    def pool_of(limits: Limits) -> int:
+        """Bytes for the pool: tables of longer requests leave less."""
+        left = None if free_bytes is None else max(0, free_bytes - temp_bytes - table_bytes(limits))
+        return pool_bytes(config, limits, per_block, left)
+
+    def fits(length: int) -> bool:
+        shorter = dataclasses.replace(limits, max_model_len=length)
+        return shorter.blocks_per_request * per_block <= pool_of(shorter)
+
+    available = pool_of(limits)
     num_blocks = available // per_block
     if num_blocks >= limits.blocks_per_request:
         num_blocks = max(round_down(num_blocks), limits.blocks_per_request)
-    if num_blocks < limits.blocks_per_request:
-        longest = limits.longest_in(num_blocks)
+    else:
+        longest = limits.longest_where(fits)
         need = limits.blocks_per_request * per_block
         shortage = (
             f"a request of max_model_len={limits.max_model_len} tokens needs {need} bytes of KV cache "
             f"({need / 2**20:.1f} MiB), but only {available} ({available / 2**20:.1f} MiB) are there"
         )
         remedy = "free memory on the device"
-        if free_bytes is None or (config.kv_cache_memory_bytes is not None and available < free_bytes):
+        if free_bytes is None or available == config.kv_cache_memory_bytes:
             remedy = "raise kv_cache_memory_bytes"
         if longest < 2:
             groups = len(limits.groups.windows)
@@ -251,6 +261,7 @@ def fit(
             raise ModelLoadError(f"{shortage}: lower max_model_len to at most {longest}, or {remedy}")
         logger.warning("%s: max_model_len is now %d", shortage, longest)
         limits = dataclasses.replace(limits, max_model_len=longest)
+        num_blocks = pool_of(limits) // per_block
     return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes(limits))
 
 

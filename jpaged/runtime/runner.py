@@ -121,7 +121,7 @@ class ModelRunner:
             if free is None:
                 plan = blueprint.fit()
             else:
-                plan = blueprint.fit(temp_bytes=temp_bytes(blueprint.compile_largest()), free_bytes=free)
+                plan = blueprint.fit(temp_bytes=temp_bytes(blueprint.compile_largest(free)), free_bytes=free)
                 key = f"{device.device_kind} {spec} {config} {jax.__version__}"
                 blocks = memory.remembered_blocks(folder, key, plan.num_blocks)
                 plan = dataclasses.replace(plan, num_blocks=max(blocks, plan.limits.blocks_per_request))

@@ -150,7 +150,7 @@ def test_of_several_groups_the_longest_length_that_fits_is_named():
     assert len(limits.groups.windows) == 4
     assert limits.blocks_per_request == 63 + 3 * 7  # 63 tokens before a chunk of 32, wherever a block begins
     for blocks, longest in ((84, 1000), (83, 992), (30, 9 * 16), (28, 7 * 16), (27, 6 * 16), (4, 16)):
-        assert limits.longest_in(blocks) == longest
+        assert limits.longest_where(lambda n, blocks=blocks: limits.blocks_of(n) <= blocks) == longest
         # by trying every length
         fits = [n for n in range(1001) if limits.blocks_of(n) <= blocks]
         assert max(fits) == longest
