@@ -168,6 +168,8 @@ def _plan(
     from jpaged.runtime.blueprint import Blueprint
     from jpaged.runtime.targets import device_of
 
+    if target is None:
+        memory.claim_gpu_memory(config)
     here = jax.devices()[0] if target is None else None
     device = here if target is None else device_of(target)
     sharding = None
@@ -180,7 +182,10 @@ def _plan(
         described.spec, config, params, device, sharding=sharding, masked=described.masked
     )
     device_bytes, taken = _memory_of(here, target)
-    usable = None if device_bytes is None else memory.usable_bytes(device_bytes, config)
+    usable = None
+    if device_bytes is not None:
+        left = None if here is None else memory.free_device_bytes(here, config)
+        usable = memory.usable_bytes(device_bytes, config) if left is None else taken + left
     weights = memory.tree_bytes(params)
     free = None if usable is None else max(0, usable - taken - weights)
     temporaries = _temporaries(blueprint, target, config, free)
@@ -212,8 +217,9 @@ def _memory_of(here: Any, target: "Target | None") -> tuple[int | None, int]:
     """Bytes of the device and how many of them are taken; None on CPU and where the back end does not tell."""
     if target is not None:
         return target.memory_bytes, 0
-    stats = here.memory_stats() if here.platform != "cpu" else None
-    return (stats["bytes_limit"], stats["bytes_in_use"]) if stats and "bytes_limit" in stats else (None, 0)
+    from jpaged.runtime.memory import device_bytes
+
+    return device_bytes(here) or (None, 0)
 
 
 def _temporaries(

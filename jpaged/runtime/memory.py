@@ -3,8 +3,10 @@
 import bisect
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import logging
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, most_blocks
 from jpaged.models.spec import DecoderSpec
+from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.state import NUM_FIELDS
 from pallas_kernels import KVPages
 
@@ -277,12 +280,48 @@ def usable_bytes(device_bytes: int, config: EngineConfig) -> int:
     return int(device_bytes * config.gpu_memory_utilization)
 
 
-def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
-    """Bytes that the engine may still take on an accelerator; None on CPU and where the back end does not tell."""
+def claim_gpu_memory(config: EngineConfig) -> None:
+    """Have JAX take as much of an NVIDIA GPU as `gpu_memory_utilization` lets the engine take: it takes 75% otherwise.
+
+    Half of the rest stays outside of JAX's own pool, for the libraries; the other half is for fragments in it. Without
+    effect where JAX has started already, or where the caller has said how much it should take.
+    """
+    said = any(name in os.environ for name in _GPU_MEMORY_VARIABLES) or jax.config.jax_pjrt_client_create_options
+    installed = [name for name in _NVIDIA_PLUGINS if importlib.util.find_spec(name)]
+    if said or not installed or importlib.util.find_spec("libtpu") or backends_are_started():
+        return
+    if 0 < config.gpu_memory_utilization <= 1:  # what else it is, `decide_limits` refuses
+        share = (1 + config.gpu_memory_utilization) / 2
+        jax.config.update("jax_pjrt_client_create_options", {_FRACTION: share})
+
+
+_NVIDIA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+# What JAX's users say it with, and what makes it take no pool at all.
+_GPU_MEMORY_VARIABLES = (
+    "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)  # fmt: skip
+_FRACTION = "memory_fraction"  # option of JAX's GPU client: its share of the card
+
+
+def device_bytes(device: Any) -> tuple[int, int] | None:
+    """Bytes of an accelerator and how many of them are taken; None on CPU and where the back end does not tell."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return None
-    return max(0, usable_bytes(stats["bytes_limit"], config) - stats["bytes_in_use"])
+    options = jax.config.jax_pjrt_client_create_options
+    share = options.get(_FRACTION, 1.0) if isinstance(options, dict) and device.platform == "gpu" else 1.0
+    # what the back end shows is the share that it was given
+    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]
+
+
+def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
+    """Bytes that the engine may still take on an accelerator; None on CPU and where the back end does not tell."""
+    found = device_bytes(device)
+    if found is None:
+        return None
+    total, taken = found
+    return max(0, min(usable_bytes(total, config), device.memory_stats()["bytes_limit"]) - taken)
 
 
 def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:

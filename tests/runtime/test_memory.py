@@ -4,6 +4,7 @@ import dataclasses
 import math
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -83,6 +84,43 @@ def test_an_accelerator_gives_what_is_free():
     assert plan(platform="gpu", free_bytes=4096 * BLOCK_BYTES + table - 1).num_blocks == memory.round_down(4095)
     capped = dataclasses.replace(CONFIG, kv_cache_memory_bytes=10**12)
     assert plan(capped, platform="gpu", free_bytes=512 * BLOCK_BYTES + table).num_blocks == 512
+
+
+def test_jax_takes_of_a_gpu_what_the_engine_may_take(monkeypatch):
+    """JAX's own default, 75%, would leave the engine 67.5% of the card. Asserted on JAX's option: no card here."""
+    option = "jax_pjrt_client_create_options"
+    before = getattr(jax.config, option)
+    plugins = {"jax_cuda13_plugin"}
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: name if name in plugins else None)
+    monkeypatch.setattr(memory, "backends_are_started", lambda: False)
+    for name in memory._GPU_MEMORY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def claimed(started=False, **options):
+        jax.config.update(option, None)
+        monkeypatch.setattr(memory, "backends_are_started", lambda: started)
+        memory.claim_gpu_memory(dataclasses.replace(CONFIG, **options))
+        return getattr(jax.config, option)
+
+    try:
+        assert claimed(gpu_memory_utilization=0.5) == {"memory_fraction": 0.75}
+        assert claimed(started=True) is None  # JAX would not look at it any more
+        assert claimed(gpu_memory_utilization=math.nan) is None
+        with monkeypatch.context() as patch:
+            patch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
+            assert claimed() is None
+        assert claimed(gpu_memory_utilization=0.8) == {"memory_fraction": 0.9}
+        # the back end shows nine tenths of a card of 1,000 bytes: the engine takes 800 of the card, no less
+        stats = {"bytes_limit": 900, "bytes_in_use": 100}
+        gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+        most = dataclasses.replace(CONFIG, gpu_memory_utilization=0.8)
+        assert memory.device_bytes(gpu) == (1000, 100)
+        assert memory.free_device_bytes(gpu, most) == 700
+        assert memory.free_device_bytes(gpu, dataclasses.replace(most, gpu_memory_utilization=1.0)) == 800
+        plugins.clear()
+        assert claimed() is None
+    finally:
+        jax.config.update(option, before)
 
 
 def test_the_pool_keeps_its_size_where_it_still_fits(tmp_path):

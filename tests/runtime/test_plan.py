@@ -250,9 +250,16 @@ def test_an_engine_does_what_its_plan_says(options, caplog):
     try:
         runner = built.engine.runner
         real = runner.memory_plan
-        assert plan.memory == real  # limits, blocks, and bytes of weights, temporaries, table and a block
+        # limits, blocks, and bytes of weights, table and a block
+        assert dataclasses.replace(plan.memory, temp_bytes=0) == dataclasses.replace(real, temp_bytes=0)
         assert plan.temporaries.measured
-        assert plan.memory.temp_bytes > 0
+        same = next(p for p in runner.programs.programs if str(p.shape) == plan.program)
+        if said:  # measured with block tables of the length that did not fit
+            assert same.temp_bytes <= plan.memory.temp_bytes < 1.1 * same.temp_bytes
+        else:
+            assert same.temp_bytes == plan.memory.temp_bytes
+            # the greedy program of as many tokens took 640 bytes more, of 4.5 million
+            assert plan.memory.temp_bytes == pytest.approx(real.temp_bytes, rel=0.001)
         assert real.weight_bytes == sum(leaf.nbytes for leaf in leaves(runner._params))
         assert real.kv_bytes == sum(leaf.nbytes for leaf in leaves(runner._state.pages))
         assert real.table_bytes == runner._state.table.nbytes + runner._state.blocks.nbytes
