@@ -161,8 +161,10 @@ def build_engine(
 
     from jpaged.loading import load_model, valid_token_mask
     from jpaged.models.spec import WeightLayout
+    from jpaged.runtime.memory import claim_gpu_memory
     from jpaged.runtime.runner import ModelRunner
 
+    claim_gpu_memory(config)
     if layout is not None and (params is None or not isinstance(layout, WeightLayout)):
         raise RequestError("layout", layout, "must be a jpaged.models.spec.WeightLayout, and goes together with params")
     refuse_tracing(*jax.tree.leaves(params))

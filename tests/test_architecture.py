@@ -26,10 +26,13 @@ ALLOWED = {
     "jpaged.engine": set(),
     "jpaged.runtime": {"jpaged.engine.step_plan", "jpaged.models", "pallas_kernels"},
     "jpaged.build": {"jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
+    "jpaged.planning": {"jpaged.build", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
     "jpaged.llm": {"jpaged.build", "jpaged.engine"},
     "jpaged.async_llm": {"jpaged.build", "jpaged.engine"},
     "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli"},
-    "jpaged.cli": {"jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading.convert"},
+    "jpaged.cli": {
+        "jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading.convert", "jpaged.planning",
+    },
 }
 # Leaves: plain data and helpers that import no part.
 SHARED = {

@@ -106,7 +106,7 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken(options: dict[str, Any])
 
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
-    [("tensor_parallel_size", 2, "or 1"), ("quantization", "awq", "leave it out"), ("swap_space", 4, "or 0")],
+    [("tensor_parallel_size", 2, "or 1"), ("quantization", "awq", "leave it out")],
 )
 def test_options_of_vllm_that_are_not_built_are_refused_as_such(name: str, value: Any, instead: str):
     with pytest.raises(RequestError, match=f"{name}=.*not supported yet: .*{instead}"):

@@ -60,6 +60,7 @@ def parse(args: Sequence[str]) -> Any:
     from jpaged.cli.convert import Convert
     from jpaged.cli.generate import Generate
     from jpaged.cli.inspect import Inspect
+    from jpaged.cli.plan import Plan
     from jpaged.cli.serve import Serve
 
     commands = (
@@ -69,6 +70,7 @@ def parse(args: Sequence[str]) -> Any:
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Inspect, tyro.conf.subcommand("inspect")]
         | Annotated[Convert, tyro.conf.subcommand("convert")]
+        | Annotated[Plan, tyro.conf.subcommand("plan")]
     )
     read = functools.partial(
         tyro.cli,

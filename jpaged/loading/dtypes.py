@@ -37,10 +37,11 @@ def main_dtype(checkpoint: TensorSource) -> np.dtype:
     return _FORMAT_NAMES[max(sizes, key=lambda name: sizes[name])]
 
 
-def resolve_dtype(requested: str, checkpoint: np.dtype | None) -> np.dtype:
+def resolve_dtype(requested: str, checkpoint: np.dtype | None, platform: str | None = None) -> np.dtype:
     """The dtype to hold weights in: as requested, or for "auto" the checkpoint's (float32 if that is unknown).
 
-    On CPU before JAX 0.11, auto holds 16-bit weights in float32, and logs why. Raises RequestError.
+    On CPU before JAX 0.11, auto holds 16-bit weights in float32, and logs why. platform: of the device that they are
+    for; None: JAX's default. Raises RequestError.
     """
     if requested != "auto":
         if requested not in BY_NAME:
@@ -48,7 +49,7 @@ def resolve_dtype(requested: str, checkpoint: np.dtype | None) -> np.dtype:
         return BY_NAME[requested]
     if checkpoint is None or checkpoint not in BY_NAME.values():
         return BY_NAME["float32"]
-    if checkpoint.itemsize == 2 and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
+    if checkpoint.itemsize == 2 and (platform or jax.default_backend()) == "cpu" and jax.__version_info__ < (0, 11):
         logger.info(
             "dtype=auto: the checkpoint's %s weights are held in float32, because JAX %s on CPU converts every 16-bit "
             "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) holds them as they are.",

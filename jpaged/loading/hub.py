@@ -21,7 +21,8 @@ TOKENIZER_FILES = (
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
 POOLING = "1_Pooling/config.json"  # of Sentence Transformers: how a model pools
-MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", POOLING)
+CONFIG = "config.json"
+MODEL_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", POOLING)
 # Other formats in sub-folders, and the same weights once more under other names.
 _UNWANTED = ("[!1]*/*", "1*/*.safetensors*", "1*/*.model", "consolidated*")
 
@@ -40,6 +41,17 @@ def find_model(model: str, revision: str | None = None) -> Path:
         return folder
     path = _find(model, revision, MODEL_FILES + TOKENIZER_FILES)
     return path if path.is_file() or (path / "config.json").is_file() else _gguf_in(path) or path
+
+
+def find_config(model: str, revision: str | None = None) -> Path:
+    """The folder of a model, its GGUF file, or a config.json that was named itself. Of a hub id only the config.json is
+    fetched. Raises ModelLoadError with what to do."""
+    path = Path(model).expanduser()
+    if path.name == CONFIG and path.is_file():
+        return path
+    if model == DEMO or path.exists():
+        return find_model(model, revision)
+    return _find(model, revision, (CONFIG,))
 
 
 def find_tokenizer(tokenizer: str, revision: str | None = None) -> Path:

@@ -83,7 +83,7 @@ def load_model(
 def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtype], None] | None) -> LoadedModel:
     path = find_model(config.model, config.revision)
     started = time.perf_counter()
-    with _open_weights(config, path) as (values, weights):
+    with open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
         dtype = resolve_dtype(config.dtype, weights.dtype)
         if weights.spec.pools and weights.spec.num_labels is None:
@@ -107,7 +107,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
 
 
 @contextlib.contextmanager
-def _open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, Any], StoredWeights]]:
+def open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, Any], StoredWeights]]:
     """config.json, or what it would be, and the weights, checked: of a folder or of a GGUF file."""
     if is_converted(path):
         from jpaged.loading.converted import open_converted  # Orbax takes half a second, and only this needs it

@@ -20,12 +20,17 @@ _FILES = (
 )  # fmt: skip
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a folder has a tokenizer; a GGUF file always has."""
+    return is_gguf(path) or any((path / name).is_file() for name in _FILES)
+
+
 def load_tokenizer(folder: Path) -> Any | None:
     """The tokenizer (transformers.PreTrainedTokenizerBase) of a folder or a GGUF file; None where it has none.
 
     Code that a checkpoint brings is not run. Raises ModelLoadError.
     """
-    if not is_gguf(folder) and not any((folder / name).is_file() for name in _FILES):
+    if not has_tokenizer(folder):
         logger.warning("%s has no tokenizer: only prompts of token ids are taken, and outputs have no text", folder)
         return None
     # Imported here: it takes seconds, and prompts of token ids need none of it.

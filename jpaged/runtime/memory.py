@@ -1,11 +1,14 @@
-"""How many bytes everything takes, and how many KV blocks fit."""
+"""How many bytes everything takes, and how many KV blocks fit: an engine's start and `jpaged plan` both ask here."""
 
 import bisect
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import logging
+import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +17,8 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, most_blocks
 from jpaged.models.spec import DecoderSpec
+from jpaged.runtime.jax_compat import backends_are_started
+from jpaged.runtime.state import NUM_FIELDS
 from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
@@ -46,10 +51,11 @@ class Limits:
         chunk = self.max_num_batched_tokens
         return most_blocks(self.groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
 
-    def longest_in(self, num_blocks: int) -> int:
-        """Tokens of the longest request that fits into so many blocks, in whole blocks, at most max_model_len."""
-        fits = bisect.bisect_right(range(self.width + 1), num_blocks, key=lambda n: self.blocks_of(n * self.block_size))
-        return min((fits - 1) * self.block_size, self.max_model_len)
+    def longest_where(self, fits: Callable[[int], bool]) -> int:
+        """Tokens of the longest request that fits, in whole blocks, at most max_model_len. What is shorter must fit."""
+        sizes = range(1, self.width + 1)
+        count = bisect.bisect_left(sizes, True, key=lambda blocks: not fits(blocks * self.block_size))
+        return min(count * self.block_size, self.max_model_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +94,15 @@ class MemoryPlan:
         return line if len(groups.windows) == 1 else f"{line}; {groups}"
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that the pool holds when no layer has dropped any of them yet."""
+        return self.num_blocks // len(self.limits.groups.windows) * self.limits.block_size
+
+    def requests_of(self, num_tokens: int) -> int:
+        """How many requests of so many tokens run at once, each holding the most that it ever does."""
+        return min(self.num_blocks // self.limits.blocks_of(num_tokens), self.limits.max_num_seqs)
+
+    @property
     def request_bytes(self) -> int:
         """KV that the longest request holds at most."""
         return self.limits.blocks_per_request * self.block_bytes
@@ -106,6 +121,34 @@ def _size(num_bytes: int) -> str:
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays (or ShapeDtypeStructs) in a tree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+_PARTS = {
+    "embedding": ("embed", "pos_embed", "project_in"),
+    "output matrix": ("lm_head", "project_out", "score"),
+    "attention": ("qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks"),
+    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
+    "experts": (),  # and what chooses them: by the beginnings of the names
+    "norms": (),    # whatever has the word in its name
+}
+
+
+def weight_parts(params: Any) -> dict[str, int]:
+    """Bytes of the parameter tree (arrays or ShapeDtypeStructs) by what they are for; parts of no bytes left out."""
+    sizes = dict.fromkeys(_PARTS, 0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        sizes[_part_of(path[-1].key)] += tree_bytes(leaf)
+    return {part: size for part, size in sizes.items() if size}
+
+
+def _part_of(name: str) -> str:
+    """The part that a leaf of `param_shapes` belongs to, fused or apart."""
+    if "norm" in name:
+        return "norms"
+    if name.startswith(("expert_", "router", "shared_")):
+        return "experts"
+    apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
+    return apart.get(name) or next(part for part, names in _PARTS.items() if name in names)
 
 
 def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
@@ -168,6 +211,11 @@ def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_
     return min(CPU_POOL_BYTES, 2 * limits.max_num_seqs * limits.blocks_per_request * bytes_per_block)
 
 
+def table_bytes(limits: Limits) -> int:
+    """Bytes of the request table and of the block tables."""
+    return limits.max_num_seqs * 4 * (NUM_FIELDS + len(limits.groups.windows) * limits.width)
+
+
 def fit(
     spec: DecoderSpec,
     config: EngineConfig,
@@ -179,20 +227,35 @@ def fit(
     temp_bytes: int = 0,
     free_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The memory plan. An explicit max_model_len that cannot fit is refused, the default shrinks to what fits."""
+    """The memory plan. An explicit max_model_len that cannot fit is refused, the default shrinks to what fits.
+
+    free_bytes: what an accelerator has left beside the weights: for temporaries, the table and the pool; None on CPU.
+    """
     per_block = block_bytes(spec, limits, dtype, platform)
-    available = pool_bytes(config, limits, per_block, free_bytes)
+
+    def pool_of(limits: Limits) -> int:
+        """Bytes for the pool: tables of longer requests leave less."""
+        left = None if free_bytes is None else max(0, free_bytes - temp_bytes - table_bytes(limits))
+        return pool_bytes(config, limits, per_block, left)
+
+    def fits(length: int) -> bool:
+        shorter = dataclasses.replace(limits, max_model_len=length)
+        return shorter.blocks_per_request * per_block <= pool_of(shorter)
+
+    available = pool_of(limits)
     num_blocks = available // per_block
     if num_blocks >= limits.blocks_per_request:
         num_blocks = max(round_down(num_blocks), limits.blocks_per_request)
-    if num_blocks < limits.blocks_per_request:
-        longest = limits.longest_in(num_blocks)
+    else:
+        longest = limits.longest_where(fits)
         need = limits.blocks_per_request * per_block
         shortage = (
             f"a request of max_model_len={limits.max_model_len} tokens needs {need} bytes of KV cache "
             f"({need / 2**20:.1f} MiB), but only {available} ({available / 2**20:.1f} MiB) are there"
         )
-        remedy = "raise kv_cache_memory_bytes" if free_bytes is None else "free memory on the device"
+        remedy = "free memory on the device"
+        if free_bytes is None or available == config.kv_cache_memory_bytes:
+            remedy = "raise kv_cache_memory_bytes"
         if longest < 2:
             groups = len(limits.groups.windows)
             each = f" for each of {groups} groups of layers" if groups > 1 else ""
@@ -201,8 +264,8 @@ def fit(
             raise ModelLoadError(f"{shortage}: lower max_model_len to at most {longest}, or {remedy}")
         logger.warning("%s: max_model_len is now %d", shortage, longest)
         limits = dataclasses.replace(limits, max_model_len=longest)
-    table_bytes = limits.max_num_seqs * 4 * (10 + len(limits.groups.windows) * limits.width)
-    return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes)
+        num_blocks = pool_of(limits) // per_block
+    return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes(limits))
 
 
 def round_down(num_blocks: int) -> int:
@@ -212,12 +275,53 @@ def round_down(num_blocks: int) -> int:
     return num_blocks >> spare << spare
 
 
-def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
-    """Bytes that the engine may still take on an accelerator; None on CPU and where the back end does not tell."""
+def usable_bytes(device_bytes: int, config: EngineConfig) -> int:
+    """Bytes that the engine may take, all in all, of an accelerator with so many."""
+    return int(device_bytes * config.gpu_memory_utilization)
+
+
+def claim_gpu_memory(config: EngineConfig) -> None:
+    """Have JAX take as much of an NVIDIA GPU as `gpu_memory_utilization` lets the engine take: it takes 75% otherwise.
+
+    Half of the rest stays outside of JAX's own pool, for the libraries; the other half is for fragments in it. Without
+    effect where JAX has started already, or where the caller has said how much it should take.
+    """
+    said = any(name in os.environ for name in _GPU_MEMORY_VARIABLES) or jax.config.jax_pjrt_client_create_options
+    installed = [name for name in _NVIDIA_PLUGINS if importlib.util.find_spec(name)]
+    if said or not installed or importlib.util.find_spec("libtpu") or backends_are_started():
+        return
+    if 0 < config.gpu_memory_utilization <= 1:  # what else it is, `decide_limits` refuses
+        share = (1 + config.gpu_memory_utilization) / 2
+        jax.config.update("jax_pjrt_client_create_options", {_FRACTION: share})
+
+
+_NVIDIA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+# What JAX's users say it with, and what makes it take no pool at all.
+_GPU_MEMORY_VARIABLES = (
+    "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)  # fmt: skip
+_FRACTION = "memory_fraction"  # option of JAX's GPU client: its share of the card
+
+
+def device_bytes(device: Any) -> tuple[int, int] | None:
+    """Bytes of an accelerator and how many of them are taken; None on CPU and where the back end does not tell."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return None
-    return max(0, int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"])
+    options = jax.config.jax_pjrt_client_create_options
+    share = options.get(_FRACTION, 1.0) if isinstance(options, dict) and device.platform == "gpu" else 1.0
+    # what the back end shows is the share that it was given
+    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]
+
+
+def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
+    """Bytes that the engine may still take on an accelerator; None on CPU and where the back end does not tell."""
+    found = device_bytes(device)
+    if found is None:
+        return None
+    total, taken = found
+    return max(0, min(usable_bytes(total, config), device.memory_stats()["bytes_limit"]) - taken)
 
 
 def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:

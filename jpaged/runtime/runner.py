@@ -20,14 +20,14 @@ from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
 from jpaged.runtime import memory
 from jpaged.runtime.block_moves import BlockMover, host_slots
+from jpaged.runtime.blueprint import Blueprint
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
 from jpaged.runtime.jax_settings import pinned
-from jpaged.runtime.programs import ProgramTable, bucket_shapes, smallest_bucket, temp_bytes
+from jpaged.runtime.programs import ProgramTable, temp_bytes
 from jpaged.runtime.sampler import Sampled
-from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
-from jpaged.runtime.step import ProgramShape, block_updates, compile_step, pack, upload_row
-from pallas_kernels import KernelCheckError, KVPages, self_check
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
+from jpaged.runtime.state import DeviceState, create_state, formats
+from jpaged.runtime.step import block_updates, pack, upload_row
+from pallas_kernels import KernelCheckError, self_check
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +88,10 @@ class ModelRunner:
         `create` would raise the same, but with the weights on the device already. device: the default one otherwise.
         """
         device = device or jax.devices()[0]
-        limits = memory.decide_limits(spec, config, device.platform)
-        host_slots(config.swap_space, memory.block_bytes(spec, limits, dtype, device.platform))
-        _implementation(spec, config, limits, dtype, device)
-        weight_bytes = memory.tree_bytes(param_shapes(spec, dtype))
+        blueprint = Blueprint.draw(spec, config, param_shapes(spec, dtype), device)
+        host_slots(config.swap_space, memory.block_bytes(spec, blueprint.limits, dtype, device.platform))
         free = memory.free_device_bytes(device, config)
-        memory.fit(
-            spec, config, limits, dtype=dtype, weight_bytes=weight_bytes, platform=device.platform,
-            free_bytes=None if free is None else max(0, free - weight_bytes),
-        )  # fmt: skip
+        blueprint.fit(free_bytes=None if free is None else max(0, free - memory.tree_bytes(blueprint.params)))
 
     @classmethod
     def create(
@@ -118,62 +113,32 @@ class ModelRunner:
         Raises ModelLoadError where an option does not fit the model or the memory.
         """
         device = _only_device(params)
-        num_logprobs = min(config.max_logprobs, spec.vocab_size)
-        limits = memory.decide_limits(spec, config, device.platform)
-        dtype = params["embed"].dtype
-        implementation = _implementation(spec, config, limits, dtype, device)
         sharding = jax.sharding.SingleDeviceSharding(device)
-
-        def abstract(tree: Any) -> Any:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
         allowed = None
         if tokenizer_ids is not None and not tokenizer_ids.all():
             allowed = jax.device_put(np.asarray(tokenizer_ids, bool), sharding)
-
-        def compile_one(shape: ProgramShape, limits: memory.Limits, num_blocks: int) -> Any:
-            state = state_shapes(
-                spec, limits.groups, dtype=dtype, num_blocks=num_blocks, sharding=sharding, **_table_sizes(limits)
-            )
-            with pinned():  # here, too: settings are a thread's, and programs compile in several
-                return compile_step(
-                    abstract(params), abstract(allowed), state, spec=spec, groups=limits.groups, layout=layout,
-                    shape=shape, implementation=implementation, num_logprobs=num_logprobs, sharding=sharding,
-                )  # fmt: skip
-
-        def shapes(limits: memory.Limits) -> list[ProgramShape]:
-            return bucket_shapes(
-                max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
-                block_size=limits.block_size, num_groups=len(limits.groups.windows),
-                smallest=smallest_bucket(spec, device.platform),
-                row_buckets=config.row_buckets, token_buckets=config.token_buckets, pools=spec.pools,
-            )  # fmt: skip
-
+        blueprint = Blueprint.draw(
+            spec, config, params, device, sharding=sharding, layout=layout, masked=allowed is not None
+        )
+        dtype = blueprint.dtype
         with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
             if device.platform != "cpu" and spec.latent is None:  # latent pages: XLA's operations everywhere
-                _check_attention(spec, limits, implementation, dtype, device)
-            fit = functools.partial(
-                memory.fit, spec, config, limits, dtype=dtype, weight_bytes=memory.tree_bytes(params),
-                platform=device.platform,
-            )  # fmt: skip
+                _check_attention(spec, blueprint.limits, blueprint.implementation, dtype, device)
             free = memory.free_device_bytes(device, config)
             if free is None:
-                plan = fit()
+                plan = blueprint.fit()
             else:
-                # Temporaries do not depend on the pool's size: read them off the largest program over a tiny pool.
-                largest = max(shapes(limits), key=lambda s: (s.tokens, s.variant))
-                temporaries = temp_bytes(compile_one(largest, limits, limits.blocks_per_request))
-                plan = fit(temp_bytes=temporaries, free_bytes=max(0, free - temporaries))
+                plan = blueprint.fit(temp_bytes=temp_bytes(blueprint.compile_largest(free)), free_bytes=free)
                 key = f"{device.device_kind} {spec} {config} {jax.__version__}"
                 blocks = memory.remembered_blocks(folder, key, plan.num_blocks)
                 plan = dataclasses.replace(plan, num_blocks=max(blocks, plan.limits.blocks_per_request))
             start = time.perf_counter()
             table = ProgramTable.compile(
-                shapes(plan.limits), lambda s: compile_one(s, plan.limits, plan.num_blocks), progress=progress
+                blueprint.shapes(plan.limits),
+                lambda shape: blueprint.compile(shape, plan.limits, plan.num_blocks),
+                progress=progress,
             )
-            sizes = _table_sizes(plan.limits)
-            groups = plan.limits.groups
-            state = state_shapes(spec, groups, dtype=dtype, num_blocks=plan.num_blocks, sharding=sharding, **sizes)
+            state = blueprint.state(plan.limits, plan.num_blocks)
             row = jax.ShapeDtypeStruct((1 + state.blocks.shape[1],), np.dtype(np.int32), sharding=sharding)
             upload = jax.jit(upload_row, donate_argnums=0, out_shardings=formats(state)).lower(state, row).compile()
             slots = host_slots(config.swap_space, plan.block_bytes)
@@ -184,11 +149,13 @@ class ModelRunner:
             plan = dataclasses.replace(plan, temp_bytes=table.temp_bytes)
             logger.info("device memory:\n%s", plan)
             make_state = functools.partial(
-                create_state, spec, groups, dtype=dtype, num_blocks=plan.num_blocks, device=sharding, **sizes
-            )
+                create_state, spec, plan.limits.groups, num_blocks=plan.num_blocks, block_size=plan.limits.block_size,
+                rows=plan.limits.max_num_seqs, width=plan.limits.width, dtype=dtype, device=sharding,
+            )  # fmt: skip
             return cls(
-                spec, params, allowed, plan, table, upload, CompileCounter(), make_state, num_logprobs, mover, slots
-            )
+                spec, params, allowed, plan, table, upload, CompileCounter(), make_state, blueprint.num_logprobs, mover,
+                slots,
+            )  # fmt: skip
 
     @property
     def compiles_after_ready(self) -> int:
@@ -284,28 +251,6 @@ class ModelRunner:
                 self._state = self._make_state()
 
 
-def _implementation(
-    spec: DecoderSpec, config: EngineConfig, limits: memory.Limits, dtype: Any, device: Any
-) -> str:
-    """The attention implementation that the options ask for, or the one for the platform and the model's shape."""
-    q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), np.dtype(dtype))
-    pages = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
-    tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.width), np.dtype(np.int32))
-    call = (q, pages, tables, limits.max_num_batched_tokens)
-    name = config.attention_implementation
-    if name is None:
-        return choose_implementation(device, *call)
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ModelLoadError(f"attention_implementation={name!r}: there are {known}; leave it out to have one chosen")
-    reason = IMPLEMENTATIONS[name].refuse(device, *call)
-    if reason is not None:
-        raise ModelLoadError(
-            f"attention_implementation={name!r} cannot serve this model here: {reason}; leave it out to have one chosen"
-        )
-    return name
-
-
 def _check_attention(
     spec: DecoderSpec, limits: memory.Limits, implementation: str, dtype: Any, device: Any
 ) -> None:
@@ -322,14 +267,6 @@ def _check_attention(
             raise ModelLoadError(f"{error}: attention_implementation='xla'") from error
         largest = max(largest, *errors.values())
     logger.info("attention %r agrees with its reference: largest difference %.2g", implementation, largest)
-
-
-def _table_sizes(limits: memory.Limits) -> dict[str, int]:
-    return {
-        "block_size": limits.block_size,
-        "rows": limits.max_num_seqs,
-        "width": limits.width,
-    }
 
 
 def _only_device(tree: Any) -> Any:

@@ -9,7 +9,7 @@ from jpaged import cli
 from jpaged.cli import flags
 from jpaged.config import EngineConfig
 
-COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency"]
+COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency", "plan"]
 
 
 def run(*args: str, **options) -> subprocess.CompletedProcess:
@@ -113,6 +113,13 @@ def test_engine_flags_become_options():
         (["serve", "demo", "--port", "99999"], "--port takes 0 to 65535"),
         (["serve", "demo", "--shutdown-timeout", "-1"], "shutdown_timeout=-1"),
         (["bench", "latency", "demo", "--batch-size", "0"], "batch_size"),
+        (["plan"], "name a model"),
+        (["plan", "demo", "--device-memory", "24 parsecs"], "must be a size above 0: 24GiB"),
+        (["plan", "demo", "--target", "h900"], "must be one of h200, h100"),
+        (["plan", "demo", "--target", "cpu", "--device-memory", "1GiB"], "no meaning on CPU"),
+        (["plan", "demo", "--target", "cpu", "--request-len", "0"], "request_len=0"),
+        (["plan", "demo", "--output-json", "/nowhere/x.json"], "output_json"),
+        (["plan", "/nowhere/model", "--target", "l4"], "/nowhere/model"),
     ],
 )
 def test_our_errors_are_one_line(args, says, capsys):

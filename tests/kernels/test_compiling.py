@@ -5,19 +5,16 @@ import re
 import jax
 import pytest
 
-from tests import h200_target
+from tests.deviceless import H200, marks
 from tests.kernels import lowered
 
-pytestmark = [
-    pytest.mark.deviceless,
-    pytest.mark.skipif(not h200_target.available(), reason="needs jax-cuda13-plugin"),
-]
+pytestmark = marks(H200)
 
 
 def compile_for_h200(call, arguments, **options):
-    sharding = h200_target.sharding()
+    sharding = H200.sharding()
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
-    with h200_target.tracing():
+    with H200.tracing():
         return jax.jit(call, **options).trace(*placed).lower().compile()
 
 

@@ -8,23 +8,23 @@ import pytest
 
 from pallas_kernels import paged_attention, write_kv
 from pallas_kernels.kv_pages import KVPages
-from tests import v5e_target
+from tests.deviceless import V5E, marks, page
 from tests.kernels import lowered
 
-pytestmark = v5e_target.MARKS
+pytestmark = marks(V5E)
 BOTH_KINDS = pytest.mark.parametrize("max_query_len", [1, 32], ids=["decode", "mixed"])
 
 
 def placed(x):
     """Pages lie as KVPages places them."""
     if isinstance(x, KVPages):
-        return jax.tree.map(v5e_target.page, x)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=v5e_target.sharding())
+        return jax.tree.map(lambda array: page(array, V5E), x)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=V5E.sharding())
 
 
 def compile_for_v5e(call, arguments, place=placed, **options):
     arguments = jax.tree.map(place, arguments, is_leaf=lambda x: isinstance(x, KVPages))
-    with v5e_target.tracing():
+    with V5E.tracing():
         return jax.jit(call, **options).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
@@ -75,7 +75,7 @@ def test_pages_are_written_and_read_in_place(variant, max_query_len):
             new, new, lowered.array((tokens,), np.int32),
         ),
         donate_argnums=1,
-        out_shardings=(v5e_target.sharding(), jax.tree.map(lambda x: v5e_target.page(x).format, pages)),
+        out_shardings=(V5E.sharding(), jax.tree.map(lambda x: page(x, V5E).format, pages)),
     )  # fmt: skip
     text, memory = program.as_text(), program.memory_analysis()
     assert text.count('custom_call_target="tpu_custom_call"') == 4
@@ -97,6 +97,6 @@ def test_the_check_sees_a_copy():
     def anywhere(x):
         if isinstance(x, KVPages):
             return jax.tree.map(anywhere, x)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=v5e_target.sharding())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=V5E.sharding())
 
     assert copies(compile_for_v5e(call, arguments, anywhere).as_text(), arguments[1], "copy|copy-start|copy-done")

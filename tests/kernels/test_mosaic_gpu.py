@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import KVPages, paged_attention, self_check
 from pallas_kernels.paged_attention.tiling import Tiling
-from tests import h200_target
+from tests.deviceless import H200
 from tests.kernels import lowered
 from tests.kernels.oracle import DECODES, TOLERANCE, Shape, attend, expected, make_case
 from tests.kernels.test_compiling import compile_for_h200
@@ -98,7 +98,7 @@ def test_lowers(name):
 
 
 @pytest.mark.deviceless
-@pytest.mark.skipif(not h200_target.available(), reason="needs jax-cuda13-plugin")
+@pytest.mark.skipif(H200.missing is not None, reason="needs jax-cuda13-plugin")
 @pytest.mark.parametrize("name", lowered.HOPPER)
 def test_compiles_for_an_h200(name):
     """Past ptxas, and beside other operations without a copy of the pages."""

@@ -22,7 +22,7 @@ from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Experts, Rope, WeightLayout, param_shapes
 from jpaged.runtime.state import create_state, state_shapes
 from jpaged.runtime.step import ProgramShape, compile_step
-from tests import h200_target, v5e_target
+from tests.deviceless import H200, V5E, marks
 
 # Activations of 8 rows, and of a chunk, are far smaller than a layer's weights or pages.
 SPEC = DecoderSpec(
@@ -35,13 +35,10 @@ BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 DECODE = ProgramShape(True, ROWS, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
 PREFILL = ProgramShape(False, 64, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
 
-DEVICELESS = [
-    pytest.mark.deviceless,
-    pytest.mark.skipif(not h200_target.available(), reason="needs jax-cuda13-plugin"),
-]
+DEVICELESS = marks(H200)
 # what the step is compiled for, and the attention it is compiled with
 IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton", "v5e kernels": "mosaic_tpu"}
-MARKS = {"cpu": (), "h200": DEVICELESS, "h200 kernels": DEVICELESS, "v5e kernels": v5e_target.MARKS}
+MARKS = {"cpu": (), "h200": DEVICELESS, "h200 kernels": DEVICELESS, "v5e kernels": marks(V5E)}
 TARGETS = [pytest.param(name, marks=MARKS[name]) for name in IMPLEMENTATIONS]
 
 
@@ -58,9 +55,9 @@ def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), e
     groups = group_layers(spec.windows, spec.max_position)
     shape = dataclasses.replace(shape, num_groups=len(groups.windows))
     if target.startswith("v5e"):
-        sharding, mesh = v5e_target.sharding(), v5e_target.tracing()
+        sharding, mesh = V5E.sharding(), V5E.tracing()
     elif target != "cpu":
-        sharding, mesh = h200_target.sharding(), h200_target.tracing()
+        sharding, mesh = H200.sharding(), H200.tracing()
     width = spec.max_position // BLOCK_SIZE
     state = state_shapes(
         spec, groups, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, dtype=dtype, sharding=sharding
@@ -149,7 +146,7 @@ def test_a_layers_custom_calls_are_few(target, shape, kernels):
 
 
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
-@pytest.mark.parametrize("target", [pytest.param("v5e kernels", marks=v5e_target.MARKS)])
+@pytest.mark.parametrize("target", [pytest.param("v5e kernels", marks=marks(V5E))])
 def test_a_layers_custom_calls_on_tpu_are_two(target, shape):
     """write_kv and paged_attention."""
     text = compiled(target, shape).as_text()

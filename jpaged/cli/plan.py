@@ -1,0 +1,129 @@
+"""`jpaged plan`: where every byte of a device goes, without the device and without loading weights."""
+
+import dataclasses
+from typing import Annotated, Any
+
+import tyro
+
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options
+from jpaged.cli.results import OutputJson, check_writable, write_json
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Print where every byte goes: weights, temporaries, request table, KV pool; how many tokens and requests fit, and
+    the largest max_model_len. Needs no accelerator, loads no weights, and does what the engine does at its start.
+
+    Example: jpaged plan meta-llama/Llama-3.1-8B --device-memory 24GiB
+
+    Example: jpaged plan Qwen/Qwen3-0.6B --target v5e --max-num-seqs 64 --request-len 2048 8192
+    """
+
+    model_argument: ModelArgument = None
+    """Folder, config.json, Hugging Face hub id, .gguf file, or demo. Of a hub id only config.json is fetched."""
+
+    device_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    """Memory of the device: 24GiB, 80GB, or bytes. Default: the target's. Without --target: of an NVIDIA GPU."""
+
+    target: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """Kind of device to plan for: h200, h100, a100, a100-40gb, l40s, l4, a10, v5e, v6e, v5p or cpu. Default: the one
+    that JAX has here."""
+
+    request_len: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT ...]", help_behavior_hint="")] = ()
+    """Count how many requests of so many tokens, prompt and output together, run at once."""
+
+    output_json: OutputJson = None
+    """Write the figures to this file."""
+
+    engine: EngineArguments = ENGINE_DEFAULTS
+
+    def run(self) -> int:
+        """Plan and print; the status is 2 where the engine would not start."""
+        options = engine_options(self.engine, self.model_argument)
+        check_writable(self.output_json)
+        from jpaged.planning import parse_size, plan
+
+        size = None if self.device_memory is None else parse_size("device_memory", self.device_memory)
+        if self.target is not None or size is not None:
+            import jax
+
+            # A device is named: the one that is here is not asked, and starting it would take its memory.
+            jax.config.update("jax_platforms", "cpu")
+        from rich.console import Console
+
+        with Console(stderr=True).status("planning: compiling the largest program"):
+            result = plan(
+                options.pop("model"), options, target=self.target, device_memory=size, request_lens=self.request_len
+            )
+        print(text_of(result))
+        write_json(self.output_json, figures_of(result))
+        return 0 if result.memory is not None else 2
+
+
+def text_of(plan: Any) -> str:
+    """The plan for people."""
+    lines = [f"{plan.model}, {plan.dtype}, on {plan.device}", ""]
+    total = sum(row.num_bytes for row in plan.rows)
+    if plan.device_bytes is not None and plan.memory is not None:
+        total = plan.device_bytes
+    table = []
+    for row in plan.rows:
+        table.append((row.name, row.num_bytes, row.note))
+        table += [(f"  {part.name}", part.num_bytes, part.note) for part in row.parts]
+    if plan.memory is not None:
+        table.append(("in all", total, "" if plan.device_bytes is None else "the device's memory"))
+    for name, size, note in table:
+        lines.append(f"{name:16} {size:>17,} {size / 2**20:>12,.1f} MiB  {note}".rstrip())
+    how = "measured" if plan.temporaries.measured else "ESTIMATED, rather too high"
+    lines += ["", f"temporaries are {how}: {plan.temporaries.how}"]
+    memory = plan.memory
+    if memory is None:
+        lines += ["", f"it does not fit: {plan.problem}"]
+    else:
+        lines += ["", f"KV cache: {memory.kv_tokens:,} tokens; {memory.request_line()}"]
+        lines += [
+            f"requests of {length:>9,} tokens at once: {count:>6,}"
+            + (" (max_num_seqs)" if count == memory.limits.max_num_seqs else "")
+            for length, count in plan.requests
+        ]
+        if plan.host_blocks:
+            tokens = plan.host_blocks * memory.limits.block_size // len(memory.limits.groups.windows)
+            lines.append(f"host memory (swap_space): {plan.host_blocks:,} blocks, KV of {tokens:,} tokens")
+        lines.append(f"max_model_len: {memory.limits.max_model_len:,}")
+    if plan.largest_max_model_len is not None:
+        lines.append(f"the largest max_model_len that fits: {plan.largest_max_model_len:,}")
+    return "\n".join(lines)
+
+
+def figures_of(plan: Any) -> dict[str, Any]:
+    """The plan for programs."""
+    memory = plan.memory
+    figures: dict[str, Any] = {
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "device": plan.device,
+        "device_bytes": plan.device_bytes,
+        "usable_bytes": plan.usable_bytes,
+        "rows": [dataclasses.asdict(row) for row in plan.rows],
+        "temporaries": dataclasses.asdict(plan.temporaries),
+        "largest_max_model_len": plan.largest_max_model_len,
+        "fits": memory is not None,
+        "problem": plan.problem,
+    }
+    if memory is None:
+        return figures
+    return figures | {
+        "weight_bytes": memory.weight_bytes,
+        "temp_bytes": memory.temp_bytes,
+        "table_bytes": memory.table_bytes,
+        "kv_bytes": memory.kv_bytes,
+        "num_blocks": memory.num_blocks,
+        "block_bytes": memory.block_bytes,
+        "block_size": memory.limits.block_size,
+        "kv_tokens": memory.kv_tokens,
+        "host_blocks": plan.host_blocks,
+        "max_model_len": memory.limits.max_model_len,
+        "max_num_seqs": memory.limits.max_num_seqs,
+        "max_num_batched_tokens": memory.limits.max_num_batched_tokens,
+        "requests": [{"tokens": length, "at_once": count} for length, count in plan.requests],
+    }

@@ -1,0 +1,288 @@
+"""What an engine will take of a device, before there is one: `jpaged plan`, and the same for Python.
+
+1. The model's config (and the headers of its files, where they are there) gives the spec. No weight is read.
+2. The device is the one that JAX has, or a `Target`: a kind of device, compiled for by JAX's compiler for it.
+3. `runtime.blueprint`, with which an engine starts too, compiles the largest program, reads its temporaries off, and
+   fits the pool. Where that compiler is not installed they are estimated, and the plan says so.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jpaged.build import engine_config
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError, RequestError
+
+if TYPE_CHECKING:
+    from jpaged.runtime.blueprint import Blueprint
+    from jpaged.runtime.memory import MemoryPlan
+    from jpaged.runtime.targets import Target
+
+logger = logging.getLogger(__name__)
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{unit}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for unit, base in (("iB", 1024), ("B", 1000))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+ASSUMED = "h200"  # the kind of device that a memory alone stands for
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table of bytes."""
+
+    name: str
+    num_bytes: int
+    note: str = ""
+    parts: tuple["Row", ...] = ()  # what it consists of
+
+
+@dataclasses.dataclass(frozen=True)
+class Temporaries:
+    """Device memory that the largest program takes while it runs."""
+
+    num_bytes: int
+    measured: bool  # read off the compiled program; else estimated from the shapes
+    how: str        # compiled for what, or why it is only an estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class EnginePlan:
+    """Where the bytes of a device go when an engine starts on it, and what that leaves for requests."""
+
+    model: str
+    dtype: str
+    device: str
+    device_bytes: int | None       # None: CPU, where the engine does not go by what there is
+    taken_bytes: int               # of the device, by others
+    usable_bytes: int | None       # what the options let the engine take, what is taken already included
+    weight_parts: dict[str, int]
+    program: str                   # the largest
+    temporaries: Temporaries
+    memory: "MemoryPlan | None"    # None: it does not fit
+    problem: str | None            # why, as the engine would say it
+    largest_max_model_len: int | None  # that fits, whatever was asked for; None: not one block does
+    requests: tuple[tuple[int, int], ...]  # tokens of a request, how many of them run at once
+    memory_is_capped: bool         # by kv_cache_memory_bytes
+    host_blocks: int               # that swap_space holds, in the host's memory
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights."""
+        return sum(self.weight_parts.values())
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table: on an accelerator the rows sum up to its memory, where the engine fits."""
+        parts = tuple(Row(name, size) for name, size in self.weight_parts.items())
+        rows = [Row("weights", self.weight_bytes, self.dtype, parts)]
+        how = "measured" if self.temporaries.measured else "ESTIMATED"
+        rows.append(Row("temporaries", self.temporaries.num_bytes, f"of the largest program ({self.program}), {how}"))
+        plan = self.memory
+        if plan is not None:
+            limits = plan.limits
+            tables = len(limits.groups.windows)
+            each = f"{limits.max_num_seqs} rows, {tables} block table{'s'[: tables - 1]} of {limits.width:,} each"
+            rows.append(Row("request table", plan.table_bytes, each))
+            blocks = f"{plan.num_blocks:,} blocks of {limits.block_size} tokens, {plan.block_bytes:,} bytes each"
+            rows.append(Row("KV pool", plan.kv_bytes, blocks))
+        if self.device_bytes is None or self.usable_bytes is None:
+            return rows
+        if self.taken_bytes:
+            rows.append(Row("taken by others", self.taken_bytes, "before the engine"))
+        if plan is not None:
+            left = self.usable_bytes - sum(row.num_bytes for row in rows)
+            capped = self.memory_is_capped
+            why = "kv_cache_memory_bytes caps the pool" if capped else "the number of blocks is rounded down"
+            rows.append(Row("left over", left, why))
+        kept = self.device_bytes - self.usable_bytes
+        rows.append(Row("kept free", kept, "what gpu_memory_utilization leaves"))
+        return rows
+
+
+def parse_size(parameter: str, text: str) -> int:
+    """Bytes of "24GiB", "80GB", "512 MiB" or a plain number. Raises RequestError with what is accepted."""
+    found = _SIZE.fullmatch(text.strip())
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if found is None or found[2].lower() not in units or float(found[1]) <= 0:
+        raise RequestError(
+            parameter, text, "must be a size above 0: 24GiB (24 x 2^30 bytes), 80GB (80 x 10^9), MiB, MB, TiB, TB, "
+            "or a number of bytes"
+        )  # fmt: skip
+    return int(float(found[1]) * units[found[2].lower()])
+
+
+def plan(
+    model: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    target: str | None = None,
+    device_memory: int | None = None,
+    request_lens: Sequence[int] = (),
+) -> EnginePlan:
+    """Plan an engine's memory. Reads no weights, and takes no memory of a device.
+
+    model:         a folder, a config.json, a .gguf file, a hub id (of which the config is fetched), or demo.
+    options:       the engine's (`EngineConfig`).
+    target:        a name of `runtime.targets.TARGETS`; None: with device_memory an NVIDIA GPU, else JAX's device.
+    device_memory: bytes; None: the target's own.
+    request_lens:  tokens of requests to count; () = some powers of two, and max_model_len.
+    Raises RequestError for a bad argument, ModelLoadError for a model or an option that the engine would refuse.
+    """
+    config = engine_config(model, options or {})
+    if device_memory is not None and target == "cpu":
+        raise RequestError(
+            "device_memory", device_memory, "has no meaning on CPU: there the pool is what kv_cache_memory_bytes says"
+        )
+    for length in request_lens:
+        if length < 1:
+            raise RequestError("request_len", length, "must be at least 1 token")
+    from jpaged.loading.described import describe
+    from jpaged.runtime.targets import TARGETS, with_memory
+
+    if target is not None and target not in TARGETS:
+        raise RequestError("target", target, f"must be one of {', '.join(TARGETS)}")
+    name = target or (ASSUMED if device_memory is not None else None)
+    kind = None if name is None else TARGETS[name]
+    if kind is not None and device_memory is not None:
+        kind = with_memory(kind, device_memory)
+    device = "an NVIDIA GPU" if target is None and kind is not None else None
+    platform = None if kind is None else kind.platform
+    described = describe(config, platform)
+    return _plan(config, described, kind, device, tuple(request_lens))
+
+
+def _plan(
+    config: EngineConfig, described: Any, target: "Target | None", called: str | None, lengths: tuple[int, ...]
+) -> EnginePlan:
+    import jax
+
+    from jpaged.models.spec import param_shapes
+    from jpaged.runtime import memory
+    from jpaged.runtime.blueprint import Blueprint
+    from jpaged.runtime.targets import device_of
+
+    if target is None:
+        memory.claim_gpu_memory(config)
+    here = jax.devices()[0] if target is None else None
+    device = here if target is None else device_of(target)
+    sharding = None
+    if here is not None:
+        sharding = jax.sharding.SingleDeviceSharding(here)
+    elif target is not None and target.missing is None:
+        sharding = target.sharding()
+    params = param_shapes(described.spec, described.dtype)
+    blueprint = Blueprint.draw(
+        described.spec, config, params, device, sharding=sharding, masked=described.masked
+    )
+    device_bytes, taken = _memory_of(here, target)
+    usable = None
+    if device_bytes is not None:
+        left = None if here is None else memory.free_device_bytes(here, config)
+        usable = memory.usable_bytes(device_bytes, config) if left is None else taken + left
+    weights = memory.tree_bytes(params)
+    free = None if usable is None else max(0, usable - taken - weights)
+    temporaries = _temporaries(blueprint, target, config, free)
+    fitted, problem = None, None
+    try:
+        fitted = blueprint.fit(temp_bytes=temporaries.num_bytes, free_bytes=free)
+    except ModelLoadError as error:
+        problem = str(error)
+    name = called or blueprint.device.device_kind
+    return EnginePlan(
+        model=described.name,
+        dtype=described.dtype.name,
+        device=name if device_bytes is None else f"{name} with {device_bytes / 2**30:.1f} GiB",
+        device_bytes=device_bytes,
+        taken_bytes=taken,
+        usable_bytes=usable,
+        weight_parts=memory.weight_parts(params),
+        program=str(blueprint.largest_shape),
+        temporaries=temporaries,
+        memory=fitted,
+        problem=problem,
+        largest_max_model_len=_largest(blueprint, temporaries, free),
+        requests=() if fitted is None else tuple((n, fitted.requests_of(n)) for n in _lengths(lengths, fitted)),
+        memory_is_capped=config.kv_cache_memory_bytes is not None,
+        host_blocks=0 if fitted is None else int(config.swap_space * 2**30) // fitted.block_bytes,
+    )
+
+
+def _memory_of(here: Any, target: "Target | None") -> tuple[int | None, int]:
+    """Bytes of the device and how many of them are taken; None on CPU and where the back end does not tell."""
+    if target is not None:
+        return target.memory_bytes, 0
+    from jpaged.runtime.memory import device_bytes
+
+    return device_bytes(here) or (None, 0)
+
+
+def _temporaries(
+    blueprint: "Blueprint", target: "Target | None", config: EngineConfig, free: int | None
+) -> Temporaries:
+    """Read off the compiled program where there is a compiler and it can be of use, else estimated."""
+    from jpaged.runtime.compile_cache import persistent_cache
+    from jpaged.runtime.estimate import estimate_temporaries
+    from jpaged.runtime.programs import temp_bytes
+
+    kind = blueprint.device.device_kind
+    if target is not None and target.missing is not None:
+        why = f"{target.missing}, whose compiler needs no device, is not installed"
+    elif free == 0:
+        why = "the weights alone do not fit, so nothing was compiled"
+    else:
+        # What is compiled for a device that is not there cannot be read back from the cache.
+        cached = contextlib.nullcontext() if target is not None else persistent_cache(config.compilation_cache_dir)
+        tracing = contextlib.nullcontext() if target is None else target.tracing()
+        try:
+            with cached, tracing:
+                compiled = blueprint.compile_largest(free)
+        except Exception as error:  # of XLA's own kinds: above all a program that the target has no memory for
+            why = f"its compiler refused the program: {str(error).strip().splitlines()[0][:200]}"
+            logger.warning("%s: %s", kind, why)
+        else:
+            return Temporaries(temp_bytes(compiled), measured=True, how=f"the program was compiled for {kind}")
+    return Temporaries(estimate_temporaries(blueprint), measured=False, how=why)
+
+
+def _largest(blueprint: "Blueprint", temporaries: Temporaries, free: int | None) -> int | None:
+    """The largest max_model_len that fits; None where not one block does. The engine's own answer to that question."""
+    from jpaged.runtime.blueprint import Blueprint
+
+    anything = dataclasses.replace(blueprint.config, max_model_len=None)
+    open_ended = Blueprint.draw(
+        blueprint.spec, anything, blueprint.params, blueprint.device, layout=blueprint.layout
+    )
+    with _quietly(), contextlib.suppress(ModelLoadError):
+        return open_ended.fit(temp_bytes=temporaries.num_bytes, free_bytes=free).limits.max_model_len
+    return None
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what `memory.fit` logs of a length that shrinks: here that is the answer, not news."""
+    log = logging.getLogger("jpaged.runtime.memory")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _lengths(asked: tuple[int, ...], fitted: "MemoryPlan") -> list[int]:
+    """The lengths to count requests of: those asked for, else some powers of two and the longest."""
+    longest = fitted.limits.max_model_len
+    for length in asked:
+        if length > longest:
+            raise RequestError("request_len", length, f"longer than max_model_len={longest}: shorten it")
+    if asked:
+        return list(asked)
+    powers = [4**n for n in range(5, 16) if 4**n < longest] or [2**n for n in range(16) if 2 * 2**n == longest]
+    return [*powers[-4:], longest]

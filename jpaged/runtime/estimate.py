@@ -1,0 +1,65 @@
+"""Temporaries of a program without compiling it: for devices whose compiler is not installed. Errs on the high side.
+
+A layer's intermediate results and the sampler's copies of the logits are never alive together, and layers reuse each
+other's buffers. What is alive at once was fitted to compiled programs; docs/decisions.md has the ratios.
+"""
+
+from typing import TYPE_CHECKING
+
+from jpaged.models.experts import rows_per_block
+from jpaged.runtime.step import ProgramShape
+
+if TYPE_CHECKING:
+    from jpaged.runtime.blueprint import Blueprint
+
+# float32 copies of the logits: the logits, what the sampler makes of them, and the sort of the most likely ones.
+LOGITS = {"gpu": 4.5, "tpu": 5.6, "cpu": 4.5}
+HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, normed, and in float32
+TILE_ROWS, KEYS = 16, 128  # of the XLA attention
+
+
+def estimate_temporaries(blueprint: "Blueprint") -> int:
+    """Bytes of temporaries of the largest program, about."""
+    shape = blueprint.largest_shape
+    hidden = HIDDEN * shape.tokens * blueprint.spec.hidden_size * blueprint.dtype.itemsize
+    return hidden + max(_feed_forward(blueprint, shape), _attention(blueprint, shape), _sampler(blueprint, shape))
+
+
+def _sampler(blueprint: "Blueprint", shape: ProgramShape) -> int:
+    """The logits of every row and the sampler's copies; of a model that pools, its result."""
+    copies = 1 if shape.pools else LOGITS[blueprint.device.platform]
+    return int(copies * 4 * shape.rows * blueprint.spec.output_size)
+
+
+def _feed_forward(blueprint: "Blueprint", shape: ProgramShape) -> int:
+    """Gate and up side by side, and their product: of the widest kind of layer."""
+    spec = blueprint.spec
+    width = 3 if spec.gated else 2
+    dense = 0
+    if spec.experts is None or not all(spec.experts.layers):
+        dense = shape.tokens * width * spec.intermediate_size
+    sparse = 0
+    if spec.experts is not None:
+        pairs = shape.tokens * spec.experts.per_token
+        rows = rows_per_block(shape.tokens, spec.experts)
+        padded = (pairs // rows + min(spec.experts.num, pairs)) * rows
+        sparse = padded * (width * spec.experts.intermediate_size + spec.hidden_size)
+        sparse += shape.tokens * width * spec.experts.shared_size
+    return max(dense, sparse) * blueprint.dtype.itemsize
+
+
+def _attention(blueprint: "Blueprint", shape: ProgramShape) -> int:
+    """Queries, keys and values twice (before and behind rope), and what XLA's attention gathers a step."""
+    spec, item = blueprint.spec, blueprint.dtype.itemsize
+    v_dim = spec.page_v_dim or spec.head_dim
+    total = 2 * shape.tokens * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * item
+    if not blueprint.implementation.startswith("xla"):
+        return total
+    tile = 1 if shape.is_decode else max(1, TILE_ROWS // spec.group)
+    padded = max(TILE_ROWS, -(-spec.group // 8) * 8)
+    tiles = -(-shape.tokens // tile) + min(shape.rows, shape.tokens)
+    at_once = min(tiles, TILE_ROWS) if blueprint.implementation == "xla_loop" else tiles
+    a_tile = spec.num_kv_heads * padded * (spec.head_dim * item + v_dim * item)
+    gathered = 3 * KEYS * (spec.head_dim + v_dim) * item // 2
+    softmax = padded * (3 * v_dim + 2 * KEYS) * 4
+    return total + tiles * a_tile + at_once * spec.num_kv_heads * (gathered + softmax)

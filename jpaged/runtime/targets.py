@@ -1,0 +1,148 @@
+"""Devices to plan and to compile for without having one: JAX's compilers for NVIDIA and for TPU need no device.
+
+Facts are those of the vendors' data sheets; what depends on the compute capability alone is from NVIDIA's CUDA C++
+programming guide. A memory of 80 GB is taken as 80e9 bytes, a little less than the cards have.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+GB = 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A kind of device. Stands for a jax Device where only its kind is asked for: what kernels go by."""
+
+    name: str
+    platform: str                   # "cpu", "gpu" or "tpu", as a jax Device has it
+    device_kind: str                # as JAX names it
+    memory_bytes: int | None = None # None: the engine does not go by it (CPU)
+    num_cores: int = 1              # multiprocessors, or TensorCores that JAX shows as one device
+    compute_capability: str = ""    # NVIDIA only
+    bandwidth: int = 0              # bytes a second, NVIDIA only
+    l2_bytes: int = 0               # NVIDIA only
+    clock_ghz: float = 0.0          # NVIDIA only
+    topology: str = ""              # TPU only: the smallest slice, as libtpu names it
+
+    @property
+    def missing(self) -> str | None:
+        """What has to be installed to compile for it; None where it is."""
+        if self.platform == "gpu" and not _installed("jax_cuda13_plugin"):
+            return "jax[cuda13]"
+        if self.platform == "tpu" and not _installed("libtpu"):
+            return "jax[tpu]"
+        return None
+
+    def sharding(self) -> jax.sharding.Sharding:
+        """Where arguments lie that are compiled for it. Needs what `missing` names; on CPU the device that is here."""
+        return _sharding(self)
+
+    def tracing(self) -> contextlib.AbstractContextManager:
+        """What to trace and lower in: kernels ask it for the device."""
+        if self.platform == "cpu":
+            return contextlib.nullcontext()
+        device = jax.sharding.AbstractDevice(
+            device_kind=self.device_kind, num_cores=self.num_cores, platform=self.platform
+        )
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+@functools.cache  # each description has devices of its own, which do not mix
+def _sharding(target: Target) -> jax.sharding.Sharding:
+    if target.platform == "cpu":
+        return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    if target.platform == "gpu":
+        description = topologies.get_topology_desc(
+            platform="cuda", target_config=_nvidia_config(target), topology="1x1x1"
+        )
+    else:
+        # libtpu asks around for the machine that it runs on, and complains on stderr where there is none
+        for name, value in _NO_TPU_MACHINE.items():
+            os.environ.setdefault(name, value)
+        description = topologies.get_topology_desc(target.topology, platform="tpu")
+    return jax.sharding.SingleDeviceSharding(description.devices[0])
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+_NO_TPU_MACHINE = {
+    "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}  # fmt: skip
+
+# Of a multiprocessor, by compute capability: threads, arithmetic units, shared memory, and most of it for one block.
+_MULTIPROCESSOR = {
+    "8.0": (2048, 64, 167936, 166912),
+    "8.6": (1536, 128, 102400, 101376),
+    "8.9": (1536, 128, 102400, 101376),
+    "9.0": (2048, 128, 233472, 232448),
+}
+
+
+def _nvidia_config(target: Target) -> str:
+    """The card in XLA's text format."""
+    threads, units, shared, shared_block = _MULTIPROCESSOR[target.compute_capability]
+    major, minor = target.compute_capability.split(".")
+    extension = "feature_extension: ACCELERATED_FEATURES" if major == "9" else ""
+    return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+  core_count: {target.num_cores} fpus_per_core: {units} threads_per_warp: 32
+  threads_per_block_limit: 1024 threads_per_core_limit: {threads}
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared_block} shared_memory_per_core: {shared}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  l2_cache_size: {target.l2_bytes} clock_rate_ghz: {target.clock_ghz}
+  memory_bandwidth: {target.bandwidth} device_memory_size: {target.memory_bytes}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{target.device_kind}"
+"""
+
+
+def _nvidia(
+    name: str, kind: str, memory_gb: int, cores: int, capability: str, gb_a_second: int, l2_mib: int, clock: float
+) -> Target:
+    return Target(
+        name, "gpu", kind, memory_gb * GB, cores, capability, gb_a_second * GB, l2_mib * 2**20, clock
+    )  # fmt: skip
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        _nvidia("h200", "NVIDIA H200", 141, 132, "9.0", 4800, 50, 1.98),
+        _nvidia("h100", "NVIDIA H100 80GB HBM3", 80, 132, "9.0", 3350, 50, 1.98),
+        _nvidia("a100", "NVIDIA A100-SXM4-80GB", 80, 108, "8.0", 2039, 40, 1.41),
+        _nvidia("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 108, "8.0", 1555, 40, 1.41),
+        _nvidia("l40s", "NVIDIA L40S", 48, 142, "8.9", 864, 96, 2.52),
+        _nvidia("l4", "NVIDIA L4", 24, 58, "8.9", 300, 48, 2.04),
+        _nvidia("a10", "NVIDIA A10", 24, 72, "8.6", 600, 6, 1.695),
+        Target("v5e", "tpu", "TPU v5 lite", 16 * GB, topology="v5e:2x2"),
+        Target("v6e", "tpu", "TPU v6 lite", 32 * GB, topology="v6e:2x2"),
+        Target("v5p", "tpu", "TPU v5", 95 * GB, num_cores=2, topology="v5p:2x2x1"),
+        Target("cpu", "cpu", "cpu"),
+    )
+}
+
+
+def with_memory(target: Target, memory_bytes: int) -> Target:
+    """The same kind of device with another memory."""
+    return dataclasses.replace(target, memory_bytes=memory_bytes)
+
+
+def device_of(target: Target) -> Any:
+    """What stands for a device of that kind: described by its compiler where that is installed, else the target."""
+    return next(iter(target.sharding().device_set)) if target.missing is None else target

@@ -1,0 +1,339 @@
+"""The plan of an engine's memory: against numbers worked out by hand, and against engines that start."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+
+from jpaged import planning
+from jpaged.build import build_engine
+from jpaged.errors import ModelLoadError, RequestError
+from jpaged.models.families import spec_of
+from jpaged.models.spec import param_shapes
+from jpaged.runtime import memory, targets
+from jpaged.runtime.blueprint import Blueprint
+from jpaged.runtime.estimate import estimate_temporaries
+from jpaged.runtime.state import NUM_FIELDS
+from tests.deviceless import H200, V5E, marks
+
+GIB = 2**30
+
+# The config.json files as they are published: meta-llama/Llama-3.1-8B, google/gemma-3-1b-pt, Qwen/Qwen3-30B-A3B.
+LLAMA = json.loads("""{
+  "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
+  "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+  "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+  "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+  "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+  "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": true,
+  "vocab_size": 128256
+}""")
+GEMMA = json.loads("""{
+  "architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+  "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+  "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+  "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+  "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": null,
+  "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+  "transformers_version": "4.50.0.dev0", "use_cache": true, "vocab_size": 262144
+}""")
+QWEN_MOE = json.loads("""{
+  "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643,
+  "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+  "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+  "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true,
+  "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+  "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null,
+  "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
+  "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
+  "vocab_size": 151936
+}""")
+
+# Worked out by hand, in bfloat16. Llama: two matrices of 128,256 x 4,096; a layer has q and o of 4,096 x 4,096, k and v
+# of 1,024 x 4,096, three of 14,336 x 4,096, two norms; and the last norm.
+LLAMA_PARTS = {
+    "embedding": 1_050_673_152,
+    "output matrix": 1_050_673_152,
+    "attention": 32 * 83_886_080,
+    "feed-forward": 32 * 352_321_536,
+    "norms": 65 * 8_192,
+}
+LLAMA_WEIGHTS = 16_060_522_496
+LLAMA_TOKEN = 131_072  # 32 layers, 8 heads of 128, keys and values: bytes of KV
+LLAMA_BLOCK = 16 * LLAMA_TOKEN
+
+
+@pytest.fixture
+def no_compilers(monkeypatch):
+    """As where neither jax[cuda13] nor jax[tpu] is installed."""
+    monkeypatch.setattr(targets, "_installed", lambda module: False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes a config.json, and nothing else, into a folder."""
+
+    def write(values):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return str(tmp_path)
+
+    return write
+
+
+def hand_made(device_bytes, temp_bytes, max_model_len=131_072):
+    """Blocks of Llama's pool, and the longest request, the long way round."""
+    while True:
+        left = device_bytes * 9 // 10 - LLAMA_WEIGHTS - temp_bytes - 256 * 4 * (NUM_FIELDS + max_model_len // 16)
+        blocks = left // LLAMA_BLOCK
+        if blocks * 16 >= max_model_len:
+            break
+        max_model_len -= 16
+    if max_model_len < 131_072:
+        return blocks, max_model_len
+    step = 1
+    while blocks // step >= 32:
+        step *= 2
+    return max(blocks // step * step, max_model_len // 16), max_model_len
+
+
+def check_llama(plan, device_bytes, temp_bytes):
+    blocks, longest = hand_made(device_bytes, temp_bytes)
+    fitted = plan.memory
+    assert plan.weight_parts == LLAMA_PARTS
+    assert plan.weight_bytes == fitted.weight_bytes == LLAMA_WEIGHTS
+    assert fitted.block_bytes == LLAMA_BLOCK
+    assert fitted.temp_bytes == temp_bytes
+    assert (fitted.num_blocks, fitted.limits.max_model_len) == (blocks, longest)
+    assert fitted.kv_tokens == 16 * blocks
+    assert fitted.kv_bytes == fitted.kv_tokens * LLAMA_TOKEN
+    assert fitted.table_bytes == 256 * 4 * (NUM_FIELDS + longest // 16)
+    assert plan.largest_max_model_len == longest
+    # nothing is lost, and what the options leave free stays free
+    assert sum(row.num_bytes for row in plan.rows) == plan.device_bytes == device_bytes
+    rows = {row.name: row.num_bytes for row in plan.rows}
+    assert rows["kept free"] == device_bytes - device_bytes * 9 // 10
+    assert 0 <= rows["left over"] < rows["KV pool"] // 16 + LLAMA_BLOCK + 2**23
+    for length, at_once in plan.requests:
+        assert at_once == min(256, blocks // -(-length // 16))
+
+
+MEMORIES = [("24GiB", 24 * GIB), ("80GiB", 80 * GIB), ("141GB", 141 * 10**9)]
+
+
+@pytest.mark.parametrize(("size", "device_bytes"), MEMORIES)
+def test_llama_by_hand(size, device_bytes, folder, no_compilers):
+    assert sum(LLAMA_PARTS.values()) == LLAMA_WEIGHTS
+    plan = planning.plan(folder(LLAMA), device_memory=planning.parse_size("device_memory", size))
+    assert not plan.temporaries.measured
+    assert "jax[cuda13]" in plan.temporaries.how
+    # the logits and what is made of them, and six hidden states a token: see runtime/estimate.py
+    check_llama(plan, device_bytes, int(4.5 * 4 * 256 * 128_256) + 6 * 2048 * 4096 * 2)
+
+
+@pytest.mark.parametrize("target", [pytest.param("h200", marks=marks(H200))])
+def test_llama_compiled_for_a_device_that_is_not_there(target, folder):
+    """The estimate is no less than what the compiler says, and less than 1.7 times that."""
+    plan = planning.plan(folder(LLAMA), target=target)
+    assert plan.temporaries.measured
+    check_llama(plan, 141 * 10**9, plan.temporaries.num_bytes)
+    estimate = estimate_temporaries(blueprint_of(LLAMA, H200))
+    assert 1 <= estimate / plan.temporaries.num_bytes < 1.7
+
+
+def blueprint_of(values, target, **options):
+    spec = spec_of(values)
+    config = planning.engine_config("test", options)
+    device, sharding = targets.device_of(target), target.sharding() if target.missing is None else None
+    return Blueprint.draw(spec, config, param_shapes(spec, "bfloat16"), device, sharding=sharding)
+
+
+def shallow(values, layers):
+    """The model with fewer layers: temporaries are those of a layer and of the sampler."""
+    return values | {"num_hidden_layers": layers}
+
+
+COMPILED = [
+    pytest.param(values, target, id=f"{name} {target.name}", marks=marks(target))
+    for target in (H200, V5E)
+    for name, values in (("llama", LLAMA), ("gemma", GEMMA), ("qwen-moe", QWEN_MOE))
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("values", "target"), COMPILED)
+def test_the_estimate_is_on_the_high_side(values, target):
+    """And the bytes that the plan counts are those that the program takes, padding of the device included."""
+    blueprint = blueprint_of(shallow(values, 6), target)
+    free = 8 * GIB
+    with target.tracing():
+        analysis = blueprint.compile_largest(free).memory_analysis()
+    measured, estimate = analysis.temp_size_in_bytes, estimate_temporaries(blueprint)
+    print(f"{target.name}: measured {measured:,}, estimated {estimate:,}, ratio {estimate / measured:.2f}")
+    assert 1 <= estimate / measured < 2
+    blocks = memory.round_down(
+        (free - estimate - memory.table_bytes(blueprint.limits))
+        // memory.block_bytes(blueprint.spec, blueprint.limits, blueprint.dtype, target.platform)
+    )
+    each = memory.block_bytes(blueprint.spec, blueprint.limits, blueprint.dtype, target.platform)
+    counted = memory.tree_bytes(blueprint.params) + blocks * each + memory.table_bytes(blueprint.limits)
+    assert counted == pytest.approx(analysis.argument_size_in_bytes, rel=0.001)
+
+
+def test_what_the_weights_leave_decides(folder, no_compilers):
+    """An explicit length that cannot fit is refused with the largest that does; that one is taken."""
+    path, options = folder(LLAMA), {"device_memory": 24 * GIB}
+    refused = planning.plan(path, {"max_model_len": 100_000}, **options)
+    largest = planning.plan(path, **options).largest_max_model_len
+    assert refused.memory is None
+    assert refused.largest_max_model_len == largest
+    assert f"lower max_model_len to at most {largest}, or free memory" in refused.problem
+    assert planning.plan(path, {"max_model_len": largest}, **options).memory.limits.max_model_len == largest
+    assert planning.plan(path, {"max_model_len": largest + 1}, **options).memory is None
+    less = planning.plan(path, {"gpu_memory_utilization": 0.8}, **options)
+    # a token takes its KV, and every 16 an entry in the tables of 256 rows
+    assert largest - less.largest_max_model_len == pytest.approx(2.4 * GIB / (LLAMA_TOKEN + 64), abs=32)
+    capped = planning.plan(path, {"kv_cache_memory_bytes": GIB}, device_memory=80 * GIB)
+    assert (capped.memory.num_blocks, capped.largest_max_model_len) == (512, 8192)
+    assert "kv_cache_memory_bytes" in next(row.note for row in capped.rows if row.name == "left over")
+    assert sum(row.num_bytes for row in capped.rows) == 80 * GIB
+
+
+def test_weights_that_do_not_fit(folder, no_compilers):
+    plan = planning.plan(folder(LLAMA), target="v5e")
+    assert (plan.memory, plan.largest_max_model_len, plan.requests) == (None, None, ())
+    assert "not one block" in plan.problem
+    assert plan.weight_bytes == LLAMA_WEIGHTS > plan.device_bytes
+
+
+def test_a_windowed_model(folder, no_compilers):
+    """Gemma 3 1B: 999,885,952 weights; what windows save is in the plan."""
+    plan = planning.plan(folder(GEMMA), device_memory=24 * GIB, request_lens=[1000, 32_768])
+    assert plan.weight_bytes == 2 * 999_885_952
+    fitted = plan.memory
+    assert fitted.block_bytes == 4 * 2 * 16 * 256 * 2
+    assert fitted.requests_of(32_768) == fitted.num_blocks // (2048 + 6 * 161)
+    assert plan.requests == ((1000, 256), (32_768, fitted.num_blocks // (2048 + 6 * 161)))
+    assert fitted.kv_tokens == fitted.num_blocks // 7 * 16
+    assert sum(row.num_bytes for row in plan.rows) == 24 * GIB
+
+
+def test_a_model_with_experts(folder, no_compilers):
+    """Qwen3 30B A3B: 30,532,122,624 weights, nearly all of them in experts."""
+    plan = planning.plan(folder(QWEN_MOE), device_memory=80 * GIB)
+    assert plan.weight_bytes == 2 * 30_532_122_624
+    # 48 layers of 128 experts of three matrices of 768 x 2,048, and a router
+    assert plan.weight_parts["experts"] == 2 * 48 * (128 * 3 * 768 * 2048 + 128 * 2048)
+    assert "feed-forward" not in plan.weight_parts
+    assert plan.memory.block_bytes == 48 * 2 * 16 * 4 * 128 * 2
+    assert planning.plan(folder(QWEN_MOE), device_memory=48 * GIB).memory is None
+
+
+OPTIONS = {
+    "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,), "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [
+    {"kv_cache_memory_bytes": 32 * 2**20},
+    {"kv_cache_memory_bytes": 2**20},
+    {"kv_cache_memory_bytes": 2**21, "max_model_len": 48, "block_size": 8, "mask_unknown_tokens": False},
+    {},
+])  # fmt: skip
+def test_an_engine_does_what_its_plan_says(options, caplog):
+    caplog.set_level(logging.WARNING, "jpaged")
+    plan = planning.plan("demo", OPTIONS | options)
+    said = [record.getMessage() for record in caplog.records if "max_model_len is now" in record.getMessage()]
+    caplog.clear()
+    built = build_engine("demo", None, OPTIONS | options, progress=False)
+    try:
+        runner = built.engine.runner
+        real = runner.memory_plan
+        # limits, blocks, and bytes of weights, table and a block
+        assert dataclasses.replace(plan.memory, temp_bytes=0) == dataclasses.replace(real, temp_bytes=0)
+        assert plan.temporaries.measured
+        same = next(p for p in runner.programs.programs if str(p.shape) == plan.program)
+        if said:  # measured with block tables of the length that did not fit
+            assert same.temp_bytes <= plan.memory.temp_bytes < 1.1 * same.temp_bytes
+        else:
+            assert same.temp_bytes == plan.memory.temp_bytes
+            # the greedy program of as many tokens took 640 bytes more, of 4.5 million
+            assert plan.memory.temp_bytes == pytest.approx(real.temp_bytes, rel=0.001)
+        assert real.weight_bytes == sum(leaf.nbytes for leaf in leaves(runner._params))
+        assert real.kv_bytes == sum(leaf.nbytes for leaf in leaves(runner._state.pages))
+        assert real.table_bytes == runner._state.table.nbytes + runner._state.blocks.nbytes
+    finally:
+        built.engine.close()
+    again = [record.getMessage() for record in caplog.records if "max_model_len is now" in record.getMessage()]
+    assert set(again) == set(said)  # the default shrinks to what fits, and says so
+    assert bool(said) == (plan.memory.limits.max_model_len < built.spec.max_position and "max_model_len" not in options)
+
+
+def leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def test_an_engine_refuses_what_its_plan_refuses():
+    options = OPTIONS | {"kv_cache_memory_bytes": 2**20}
+    longest = planning.plan("demo", options).largest_max_model_len
+    options["max_model_len"] = longest + 1
+    plan = planning.plan("demo", options)
+    assert plan.memory is None
+    assert f"at most {longest}, or raise kv_cache_memory_bytes" in plan.problem
+    with pytest.raises(ModelLoadError) as refused:
+        build_engine("demo", None, options, progress=False)
+    assert str(refused.value) == plan.problem
+
+
+def test_every_way_to_name_a_model(folder, no_compilers, tmp_path):
+    path = folder(LLAMA)
+    by_folder = planning.plan(path, target="h100")
+    by_file = planning.plan(path + "/config.json", target="h100")
+    assert by_file == dataclasses.replace(by_folder, model=by_file.model)
+    with pytest.raises(ModelLoadError, match="no folder"):
+        planning.plan(str(tmp_path / "nothing"), target="h100")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        planning.plan(str(tmp_path / "empty"), target="h100")
+
+
+def test_a_checkpoints_own_headers_are_believed(no_compilers):
+    """The demo model is planned by its files, on CPU and elsewhere, and its weights are those of its file."""
+    plan = planning.plan("demo", target="l4")
+    assert plan.dtype == "bfloat16"
+    assert plan.memory.limits.max_num_seqs == 256
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * GIB), ("141GB", 141 * 10**9), ("80 gib", 80 * GIB), ("1.5TiB", 3 * 2**39), ("512MiB", 2**29),
+        ("1000", 1000), ("7B", 7),
+    ],
+)  # fmt: skip
+def test_sizes(text, size):
+    assert planning.parse_size("device_memory", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24G", "24 parsecs", "-1GiB", "0", "1e9", "nan", "0.0GB"])
+def test_bad_sizes_say_what_is_accepted(text):
+    with pytest.raises(RequestError, match=r"device_memory=.*24GiB .*80GB"):
+        planning.parse_size("device_memory", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "h900"}, "target='h900': must be one of h200, h100"),
+        ({"target": "cpu", "device_memory": GIB}, "no meaning on CPU"),
+        ({"request_lens": [0]}, "request_len=0"),
+        ({"request_lens": [10**9]}, "longer than max_model_len"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message, no_compilers):
+    with pytest.raises(RequestError, match=message):
+        planning.plan("demo", OPTIONS, **({"target": "l4"} | options))
