@@ -1,0 +1,267 @@
+"""Replica: one simulated engine, the real scheduler and KV manager under a clock. All that touches these two is here.
+
+`turn` is what `Engine.step` is, with a cost model in the place of the device:
+1. the scheduler makes plan N, while step N-1 runs;
+2. step N begins when N-1 ends, and takes as long as the cost model says;
+3. the clock goes to the end of step N-1, whose tokens arrive.
+The host takes no time of its own: it works while the device does, and the measured steps that a cost model is fitted
+to are as long as the slower of the two.
+
+Token ids only have to tell blocks apart: a prefix's tokens are all one number, a request's own tokens another.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from jpaged.engine.block_pool import prefix_root
+from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.scheduler import ScheduledStep, Scheduler
+from jpaged.errors import EngineError, RequestError
+from jpaged.outputs import RequestMetrics
+from jpaged.sampling_params import SamplingParams
+from jpaged.simulator.cost import CostModel
+from jpaged.simulator.load import Arrival
+from jpaged.simulator.records import Records
+from jpaged.simulator.step_load import EngineShape, LoadMeter
+
+OWN_TOKENS, PREFIX_TOKENS = 0, 2**30  # ids of each kind begin here; all are below 2**31
+NO_TIME = -1.0
+_GREEDY = SamplingParams(temperature=0, max_tokens=1)  # the scheduler goes by max_total_tokens
+_NO_EOS: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SimulatedRequest(Request):
+    """A request whose end is known."""
+
+    final_length: int = 0          # tokens, prompt included, at which it ends; at most max_total_tokens
+    token: int = 0                 # the id of all its own tokens
+    arrived: float = 0.0
+    priority: int = 0
+    ended: bool = False
+    last_token_time: float = NO_TIME  # while no row of the replica's table keeps it
+    last_row: int = -1                # where it sampled last
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    step: ScheduledStep
+    end: float
+    prompt_tokens: int
+
+
+class Replica:
+    """An engine of a given shape that serves simulated requests, and writes down what happens to them."""
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        cost: CostModel,
+        records: Records,
+        *,
+        prefix_caching: bool = True,
+        max_tokens: int | None = None,
+        scheduler_options: dict[str, Any] | None = None,
+    ):
+        """max_tokens: what requests are allowed beyond their prompt (the scheduler does not know that they end
+        earlier); None: exactly what they generate. Raises RequestError where the pool is too small for one request."""
+        self.now = 0.0  # when the host turns next
+        self.load = 0   # requests that wait or run
+        self.manager = KVCacheManager(
+            shape.num_blocks, shape.block_size, shape.windows, max_chunk=shape.max_num_batched_tokens
+        )
+        need = self.manager.most_blocks(shape.max_model_len)
+        if need > shape.num_blocks:
+            raise RequestError(
+                "num_blocks", shape.num_blocks, f"one request of max_model_len={shape.max_model_len} needs {need}: give "
+                "more, or a smaller --max-model-len"
+            )  # fmt: skip
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            vocab_size=2**31,
+            prefix_cacheable=(lambda prompt_len: True) if prefix_caching else (lambda prompt_len: False),
+            **(scheduler_options or {}),
+        )
+        self._meter = LoadMeter(shape)
+        self._cost = cost
+        self._records = records
+        self._shape = shape
+        self._max_tokens = max_tokens
+        self._root = prefix_root()
+        self._in_flight: _StepInFlight | None = None
+        # By row: when it sampled last, and for whom.
+        self._last_times = np.full(shape.max_num_seqs, NO_TIME)
+        self._owners: list[SimulatedRequest | None] = [None] * shape.max_num_seqs
+        self._prefixes: dict[tuple[int, int], list[int]] = {}
+
+    @property
+    def next_turn(self) -> float:
+        """When the host has something to do; infinity while it is idle."""
+        return self.now if self.load or self._in_flight is not None else math.inf
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self.scheduler.waiting)
+
+    def add(self, arrival: Arrival, number: int, time: float) -> None:
+        """Put a request into the queue at `time`, which is not before the last turn. number: of all arrivals."""
+        if not self.load and self._in_flight is None:
+            self.now = time
+        self.load += 1
+        self.scheduler.add(self._request(arrival, number, time))
+
+    def turn(self) -> list[float]:
+        """One turn; the times at which requests ended in it."""
+        now, before = self.now, self._in_flight
+        step = self.scheduler.schedule()
+        self._in_flight = None
+        if step is not None:
+            load = self._meter.measure(step.plan)
+            seconds = self._cost.seconds(load)
+            computed = step.plan.num_decodes + len(step.plan.prompt_tokens)
+            self._records.note_step(computed, seconds, beyond=self._cost.goes_beyond(load))
+            begin = now if before is None else before.end
+            self._in_flight = _StepInFlight(step, begin + seconds, len(step.plan.prompt_tokens))
+            if step.plan.row_inits:
+                self._note_starts(step, now)
+        if before is not None:
+            self.now = before.end
+            return self._take(before, now)
+        if step is None:
+            raise EngineError(f"{self.load} simulated requests wait and none can be scheduled")
+        return []
+
+    def _request(self, arrival: Arrival, number: int, time: float) -> SimulatedRequest:
+        own = OWN_TOKENS + number % PREFIX_TOKENS
+        shared = arrival.prefix_tokens
+        prompt = [own] * (arrival.prompt_tokens - shared)
+        if shared:
+            prompt = [PREFIX_TOKENS + arrival.prefix_id % PREFIX_TOKENS] * shared + prompt
+        final = arrival.prompt_tokens + arrival.output_tokens
+        longest = final
+        if self._max_tokens is not None:
+            longest = min(max(arrival.prompt_tokens + self._max_tokens, final), self._shape.max_model_len)
+        return SimulatedRequest(
+            request_id=str(number),
+            prompt=None,
+            prompt_token_ids=prompt,
+            params=_GREEDY,
+            max_total_tokens=longest,
+            eos_token_ids=_NO_EOS,
+            eos_token_id=None,
+            prefix_root=self._root,
+            metrics=RequestMetrics(arrival_time=time),
+            arrival=number,
+            final_length=final,
+            token=own,
+            arrived=time,
+            priority=arrival.priority,
+        )
+
+    def _note_starts(self, step: ScheduledStep, now: float) -> None:
+        requests: Any = step.requests
+        starting = {init.row for init in step.plan.row_inits}
+        first = step.plan.num_decodes
+        for row, request in zip(step.plan.rows[first:].tolist(), requests[first:], strict=True):
+            if row in starting and not request.metrics.preemptions:
+                self._records.note_start(request, now)
+
+    # -- tokens arrive ------------------------------------------------------------------------------------------
+
+    def _take(self, done: _StepInFlight, since: float) -> list[float]:
+        plan, now = done.step.plan, self.now
+        requests: Any = done.step.requests
+        decodes = plan.num_decodes
+        finished: list[SimulatedRequest] = []
+        dropped: list[SimulatedRequest] = []  # were found finished while this step ran
+        # The one loop over all sampled tokens: 128 million times in a large run, so nothing is done here that can be
+        # done once a step.
+        for request in requests[:decodes]:
+            request.num_in_flight -= 1
+            if request.ended:
+                dropped.append(request)
+                continue
+            token_ids = request.token_ids
+            token_ids.append(request.token)
+            if len(token_ids) == request.final_length:
+                finished.append(request)
+        sampled = decodes - len(dropped)
+        if decodes:
+            self._note_gaps(plan.rows[:decodes], requests, dropped, now)
+        if decodes < len(requests):
+            sampled += self._take_prompts(plan, requests, now, finished)
+        scheduler = self.scheduler
+        self._records.note_tokens(
+            since, now, running=len(scheduler.running), waiting=len(scheduler.waiting),
+            kv_use=self.manager.pool.num_used / self.manager.pool.num_blocks,
+            prompt_tokens=done.prompt_tokens, output_tokens=sampled,
+        )  # fmt: skip
+        for request in finished:
+            self._finish(request, now)
+        return [now] * len(finished)
+
+    def _note_gaps(self, rows: np.ndarray, requests: Any, dropped: list[Any], now: float) -> None:
+        """Count the time since the token before, of each decoding row; mostly it is the same for all."""
+        if dropped:
+            rows = rows[[request not in dropped for request in requests[: len(rows)]]]
+            if not len(rows):
+                return
+        gaps = now - self._last_times[rows]
+        self._last_times[rows] = now
+        first = float(gaps[0])
+        if (gaps == first).all():
+            self._records.inter_token.add(first, len(rows))
+        else:
+            self._records.inter_token.add_many(gaps)
+
+    def _take_prompts(self, plan: Any, requests: Any, now: float, finished: list[SimulatedRequest]) -> int:
+        """Tokens of rows that computed the end of their known tokens: of new requests and of preempted ones."""
+        decodes, sampled = plan.num_decodes, 0
+        samples = plan.samples[decodes:].tolist()
+        for row, request, ends in zip(plan.rows[decodes:].tolist(), requests[decodes:], samples, strict=True):
+            if not ends:
+                continue
+            request.num_in_flight -= 1
+            if request.ended:
+                continue
+            sampled += 1
+            request.token_ids.append(request.token)
+            if len(request.token_ids) == request.final_length:
+                finished.append(request)
+            last = self._move_to(request, row)
+            if last == NO_TIME:
+                self._records.first_token.add(now - request.arrived)
+            else:
+                self._records.inter_token.add(now - last)
+            self._last_times[row] = now
+        return sampled
+
+    def _move_to(self, request: SimulatedRequest, row: int) -> float:
+        """Make a row the request's; when it sampled last, wherever it was then."""
+        owner = self._owners[row]
+        if owner is request:
+            return float(self._last_times[row])
+        if owner is not None and not owner.ended:
+            owner.last_token_time = float(self._last_times[row])
+        if request.last_row >= 0 and self._owners[request.last_row] is request:
+            request.last_token_time = float(self._last_times[request.last_row])
+            self._owners[request.last_row] = None
+        request.last_row = row
+        self._owners[row] = request
+        return request.last_token_time
+
+    def _finish(self, request: SimulatedRequest, now: float) -> None:
+        request.ended = True
+        stopped = request.final_length < request.max_total_tokens
+        self.scheduler.finish(request, RequestStatus.STOPPED if stopped else RequestStatus.LENGTH)
+        self.load -= 1
+        if self._owners[request.last_row] is request:
+            self._owners[request.last_row] = None
+        self._records.note_finish(request, now)
