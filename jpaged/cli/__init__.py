@@ -60,12 +60,14 @@ def parse(args: Sequence[str]) -> Any:
     from jpaged.cli.convert import Convert
     from jpaged.cli.generate import Generate
     from jpaged.cli.serve import Serve
+    from jpaged.cli.simulate import Simulate
 
     commands = (
         Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Chat, tyro.conf.subcommand("chat")]
         | Annotated[Serve, tyro.conf.subcommand("serve")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
+        | Annotated[Simulate, tyro.conf.subcommand("simulate")]
         | Annotated[Convert, tyro.conf.subcommand("convert")]
     )
     read = functools.partial(

@@ -114,7 +114,7 @@ def relative_errors(model: CostModel, steps: Sequence[MeasuredStep]) -> list[flo
 
 
 def to_json(model: CostModel, steps: Sequence[MeasuredStep], about: Mapping[str, Any]) -> dict[str, Any]:
-    """What `read_cost_model` reads: coefficients, the engine, the steps they were fitted to, and `about` (machine...)."""
+    """What `read_cost_model` reads: coefficients, engine, the steps they were fitted to, and `about` (machine...)."""
     assert model.engine is not None
     errors = np.abs(relative_errors(model, steps))
     return {
@@ -153,7 +153,7 @@ def read_cost_model(name: str) -> CostModel:
 
 
 def _by_hand(text: str) -> CostModel:
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
         key = key.strip()

@@ -12,7 +12,7 @@ _SIZE = math.ceil(math.log(HIGHEST / LOWEST) * _PER_LOG) + 1
 
 
 class Histogram:
-    """Counts of non-negative values in buckets of equal ratio, after the HDR histogram's idea; sum and extremes exact."""
+    """Counts of non-negative values in buckets of equal ratio, as in an HDR histogram; sum and extremes exact."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -44,7 +44,7 @@ class Histogram:
         """The value that `percent` of all values do not exceed, within half a percent; nan without values."""
         if not self.count:
             return math.nan
-        rank = max(math.ceil(self.count * percent / 100), 1)
+        rank = max(math.ceil(round(self.count * percent / 100, 6)), 1)  # 99.9% of 20,000 is 19,980.000000000004
         if rank == self.count:
             return self.largest
         seen = 0

@@ -87,7 +87,7 @@ class ArrivalTimes:
         numbers = [_number("arrivals", text, value) for value in values]
         if (kind, len(numbers)) not in {("poisson", 0), ("gamma", 1), ("onoff", 2)}:
             raise RequestError("arrivals", text, f"must be {self.FORMS}")
-        if numbers and not numbers[0] > 0 or any(number < 0 for number in numbers):
+        if (numbers and not numbers[0] > 0) or any(number < 0 for number in numbers):
             raise RequestError("arrivals", text, "spread and seconds must be more than 0")
         self._kind, self._numbers, self._rate = kind, numbers, rate
 

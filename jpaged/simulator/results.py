@@ -12,6 +12,12 @@ from jpaged.simulator.step_load import EngineShape
 from jpaged.simulator.timeline import TimelinePoint
 
 PERCENTS = (50, 90, 99)
+LATENCIES = {
+    "first_token": "Time to first token",
+    "inter_token": "Between tokens",
+    "end_to_end": "End to end",
+    "queued": "Waiting to start",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,14 +92,15 @@ class SimulationResult:
             + (f" ({self.refused_requests:,} refused)" if self.refused_requests else ""),
             f"Simulated time:          {self.duration:,.2f} s, {self.steps:,} steps, busy {self.busy:.1%}",
             f"Throughput:              {self.per_second(self.finished_requests):,.2f} requests/s, "
-            f"{self.per_second(tokens):,.1f} total tokens/s, {self.per_second(self.output_tokens):,.1f} output tokens/s",
+            f"{self.per_second(tokens):,.1f} total tokens/s, "
+            f"{self.per_second(self.output_tokens):,.1f} output tokens/s",
             f"Tokens:                  {self.prompt_tokens:,} prompt, {self.output_tokens:,} output",
             "",
             f"{'seconds':<25}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}",
         ]
-        for name, latency in self._latencies():
+        for title, latency in self.latencies().items():
             values = (latency.mean, latency.p50, latency.p90, latency.p99, latency.max)
-            lines.append(f"{name:<25}" + "".join(f"{value:>10.4g}" for value in values))
+            lines.append(f"{title:<25}" + "".join(f"{value:>10.4g}" for value in values))
         lines += [
             "",
             f"Preemptions:             {self.preemptions:,}, {self.recomputed_tokens:,} tokens recomputed: "
@@ -112,14 +119,10 @@ class SimulationResult:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for machines."""
-        data = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("timeline", "cost_model", "engine", "first_token", "inter_token", "end_to_end", "queued")
-        }
-        latencies = {
-            key: dataclasses.asdict(getattr(self, key)) for key in ("first_token", "inter_token", "end_to_end", "queued")
-        }
+        apart = ("timeline", "cost_model", "engine", *LATENCIES)
+        names = [field.name for field in dataclasses.fields(self) if field.name not in apart]
+        data = {name: getattr(self, name) for name in names}
+        latencies = {name: dataclasses.asdict(getattr(self, name)) for name in LATENCIES}
         return {
             **data,
             "requests_per_second": self.per_second(self.finished_requests),
@@ -136,13 +139,9 @@ class SimulationResult:
             "engine": dataclasses.asdict(self.engine),
         }
 
-    def _latencies(self) -> list[tuple[str, Latency]]:
-        return [
-            ("Time to first token", self.first_token),
-            ("Between tokens", self.inter_token),
-            ("End to end", self.end_to_end),
-            ("Waiting to start", self.queued),
-        ]
+    def latencies(self) -> dict[str, Latency]:
+        """Each kind of time, by what it is called in tables and plots."""
+        return {title: getattr(self, name) for name, title in LATENCIES.items()}
 
 
 def summarise(

@@ -37,10 +37,10 @@ def _ending_at(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Buckets up to `most`; beyond those there were, each is twice the one before."""
     if not buckets:
         return ()
-    grown = [bucket for bucket in buckets if bucket < most]
-    while grown and grown[-1] * 2 < most:
-        grown.append(grown[-1] * 2)
-    return (*grown, most)
+    kept = [bucket for bucket in buckets if bucket < most]
+    while buckets[-1] < most and kept[-1] * 2 < most:
+        kept.append(kept[-1] * 2)
+    return (*kept, most)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,24 +68,30 @@ class LoadMeter:
         self._row_buckets = shape.row_buckets
         self._token_buckets = shape.token_buckets
 
-    def measure(self, plan: StepPlan) -> StepLoad:
-        """The load of the next plan. Each plan is to be measured once, in order."""
-        lengths, rows, decodes = self._lengths, plan.rows, plan.num_decodes
-        for init in plan.row_inits:
-            lengths[init.row] = init.num_computed
-        contexts = lengths[rows] + plan.num_tokens
-        lengths[rows] = contexts
+    def measure(self, plan: StepPlan, rows: np.ndarray) -> StepLoad:
+        """The load of the next plan. Each plan is to be measured once, in order. rows: intp[R], the plan's."""
+        lengths, decodes = self._lengths, plan.num_decodes
+        decoding = rows[:decodes]
+        contexts = lengths[decoding]
+        contexts += 1
+        lengths[decoding] = contexts
+        read = self._read(contexts)
         count = len(rows)
         if count == decodes:
-            tokens = padded = _next(self._row_buckets, count)
-            pairs = 0.0
-        else:
-            chunks, ends = plan.num_tokens[decodes:], contexts[decodes:]
-            # The tokens of a chunk see 1, 2, ... keys more than what was there.
-            pairs = float((chunks * ends - chunks * (chunks - 1) // 2).sum())
-            tokens = _next(self._token_buckets, decodes + int(chunks.sum()))
-            padded = self._most_rows if self._token_buckets else count
-        return StepLoad(tokens, padded, self._read(contexts), pairs, len(plan.copies))
+            padded = _next(self._row_buckets, count)
+            return StepLoad(padded, padded, read, 0, len(plan.copies))
+        for init in plan.row_inits:
+            lengths[init.row] = init.num_computed
+        tokens, pairs = decodes, 0
+        # Rows that compute prompts are few: numpy would cost more than it saves.
+        for row, chunk in zip(rows[decodes:].tolist(), plan.num_tokens[decodes:].tolist(), strict=True):
+            end = int(lengths[row]) + chunk
+            lengths[row] = end
+            tokens += chunk
+            pairs += chunk * end - chunk * (chunk - 1) // 2  # its tokens see 1, 2, ... keys more than what was there
+            read += sum(end if window is None else min(window, end) for window in self._windows) / len(self._windows)
+        padded = self._most_rows if self._token_buckets else count
+        return StepLoad(_next(self._token_buckets, tokens), padded, read, pairs, len(plan.copies))
 
     def _read(self, contexts: np.ndarray) -> float:
         if self._sees_all:

@@ -31,15 +31,14 @@ class Timeline:
         self, start: float, end: float, running: int, waiting: int, kv_use: float, prompt: int, output: int
     ) -> None:
         """One replica's state between two times, and the tokens that it computed and sampled in between."""
-        while end >= self._width * NUM_BINS:
+        while end > self._width * NUM_BINS:
             self._join()
         self._end = max(self._end, end)
         width, sums = self._width, self._sums
-        last = int(end / width)
+        first, last = int(start / width), math.ceil(end / width) - 1
         sums[3][last] += prompt
         sums[4][last] += output
-        first = int(start / width)
-        if first == last:
+        if first >= last:
             span = end - start
             sums[0][last] += running * span
             sums[1][last] += waiting * span

@@ -120,7 +120,7 @@ def _json_lines(path: str, file: Any) -> Iterator[tuple[_Line, dict[str, Any]]]:
             continue
         line = _Line(path, number, {})
         try:
-            fields = json.loads(text)
+            fields = json.loads(text.rstrip())
         except json.JSONDecodeError as error:
             raise RequestError(
                 "trace", text.strip(), f"{path}, line {number}, column {error.colno}: {error.msg}; each line is a JSON "
