@@ -3,7 +3,7 @@
 A step's seconds are those from the end of the step before to its own end, as the host sees both: the longer of what the
 device computes and what the host prepares meanwhile. The first step after a pause is not counted, its predecessor is no
 step; nor the first decode after prompts, whose program may not have been used for a while. Steps with the same load,
-and decodes of the same requests (a few tokens apart), are repeats of which the median is taken.
+and decodes of as many rows in one case (a few tokens apart), are repeats of which the median is taken.
 """
 
 import dataclasses
@@ -115,14 +115,14 @@ def measure_steps(
             for load, seconds in timer.steps:
                 decodes = load.prompt_pairs == 0
                 if not decodes or previous_decodes:
-                    taken.setdefault((str(case), None if decodes else load), []).append((load, seconds))
+                    taken.setdefault((str(case), load.rows if decodes else load), []).append((load, seconds))
                 previous_decodes = decodes
             if progress is not None:
                 progress(case)
     finally:
         engine.runner = real
-    for (name, load), steps in taken.items():
-        kind = f"{name}: decode" if load is None else f"{name}: chunk"
+    for (name, key), steps in taken.items():
+        kind = f"{name}: chunk" if isinstance(key, StepLoad) else f"{name}: decode"
         yield MeasuredStep(_mean([load for load, _ in steps]), statistics.median(s for _, s in steps), len(steps), kind)
 
 
