@@ -64,12 +64,21 @@ def draw(result: SimulationResult, path: pathlib.Path, title: str) -> None:
 
 def _distribution(axes: Any, name: str, latency: Any) -> None:
     """Share of values up to each time."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     axes.step(latency.edges, [100 * share for share in latency.shares], where="post", linewidth=1)
     for percent, value in ((50, latency.p50), (90, latency.p90), (99, latency.p99)):
         axes.plot([value], [percent], "o", markersize=3, color="black")
         axes.annotate(f" p{percent} {value:.3g} s", (value, percent), fontsize="x-small", va="top")
-    if latency.edges and latency.max > 0:
+    # From the first percentile on: some times are next to nothing, and a logarithm has room for a lot of that.
+    first = next((edge for edge, share in zip(latency.edges, latency.shares, strict=True) if share >= 0.01), 0.0)
+    if first > 0:
         axes.set_xscale("log")
+        lowest = max(first / 1.5, latency.max * 1e-4)
+        axes.set_xlim(lowest, latency.max * 1.5)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if latency.max < 100 * lowest else (1,)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
     axes.set_ylim(0, 102)
     axes.set_ylabel("%")
     axes.set_xlabel(f"{name.lower()}, seconds", fontsize="small")

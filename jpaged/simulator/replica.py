@@ -47,6 +47,7 @@ class SimulatedRequest(Request):
     ended: bool = False
     last_token_time: float = NO_TIME  # while no row of the replica's table keeps it
     last_row: int = -1                # where it sampled last
+    due: int = -1                     # the step that it is to be looked at in, whether it ends
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,10 +96,13 @@ class Replica:
         self._max_tokens = max_tokens
         self._root = prefix_root()
         self._in_flight: _StepInFlight | None = None
-        # By row: for whom it sampled last, when, and how many tokens that one had to go.
+        # By row: for whom it sampled last, and when.
         self._last_times = np.full(shape.max_num_seqs, NO_TIME)
-        self._tokens_left = np.zeros(shape.max_num_seqs, np.int64)
         self._owners: list[SimulatedRequest | None] = [None] * shape.max_num_seqs
+        self._takes = 0                                       # steps whose tokens have arrived
+        self._last_take = NO_TIME                             # when those of the last one did
+        self._due: dict[int, list[SimulatedRequest]] = {}     # by number of the step: who may end in it
+        self._extra_rows = False                              # the step that runs has rows of ended requests
 
     @property
     def next_turn(self) -> float:
@@ -180,10 +184,12 @@ class Replica:
         plan, now = done.step.plan, self.now
         requests: Any = done.step.requests
         decodes = plan.num_decodes
-        finished: list[SimulatedRequest] = []
-        sampled = self._take_decodes(done.rows[:decodes], requests[:decodes], now, finished) if decodes else 0
+        self._takes += 1
+        sampled = self._take_decodes(done.rows[:decodes], requests[:decodes], now) if decodes else 0
+        finished = self._due_now()
         if decodes < len(requests):
             sampled += self._take_prompts(plan, requests, now, finished)
+        self._last_take, self._extra_rows = now, False
         scheduler, pool = self.scheduler, self.manager.pool
         self._records.note_tokens(
             since, now, running=len(scheduler.running), waiting=len(scheduler.waiting),
@@ -193,27 +199,38 @@ class Replica:
             self._finish(request, now)
         return [now] * len(finished)
 
-    def _take_decodes(self, rows: np.ndarray, requests: Any, now: float, finished: list[SimulatedRequest]) -> int:
+    def _take_decodes(self, rows: np.ndarray, requests: Any, now: float) -> int:
         # The one loop over all sampled tokens: 128 million times in a large run, so all else is done by row, in bulk.
         for request in requests:
             request.num_in_flight -= 1
             request.token_ids.append(LATER_TOKENS)
-        left = self._tokens_left[rows] - 1
-        self._tokens_left[rows] = left
-        if left.min() <= 0:
-            finished += (requests[index] for index in np.flatnonzero(left == 0).tolist())
-            if left.min() < 0:
-                rows = rows[left >= 0]  # the others were found finished while this step ran
-                if not len(rows):
-                    return 0
-        gaps = now - self._last_times[rows]
+        if self._extra_rows:  # of requests that were found finished while this step ran
+            rows = rows[[not request.ended for request in requests]]
+        last_times = self._last_times[rows]
         self._last_times[rows] = now
-        longest = float(gaps.max())
-        if longest == gaps.min():  # mostly: all had a token in the step before
-            self._records.inter_token.add(longest, len(rows))
+        if (last_times == self._last_take).all():  # mostly: all had a token in the step before
+            if len(rows):
+                self._records.inter_token.add(now - self._last_take, len(rows))
         else:
-            self._records.inter_token.add_many(gaps)
+            self._records.inter_token.add_many(now - last_times)
         return len(rows)
+
+    def _due_now(self) -> list[SimulatedRequest]:
+        """Requests whose last token has arrived in this step."""
+        ends = []
+        for request in self._due.pop(self._takes, ()):
+            if request.due == self._takes and not request.ended:
+                request.due = -1
+                if len(request.token_ids) == request.final_length:
+                    ends.append(request)
+                else:  # it missed steps
+                    self._expect(request)
+        return ends
+
+    def _expect(self, request: SimulatedRequest) -> None:
+        """Look at a decoding request again in the first step that it can end in: it gets one token a step at most."""
+        request.due = self._takes + request.final_length - len(request.token_ids)
+        self._due.setdefault(request.due, []).append(request)
 
     def _take_prompts(self, plan: Any, requests: Any, now: float, finished: list[SimulatedRequest]) -> int:
         """Tokens of rows that computed the end of their known tokens: of new requests and of preempted ones."""
@@ -234,10 +251,10 @@ class Replica:
             else:
                 self._records.inter_token.add(now - last)
             self._last_times[row] = now
-            left = request.final_length - len(request.token_ids)
-            self._tokens_left[row] = left
-            if not left:
+            if len(request.token_ids) == request.final_length:
                 finished.append(request)
+            else:
+                self._expect(request)
         return sampled
 
     def _move_to(self, request: SimulatedRequest, row: int) -> float:
@@ -258,6 +275,7 @@ class Replica:
         request.ended = True
         stopped = request.final_length < request.max_total_tokens
         self.scheduler.finish(request, RequestStatus.STOPPED if stopped else RequestStatus.LENGTH)
+        self._extra_rows |= request.num_in_flight > 0
         self.load -= 1
         if self._owners[request.last_row] is request:
             self._owners[request.last_row] = None
