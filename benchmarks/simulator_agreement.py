@@ -1,10 +1,10 @@
 """A real engine and its simulation under the same load: how far the simulated figures are off.
 
-    python benchmarks/simulator_agreement.py --cost-model FILE [--model demo] [--rates inf 2] [--num-requests 60] [--repeats 3]
+    python benchmarks/simulator_agreement.py --cost-model FILE [--model demo] [--rates inf 2] [--num-requests 60]
 
 FILE comes from `jpaged bench steps` with the same engine options, on the same machine. Requests arrive by the clock, as
-they would at a server, with lengths from a seed; the simulation gets the same arrivals. Prints both columns a rate. Real
-runs of all rates take turns; of each rate's the quietest counts, the one with the shortest median time between tokens.
+they would at a server, with lengths from a seed; the simulation gets the same arrivals. Prints both columns a rate.
+Real runs of all rates take turns; of each the quietest counts, that with the shortest median time between tokens.
 """
 
 import argparse
