@@ -62,6 +62,7 @@ def parse(args: Sequence[str]) -> Any:
     from jpaged.cli.inspect import Inspect
     from jpaged.cli.plan import Plan
     from jpaged.cli.serve import Serve
+    from jpaged.cli.simulate import Simulate
 
     commands = (
         Annotated[Generate, tyro.conf.subcommand("generate")]
@@ -69,6 +70,7 @@ def parse(args: Sequence[str]) -> Any:
         | Annotated[Serve, tyro.conf.subcommand("serve")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+        | Annotated[Simulate, tyro.conf.subcommand("simulate")]
         | Annotated[Convert, tyro.conf.subcommand("convert")]
         | Annotated[Plan, tyro.conf.subcommand("plan")]
     )

@@ -1,0 +1,66 @@
+"""Histogram: percentiles of any number of values in constant memory."""
+
+import math
+
+import numpy as np
+
+LOWEST, HIGHEST = 1e-7, 1e7  # values outside are counted in the first and the last bucket
+RATIO = 1.01                 # a bucket's upper edge over its lower: a percentile is off by 0.5% at most
+_PER_LOG = 1 / math.log(RATIO)
+_OFFSET = math.log(LOWEST) * _PER_LOG
+_SIZE = math.ceil(math.log(HIGHEST / LOWEST) * _PER_LOG) + 1
+
+
+class Histogram:
+    """Counts of non-negative values in buckets of equal ratio, as in an HDR histogram; sum and extremes exact."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.smallest = math.inf
+        self.largest = 0.0
+        self._buckets = [0] * _SIZE
+
+    def add(self, value: float, weight: int = 1) -> None:
+        """Count one value, `weight` times."""
+        index = 0 if value <= LOWEST else min(int(math.log(value) * _PER_LOG - _OFFSET), _SIZE - 1)
+        self._buckets[index] += weight
+        self.count += weight
+        self.total += value * weight
+        self.smallest = min(self.smallest, value)
+        self.largest = max(self.largest, value)
+
+    def add_many(self, values: np.ndarray) -> None:
+        """Count each of an array's values once."""
+        for value, weight in zip(*(part.tolist() for part in np.unique(values, return_counts=True)), strict=True):
+            self.add(value, weight)
+
+    @property
+    def mean(self) -> float:
+        """The average; nan without values."""
+        return self.total / self.count if self.count else math.nan
+
+    def percentile(self, percent: float) -> float:
+        """The value that `percent` of all values do not exceed, within half a percent; nan without values."""
+        if not self.count:
+            return math.nan
+        rank = max(math.ceil(round(self.count * percent / 100, 6)), 1)  # 99.9% of 20,000 is 19,980.000000000004
+        if rank == self.count:
+            return self.largest
+        seen = 0
+        for index, weight in enumerate(self._buckets):
+            seen += weight
+            if seen >= rank:
+                middle = LOWEST * RATIO ** (index + 0.5)
+                return min(max(middle, self.smallest), self.largest) if index else self.smallest
+        raise AssertionError("the buckets hold all values")
+
+    def shares_up_to(self) -> tuple[list[float], list[float]]:
+        """The distribution function: upper edges of the buckets in use, and the share of values up to each."""
+        edges, shares, seen = [], [], 0
+        for index, weight in enumerate(self._buckets):
+            if weight:
+                seen += weight
+                edges.append(min(max(LOWEST * RATIO ** (index + 1), self.smallest), self.largest))
+                shares.append(seen / self.count)
+        return edges, shares

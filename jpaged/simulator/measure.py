@@ -1,0 +1,150 @@
+"""Measures the steps of a real engine over a designed set of loads: what a cost model is fitted to.
+
+A step's seconds are those from the end of the step before to its own end, as the host sees both: the longer of what the
+device computes and what the host prepares meanwhile. The first step after a pause is not counted, its predecessor is no
+step; nor the first decode after prompts, whose program may not have been used for a while. Steps with the same load,
+and decodes of as many rows in one case (a few tokens apart), are repeats of which the median is taken.
+"""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jpaged.engine.engine import Engine
+from jpaged.engine.step_plan import StepPlan, StepResult
+from jpaged.errors import RequestError
+from jpaged.sampling_params import SamplingParams
+from jpaged.simulator.cost import MeasuredStep
+from jpaged.simulator.step_load import FEATURES, EngineShape, LoadMeter, StepLoad
+
+DECODES = 10            # steps of each case that only decode
+MOST_PROMPT_STEPS = 20  # steps that computing a case's prompts may take
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCase:
+    """Requests that are sent together: some that decode, and then perhaps one more prompt beside them."""
+
+    rows: int                # requests that decode
+    context: int             # tokens of each one's prompt
+    prompt: int = 0          # tokens of one more prompt, sent once the others decode; 0 = none
+
+    def __str__(self) -> str:
+        decodes = f"{self.rows} rows of {self.context} tokens"
+        return decodes if not self.prompt else f"{decodes}, then a prompt of {self.prompt}"
+
+
+def designed_cases(shape: EngineShape) -> list[StepCase]:
+    """Cases that tell the coefficients apart: rows by contexts, prompts by length, and prompts beside decodes."""
+    chunk, rows = shape.max_num_batched_tokens, shape.max_num_seqs
+    room = shape.max_model_len - 2 * DECODES
+    contexts = sorted({max(1, min(room, length)) for length in (16, chunk // 2, 4 * chunk)})
+    cases = [StepCase(max(rows // part, 1), context) for part in (4, 2, 1) for context in contexts]
+    prompts = sorted({max(1, min(room, length)) for length in (chunk // 8, chunk // 4, chunk // 2, chunk, 4 * chunk)})
+    cases += [StepCase(1, contexts[0], prompt) for prompt in prompts]
+    cases += [StepCase(max(rows // 2, 1), contexts[0], prompt) for prompt in prompts[:3]]
+    # Filling long contexts takes long, and the pool holds only so many.
+    most = min(MOST_PROMPT_STEPS * chunk, (shape.num_blocks - rows) * shape.block_size // len(shape.windows))
+    return [
+        case
+        for case in dict.fromkeys(cases)
+        if case.rows * (case.context + 2 * DECODES) + case.prompt <= most and case.rows + bool(case.prompt) <= rows
+    ]
+
+
+class StepTimer:
+    """A runner that passes everything on to another, and notes each step's load and seconds."""
+
+    def __init__(self, runner: Any, shape: EngineShape, clock: Callable[[], float] = time.perf_counter):
+        self._runner = runner
+        self._meter = LoadMeter(shape)
+        self._clock = clock
+        self._pending: list[StepLoad] = []
+        self._last_end: float | None = None
+        self.steps: list[tuple[StepLoad, float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        """Start a step."""
+        self._pending.append(self._meter.measure(plan, plan.rows.astype(np.intp)))
+        return self._runner.dispatch(plan)
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a step, and note how long after the one before it ended."""
+        result = self._runner.collect(handle)
+        now, load = self._clock(), self._pending.pop(0)
+        if self._last_end is not None:
+            self.steps.append((load, now - self._last_end))
+        self._last_end = now if self._pending else None  # else nothing runs: the next step begins after a pause
+        return result
+
+
+def measure_steps(
+    engine: Engine,
+    shape: EngineShape,
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    progress: Callable[[StepCase], object] | None = None,
+) -> Iterator[MeasuredStep]:
+    """Run every designed case `repeats` times, and give what its steps took.
+
+    The engine is to be idle, and without a prefix cache: prompts are random, but a hit would leave nothing to measure.
+    Repeats of one case are spread over the whole run, so that a slow minute of the machine does not fall on one case.
+    """
+    if repeats < 1:
+        raise RequestError("repeats", repeats, "must be at least 1")
+    rng = np.random.default_rng(seed)
+    cases = designed_cases(shape)
+    taken: dict[tuple[str, Any], list[tuple[StepLoad, float]]] = {}
+    real = engine.runner
+    numbers = itertools.count()
+    try:
+        for case in (case for _ in range(repeats) for case in cases):
+            timer: Any = StepTimer(real, shape)
+            engine.runner = timer
+            _run(engine, case, rng, numbers)
+            previous_decodes = False
+            for load, seconds in timer.steps:
+                decodes = load.prompt_pairs == 0
+                if not decodes or previous_decodes:
+                    taken.setdefault((str(case), load.rows if decodes else load), []).append((load, seconds))
+                previous_decodes = decodes
+            if progress is not None:
+                progress(case)
+    finally:
+        engine.runner = real
+    for (name, key), steps in taken.items():
+        kind = f"{name}: chunk" if isinstance(key, StepLoad) else f"{name}: decode"
+        yield MeasuredStep(_mean([load for load, _ in steps]), statistics.median(s for _, s in steps), len(steps), kind)
+
+
+def _run(engine: Engine, case: StepCase, rng: np.random.Generator, numbers: Iterator[int]) -> None:
+    """Send a case's requests, and step until they end."""
+    last = DECODES if not case.prompt else 2 * DECODES
+
+    def add(length: int, tokens: int) -> None:
+        prompt = rng.integers(0, engine.runner.vocab_size, length).tolist()
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+        engine.add_request(f"steps-{next(numbers)}", {"prompt_token_ids": prompt}, params)
+
+    for _ in range(case.rows):
+        add(case.context, last)
+    if case.prompt:
+        while engine.stats().generated_tokens < case.rows * 2:
+            engine.step()
+        add(case.prompt, 1)
+    while engine.has_work:
+        engine.step()
+    engine.reset_stats()
+
+
+def _mean(loads: Sequence[StepLoad]) -> StepLoad:
+    return StepLoad(*(statistics.fmean(getattr(load, name) for load in loads) for name in FEATURES))

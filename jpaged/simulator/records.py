@@ -1,0 +1,75 @@
+"""Records: what a run writes down while it goes, in memory that does not grow with it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from jpaged.simulator.histogram import Histogram
+from jpaged.simulator.timeline import Timeline
+
+
+class Recorded(Protocol):
+    """What is known of a simulated request."""
+
+    request_id: str
+    arrived: float         # seconds
+    final_length: int      # tokens, prompt included
+    priority: int
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class Records:
+    """Distributions and sums over all replicas of a run. Times are in seconds."""
+
+    timeline: Timeline
+    watch: Callable[[str, Recorded, float], None] | None = None  # told of "start" and "finish" with the time; for tests
+    first_token: Histogram = dataclasses.field(default_factory=Histogram)  # from arrival
+    inter_token: Histogram = dataclasses.field(default_factory=Histogram)  # from the token before, as the host sees it
+    end_to_end: Histogram = dataclasses.field(default_factory=Histogram)   # from arrival to the last token
+    queued: Histogram = dataclasses.field(default_factory=Histogram)       # from arrival to the first step with it
+    finished: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0    # of finished requests
+    output_tokens: int = 0    # of finished requests
+    sampled_tokens: int = 0
+    computed_tokens: int = 0  # by all steps, recomputed ones included, padding not
+    steps: int = 0
+    steps_beyond: int = 0     # steps with a load larger than was ever measured
+    busy: float = 0.0         # seconds of steps, of all replicas together
+    end: float = 0.0          # when the last token arrived
+
+    def note_step(self, computed_tokens: int, seconds: float, *, beyond: bool) -> None:
+        """A step was begun."""
+        self.steps += 1
+        self.computed_tokens += computed_tokens
+        self.busy += seconds
+        self.steps_beyond += beyond
+
+    def note_start(self, request: Recorded, time: float) -> None:
+        """A request has its first step."""
+        self.queued.add(time - request.arrived)
+        if self.watch is not None:
+            self.watch("start", request, time)
+
+    def note_tokens(
+        self, since: float, now: float, *, running: int, waiting: int, kv_use: float, prompt_tokens: int,
+        output_tokens: int,
+    ) -> None:  # fmt: skip
+        """The tokens of a step have arrived; the rest is how a replica stood since the step before."""
+        self.sampled_tokens += output_tokens
+        self.timeline.add(since, now, running, waiting, kv_use, prompt_tokens, output_tokens)
+        self.end = max(self.end, now)
+
+    def note_finish(self, request: Recorded, time: float) -> None:
+        """A request has all its tokens."""
+        self.finished += 1
+        self.prompt_tokens += request.prompt_len
+        self.output_tokens += request.final_length - request.prompt_len
+        self.end_to_end.add(time - request.arrived)
+        if self.watch is not None:
+            self.watch("finish", request, time)

@@ -1,0 +1,190 @@
+"""SimulationResult: the figures of a run, as a table and as JSON."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jpaged.simulator.cost import COEFFICIENTS, CostModel
+from jpaged.simulator.histogram import Histogram
+from jpaged.simulator.records import Records
+from jpaged.simulator.replica import Replica
+from jpaged.simulator.step_load import EngineShape
+from jpaged.simulator.timeline import TimelinePoint
+
+PERCENTS = (50, 90, 99)
+LATENCIES = {
+    "first_token": "Time to first token",
+    "inter_token": "Between tokens",
+    "end_to_end": "End to end",
+    "queued": "Waiting to start",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Latency:
+    """Percentiles of one kind of time, in seconds, each within half a percent (the largest is exact)."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    edges: list[float]   # of the distribution, for plots
+    shares: list[float]  # of all values up to each edge
+
+    @classmethod
+    def of(cls, histogram: Histogram) -> "Latency":
+        """The percentiles of a histogram."""
+        edges, shares = histogram.shares_up_to()
+        percentiles = (histogram.percentile(percent) for percent in PERCENTS)
+        return cls(histogram.mean, *percentiles, histogram.largest, edges, shares)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What a simulated load gave. Seconds are simulated ones."""
+
+    num_replicas: int
+    finished_requests: int
+    refused_requests: int
+    duration: float                  # until the last token
+    prompt_tokens: int               # of finished requests
+    output_tokens: int
+    first_token: Latency             # from arrival
+    inter_token: Latency             # between a request's tokens
+    end_to_end: Latency              # from arrival to the last token
+    queued: Latency                  # from arrival to the first step
+    steps: int
+    busy: float                      # share of the time in which a replica runs a step, averaged over replicas
+    preemptions: int
+    recomputed_tokens: int
+    useful_tokens: int               # computed ones that no preemption made necessary
+    prefix_hit_tokens: int           # prompt tokens that were not computed
+    started_prompt_tokens: int       # prompt tokens of all requests that started
+    kv_waste: float                  # share of running requests' slots that hold no token, averaged over steps
+    kv_use: float                    # share of blocks that somebody holds, averaged over time
+    kv_peak: float                   # the largest of any replica
+    steps_beyond_measured: int       # steps with a load larger than any the cost model was fitted to
+    timeline: list[TimelinePoint]
+    cost_model: CostModel
+    engine: EngineShape
+
+    @property
+    def recomputed_share(self) -> float:
+        """Tokens computed again after preemptions, over those that had to be computed."""
+        return self.recomputed_tokens / self.useful_tokens if self.useful_tokens else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in the prefix cache."""
+        return self.prefix_hit_tokens / self.started_prompt_tokens if self.started_prompt_tokens else 0.0
+
+    def per_second(self, count: float) -> float:
+        """A count over the simulated time."""
+        return count / self.duration if self.duration else 0.0
+
+    def table(self) -> str:
+        """All figures, for people."""
+        tokens = self.prompt_tokens + self.output_tokens
+        lines = [
+            f"Cost model:              {self.cost_model.origin}",
+            f"Requests finished:       {self.finished_requests:,}"
+            + (f" ({self.refused_requests:,} refused)" if self.refused_requests else ""),
+            f"Simulated time:          {self.duration:,.2f} s, {self.steps:,} steps, busy {self.busy:.1%}",
+            f"Throughput:              {self.per_second(self.finished_requests):,.2f} requests/s, "
+            f"{self.per_second(tokens):,.1f} total tokens/s, "
+            f"{self.per_second(self.output_tokens):,.1f} output tokens/s",
+            f"Tokens:                  {self.prompt_tokens:,} prompt, {self.output_tokens:,} output",
+            "",
+            f"{'seconds':<25}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}",
+        ]
+        for title, latency in self.latencies().items():
+            values = (latency.mean, latency.p50, latency.p90, latency.p99, latency.max)
+            lines.append(f"{title:<25}" + "".join(f"{value:>10.4g}" for value in values))
+        lines += [
+            "",
+            f"Preemptions:             {self.preemptions:,}, {self.recomputed_tokens:,} tokens recomputed: "
+            f"{self.recomputed_share:.2%} of the useful ones",
+            f"Prefix cache hits:       {self.prefix_hit_tokens:,} tokens, {self.hit_rate:.1%} of the prompts'",
+            f"KV use:                  {self.kv_use:.1%} on average, {self.kv_peak:.1%} at most",
+            f"KV waste:                {self.kv_waste:.2%} of the slots held",
+        ]
+        if self.steps_beyond_measured:
+            share = self.steps_beyond_measured / self.steps
+            lines.append(
+                f"Extrapolated:            {self.steps_beyond_measured:,} steps ({share:.1%}) are larger than any the "
+                "cost model was fitted to"
+            )
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for machines."""
+        apart = ("timeline", "cost_model", "engine", *LATENCIES)
+        names = [field.name for field in dataclasses.fields(self) if field.name not in apart]
+        data = {name: getattr(self, name) for name in names}
+        latencies = {name: dataclasses.asdict(getattr(self, name)) for name in LATENCIES}
+        return {
+            **data,
+            "requests_per_second": self.per_second(self.finished_requests),
+            "tokens_per_second": self.per_second(self.prompt_tokens + self.output_tokens),
+            "output_tokens_per_second": self.per_second(self.output_tokens),
+            "recomputed_share": self.recomputed_share,
+            "hit_rate": self.hit_rate,
+            "seconds": latencies,
+            "timeline": [dataclasses.asdict(point) for point in self.timeline],
+            "cost_model": {
+                "origin": self.cost_model.origin,
+                **{name: getattr(self.cost_model, name) for name in COEFFICIENTS},
+            },
+            "engine": dataclasses.asdict(self.engine),
+        }
+
+    def latencies(self) -> dict[str, Latency]:
+        """Each kind of time, by what it is called in tables and plots."""
+        return {title: getattr(self, name) for name, title in LATENCIES.items()}
+
+
+def summarise(
+    records: Records, replicas: Sequence[Replica], cost: CostModel, shape: EngineShape
+) -> SimulationResult:
+    """The result of a run that is over."""
+    counters = [replica.scheduler.counters for replica in replicas]
+    recomputed = sum(counter.recomputed_tokens for counter in counters)
+    timeline = records.timeline.points()
+    spans = [2 * (point.time - begin) for begin, point in _begins(timeline)]
+    used = sum(point.kv_use * span for point, span in zip(timeline, spans, strict=True))
+    return SimulationResult(
+        num_replicas=len(replicas),
+        finished_requests=records.finished,
+        refused_requests=records.refused,
+        duration=records.end,
+        prompt_tokens=records.prompt_tokens,
+        output_tokens=records.output_tokens,
+        first_token=Latency.of(records.first_token),
+        inter_token=Latency.of(records.inter_token),
+        end_to_end=Latency.of(records.end_to_end),
+        queued=Latency.of(records.queued),
+        steps=records.steps,
+        busy=records.busy / (records.end * len(replicas)) if records.end else 0.0,
+        preemptions=sum(counter.preemptions for counter in counters),
+        recomputed_tokens=recomputed,
+        useful_tokens=records.computed_tokens - recomputed,
+        prefix_hit_tokens=sum(counter.prefix_hit_tokens for counter in counters),
+        started_prompt_tokens=sum(counter.prompt_tokens for counter in counters),
+        kv_waste=sum(counter.waste_sum for counter in counters) / max(records.steps, 1),
+        kv_use=used / records.end if records.end else 0.0,
+        kv_peak=max(replica.manager.pool.peak_used for replica in replicas) / shape.num_blocks,
+        steps_beyond_measured=records.steps_beyond,
+        timeline=timeline,
+        cost_model=cost,
+        engine=shape,
+    )
+
+
+def _begins(timeline: Sequence[TimelinePoint]) -> list[tuple[float, TimelinePoint]]:
+    """Each interval with its beginning: they follow each other without a gap from time 0 on."""
+    begin, pairs = 0.0, []
+    for point in timeline:
+        pairs.append((begin, point))
+        begin = 2 * point.time - begin
+    return pairs

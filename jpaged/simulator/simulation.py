@@ -1,0 +1,140 @@
+"""The discrete clock: arrivals and the turns of N replicas, in the order of time.
+
+1. The replica whose next turn is earliest is looked for; an idle one has none.
+2. Arrivals up to that time are routed, each at its own time: nothing a router looks at changes in between.
+3. The replica has its turn, and its clock goes on. When none has one and nothing arrives any more, the run is over.
+"""
+
+import dataclasses
+import gc
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from jpaged.errors import RequestError
+from jpaged.simulator.cost import CostModel
+from jpaged.simulator.load import Arrival
+from jpaged.simulator.records import Recorded, Records
+from jpaged.simulator.replica import Replica
+from jpaged.simulator.results import SimulationResult, summarise
+from jpaged.simulator.routing import ROUTERS
+from jpaged.simulator.step_load import EngineShape
+from jpaged.simulator.timeline import Timeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """Everything about a run but its load."""
+
+    shape: EngineShape
+    cost: CostModel
+    num_replicas: int = 1
+    routing: str = "round-robin"
+    prefix_caching: bool = True
+    max_tokens: int | None = None       # what requests are allowed; None: as many as they generate
+    concurrency: int | None = None      # an arrival waits outside while so many requests are in the system
+    max_queued_requests: int | None = None  # an arrival is refused while so many wait at its replica
+
+    def __post_init__(self) -> None:
+        for name in ("num_replicas", "concurrency", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError(name, value, "must be at least 1")
+        if self.max_queued_requests is not None and self.max_queued_requests < 0:
+            raise RequestError("max_queued_requests", self.max_queued_requests, "must be 0 or more")
+        if self.routing not in ROUTERS:
+            raise RequestError("routing", self.routing, f"must be {', '.join(ROUTERS)}")
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
+            if getattr(self.shape, name) < 1:
+                raise RequestError(name, getattr(self.shape, name), "must be at least 1")
+        if self.shape.max_num_batched_tokens < self.shape.max_num_seqs:
+            raise RequestError(
+                "max_num_batched_tokens",
+                self.shape.max_num_batched_tokens,
+                f"must be at least max_num_seqs={self.shape.max_num_seqs}: every row may decode in a step",
+            )
+
+
+def simulate(
+    arrivals: Iterable[Arrival],
+    options: SimulationOptions,
+    *,
+    progress: Callable[[int], object] | None = None,
+    watch: Callable[[str, Recorded, float], None] | None = None,
+) -> SimulationResult:
+    """Run a load to its end.
+
+    progress: called with the number of requests that ended, now and then.
+    watch:    called with "start" or "finish", the request and the time; for tests.
+    """
+    records = Records(Timeline(options.num_replicas), watch)
+    replicas = [
+        Replica(
+            options.shape,
+            options.cost,
+            records,
+            prefix_caching=options.prefix_caching,
+            max_tokens=options.max_tokens,
+        )
+        for _ in range(options.num_replicas)
+    ]
+    with _few_collections():
+        _run(iter(arrivals), options, replicas, records, progress)
+    return summarise(records, replicas, options.cost, options.shape)
+
+
+def _run(
+    arrivals: Iterator[Arrival],
+    options: SimulationOptions,
+    replicas: list[Replica],
+    records: Records,
+    progress: Callable[[int], object] | None,
+) -> None:
+    router = ROUTERS[options.routing]()
+    places = None if options.concurrency is None else [0.0] * options.concurrency  # a heap of when each became free
+    most_queued = math.inf if options.max_queued_requests is None else options.max_queued_requests
+    upcoming = next(arrivals, None)
+    number = 0
+    while True:
+        replica = min(replicas, key=_next_turn) if len(replicas) > 1 else replicas[0]
+        turn = replica.next_turn
+        if upcoming is not None and (places is None or places):
+            time = upcoming.time if places is None else max(upcoming.time, places[0])
+            if time <= turn:
+                chosen = replicas[router.choose(upcoming, replicas)]
+                if chosen.num_waiting >= most_queued:
+                    records.refused += 1
+                else:
+                    chosen.add(upcoming, number, time)
+                    if places is not None:
+                        heapq.heappop(places)
+                number += 1
+                upcoming = next(arrivals, None)
+                continue
+        if turn == math.inf:
+            return
+        ended = replica.turn()
+        if ended:
+            if places is not None:
+                for time in ended:
+                    heapq.heappush(places, time)
+            if progress is not None:
+                progress(len(ended))
+
+
+def _next_turn(replica: Replica) -> float:
+    return replica.next_turn
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Let the garbage collector look rarely: requests make no cycles, and it would walk all that live each time."""
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -1,0 +1,216 @@
+"""Runs of the simulator: everything that arrives is served, the same seed gives the same run, and queues are as long as
+queueing theory says."""
+
+import dataclasses
+import itertools
+import statistics
+
+import pytest
+
+from jpaged.errors import RequestError
+from jpaged.simulator.cost import CostModel
+from jpaged.simulator.load import Arrival, ArrivalTimes, GeneratedLoad, LengthDistribution
+from jpaged.simulator.simulation import SimulationOptions, simulate
+from jpaged.simulator.step_load import EngineShape
+
+SHAPE = EngineShape(num_blocks=600, block_size=16, max_num_seqs=24, max_num_batched_tokens=256, max_model_len=512)
+COST = CostModel(fixed=5e-3, per_token=2e-5, per_kv_token=1e-7)
+
+
+def options(**fields) -> SimulationOptions:
+    return SimulationOptions(**{"shape": SHAPE, "cost": COST, **fields})
+
+
+def load(rate: float = 20.0, prompt="lognormal:90:0.7", output="lognormal:40:0.7", **fields) -> GeneratedLoad:
+    given = {
+        "num_requests": 600,
+        "times": ArrivalTimes("poisson", rate),
+        "prompt_tokens": LengthDistribution("prompt_tokens", prompt),
+        "output_tokens": LengthDistribution("output_tokens", output),
+        "max_model_len": 512,
+    }
+    return GeneratedLoad(**{**given, **fields})
+
+
+def test_the_same_seed_is_the_same_run():
+    fields = {"num_requests": 200, "prefixes": 3, "prefix_tokens": 32}
+    two = options(num_replicas=2, routing="prefix-affine")
+    first, again, other = (simulate(load(seed=seed, **fields), two).as_json() for seed in (1, 1, 2))
+    assert first == again
+    assert first["seconds"] != other["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [
+        ({}, {}),
+        ({"max_tokens": 200}, {}),                                                  # ends are surprises
+        ({"num_replicas": 3, "routing": "least-loaded"}, {"prefixes": 5, "prefix_tokens": 40}),
+        ({"concurrency": 30}, {"rate": float("inf")}),
+        ({"shape": dataclasses.replace(SHAPE, num_blocks=64)}, {}),                 # preempts
+        ({"shape": dataclasses.replace(SHAPE, num_blocks=64), "max_tokens": 300}, {}),
+        ({"shape": dataclasses.replace(SHAPE, num_blocks=128, windows=(None, 48))}, {}),
+        ({"prefix_caching": False}, {"prefixes": 2, "prefix_tokens": 64}),
+    ],
+)  # fmt: skip
+def test_everything_that_arrives_is_served(fields, more):
+    """No request is lost or served twice, and no token: against the load, and against what each request saw."""
+    arrivals = list(load(**more))
+    started, ended = {}, {}
+
+    def watch(event, request, time):
+        seen = started if event == "start" else ended
+        assert request.request_id not in seen, f"{event} twice"
+        seen[request.request_id] = (request, time)
+
+    result = simulate(arrivals, options(**fields), watch=watch)
+    assert result.finished_requests == len(started) == len(ended) == len(arrivals)
+    assert result.prompt_tokens == sum(a.prompt_tokens for a in arrivals)
+    assert result.output_tokens == sum(a.output_tokens for a in arrivals)
+    for number, arrival in enumerate(arrivals):
+        request, end = ended[str(number)]
+        assert len(request.token_ids) >= arrival.prompt_tokens + arrival.output_tokens
+        assert request.prompt_len == arrival.prompt_tokens
+        assert arrival.time <= request.arrived <= started[str(number)][1] < end
+    # Every token was counted once: the first ones of requests, and the gaps between the others.
+    distributions = result.first_token.shares, result.inter_token.shares
+    assert all(shares[-1] == 1 for shares in distributions)
+    assert result.useful_tokens >= result.prompt_tokens - result.prefix_hit_tokens
+    if fields.get("shape") is not None and result.preemptions:
+        assert result.recomputed_tokens > 0
+    if not fields.get("prefix_caching", True):
+        assert result.prefix_hit_tokens == 0
+    elif more.get("prefixes"):
+        assert result.prefix_hit_tokens > 0.5 * result.started_prompt_tokens * 40 / (40 + 90)
+
+
+def test_a_request_alone_takes_the_steps_it_takes():
+    """By hand: a prompt in chunks of 256, then a token a step, each as long as the cost model says."""
+    result = simulate([Arrival(3.0, 300, 4)], options(cost=CostModel(fixed=1.0, per_kv_token=1e-3)))
+    chunks = (1 + 0.256) + (1 + 0.300)
+    decodes = [1 + 0.301, 1 + 0.302, 1 + 0.303]
+    assert result.first_token.max == pytest.approx(chunks)
+    assert result.inter_token.max == pytest.approx(decodes[-1])
+    assert result.end_to_end.max == pytest.approx(chunks + sum(decodes))
+    assert result.duration == pytest.approx(3 + chunks + sum(decodes))
+    assert result.queued.max == 0
+    assert result.steps == 5
+    assert result.busy == pytest.approx((result.duration - 3) / result.duration)
+
+
+def test_gaps_between_tokens_are_those_that_each_request_sees():
+    """Against a record of every token of every request, preemptions and surprising ends included."""
+    times: dict[str, list[float]] = {}
+    small = dataclasses.replace(SHAPE, num_blocks=48)
+
+    from jpaged.simulator.replica import Replica
+
+    take = Replica._take
+
+    def spied(self, done, since):
+        before = {request: len(request.token_ids) for request in done.step.requests if not request.ended}
+        result = take(self, done, since)
+        for request, length in before.items():
+            if len(request.token_ids) > length:
+                times.setdefault(request.request_id, []).append(self.now)
+        return result
+
+    Replica._take = spied
+    try:
+        result = simulate(load(rate=60), options(shape=small, max_tokens=300))
+    finally:
+        Replica._take = take
+    assert result.preemptions > 10
+    gaps = [late - early for each in times.values() for early, late in itertools.pairwise(each)]
+    assert result.inter_token.mean == pytest.approx(statistics.fmean(gaps))
+    assert result.inter_token.max == pytest.approx(max(gaps))
+    gaps.sort()
+    assert result.inter_token.p99 == pytest.approx(gaps[int(0.99 * len(gaps))], rel=0.02)
+    assert sum(map(len, times.values())) == result.output_tokens
+
+
+def test_queues_are_as_long_as_theory_says():
+    """One row, one step a request, all steps alike: an M/D/1 queue, whose mean wait is rho / (2 mu (1 - rho)).
+
+    A step's turn comes while the step before runs, so a request that meets an idle engine starts at once, as in theory;
+    one that meets a busy engine starts when the step's turn comes. Kingman's and Pollaczek-Khinchine's formulas.
+    """
+    service = 0.1
+    shape = EngineShape(num_blocks=64, block_size=16, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=16)
+    for rho in (0.3, 0.7):
+        arrivals = load(rate=rho / service, num_requests=12_000, prompt="8", output="1", max_model_len=16, seed=3)
+        result = simulate(arrivals, options(shape=shape, cost=CostModel(fixed=service), prefix_caching=False))
+        # From arrival to the only token: waiting and service.
+        expected = service + rho * service / (2 * (1 - rho))
+        assert result.first_token.mean == pytest.approx(expected, rel=0.05), rho
+        assert result.busy == pytest.approx(rho, rel=0.02)
+
+
+def test_arrivals_beyond_the_queue_are_refused():
+    result = simulate(load(rate=500), options(max_queued_requests=5))
+    assert result.refused_requests > 0
+    assert result.finished_requests + result.refused_requests == 600
+    assert max(point.waiting for point in result.timeline) <= 5 + 1e-9
+
+
+def test_closed_loads_hold_their_concurrency():
+    result = simulate(load(rate=float("inf")), options(concurrency=10))
+    running = [point.running + point.waiting for point in result.timeline]
+    assert max(running) <= 10 + 1e-9
+    # Little's law: requests in the system = throughput x time in it.
+    assert result.per_second(600) * result.end_to_end.mean == pytest.approx(10, rel=0.05)
+
+
+def test_littles_law_holds_for_what_runs_and_waits():
+    result = simulate(load(rate=30, num_requests=1000), options())
+    spans, begin, area = [], 0.0, 0.0
+    for point in result.timeline:
+        spans.append(2 * (point.time - begin))
+        begin += spans[-1]
+        area += spans[-1] * (point.running + point.waiting)
+    assert area / result.duration == pytest.approx(result.per_second(1000) * result.end_to_end.mean, rel=0.05)
+
+
+def test_two_replicas_share_the_work():
+    alone = simulate(load(rate=float("inf")), options())
+    for routing in ("round-robin", "least-loaded"):
+        both = simulate(load(rate=float("inf")), options(num_replicas=2, routing=routing))
+        assert both.duration < 0.6 * alone.duration
+        assert both.output_tokens == alone.output_tokens
+
+
+def test_prefixes_go_where_they_are_cached():
+    """More prefixes than one pool holds: only with affine routing does each replica keep its share of them."""
+    shape = dataclasses.replace(SHAPE, num_blocks=128)
+    shared = {"prefixes": 16, "prefix_tokens": 240, "prefix_zipf": 0.0, "num_requests": 600}
+    arrivals = load(rate=40, prompt="16", output="16", **shared)
+    rates = {
+        routing: simulate(arrivals, options(shape=shape, num_replicas=4, routing=routing)).hit_rate
+        for routing in ("round-robin", "prefix-affine")
+    }
+    assert rates["prefix-affine"] > rates["round-robin"] + 0.15
+
+
+def test_prefixes_that_are_whole_prompts_share_no_answers():
+    """Two requests with equal prompts: the first's generated tokens are not the second's."""
+    arrivals = [Arrival(0.0, 64, 64, 0, 64), Arrival(10.0, 64, 64, 0, 64), Arrival(20.0, 128, 8, 0, 64)]
+    result = simulate(arrivals, options())
+    assert result.prefix_hit_tokens == 48 + 64  # of a whole prompt the last token is computed again, so its block is
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"num_replicas": 0}, "num_replicas=0"),
+        ({"concurrency": 0}, "concurrency=0"),
+        ({"max_queued_requests": -1}, "max_queued_requests=-1"),
+        ({"routing": "random"}, "round-robin"),
+        ({"shape": dataclasses.replace(SHAPE, num_blocks=0)}, "num_blocks=0"),
+        ({"shape": dataclasses.replace(SHAPE, max_num_batched_tokens=23)}, "must be at least max_num_seqs=24"),
+        ({"shape": dataclasses.replace(SHAPE, num_blocks=31)}, "needs 32"),
+    ],
+)
+def test_options_that_cannot_be(fields, says):
+    with pytest.raises(RequestError) as error:
+        simulate([Arrival(0.0, 1, 1)], options(**fields))
+    assert says in str(error.value)
