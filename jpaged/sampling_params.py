@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import enum
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -187,17 +188,18 @@ class SamplingParams:
                 raise RequestError(name, value, f"not supported yet: leave it out, or {default!r}")
             object.__setattr__(self, name, default)
 
-    @property
+    # cached: asked for at every token
+    @functools.cached_property
     def num_sequences(self) -> int:
         """Answers that are made, of which `n` are given."""
         return (self.beam_width or self.best_of or self.n) if self.use_beam_search else (self.best_of or self.n)
 
-    @property
+    @functools.cached_property
     def chooses(self) -> bool:
         """Whether it is known at the end only which answers are given."""
         return self.use_beam_search or self.num_sequences > self.n
 
-    @property
+    @functools.cached_property
     def needs_logprobs(self) -> bool:
         """Whether log-probabilities of the sampled tokens are needed, asked for or not."""
         return self.logprobs is not None or self.chooses

@@ -6,6 +6,8 @@ each further heir a request of the group that has none becomes a fork of it, sha
 gives up what it holds. Then each has its new token to compute.
 """
 
+import time
+
 import numpy as np
 
 from jpaged.engine.beam_search import BeamSearch
@@ -36,7 +38,7 @@ def advance(group: RequestGroup, search: BeamSearch, scheduler: Scheduler) -> bo
     given = [group.given[beam] for beam in group.beams]
     token_ids, logprobs = (np.stack(part) for part in zip(*given, strict=True))
     group.given.clear()
-    note_token(group.metrics)
+    note_token(group.metrics, time.monotonic())
     if group.params.logprobs is not None:
         group.candidates.append((token_ids, logprobs))
     steps = search.advance(token_ids, logprobs)

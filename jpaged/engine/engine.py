@@ -178,7 +178,7 @@ class Engine:
         if count == 1 or (group.params.max_tokens is None and group.search is None):
             return
         total, prompt = group.first.max_total_tokens, len(group.prompt_token_ids)
-        shared = prompt // manager.block_size * manager.num_groups if not any(manager.windows) else 0
+        shared = prompt // manager.block_size * manager.windows.count(None)
         need = shared + count * (manager.most_blocks(total) - shared)
         if need > manager.pool.num_blocks:
             name = "beam_width" if group.search is not None else ("n" if group.params.best_of is None else "best_of")
@@ -335,14 +335,17 @@ class Engine:
 
     def _take(self, step: ScheduledStep, result: Any) -> list[Output]:
         news: dict[RequestGroup, None] = {}  # groups of which something is to be told, in order
+        now, token_ids = time.monotonic(), result.token_ids.tolist()
         for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
             if not samples or request.status.is_end:
                 continue
             group = self._groups[request.request_id]
             self.generated_tokens += request.pooling is None
             try:
-                if group.search is None:
-                    end = self._outputs.take(request, result, index)
+                if group.pooling is not None:
+                    end = self._outputs.take_pooled(request, result, index)
+                elif group.search is None:
+                    end = self._outputs.take(request, token_ids[index], now, result, index)
                 else:
                     end = self._take_beam(group, group.search, request, result, index)
             except Exception:  # whatever one request's text or log-probabilities do, the others go on

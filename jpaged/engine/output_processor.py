@@ -29,20 +29,19 @@ class OutputProcessor:
             for request in group.requests:
                 self._detokenizers[request] = self._decoder.new(skip_special_tokens=skip)
 
-    def take(self, request: Request, result: StepResult, index: int) -> RequestStatus | None:
+    def take(
+        self, request: Request, token_id: int, now: float, result: StepResult, index: int
+    ) -> RequestStatus | None:
         """Append the token that row `index` of a step sampled; the request's end, if that ends it.
 
-        A token that stops the request is part of its ids, but not of its text. What is pooled ends its request.
+        A token that stops the request is part of its ids, but not of its text. now: seconds of `time.monotonic()`.
         """
-        if request.pooling is not None:
-            return self._take_pooled(request, result, index)
-        token_id = int(result.token_ids[index])
         request.num_in_flight -= 1
         request.token_ids.append(token_id)
-        note_token(request.metrics)
+        note_token(request.metrics, now)
         if request.params.needs_logprobs:
             self._add_logprobs(request, token_id, result, index)
-        if token_id in request.eos_token_ids or token_id in (request.params.stop_token_ids or ()):
+        if token_id in request.stop_ids:
             request.stop_reason = _stop_reason(request, token_id)
             return RequestStatus.STOPPED
         detokenizer = self._detokenizers.get(request)
@@ -159,7 +158,8 @@ class OutputProcessor:
         """Stop following requests."""
         self._detokenizers.clear()
 
-    def _take_pooled(self, request: Request, result: StepResult, index: int) -> RequestStatus:
+    def take_pooled(self, request: Request, result: StepResult, index: int) -> RequestStatus:
+        """Keep what row `index` of a step pooled, which ends its request."""
         if result.pooled is None or self._pooling is None:
             raise EngineError(f"request {request.request_id} is to be pooled, the step gave nothing")
         request.num_in_flight -= 1
@@ -187,9 +187,8 @@ class OutputProcessor:
         return Logprob(logprob, rank, None if decoder is None else decoder.token_text(token_id))
 
 
-def note_token(metrics: RequestMetrics) -> None:
+def note_token(metrics: RequestMetrics, now: float) -> None:
     """A token of a request has reached the host."""
-    now = time.monotonic()
     metrics.last_token_time = now
     if metrics.first_token_time is None:
         metrics.first_token_time = now

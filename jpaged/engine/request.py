@@ -32,13 +32,10 @@ class RequestStatus(enum.Enum):
     ABORTED = "abort"          # end: by the caller
     FAILED = "error"           # end: the step it was part of failed
 
-    @property
-    def is_end(self) -> bool:
-        """Whether nothing more happens to the request."""
-        return self in _ENDS
+    is_end: bool  # whether nothing more happens to the request
 
-
-_ENDS = frozenset((RequestStatus.STOPPED, RequestStatus.LENGTH, RequestStatus.ABORTED, RequestStatus.FAILED))
+    def __init__(self, value: str):
+        self.is_end = value in ("stop", "length", "abort", "error")
 
 
 GIVEN_BACK = -1
@@ -106,6 +103,7 @@ class Request:
     row_is_new: bool = False       # the device's request table does not know yet what its row holds
 
     sampler: SamplerVariant = dataclasses.field(init=False)  # what it needs of a step that samples for it
+    stop_ids: frozenset[int] = dataclasses.field(init=False)  # tokens that end it, the model's and the caller's
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     pooled: EmbeddingOutput | ClassificationOutput | None = None
@@ -118,6 +116,8 @@ class Request:
         if self.params.needs_logprobs:
             self.cumulative_logprob = 0.0
         self.sampler = _sampler_need(self.params)
+        own = self.params.stop_token_ids
+        self.stop_ids = self.eos_token_ids.union(own) if own else self.eos_token_ids
 
     @property
     def prompt_len(self) -> int:
