@@ -11,15 +11,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from jpaged.build import RUNNERS
 from jpaged.config import EngineConfig
-from jpaged.engine.waiting_queue import POLICIES
 from jpaged.errors import RequestError
 
 NO_MODEL = "name a model: a folder, a Hugging Face hub id, a .gguf file, or demo (as first argument, or with --model)"
 
 # Options that take one of a few words; the engine refuses others, from the command line as from Python.
-CHOICES: dict[str, tuple[str, ...]] = {"runner": RUNNERS, "scheduling_policy": tuple(POLICIES)}
+CHOICES = {"runner": ("auto", "generate", "pooling"), "scheduling_policy": ("fcfs", "priority", "shortest_first")}
 
 ModelArgument = Annotated[
     tyro.conf.Positional[str | None],

@@ -6,8 +6,10 @@ import sys
 import pytest
 
 from jpaged import cli
+from jpaged.build import RUNNERS
 from jpaged.cli import flags
 from jpaged.config import EngineConfig
+from jpaged.engine.waiting_queue import POLICIES
 
 COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency"]
 
@@ -38,7 +40,8 @@ def test_help_of_scheduling_options(capsys):
         "--max-queued-tokens INT", "--swap-space FLOAT", "--max-num-partial-prefills INT", "(default: fcfs)",
     ):  # fmt: skip
         assert shown in text
-    assert all(doc.replace("\n", " ") == doc for doc in flags.field_docs(EngineConfig).values())
+    assert not any("\n" in doc for doc in flags.field_docs(EngineConfig).values())
+    assert {"runner": RUNNERS, "scheduling_policy": tuple(POLICIES)} == flags.CHOICES
 
 
 def test_help_imports_no_jax():
