@@ -27,7 +27,7 @@ def main(**engine_options: Any) -> None:
         separate = apart.stats()
     print(
         f"2 beam searches of 4: {shared.peak_used_blocks} blocks of {shared.block_size} tokens at most, "
-        f"{shared.copied_blocks} copied on write\n"
+        f"{shared.copied_blocks} copied on write; the second found {outputs[1].num_cached_tokens} tokens of the first\n"
         f"8 separate requests:  {separate.peak_used_blocks} blocks; sharing saves "
         f"{1 - shared.peak_used_blocks / separate.peak_used_blocks:.0%}"
     )

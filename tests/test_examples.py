@@ -28,4 +28,5 @@ def test_beam_search(capsys: pytest.CaptureFixture[str]):
     assert all(text for _, text in answers)
     shared, separate = (int(re.search(rf"{what}: +(\d+) blocks", printed)[1]) for what in ("of 4", "requests"))
     assert 0 < shared <= 0.65 * separate
+    assert "the second found 16 tokens of the first" in printed  # one block, while both ran
     assert f"sharing saves {1 - shared / separate:.0%}" in printed
