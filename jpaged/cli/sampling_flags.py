@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jpaged.errors import RequestError
 from jpaged.sampling_params import SamplingParams
 
 
@@ -59,7 +60,7 @@ class SamplingFlags:
 
     def sampling_params(self) -> SamplingParams:
         """As SamplingParams. Raises RequestError that names a bad flag."""
-        return SamplingParams(
+        params = SamplingParams(
             n=self.n,
             best_of=self.best_of,
             use_beam_search=self.use_beam_search,
@@ -75,3 +76,7 @@ class SamplingFlags:
             ignore_eos=self.ignore_eos,
             logprobs=self.logprobs,
         )
+        if params.greedy and params.num_sequences > 1 and not params.use_beam_search:
+            accepted = "every answer would be the same: use a higher one for several, or --use-beam-search"
+            raise RequestError("temperature", self.temperature, accepted)
+        return params

@@ -124,6 +124,7 @@ def test_engine_flags_become_options():
         (["generate", "demo", "--output-json", "/nowhere/x.json"], "output_json"),
         (["generate", "demo", "--n", "65"], "n=65"),
         (["generate", "demo", "--n", "3", "--best-of", "2"], "best_of=2"),
+        (["generate", "demo", "--n", "3"], "temperature=0.0: every answer would be the same"),
         (["generate", "demo", "--use-beam-search"], "beam_width"),
         (["generate", "demo", "--beam-width", "4"], "beam_width=4: goes with use_beam_search"),
         (["generate", "demo", "--early-stopping", "never"], "early_stopping"),
