@@ -143,14 +143,20 @@ class AsyncLLM:
         return cast(AsyncGenerator[RequestOutput, None], self._outputs(prompt, params, request_id, priority))
 
     def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """The one output of a prompt in an engine that pools: an embedding, or a classifier's probabilities.
 
         Its `outputs` are None if the request was aborted. Otherwise as `generate`; see `LLM.embed` and `LLM.classify`.
         """
         params = PoolingParams() if pooling_params is None else pooling_params
-        return cast(AsyncGenerator[PoolingRequestOutput[Any], None], self._outputs(prompt, params, request_id))
+        outputs = self._outputs(prompt, params, request_id, priority)
+        return cast(AsyncGenerator[PoolingRequestOutput[Any], None], outputs)
 
     async def _outputs(
         self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str | None, priority: int = 0
@@ -322,6 +328,7 @@ class AsyncLLM:
     def _add(self, request: RequestGroup, stream: _Stream) -> None:
         self._live[request.request_id] = stream
         try:
+            self._engine.check_capacity(request)
             self._engine.add(request)
         except (RequestError, CapacityError) as error:  # this one's reader is told; nobody else is concerned
             self._post([(request.request_id, error)])

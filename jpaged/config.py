@@ -60,10 +60,12 @@ class EngineConfig:
     Default: as many prompt tokens as max_num_batched_tokens allows."""
 
     max_queued_requests: int | None = None
-    """Most requests that wait for a row; one more is refused (HTTP 503). Default: no limit."""
+    """Most requests that may wait because the engine is full; one more is refused (HTTP 503). Of the server and of
+    AsyncLLM: LLM takes all prompts of a call, however many. Default: no limit."""
 
     max_queued_tokens: int | None = None
-    """Most prompt tokens of requests that wait for a row. Default: no limit."""
+    """Most prompt tokens of requests that wait; one that finds nobody waiting is taken whatever its length. Otherwise
+    as max_queued_requests. Default: no limit."""
 
     gpu_memory_utilization: float = 0.9
     """Share of the accelerator's memory that the engine may take, all in all. No meaning on CPU."""

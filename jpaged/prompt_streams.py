@@ -15,20 +15,22 @@ class Generates(Protocol):
     """The one method of `AsyncLLM` that this needs."""
 
     def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs so far, each with all before it. Closing the generator aborts the request."""
         ...
 
 
 def outputs_of(
-    engine: Generates, prompts: Sequence[Any], params: SamplingParams, request_id: str
+    engine: Generates, prompts: Sequence[Any], params: SamplingParams, request_id: str, *, priority: int = 0
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of several prompts as they come, each with its prompt's index. Closing it aborts all of them.
 
     The first prompt that fails ends all: its error is raised here.
     """
-    streams = [engine.generate(prompt, params, f"{request_id}-{i}") for i, prompt in enumerate(prompts)]
+    streams = [
+        engine.generate(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
+    ]
     return merged(streams)
 
 

@@ -8,7 +8,7 @@ from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
-Prompt = str | dict[str, list[int]]  # text, or {"prompt_token_ids": [...]}
+Prompt = str | dict[str, Any]  # text, or {"prompt": text} or {"prompt_token_ids": [...]}, with a cache_salt or without
 
 
 class EngineClient(Protocol):
@@ -28,13 +28,13 @@ class EngineClient(Protocol):
         ...
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs so far, each with all before it. Closing the generator aborts the request."""
         ...
 
     def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """The one output of a prompt, of an engine that pools. Closing the generator aborts the request."""
         ...

@@ -11,10 +11,12 @@ from typing import Any
 from jpaged.errors import RequestError
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.sampling_params import SamplingParams
-from jpaged.serving.engine_client import EngineClient
+from jpaged.serving.engine_client import EngineClient, Prompt
 from jpaged.serving.error_responses import APIError
-from jpaged.serving.request_schema import SAMPLING_FIELDS, GenerationRequest
+from jpaged.serving.request_schema import SAMPLING_FIELDS, EmbeddingRequest, GenerationRequest
 from jpaged.serving.response_schema import CachedTokens, Usage
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # of several prompts, each with its prompt's index
 
 ABORTED = "the request was aborted: the server is stopping"
 
@@ -77,10 +79,24 @@ def sampling_params(
     request: GenerationRequest, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """The request's fields over the defaults. Raises RequestError that names the field."""
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name, None)) is not None}
     if "logit_bias" in given:
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
-    return dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs)
+    params = dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs)
+    if request.stream and params.chooses:
+        what = "of a beam search" if params.use_beam_search else "of best_of > n"
+        raise RequestError("stream", True, f"{what} the answers are known at the end only: leave stream out")
+    return params
+
+
+def salted(prompts: list[Prompt], request: GenerationRequest | EmbeddingRequest) -> list[Prompt]:
+    """The prompts with the request's cache_salt. Raises RequestError for an empty one: it would keep nobody apart."""
+    salt = request.cache_salt
+    if salt is None:
+        return prompts
+    if not salt:
+        raise RequestError("cache_salt", salt, "must not be empty: leave it out to share the cache with everybody")
+    return [{**({"prompt": one} if isinstance(one, str) else one), "cache_salt": salt} for one in prompts]
 
 
 def check_stream_options(request: GenerationRequest) -> bool:
@@ -102,16 +118,21 @@ def named_as_sent(names: Mapping[str, str]) -> Generator[None]:
 
 
 async def updates(
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None], n: int, finals: dict[int, RequestOutput]
+    outputs: Outputs, n: int, finals: dict[int, RequestOutput]
 ) -> AsyncGenerator[Update, None]:
     """Cumulative outputs as what is new in each. `finals` receives the last output of each prompt, for the usage."""
     seen: dict[int, tuple[int, int]] = {}  # choice -> (tokens, characters) told
+    ended: set[int] = set()  # choices of which all is told, while others of the prompt go on
     async with aclosing(outputs):
         async for prompt, request_output in outputs:
             finals[prompt] = request_output
             for output in request_output.outputs:
                 check_finished_well(output)
                 choice = prompt * n + output.index
+                if choice in ended:
+                    continue
+                if output.finished():
+                    ended.add(choice)
                 tokens, characters = seen.get(choice, (0, 0))
                 new = Update(
                     choice, output.text[characters:], slice(tokens, len(output.token_ids)), characters, output
@@ -120,7 +141,7 @@ async def updates(
                 yield new
 
 
-async def finished(outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> dict[int, RequestOutput]:
+async def finished(outputs: Outputs) -> dict[int, RequestOutput]:
     """The last output of each prompt, in the prompts' order."""
     async with aclosing(outputs):
         finals = {prompt: output async for prompt, output in outputs}

@@ -11,6 +11,11 @@ import msgspec
 # Fields handed to SamplingParams under the same name, which accepts them or refuses them by name.
 SAMPLING_FIELDS = (
     "n",
+    "best_of",
+    "use_beam_search",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
     "temperature",
     "top_p",
     "top_k",
@@ -44,6 +49,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     n: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -65,6 +74,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     # Labels for the caller's own bookkeeping: no effect on the answer, here as there.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -78,13 +89,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         "structured_outputs": (),
         "prompt_logprobs": (),
         "truncate_prompt_tokens": (),
-        "use_beam_search": (False,),
-        "length_penalty": (1.0,),
-        "priority": (0,),
         "echo": (False,),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
-        "cache_salt": (),
     }
 
 
@@ -92,10 +99,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
     logprobs: int | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
-        "best_of": (1,),
         "suffix": ("",),
         "add_special_tokens": (True,),
         "prompt_embeds": (),
@@ -109,6 +116,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     user: str | None = None  # a label for the caller's own bookkeeping
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -117,8 +126,6 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
         "use_activation": (True,),
         "truncate_prompt_tokens": (),
         "add_special_tokens": (True,),
-        "priority": (0,),
-        "cache_salt": (),
         "messages": (),
     }
 

@@ -16,8 +16,7 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.serving import generation
 from jpaged.serving.body import read_body
 from jpaged.serving.disconnect import until_disconnect
-from jpaged.serving.engine_client import Prompt
-from jpaged.serving.generation import Head, Server
+from jpaged.serving.generation import Head, Outputs, Server
 from jpaged.serving.logprob_shapes import chat_logprobs
 from jpaged.serving.request_schema import ChatRequest
 from jpaged.serving.response_schema import (
@@ -51,9 +50,11 @@ async def _answer(request: Request, server: Server, body: ChatRequest) -> Respon
     params = generation.sampling_params(body, defaults, max_tokens=_max_tokens(body, defaults), logprobs=top)
     messages = [{"role": m.role, "content": msgspec.to_builtins(m.content)} for m in body.messages]
     prompt = await run_in_threadpool(chat_prompt, server.engine.get_tokenizer(), messages, server.chat_template)
+    prompts = generation.salted([prompt], body)
+    outputs = outputs_of(server.engine, prompts, params, head.id, priority=body.priority or 0)
     if body.stream:
-        return await open_stream(request.receive, _events(server, prompt, params, head, with_usage))
-    work = generation.finished(outputs_of(server.engine, [prompt], params, head.id))
+        return await open_stream(request.receive, _events(outputs, params, head, with_usage))
+    work = generation.finished(outputs)
     finals = await until_disconnect(request.receive, work)
     choices = [
         ChatChoice(
@@ -69,12 +70,11 @@ async def _answer(request: Request, server: Server, body: ChatRequest) -> Respon
 
 
 async def _events(
-    server: Server, prompt: Prompt, params: SamplingParams, head: Head, with_usage: bool
+    outputs: Outputs, params: SamplingParams, head: Head, with_usage: bool
 ) -> AsyncGenerator[ChatCompletionChunk, None]:
     finals: dict = {}
     blank = {"usage": None} if with_usage else {}
     started: set[int] = set()
-    outputs = outputs_of(server.engine, [prompt], params, head.id)
     async with aclosing(generation.updates(outputs, params.n, finals)) as updates:
         async for new in updates:
             logprobs = _logprobs(new.output, new.token_range, params.logprobs)

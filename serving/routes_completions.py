@@ -16,7 +16,7 @@ from jpaged.serving import generation
 from jpaged.serving.body import read_body
 from jpaged.serving.disconnect import until_disconnect
 from jpaged.serving.engine_client import Prompt
-from jpaged.serving.generation import Head, Server
+from jpaged.serving.generation import Head, Outputs, Server
 from jpaged.serving.logprob_shapes import completion_logprobs
 from jpaged.serving.request_schema import CompletionRequest
 from jpaged.serving.response_schema import Completion, CompletionChoice
@@ -39,10 +39,11 @@ async def _answer(request: Request, server: Server, body: CompletionRequest) -> 
     defaults = server.engine.default_sampling_params
     max_tokens = defaults.max_tokens if body.max_tokens is None else body.max_tokens
     params = generation.sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs)
-    prompts = prompt_list(body.prompt)
+    prompts = generation.salted(prompt_list(body.prompt), body)
+    outputs = outputs_of(server.engine, prompts, params, head.id, priority=body.priority or 0)
     if body.stream:
-        return await open_stream(request.receive, _events(server, prompts, params, head, with_usage))
-    work = generation.finished(outputs_of(server.engine, prompts, params, head.id))
+        return await open_stream(request.receive, _events(outputs, params, head, with_usage))
+    work = generation.finished(outputs)
     finals = await until_disconnect(request.receive, work)
     choices = [
         _choice(prompt * params.n + output.index, output, output.text, slice(None), 0)
@@ -71,11 +72,10 @@ def prompt_list(prompt: str | list[str | int | list[int]], most: int = MAX_PROMP
 
 
 async def _events(
-    server: Server, prompts: list[Prompt], params: SamplingParams, head: Head, with_usage: bool
+    outputs: Outputs, params: SamplingParams, head: Head, with_usage: bool
 ) -> AsyncGenerator[Completion, None]:
     finals: dict = {}
     blank = {"usage": None} if with_usage else {}
-    outputs = outputs_of(server.engine, prompts, params, head.id)
     async with aclosing(generation.updates(outputs, params.n, finals)) as updates:
         async for new in updates:
             choice = _choice(new.choice, new.output, new.text, new.token_range, new.text_before)

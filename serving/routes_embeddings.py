@@ -32,7 +32,8 @@ async def embeddings(request: Request) -> Response:
     with generation.named_as_sent({"prompt_token_ids": "input", "prompt": "input"}):
         head = Head.new("embd", server.model_name(body.model))
         params = PoolingParams(dimensions=body.dimensions, task="embed")
-        work = _embedded(server, prompt_list(body.input, MAX_INPUTS), params, head.id)
+        prompts = generation.salted(prompt_list(body.input, MAX_INPUTS), body)
+        work = _embedded(server, prompts, params, head.id, body.priority or 0)
         finals = await until_disconnect(request.receive, work)
     data = [Embedding(index, _encoded(final.outputs, body.encoding_format)) for index, final in finals.items()]
     tokens = sum(len(final.prompt_token_ids) for final in finals.values())
@@ -41,10 +42,12 @@ async def embeddings(request: Request) -> Response:
 
 
 async def _embedded(
-    server: Server, prompts: list[Prompt], params: PoolingParams, request_id: str
+    server: Server, prompts: list[Prompt], params: PoolingParams, request_id: str, priority: int
 ) -> dict[int, PoolingRequestOutput[EmbeddingOutput]]:
     """The output of each prompt, in the prompts' order. Raises APIError where the engine broke one off."""
-    streams = [server.engine.encode(prompt, params, f"{request_id}-{i}") for i, prompt in enumerate(prompts)]
+    streams = [
+        server.engine.encode(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
+    ]
     async with aclosing(merged(streams)) as outputs:
         finals = {prompt: output async for prompt, output in outputs}
     if any(final.outputs is None for final in finals.values()):

@@ -16,6 +16,9 @@ from jpaged.errors import RequestError
 
 NO_MODEL = "name a model: a folder, a Hugging Face hub id, a .gguf file, or demo (as first argument, or with --model)"
 
+# Options that take one of a few words; the engine refuses others, from the command line as from Python.
+CHOICES = {"runner": ("auto", "generate", "pooling"), "scheduling_policy": ("fcfs", "priority", "shortest_first")}
+
 ModelArgument = Annotated[
     tyro.conf.Positional[str | None],
     tyro.conf.arg(metavar="[MODEL]", help_behavior_hint=""),
@@ -23,18 +26,20 @@ ModelArgument = Annotated[
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, by the field's name."""
+    """The docstring under each field of a dataclass, by the field's name; in one line, for help is broken anew."""
     definition = next(node for node in ast.walk(ast.parse(inspect.getsource(cls))) if isinstance(node, ast.ClassDef))
     docs = {}
     for field, doc in itertools.pairwise(definition.body):
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            docs[ast.unparse(field.target)] = str(doc.value.value)
+            docs[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
     return docs
 
 
-def _flag(hint: Any, help_text: str, default: Any) -> Any:
+def _flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
     """A field's type with its help text; an optional value shows its type alone, its text says what None means."""
     optional = isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
+    if name in CHOICES:
+        return Annotated[hint, tyro.conf.arg(help=help_text, metavar="{" + ",".join(CHOICES[name]) + "}")]
     if not optional:
         return Annotated[hint, tyro.conf.arg(help=help_text)]
     inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
@@ -52,7 +57,8 @@ def _engine_flags() -> type:
         hint, default = hints[field.name], field.default
         if field.name == "model":
             hint, default = hint | None, None
-        fields.append((field.name, _flag(hint, docs[field.name], default), dataclasses.field(default=default)))
+        flag = _flag(field.name, hint, docs[field.name], default)
+        fields.append((field.name, flag, dataclasses.field(default=default)))
     return dataclasses.make_dataclass("EngineFlags", fields, frozen=True, kw_only=True)
 
 

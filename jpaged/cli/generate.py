@@ -23,6 +23,8 @@ class Generate(SamplingFlags):
     Example: jpaged generate demo "def read_json(path):"
 
     Example: jpaged generate --model Qwen/Qwen3-0.6B "The capital of France is" "2 + 2 ="
+
+    Example: jpaged generate demo "class Stack:" --n 3 --temperature 0.8
     """
 
     words: Annotated[
@@ -44,6 +46,7 @@ class Generate(SamplingFlags):
         """Generate and print."""
         model, prompts = self._model_and_prompts()
         options = engine_options(self.engine, model)
+        options |= {"max_queued_requests": None, "max_queued_tokens": None}  # one batch, taken whole as by LLM
         params = self.sampling_params()
         check_writable(self.output_json)
         from rich.console import Console
@@ -71,7 +74,7 @@ class Generate(SamplingFlags):
                         bar.advance(task)
             elapsed = time.perf_counter() - start
             stats = engine.stats()
-        tokens = sum(len(answer.outputs[0].token_ids) for answer in answers.values())
+        tokens = sum(len(made.token_ids) for answer in answers.values() for made in answer.outputs)
         out.print(
             f"{len(answers)} prompts, {tokens:,} tokens in {elapsed:.2f} s: {tokens / elapsed:,.1f} tokens/s\n"
             f"KV cache: at most {stats.peak_used_blocks:,} of {stats.num_blocks:,} blocks used "
@@ -95,18 +98,21 @@ class Generate(SamplingFlags):
         elapsed: float,
         stats: EngineStats,
     ) -> dict[str, Any]:
-        outputs = []
+        outputs: list[dict[str, Any]] = []
         for index, answer in sorted(answers.items()):
-            made = answer.outputs[0]
-            outputs.append(
+            outputs += [
                 {
                     "prompt": prompts[index],
+                    "prompt_index": index,
+                    "index": made.index,  # of this answer among those to its prompt
                     "text": made.text,
                     "token_ids": made.token_ids,
                     "finish_reason": made.finish_reason,
+                    "cumulative_logprob": made.cumulative_logprob,
                     "logprobs": None if made.logprobs is None else [_plain(entries) for entries in made.logprobs],
                 }
-            )
+                for made in answer.outputs
+            ]
         return {
             "model": model,
             "outputs": outputs,
@@ -121,9 +127,12 @@ class Generate(SamplingFlags):
 def _print_answer(out: Any, prompt: str, output: RequestOutput) -> None:
     from rich.markup import escape
 
-    answer = output.outputs[0]
-    out.print(f"[bold]{escape(prompt)}[/bold]{escape(answer.text)}", emoji=False)
-    out.print(f"── {len(answer.token_ids)} tokens, {answer.finish_reason}\n", style="dim")
+    count = len(output.outputs)
+    for answer in output.outputs:
+        out.print(f"[bold]{escape(prompt)}[/bold]{escape(answer.text)}", emoji=False)
+        which = "" if count == 1 else f"answer {answer.index + 1} of {count}: "
+        likely = "" if answer.cumulative_logprob is None else f", log-probability {answer.cumulative_logprob:.2f}"
+        out.print(f"── {which}{len(answer.token_ids)} tokens, {answer.finish_reason}{likely}\n", style="dim")
 
 
 def _plain(entries: dict[int, Logprob]) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class Engine:
         self._num_arrived = 0
         self._weight_version = 0
         self._last_collect = 0.0
+        self._left_waiting = 0  # requests that the last step had no room for
         self._finished_requests = 0
 
     @property
@@ -130,17 +131,16 @@ class Engine:
         stream: bool = False,
         priority: int = 0,
     ) -> None:
-        """Check a request and put it into the queue. Raises RequestError, and CapacityError where the queue is full."""
+        """Check a request and put it into the queue. Raises RequestError."""
         self.add(self.inputs.process(request_id, prompt, params, stream=stream, priority=priority))
 
     def add(self, group: RequestGroup) -> None:
         """Put a request that `inputs.process` made into the queue.
 
-        Raises RequestError if its id is in use, or its answers can never fit; CapacityError where the queue is full.
+        Raises RequestError if its id is in use, or its answers can never fit.
         """
         if group.request_id in self._groups:
             raise RequestError("request_id", group.request_id, "is in use by a running request: choose another")
-        self._check_capacity(group)
         self._check_fits(group)
         seed = group.params.seed
         seed = self._seeds.getrandbits(64) if seed is None else seed
@@ -160,11 +160,18 @@ class Engine:
         self._outputs.add(group)
         self._scheduler.add(group.first)
 
-    def _check_capacity(self, group: RequestGroup) -> None:
+    def check_capacity(self, group: RequestGroup) -> None:
+        """Raise CapacityError where the queue is full. Of requests that come and go: a batch is there all at once.
+
+        Unless the last step left somebody waiting, free rows are for those who came since: they do not count.
+        """
         waiting, limits = self._scheduler.waiting, self.scheduling
-        most = limits.max_queued_requests
-        if most is not None and len(waiting) >= most:
-            raise CapacityError(f"{len(waiting)} requests wait, max_queued_requests is {most}: try again later")
+        free_rows = 0 if self._left_waiting else self.runner.max_num_seqs - len(self._scheduler.running)
+        if len(waiting) < free_rows:
+            return
+        most, queued = limits.max_queued_requests, len(waiting) - free_rows
+        if most is not None and queued >= most:
+            raise CapacityError(f"{queued} requests wait, max_queued_requests is {most}: try again later")
         most, tokens = limits.max_queued_tokens, len(group.prompt_token_ids)
         if most is not None and len(waiting) and waiting.num_tokens + tokens > most:
             raise CapacityError(
@@ -203,6 +210,7 @@ class Engine:
         previous = self._in_flight
         try:
             step = self._scheduler.schedule()
+            self._left_waiting = len(self._scheduler.waiting)
             began = time.monotonic()
             self._in_flight = None if step is None else _StepInFlight(step, self.runner.dispatch(step.plan), began)
             result = None if previous is None else self._collect(previous)

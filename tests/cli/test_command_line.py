@@ -6,8 +6,10 @@ import sys
 import pytest
 
 from jpaged import cli
+from jpaged.build import RUNNERS
 from jpaged.cli import flags
 from jpaged.config import EngineConfig
+from jpaged.engine.waiting_queue import POLICIES
 
 COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency", "plan"]
 
@@ -27,6 +29,19 @@ def test_help_names_every_engine_option(command, capsys):
         assert f"--{name.replace('_', '-')}" in text
     assert "{None}" not in text
     assert "Most requests that run at once" in text  # the docstring of the field
+
+
+def test_help_of_scheduling_options(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = " ".join(line.strip("│ ") for line in capsys.readouterr().out.splitlines())
+    for shown in (
+        "--scheduling-policy {fcfs,priority,shortest_first}", "--target-step-ms FLOAT", "--max-queued-requests INT",
+        "--max-queued-tokens INT", "--swap-space FLOAT", "--max-num-partial-prefills INT", "(default: fcfs)",
+    ):  # fmt: skip
+        assert shown in text
+    assert not any("\n" in doc for doc in flags.field_docs(EngineConfig).values())
+    assert {"runner": RUNNERS, "scheduling_policy": tuple(POLICIES)} == flags.CHOICES
 
 
 def test_help_imports_no_jax():
@@ -107,6 +122,15 @@ def test_engine_flags_become_options():
         (["generate", "demo", "--top-p", "0"], "top_p"),
         (["generate", "demo", "--max-tokens", "0"], "max_tokens"),
         (["generate", "demo", "--output-json", "/nowhere/x.json"], "output_json"),
+        (["generate", "demo", "--n", "65"], "n=65"),
+        (["generate", "demo", "--n", "3", "--best-of", "2"], "best_of=2"),
+        (["generate", "demo", "--n", "3"], "temperature=0.0: every answer would be the same"),
+        (["generate", "demo", "--use-beam-search"], "beam_width"),
+        (["generate", "demo", "--beam-width", "4"], "beam_width=4: goes with use_beam_search"),
+        (["generate", "demo", "--early-stopping", "never"], "early_stopping"),
+        (["serve", "demo", "--port", "0", "--scheduling-policy", "fair"], "must be fcfs, priority, shortest_first"),
+        (["serve", "demo", "--port", "0", "--max-queued-requests", "0"], "max_queued_requests=0"),
+        (["serve", "demo", "--port", "0", "--target-step-ms", "-5"], "target_step_ms=-5.0"),
         (["chat", "demo", "--top-k", "-3"], "top_k"),
         (["serve", "demo", "--chat-template", "/nowhere/x.jinja"], "chat_template"),
         (["serve", "demo", "--host", "256.0.0.1"], "cannot listen"),
@@ -138,6 +162,10 @@ def test_our_errors_are_one_line(args, says, capsys):
         (["serve", "demo", "--", "another"], "another"),
         (["generate", "demo", "--temprature", "1", "--", "-a"], "--temperature"),
         (["bench", "latency", "demo", "--batch-size", "many"], "many"),
+        (["serve", "demo", "--target-step-ms", "fast"], "fast"),
+        (["generate", "demo", "--early-stopping", "soon"], "never"),
+        (["chat", "demo", "--n", "2"], "--n"),
+        (["chat", "demo", "--use-beam-search"], "--use-beam-search"),
         (["nothing"], "generate"),
     ],
 )

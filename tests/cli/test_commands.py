@@ -33,6 +33,25 @@ def test_generate(tmp_path):
     assert report["machine"]["jax"]
 
 
+def test_generate_several_answers(tmp_path):
+    path = tmp_path / "answers.json"
+    words = ["generate", "demo", "def f(x):", "import os\n", "--max-tokens", "6", "--output-json", str(path)]
+    done = jpaged(*words, "--n", "2", "--best-of", "3", "--temperature", "1", "--sampling-seed", "3")
+    report = json.loads(path.read_text())
+    assert [(o["prompt_index"], o["index"]) for o in report["outputs"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert report["output_tokens"] == sum(len(output["token_ids"]) for output in report["outputs"])
+    for best, next_best in zip(report["outputs"][::2], report["outputs"][1::2], strict=True):
+        assert best["cumulative_logprob"] >= next_best["cumulative_logprob"]
+    for output in report["outputs"]:
+        shown = f"{output['prompt']}{output['text']}\n── answer {output['index'] + 1} of 2: "
+        assert shown + f"{len(output['token_ids'])} tokens, {output['finish_reason']}" in done.stdout
+    beams = ["--use-beam-search", "--beam-width", "4", "--n", "2", "--early-stopping", "never", "--length-penalty", "0"]
+    jpaged(*words, *beams)
+    found = json.loads(path.read_text())["outputs"]
+    assert [(o["prompt_index"], o["index"]) for o in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert found[0]["cumulative_logprob"] >= found[1]["cumulative_logprob"]
+
+
 def test_generate_refuses_a_bad_prompt():
     command = [sys.executable, "-m", "jpaged", "generate", "--model", "demo", "x", "", "y", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

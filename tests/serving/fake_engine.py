@@ -1,4 +1,7 @@
-"""An engine without a model, of the shape the server needs: each answer repeats its prompt, one token a step."""
+"""An engine without a model, of the shape the server needs: each answer repeats its prompt, one token a step.
+
+Answer i of several begins at token i of the prompt. Those of odd index stop half-way, so that answers end apart.
+"""
 
 import asyncio
 import dataclasses
@@ -55,14 +58,16 @@ class FakeEngine:
     steps: dict[str, int] = dataclasses.field(default_factory=dict)
     seen_params: list[SamplingParams] = dataclasses.field(default_factory=list)
     seen_prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    seen_salts: list[str | None] = dataclasses.field(default_factory=list)
+    seen_priorities: list[int] = dataclasses.field(default_factory=list)
     seen_pooling: list[PoolingParams] = dataclasses.field(default_factory=list)
     aborts: bool = False  # what is to be embedded
     closed: bool = False
 
     async def generate(
-        self, prompt: str | dict[str, list[int]], sampling_params: SamplingParams, request_id: str
+        self, prompt: str | dict[str, Any], sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        ids = self._token_ids(prompt, priority)
         if not ids:
             raise RequestError("prompt", prompt, "must not be empty")
         for token_id in ids:
@@ -74,27 +79,30 @@ class FakeEngine:
         self.seen_prompts.append(ids)
         self.running.add(request_id)
         count = min(sampling_params.max_tokens or 10**9, self.max_model_len - len(ids))
-        tokens: list[int] = []
-        logprobs: list[dict[int, Logprob]] = []
         try:
-            while len(tokens) < count:
+            for step in range(1, count + 1):
                 await asyncio.sleep(self.step_seconds)
-                self.steps[request_id] = self.steps.get(request_id, 0) + 1
-                if self.fails_at is not None and len(tokens) >= self.fails_at:
+                self.steps[request_id] = step
+                if self.fails_at is not None and step > self.fails_at:
                     raise EngineError("secret detail of a device")
-                token_id = ids[len(tokens) % len(ids)]
-                tokens.append(token_id)
-                logprobs.append(self._logprobs(token_id, sampling_params.logprobs or 0))
-                text = bytes(tokens).decode(errors="ignore")
-                yield self._output(request_id, ids, tokens, text, logprobs, sampling_params, len(tokens) == count)
+                if step == count or not sampling_params.chooses:
+                    yield self._output(request_id, ids, step, count, sampling_params)
         finally:
             self.running.discard(request_id)
 
+    def _token_ids(self, prompt: str | dict[str, Any], priority: int) -> list[int]:
+        """The tokens of a prompt; what else comes with a request is kept for tests to look at."""
+        parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        assert set(parts) <= {"prompt", "prompt_token_ids", "cache_salt"}
+        self.seen_salts.append(parts.get("cache_salt"))
+        self.seen_priorities.append(priority)
+        return parts["prompt_token_ids"] if "prompt_token_ids" in parts else self.tokenizer.encode(parts["prompt"])
+
     async def encode(
-        self, prompt: str | dict[str, list[int]], pooling_params: PoolingParams, request_id: str
+        self, prompt: str | dict[str, Any], pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput[EmbeddingOutput | None], None]:
         """The embedding of a prompt is its token ids, thirds added."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        ids = self._token_ids(prompt, priority)
         if not ids:
             raise RequestError("prompt", prompt, "must not be empty")
         if ids == self.tokenizer.encode("full"):
@@ -118,25 +126,30 @@ class FakeEngine:
             entries[other] = Logprob(-0.4 if rank == 1 else float("-inf"), rank, chr(other))
         return entries
 
-    def _output(
-        self,
-        request_id: str,
-        ids: list[int],
-        tokens: list[int],
-        text: str,
-        logprobs: list[dict[int, Logprob]],
-        params: SamplingParams,
-        finished: bool,
-    ) -> RequestOutput:
-        output = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=list(tokens),
+    def _output(self, request_id: str, ids: list[int], step: int, count: int, params: SamplingParams) -> RequestOutput:
+        """All answers after a step. Of more than are asked for, the last ones made are the best."""
+        made = range(params.num_sequences)
+        outputs = [
+            self._answer(index, start, ids, step, count, params)
+            for index, start in enumerate(reversed(made[-params.n :]) if params.chooses else made)
+        ]
+        return RequestOutput(request_id, None, ids, outputs, step == count, RequestMetrics(0.0), num_cached_tokens=2)
+
+    def _answer(
+        self, index: int, start: int, ids: list[int], step: int, count: int, params: SamplingParams
+    ) -> CompletionOutput:
+        end = count // 2 or 1 if start % 2 else count
+        tokens = [ids[(start + place) % len(ids)] for place in range(min(step, end))]
+        logprobs = [self._logprobs(token, params.logprobs or 0) for token in tokens]
+        reason = "stop" if start % 2 else "length"
+        return CompletionOutput(
+            index=index,
+            text=bytes(tokens).decode(errors="ignore"),
+            token_ids=tokens,
             cumulative_logprob=-0.5 * len(tokens),
-            logprobs=list(logprobs) if params.logprobs is not None else None,
-            finish_reason="length" if finished else None,
+            logprobs=None if params.logprobs is None else logprobs,
+            finish_reason=reason if step >= end else None,
         )
-        return RequestOutput(request_id, None, ids, [output], finished, RequestMetrics(0.0), num_cached_tokens=2)
 
     def get_tokenizer(self) -> ByteTokenizer:
         return self.tokenizer

@@ -19,13 +19,14 @@ from .test_disconnect import request_bytes, wait_for
 
 PROMPT = "def read_json(path):"
 GREEDY = {"model": "demo", "temperature": 0}
+SIZES = {
+    "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def engine():
-    made = jpaged.AsyncLLM(
-        "demo", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, row_buckets=(8,), token_buckets=(64,)
-    )
+    made = jpaged.AsyncLLM("demo", **SIZES)
     yield made
     made.close()
 
@@ -150,6 +151,51 @@ def test_inspect_while_it_serves(url, client, engine, tmp_path, capsys, idle):
     wait_for(lambda: engine.stats().used_blocks == 0)
     assert main(words) == 0
     assert "0 running, 0 waiting" in capsys.readouterr().out
+
+
+def test_several_answers_are_those_of_a_batch(client, engine, idle):
+    """n=3 with a seed, streamed; the best of some; a beam search: as `LLM.generate` answers the same."""
+    asked = {"prompt": PROMPT, "max_tokens": 24}
+    sampled = {"temperature": 1.0, "top_p": 0.95, "seed": 11, "n": 3}
+    beams = {"use_beam_search": True, "beam_width": 4, "length_penalty": 0.6}
+    with jpaged.LLM("demo", **SIZES) as llm:
+        expected = [
+            [(answer.text, answer.finish_reason) for answer in llm.generate(PROMPT, params)[0].outputs]
+            for params in (
+                jpaged.SamplingParams(**sampled, max_tokens=24),
+                jpaged.SamplingParams(**sampled, best_of=5, max_tokens=24),
+                jpaged.SamplingParams(**beams, n=2, temperature=0.7, max_tokens=24),
+            )
+        ]
+    assert [len(set(answers)) for answers in expected] == [3, 3, 2]  # or equality would say little
+    texts, reasons = [""] * 3, [[], [], []]
+    for chunk in client.completions.create(model="demo", **asked, **sampled, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        reasons[chunk.choices[0].index] += [chunk.choices[0].finish_reason] * bool(chunk.choices[0].finish_reason)
+    assert [(text, *reason) for text, reason in zip(texts, reasons, strict=True)] == expected[0]
+    best = client.completions.create(model="demo", **asked, **sampled, best_of=5)
+    assert [(choice.text, choice.finish_reason) for choice in best.choices] == expected[1]
+    found = client.completions.create(model="demo", **asked, n=2, temperature=0.7, extra_body=beams)
+    assert [(choice.text, choice.finish_reason) for choice in found.choices] == expected[2]
+    prompt_tokens = len(engine.get_tokenizer().encode(PROMPT))
+    assert best.usage.prompt_tokens == found.usage.prompt_tokens == prompt_tokens
+    assert best.usage.prompt_tokens_details.cached_tokens < prompt_tokens  # counted once, not once an answer
+    assert engine.stats().compiles_after_ready == 0
+
+
+def test_salts_keep_requests_apart(client, idle):
+    prompt = PROMPT * 8
+
+    def cached(**extra) -> int:
+        answer = client.completions.create(**GREEDY, prompt=prompt, max_tokens=2, n=2, extra_body=extra)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached(cache_salt="one") == 0
+    assert cached(cache_salt="one") == (cached(cache_salt="one") // 16) * 16 > 0
+    assert cached(cache_salt="two") == 0
+    with pytest.raises(openai.BadRequestError, match="scheduling_policy"):
+        cached(priority=1)  # the engine's policy is fcfs
+    assert cached(priority=0) >= 0
 
 
 def test_seeded_requests_repeat(client, idle):

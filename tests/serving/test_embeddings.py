@@ -96,6 +96,10 @@ def test_an_embedding_model_is_served(tmp_path):
         assert [data.embedding for data in answer.data] == wanted
         short = client.embeddings.create(model="tiny", input=ids[0], dimensions=8).data[0].embedding
         assert np.allclose(short, np.array(wanted[0][:8]) / np.linalg.norm(wanted[0][:8]), atol=1e-6)
+        salted = client.embeddings.create(model="tiny", input=ids, extra_body={"cache_salt": "mine"})
+        assert [data.embedding for data in salted.data] == wanted
+        with pytest.raises(openai.BadRequestError, match="scheduling_policy='priority'"):
+            client.embeddings.create(model="tiny", input=ids, extra_body={"priority": 1})
         with pytest.raises(openai.BadRequestError, match="the model's embeddings have 64"):
             client.embeddings.create(model="tiny", input=ids[0], dimensions=65)
         with pytest.raises(openai.BadRequestError, match="the engine does not generate"):

@@ -1,0 +1,61 @@
+"""What sharing promises: how many blocks several answers to one prompt take, and how much of the blocks is wasted."""
+
+import random
+
+import pytest
+
+from jpaged.engine.engine import Engine
+from jpaged.outputs import EngineStats
+from jpaged.sampling_params import SamplingParams
+from tests.engine.fake_runner import FakeRunner
+
+PROMPT = [(7 * i + 3) % 97 for i in range(1024)]
+
+
+def stats_of(requests: list[tuple[list[int], SamplingParams]], **options) -> EngineStats:
+    """The engine's figures after these requests have run at once."""
+    runner = FakeRunner(
+        num_blocks=2000, block_size=16, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=2048,
+        max_logprobs=20,
+    )  # fmt: skip
+    engine = Engine(runner, **options)
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().used_blocks == engine.stats().preemptions == 0
+    return engine.stats()
+
+
+def test_four_samples_of_a_long_prompt_take_a_third():
+    one = {"max_tokens": 64, "ignore_eos": True}
+    shared = stats_of([(PROMPT, SamplingParams(**one, n=4))])
+    separate = stats_of([(PROMPT, SamplingParams(**one))] * 4, enable_prefix_caching=False)
+    assert separate.peak_used_blocks >= 4 * 67  # all four at once: each 68 blocks in the end
+    assert shared.peak_used_blocks <= 0.35 * separate.peak_used_blocks
+    assert shared.generated_tokens == separate.generated_tokens == 4 * 64
+    assert (shared.copied_blocks, separate.copied_blocks) == (0, 0)  # the prompt fills its last block
+
+
+@pytest.mark.parametrize("extra", [1, 9, 15])
+def test_a_prompt_that_ends_within_a_block_is_split_when_the_answers_part(extra: int):
+    shared = stats_of([(PROMPT[: 512 + extra], SamplingParams(max_tokens=20, ignore_eos=True, n=4))])
+    assert shared.copied_blocks == 3  # the last to write keeps the block
+    blocks_apart = -(-(extra + 20) // 16)
+    assert shared.peak_used_blocks <= 32 + 4 * blocks_apart
+
+
+def test_a_beam_search_takes_less_than_its_beams_alone():
+    params = SamplingParams(temperature=0.7, use_beam_search=True, best_of=4, max_tokens=16)
+    alone = SamplingParams(max_tokens=16, ignore_eos=True)
+    prompts = [[*PROMPT[:20], 1, *PROMPT[20:40]], [*PROMPT[:20], 2, *PROMPT[30:45]]]
+    shared = stats_of([(prompt, params) for prompt in prompts])
+    separate = stats_of([(prompt, alone) for prompt in prompts for _ in range(4)], enable_prefix_caching=False)
+    assert shared.peak_used_blocks <= 0.65 * separate.peak_used_blocks
+
+
+def test_little_is_wasted_on_mixed_lengths():
+    rng = random.Random(4)
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    requests = [([rng.randrange(97) for _ in range(rng.randint(257, 900))], params) for _ in range(24)]
+    assert 0 < stats_of(requests).kv_waste < 0.04

@@ -1,0 +1,90 @@
+"""A queue with a limit, over HTTP and a real engine: who is taken is answered, who is not is told to come again."""
+
+import concurrent.futures
+import threading
+
+import httpx
+import pytest
+
+import jpaged
+from jpaged import RequestError, SamplingParams
+from jpaged.serving.application import create_app
+from jpaged.serving.generation import Server
+from tests.golden.checkpoints import BY_NAME, write_checkpoint
+
+from .conftest import running
+from .test_disconnect import wait_for
+
+SIZES = {
+    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 32, "row_buckets": (8,),
+    "token_buckets": (32,), "kv_cache_memory_bytes": 2_000_000,
+}  # fmt: skip
+LONG = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(BY_NAME["llama"], 0, folder)
+    return str(folder)
+
+
+def at_once(url: str, bodies: list[dict]) -> list[httpx.Response]:
+    """Answers to requests that are sent at the same moment."""
+    barrier = threading.Barrier(len(bodies))
+
+    def ask(body: dict) -> httpx.Response:
+        with httpx.Client(base_url=url, timeout=60) as http:
+            http.get("/health")  # connected
+            barrier.wait()
+            return http.post("/v1/completions", json=body)
+
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(ask, bodies))
+
+
+@pytest.mark.parametrize("limit", [{"max_queued_requests": 1}, {"max_queued_tokens": 5}])
+def test_some_are_served_others_told_to_come_again(checkpoint, limit):
+    engine = jpaged.AsyncLLM(checkpoint, **SIZES, **limit)
+    with running(create_app(Server(engine=engine, model_names=("tiny",)))) as url:
+        answers = at_once(url, [LONG | {"stream": i % 2 == 1} for i in range(6)])
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert 0 < len(refused) <= 4  # two rows
+        for answer in refused:
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "engine_full"
+            assert next(iter(limit)) in answer.json()["error"]["message"]
+        for answer in answers:
+            if answer.headers["content-type"].startswith("text/event-stream"):
+                assert answer.text.endswith("data: [DONE]\n\n")
+                assert '"error"' not in answer.text
+            elif answer.status_code == 200:
+                assert answer.json()["usage"]["completion_tokens"] == 200
+        again = httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 2}, timeout=60)
+        assert again.status_code == 200
+        assert again.json()["usage"]["completion_tokens"] == 2
+        assert (engine.stats().num_waiting, engine.stats().used_blocks) == (0, 0)
+
+
+def test_free_rows_are_no_queue(checkpoint):
+    """On an idle engine as many prompts as there are rows are taken, and one more waits, though all come at once."""
+    engine = jpaged.AsyncLLM(checkpoint, **SIZES, max_queued_requests=1)
+    with running(create_app(Server(engine=engine, model_names=("tiny",)))) as url:
+        for count, status in ((3, 200), (20, 503), (3, 200)):
+            body = {"prompt": [[i + 1] for i in range(count)], "max_tokens": 100, "ignore_eos": True}
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == status
+            wait_for(lambda: not (engine.stats().num_running or engine.stats().num_waiting))
+            assert engine.stats().used_blocks == 0
+
+
+def test_a_batch_is_taken_whole(checkpoint):
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with jpaged.LLM(checkpoint, **SIZES, max_queued_requests=1, max_queued_tokens=1) as llm:
+        assert len(llm.generate([[i] for i in range(1, 21)], params, use_tqdm=False)) == 20
+
+
+@pytest.mark.parametrize("limit", [{"max_queued_requests": 0}, {"max_queued_tokens": -1}, {"max_queued_requests": 1.5}])
+def test_limits_that_are_none(checkpoint, limit):
+    with pytest.raises(RequestError, match=next(iter(limit))):
+        jpaged.LLM(checkpoint, **limit)
