@@ -61,5 +61,5 @@ def test_all_searches_at_once_give_transformers_answers(variant, tmp_path):
 
 def _block_bytes(config):
     """16 float32 tokens, keys and values, of all layers."""
-    width = config["num_key_value_heads"] * config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    return 2 * 16 * width * 4 * config["num_hidden_layers"]
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return 2 * 16 * config["num_key_value_heads"] * head_dim * 4 * config["num_hidden_layers"]
