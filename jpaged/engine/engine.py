@@ -25,7 +25,7 @@ from jpaged.engine.inspect import EngineCapture, capture
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.output_processor import OutputProcessor
 from jpaged.engine.pooling import Pooling
-from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.request import NEVER, Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduler import ScheduledStep, Scheduler, SchedulerCounters
 from jpaged.engine.step_plan import Runner
@@ -283,6 +283,9 @@ class Engine:
         for group in self._groups.values():
             for request in group.requests:
                 request.make_private(f"{request.arrival} {self._weight_version}".encode())
+                if request.block_tables:
+                    request.num_indexed_blocks = NEVER  # the old weights have a part in all it computes, until it gives
+                    # its blocks back: with windows it would find its last ones without the first
 
     def check_integrity(self) -> None:
         """Raise EngineError unless queues, rows, tables and pool agree. Takes time: for tests, and when idle."""

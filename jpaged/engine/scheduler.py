@@ -218,10 +218,12 @@ class Scheduler:
         for request in under_way:
             if len(request.token_ids) > self._outgrown_after >= request.rope_len:  # a beam whose next token is beyond
                 self._preempt(request, draft)
+        under_way = [r for r in under_way if r.status is RequestStatus.RUNNING]
         long: list[Request] = []
         if under_way:
             long = [r for r in under_way if r.num_missing > draft.budget][: self._max_partial]
             self._advance_under_way(under_way, long, draft)
+            long = [r for r in long if r.status is RequestStatus.RUNNING]
         if self.waiting and self._free_rows and draft.budget:
             self._start_waiting(long, draft)
         for request in long:

@@ -3,12 +3,14 @@
 The KV pages hold token ids, and which group of layers wrote them for which position. The next token is a hash of all
 tokens that each group sees of the request, read back through the row's block tables: so it is right only if each slot
 was written, by the right request, and not overwritten since. Tokens that only the first of a chunk sees are compared
-with what the row was told. State lies where
+with what the row was told. Each slot also holds what else its KV depends on: the salt of whoever wrote it, and the
+oldest weights that it was made with, directly or through what it attended to. State lies where
 the real runner keeps it: pages and a request table that rows, block updates and sampled tokens are written to.
 """
 
 import dataclasses
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -47,6 +49,8 @@ class FakeRunner:
     host_slots: int = 0
     transfer_costs: TransferCosts | None = None
     fail_at: frozenset[tuple[str, int]] = frozenset()
+    weights: int = 0                                 # which ones it has
+    salt_of: Callable[[int], str] = lambda row: ""   # of the request in a row, whom a test knows
 
     def __post_init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -56,6 +60,9 @@ class FakeRunner:
         self.pages = np.full((self.num_blocks, self.block_size), UNWRITTEN)
         self.written_for = np.full((self.num_blocks, self.block_size, 2), UNWRITTEN)  # (group, position)
         self.written_long = np.zeros((self.num_blocks, self.block_size), bool)  # for a sequence that has outgrown
+        self.written_with = np.zeros((self.num_blocks, self.block_size), int)  # oldest weights that had a part in it
+        self.written_salt = np.full((self.num_blocks, self.block_size), "", object)
+        self.row_weights = np.zeros(self.max_num_seqs, int)  # the oldest that had a part in what the row has
         self.tables = np.full((len(self.windows), self.max_num_seqs, width), -1)
         self.told = np.full((self.max_num_seqs, width * self.block_size), UNWRITTEN)  # the row's own tokens
         self.lengths = np.zeros(self.max_num_seqs, int)
@@ -81,6 +88,7 @@ class FakeRunner:
             self.told[init.row] = UNWRITTEN
             self.lengths[init.row] = init.num_computed
             self.last_tokens[init.row] = UNWRITTEN
+            self.row_weights[init.row] = self.weights
         for row, group, index, block in plan.block_updates.tolist():
             fresh = self.tables[group, row, index] == -1
             assert fresh or block in copied, "a block table entry is replaced by a copy only"
@@ -96,7 +104,11 @@ class FakeRunner:
                     self.pages[block, offset] = token
                     self.written_for[block, offset] = group, position
                     self.written_long[block, offset] = self._has_outgrown(row, position + 1)
+                    self.written_with[block, offset] = self.row_weights[row]
+                    self.written_salt[block, offset] = self.salt_of(row)
         first_fork = len(plan.rows) - len(plan.forked_from)
+        for init in plan.row_inits:  # only now: what is found may have been written in this very step
+            self._find_weights(init, is_fork=init.row in plan.rows[first_fork:])
         for row, count in zip(plan.rows[:first_fork].tolist(), plan.num_tokens.tolist(), strict=False):
             for group in range(len(self.windows)):
                 self._compare_seen(row, group)
@@ -110,7 +122,7 @@ class FakeRunner:
         return FakeHandle(number, self._result(plan, tokens))
 
     def _move(self, kind: BlockMove, source: int, target: int) -> None:
-        arrays = (self.pages, self.written_for, self.written_long)
+        arrays = (self.pages, self.written_for, self.written_long, self.written_with, self.written_salt)
         if kind is BlockMove.TO_HOST:
             assert 0 <= target < self.host_slots
             self.host[target] = tuple(array[source].copy() for array in arrays)
@@ -118,6 +130,18 @@ class FakeRunner:
         content = self.host[source] if kind is BlockMove.TO_DEVICE else tuple(array[source] for array in arrays)
         for array, part in zip(arrays, content, strict=True):
             array[target] = part
+
+    def _find_weights(self, init: RowInit, *, is_fork: bool) -> None:
+        """What a request finds was made with the weights of now; a fork, or a beam, has what its parent had."""
+        starts = [(block, init.num_computed - index * self.block_size) for _, index, block in init.blocks.tolist()]
+        found = [self.written_with[block, :count].min() for block, count in starts if count > 0]
+        oldest = min(found, default=self.weights)
+        may_be_older = is_fork or init.beam_temperature > 0
+        assert oldest == self.weights or may_be_older, "finds what other weights have made"
+        self.row_weights[init.row] = oldest
+        for block, count in starts:
+            own = self.written_with[block, max(count, 0) :]  # written in this step, or not yet
+            np.minimum(own, oldest, out=own)
 
     def collect(self, handle: FakeHandle) -> StepResult:
         """The step's result. Steps are collected once, in order."""
@@ -177,6 +201,7 @@ class FakeRunner:
         assert (tokens != UNWRITTEN).all(), "attends to a slot that was never written"
         assert (self.written_for[blocks, offsets, 0] == group).all(), "attends to another group's block"
         assert (self.written_for[blocks, offsets, 1] == positions).all(), "attends to other positions"
+        assert (self.written_salt[blocks, offsets] == self.salt_of(row)).all(), "attends to KV of another salt"
         long = self._has_outgrown(row, length)
         assert (self.written_long[blocks, offsets] == long).all(), "attends to KV of another rope"
         return positions, tokens

@@ -407,3 +407,32 @@ def test_stats():
     engine.reset_stats()
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.generated_tokens, stats.peak_used_blocks, stats.kv_waste) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,)])
+def test_what_old_weights_had_a_part_in_is_never_found_again(windows: tuple[int | None, ...]):
+    """Not by the request that computed it either, whose names nobody else knows: with a window, its last blocks do."""
+    runner = FakeRunner(windows=windows)
+    engine = Engine(runner)
+    engine.add_request("a", prompt_of(6), greedy(30))  # a block and a half
+    engine.step()
+    engine.note_new_weights()
+    runner.weights += 1
+    engine.add_request("b", prompt_of(6), greedy(30))
+    for _ in range(20):
+        engine.step()
+    named = {name.tokens for name in engine._manager.pool._names if name is not None}
+    assert named, "what the new weights have computed is found"
+    (a,) = (request for request in engine._scheduler.running if request.request_id == "a")
+    held = {block for table in a.block_tables for block in table.held}
+    assert not any(engine._manager.pool.name(block) for block in held)
+    run(engine)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_beams_that_outgrow_together_start_again_though_one_step_cannot_compute_any_of_them(rows: int):
+    """One that has just been preempted is no long prompt under way, which others would have to wait for."""
+    runner = FakeRunner(max_num_seqs=rows, max_num_batched_tokens=rows, outgrown_after=8, max_logprobs=6)
+    engine = Engine(runner)
+    engine.add_request("a", prompt_of(5), SamplingParams(use_beam_search=True, best_of=2, max_tokens=5))
+    assert len(run(engine)["a"].outputs[0].token_ids) == 5

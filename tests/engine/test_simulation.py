@@ -1,13 +1,17 @@
 """The host side under random arrivals, forks, aborts and failures: tokens are those of each request alone."""
 
+import collections
+import random
+
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.engine import Engine, SchedulingOptions, StepError
 from jpaged.engine.request import RequestStatus
+from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import RequestError
 from jpaged.kv_groups import most_blocks
 from jpaged.sampling_params import SamplingParams
@@ -20,6 +24,19 @@ BEAMS = (
     {"use_beam_search": True, "beam_width": 4, "n": 3, "length_penalty": 0.0},
     {"use_beam_search": True, "beam_width": 3, "early_stopping": True},
 )
+
+SHARED = (0, 3, 9, 22, 37)  # tokens of a prompt that others begin with, too
+MAX_TOKENS = (None, 1, 2, 5, 30)
+LOGPROBS = (None, 0, 2)
+ANSWERS = ({}, {}, {"n": 2}, {"n": 4}, {"n": 2, "best_of": 3}, *BEAMS)
+SALTS = ("", "", "", "x")
+# Moving a block and computing it: not measured, cheap, cheap once there are many, never worth it.
+COSTS = (None, None, TransferCosts(0.1, 1.0), TransferCosts(0.1, 1.0, seconds_to_begin=6.0), TransferCosts(10.0, 0.01))
+# Milliseconds that a fake step never, or always, stays under: whatever the machine does at the moment.
+TARGETS = (None, None, 1e-9, 1e9)
+COUNTERS = (
+    "prefix_hit_tokens", "preemptions", "recomputed_tokens", "copied_blocks", "blocks_to_host", "blocks_to_device",
+)  # fmt: skip
 
 
 def expected(
@@ -63,20 +80,23 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
         windows=st.sampled_from([(None,), (None,), (1,), (7,), (5, None), (None, 2, 2), (3, None, 11), (9, 4)]),
-        model_len=st.sampled_from([4, 17, 40]),
-        outgrown_after=st.sampled_from([None, None, 1, 8, 23]),
+        model_len=st.sampled_from([4, 17, 40, 40]),
+        outgrown_after=st.sampled_from([None, None, None, 1, 8, 23]),
         extra_blocks=st.sampled_from([0, 1, 2, 4, 12]),
-        rows=st.integers(1, 5),
+        rows=st.sampled_from([1, 2, 3, 5, 8]),
         extra_budget=st.sampled_from([0, 1, 5, 20]),
-        caching=st.booleans(),
-        host_slots=st.sampled_from([0, 0, 1, 5, 40]),
+        caching=st.sampled_from([True, True, False]),
+        host_slots=st.sampled_from([0, 1, 5, 40]),
+        costs=st.sampled_from(COSTS),
         policy=st.sampled_from(["fcfs", "priority", "shortest_first"]),
         partial=st.integers(1, 2),
+        target_ms=st.sampled_from(TARGETS),
         failures=st.frozensets(st.tuples(st.sampled_from(["dispatch", "collect"]), st.integers(0, 60)), max_size=2),
+        crowd=st.integers(0, 2**32),
     )
     def setup(
         self, block_size, windows, model_len, outgrown_after, extra_blocks, rows, extra_budget, caching, host_slots,
-        policy, partial, failures,
+        costs, policy, partial, target_ms, failures, crowd,
     ) -> None:  # fmt: skip
         need = most_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
         self.runner = FakeRunner(
@@ -90,44 +110,69 @@ class EngineMachine(RuleBasedStateMachine):
             vocab_size=VOCAB_SIZE,
             max_logprobs=6,
             host_slots=host_slots,
+            transfer_costs=costs,
             fail_at=failures,
+            salt_of=self.salt_of,
         )
-        options = SchedulingOptions(scheduling_policy=policy, max_num_partial_prefills=partial)
+        options = SchedulingOptions(
+            scheduling_policy=policy, max_num_partial_prefills=partial, target_step_ms=target_ms
+        )  # fmt: skip
         self.engine = Engine(self.runner, eos_token_id=EOS, enable_prefix_caching=caching, scheduling=options)
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.salts: dict[str, str] = {}
         self.progress: dict[tuple[str, int], int] = {}
         self.ended: set[str] = set()
+        self.reached: collections.Counter[str] = collections.Counter()
+        self.crowd(crowd, 5)
+
+    def salt_of(self, row: int) -> str:
+        """Of the request in a row."""
+        return next(self.salts[r.request_id] for r in self.engine._scheduler.running if r.row == row)
 
     @rule(
-        shared=st.sampled_from([0, 3, 9, 22, 37]),
+        shared=st.sampled_from(SHARED),
         family=st.integers(0, 1),
         own=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6),
-        max_tokens=st.sampled_from([None, 1, 2, 5, 30]),
+        max_tokens=st.sampled_from(MAX_TOKENS),
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(1, 3),
         ignore_eos=st.booleans(),
-        logprobs=st.sampled_from([None, 0, 2]),
+        logprobs=st.sampled_from(LOGPROBS),
         stream=st.booleans(),
-        answers=st.sampled_from([{}, {}, {"n": 2}, {"n": 4}, {"n": 2, "best_of": 3}, *BEAMS]),
+        answers=st.sampled_from(ANSWERS),
         priority=st.integers(-2, 2),
+        salt=st.sampled_from(SALTS),
     )
     def add(
-        self, shared, family, own, max_tokens, temperature, seed, ignore_eos, logprobs, stream, answers, priority
-    ) -> None:
+        self, shared, family, own, max_tokens, temperature, seed, ignore_eos, logprobs, stream, answers, priority, salt
+    ) -> None:  # fmt: skip
         prompt = [*((i * 5 + family) % VOCAB_SIZE for i in range(shared)), *own][: self.runner.max_model_len - 1] or [1]
         params = SamplingParams(
             temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos, logprobs=logprobs,
             stop_token_ids=[3] if family else None, **answers,
         )  # fmt: skip
-        request_id = str(len(self.asked))
+        request_id = str(len(self.salts))
+        self.salts[request_id] = salt
         priority *= self.engine.scheduling.scheduling_policy == "priority"
         try:
-            self.engine.add_request(request_id, prompt, params, stream=stream, priority=priority)
+            salted = {"prompt_token_ids": prompt, "cache_salt": salt}
+            self.engine.add_request(request_id, salted, params, stream=stream, priority=priority)
         except RequestError as error:  # all answers together can never fit
             if error.parameter not in ("n", "best_of", "beam_width") or "blocks of KV cache" not in str(error):
                 raise
         else:
             self.asked[request_id] = (prompt, params)
+
+    @rule(seed=st.integers(0, 2**32), count=st.integers(2, 6))
+    def crowd(self, seed: int, count: int) -> None:
+        """Many at once: from single arrivals a full pool hardly ever comes about."""
+        rng = random.Random(seed)
+        for _ in range(count):
+            self.add(
+                rng.choice(SHARED), rng.randrange(2), [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(7))],
+                rng.choice(MAX_TOKENS), rng.choice([0.0, 1.0]), rng.randint(1, 3), rng.random() < 0.7,
+                rng.choice(LOGPROBS), rng.random() < 0.5, rng.choice(ANSWERS), rng.randint(-2, 2), rng.choice(SALTS),
+            )  # fmt: skip
 
     @rule(data=st.data())
     @precondition(lambda self: len(self.asked) > len(self.ended))
@@ -140,13 +185,14 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def new_weights(self) -> None:
         self.engine.note_new_weights()
-        assert not any(self.engine._manager.pool._indices)
+        self.runner.weights += 1
+        self.reached["new weights while requests live"] += bool(self.asked.keys() - self.ended)
 
     @rule()
     def reset_prefix_cache(self) -> None:
         assert self.engine.reset_prefix_cache() == (self.asked.keys() == self.ended)
 
-    @rule(count=st.integers(1, 12))
+    @rule(count=st.integers(1, 25))
     def steps(self, count: int) -> None:
         for _ in range(count):
             if self.engine.has_work:
@@ -161,6 +207,9 @@ class EngineMachine(RuleBasedStateMachine):
                 tokens = np.frombuffer(name.tokens, np.int32).tolist()
                 assert self.runner.pages[block].tolist() == tokens, "a name that lies about its block"
                 assert (self.runner.written_for[block, :, 0] == name.group).all(), "a name that lies about its group"
+        if pool.host_tier is not None and not pool.moves:
+            for name, slot in pool.host_tier._slots.items():
+                assert self.runner.host[slot][0].tolist() == list(name.tokens), "a name that lies about its slot"
         self.only_equal_beginnings_are_shared()
 
     def only_equal_beginnings_are_shared(self) -> None:
@@ -176,6 +225,11 @@ class EngineMachine(RuleBasedStateMachine):
         oldest = min(self.engine._scheduler.running, key=lambda request: request.arrival, default=None)
         if oldest is not None and oldest.steered:
             oldest = None  # of beams one may give way to another of its own search
+        decodes = [
+            (request, request.num_computed, request.metrics.preemptions)
+            for request in self.engine._scheduler.running
+            if request.decoding and request.num_missing
+        ]
         limit = self.runner.outgrown_after
         outgrows = oldest is not None and limit is not None and oldest.rope_len <= limit == oldest.num_computed
         try:
@@ -183,6 +237,10 @@ class EngineMachine(RuleBasedStateMachine):
                 self.judge(output)
         except StepError as error:
             self.end_failed(error)
+        else:
+            for request, computed, preemptions in decodes:
+                waited = request.status is RequestStatus.RUNNING and request.num_computed == computed
+                assert not waited or request.metrics.preemptions > preemptions, "a decode waits"
         self.sound()
         if oldest is not None and oldest.status is RequestStatus.PREEMPTED:
             assert outgrows, "the oldest is never preempted"
@@ -248,6 +306,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert bound > 0, "the engine does not come to an end"
         assert self.ended == self.asked.keys()
         assert self.engine.stats().used_blocks == 0
+        for name in COUNTERS:
+            self.reached[name] += getattr(self.engine._scheduler.counters, name)
+        for name, count in self.reached.items():
+            if count:
+                event(name)  # `--hypothesis-show-statistics` prints in how many examples
 
 
 TestEngine = EngineMachine.TestCase

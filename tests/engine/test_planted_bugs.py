@@ -1,0 +1,257 @@
+"""What the simulation is worth: bugs of the kinds such engines have had are planted one by one, and each is found.
+
+The same examples pass without a bug, and reach everything that the bugs are about.
+"""
+
+import collections
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import Flaky
+from hypothesis.stateful import run_state_machine_as_test
+
+from jpaged.engine import engine, kv_cache_manager
+from jpaged.engine.block_pool import BlockPool, prefix_root
+from jpaged.engine.host_tier import HostTier
+from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.request import NO_ROW
+from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.step_plan import BlockMove
+from jpaged.errors import EngineError
+from tests.engine.test_simulation import COUNTERS, EngineMachine
+
+SEARCH = settings(
+    max_examples=200, stateful_step_count=20, derandomize=True, database=None, deadline=None,
+    phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Register a function that plants a bug."""
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+@bug
+def a_lost_decrement(patch):
+    """Of several blocks that are freed together, one is forgotten."""
+    free = BlockPool.free
+    patch.setattr(BlockPool, "free", lambda pool, blocks: free(pool, blocks[1:] if len(blocks) > 3 else blocks))
+
+
+@bug
+def a_block_freed_twice(patch):
+    """Where several hold it nothing complains."""
+    free = BlockPool.free
+
+    def twice(pool, blocks):
+        free(pool, blocks)
+        free(pool, [block for block in blocks[:1] if pool.ref_count(block)])
+
+    patch.setattr(BlockPool, "free", twice)
+
+
+@bug
+def a_name_kept_after_reuse(patch):
+    """The block is handed out, and still found by what it held."""
+    patch.setattr(BlockPool, "_forget", lambda pool, block: None)
+
+
+@bug
+def a_shared_tail_written_to(patch):
+    """Copy-on-write forgotten."""
+
+    def unshare_tail(manager, request):
+        request.tail_shared = False
+        return []
+
+    patch.setattr(KVCacheManager, "unshare_tail", unshare_tail)
+
+
+@bug
+def a_copy_that_never_happens(patch):
+    """Copy-on-write in the books only."""
+    _without_moves(patch, "private_copy", BlockMove.COPY)
+
+
+@bug
+def a_fetched_block_whose_move_is_lost(patch):
+    """The block is found by a name whose content is still on the host."""
+    _without_moves(patch, "fetch", BlockMove.TO_DEVICE)
+
+
+@bug
+def a_slot_given_back_before_it_is_read(patch):
+    """Another block goes into the slot first."""
+    take = HostTier.take
+
+    def take_and_give_back(tier, name):
+        slot = take(tier, name)
+        tier._free.append(slot)
+        return slot
+
+    patch.setattr(HostTier, "take", take_and_give_back)
+    patch.setattr(HostTier, "give_back", lambda tier, slot: None)
+
+
+@bug
+def a_slot_used_again_under_its_old_name(patch):
+    """What was least recently put is overwritten, and still found."""
+    put = HostTier.put
+
+    def put_and_remember(tier, name):
+        oldest = next(iter(tier._slots.items()), None)
+        slot = put(tier, name)
+        if oldest is not None and oldest[0] not in tier._slots:
+            tier._slots[oldest[0]] = slot
+        return slot
+
+    patch.setattr(HostTier, "put", put_and_remember)
+
+
+@bug
+def a_window_released_one_block_early(patch):
+    """Everywhere alike, so that the books agree with each other."""
+    first_seen, set_release = KVCacheManager._first_seen, KVCacheManager._set_release
+
+    def one_further(manager, window, num_computed):
+        if window is None:
+            return 0
+        return min(first_seen(manager, window, num_computed) + 1, num_computed // manager.block_size)
+
+    def one_earlier(manager, request):
+        set_release(manager, request)
+        request.release_at -= manager.block_size
+
+    patch.setattr(KVCacheManager, "_first_seen", one_further)
+    patch.setattr(KVCacheManager, "_set_release", one_earlier)
+
+
+@bug
+def a_preempted_request_that_keeps_its_row(patch):
+    """Nobody gets it any more."""
+    preempt = Scheduler._preempt
+
+    def keep_row(scheduler, request, draft):
+        row = request.row
+        preempt(scheduler, request, draft)
+        scheduler._free_rows.remove(row)
+        request.row = row
+
+    patch.setattr(Scheduler, "_preempt", keep_row)
+
+
+@bug
+def a_row_given_to_two(patch):
+    """It is free, and in use."""
+    enter = Scheduler._enter_row
+
+    def enter_and_leave_free(scheduler, request):
+        enter(scheduler, request)
+        if len(scheduler.running) > 2:
+            scheduler._free_rows.append(request.row)
+
+    patch.setattr(Scheduler, "_enter_row", enter_and_leave_free)
+
+
+@bug
+def new_weights_that_leave_the_roots_as_they_are(patch):
+    """Nothing is forgotten, and the version is no part of the root."""
+    patch.setattr(engine.Engine, "note_new_weights", lambda engine: None)
+
+
+@bug
+def new_weights_that_running_requests_do_not_notice(patch):
+    """They go on under the root that requests of the new weights... would share, had the version not changed."""
+
+    def note(engine):
+        engine._manager.pool.forget_all()
+
+    patch.setattr(engine.Engine, "note_new_weights", note)
+
+
+@bug
+def a_salt_ignored(patch):
+    """Requests of two users share blocks."""
+    patch.setattr(engine, "prefix_root", lambda *, weight_version, salt: prefix_root(weight_version=weight_version))
+
+
+@bug
+def a_fork_with_its_parents_shared_tail_unmarked(patch):
+    """Only the fork knows that its last block is shared."""
+    fork = KVCacheManager.fork
+
+    def fork_and_forget(manager, request, other):
+        fork(manager, request, other)
+        request.tail_shared = False
+
+    patch.setattr(KVCacheManager, "fork", fork_and_forget)
+
+
+@bug
+def a_hit_on_the_whole_prompt(patch):
+    """Nothing is left to compute the next token from."""
+
+    def find_all(manager, request, find):
+        request.token_ids.append(0)
+        try:
+            return original(manager, request, find)
+        finally:
+            request.token_ids.pop()
+
+    original = KVCacheManager._find
+    patch.setattr(KVCacheManager, "_find", find_all)
+
+
+@bug
+def a_group_left_out_of_the_name(patch):
+    """Layers of two kinds share their blocks."""
+    name = kv_cache_manager.BlockName
+    patch.setattr(kv_cache_manager, "BlockName", lambda digest, parent, tokens, group: name(digest, parent, tokens, 0))
+
+
+@bug
+def a_preempted_request_whose_tokens_on_their_way_are_dropped(patch):
+    """It starts again without them."""
+    startable = Scheduler._startable
+
+    def at_once(scheduler, request, draft, held_back):
+        request.num_in_flight = 0
+        return startable(scheduler, request, draft, held_back)
+
+    patch.setattr(Scheduler, "_startable", at_once)
+
+
+def _without_moves(patch, method, kind):
+    original = getattr(BlockPool, method)
+
+    def call(pool, *args):
+        before = list(pool.moves)
+        result = original(pool, *args)
+        pool.moves = before + [move for move in pool.moves[len(before) :] if move[0] is not kind]
+        return result
+
+    patch.setattr(BlockPool, method, call)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name, monkeypatch):
+    BUGS[name](monkeypatch)
+    with pytest.raises((AssertionError, EngineError, KeyError, Flaky)) as found:
+        run_state_machine_as_test(EngineMachine, settings=SEARCH)
+    print(f"{name}: {found.type.__name__}: {str(found.value).splitlines()[0] if str(found.value) else ''}")
+
+
+def test_without_a_bug_nothing_is_found_and_all_is_reached():
+    reached: collections.Counter[str] = collections.Counter()
+
+    class Counting(EngineMachine):
+        def teardown(self):
+            super().teardown()
+            reached.update({name: 1 for name, count in self.reached.items() if count})
+
+    run_state_machine_as_test(Counting, settings=settings(SEARCH, max_examples=60))
+    assert {*COUNTERS, "new weights while requests live"} <= {name for name, times in reached.items() if times > 2}
