@@ -140,13 +140,19 @@ class BlockPool:
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give back one hold of each block. The last are reused first: a beginning is shared more often."""
+        counts, following, previous, sentinel = self._ref_counts, self._next, self._previous, self.num_blocks
         for block in reversed(blocks):
-            if self._ref_counts[block] <= 0:
+            count = counts[block] - 1
+            if count < 0:
                 raise EngineError(f"block {block} is freed but nobody holds it")
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
+            counts[block] = count
+            if count == 0:
                 self._last_used[block] = self.step
-                self._link(block, first=self._names[block] is None)
+                before = sentinel if self._names[block] is None else previous[sentinel]
+                after = following[before]
+                following[before] = previous[after] = block
+                previous[block], following[block] = before, after
+                self.num_free += 1
 
     def put_name(self, block: int, name: BlockName) -> None:
         """Enter a held, full block into the index, unless another block with the same content is there."""
@@ -216,14 +222,6 @@ class BlockPool:
             slot = None if self.host_tier is None else self.host_tier.put(name)
             if slot is not None:
                 self.moves.append((BlockMove.TO_HOST, block, slot))
-
-    def _link(self, block: int, *, first: bool) -> None:
-        sentinel = self.num_blocks
-        before = sentinel if first else self._previous[sentinel]
-        after = self._next[before]
-        self._next[before] = self._previous[after] = block
-        self._previous[block], self._next[block] = before, after
-        self.num_free += 1
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]

@@ -31,6 +31,7 @@ import itertools
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,9 @@ from jpaged.errors import EngineError
 
 SHORT_PROMPT_SHARE = 4   # a prompt that does not fit into a step leaves 1 / this of the budget to others
 LOOK_PAST = 32           # waiting requests looked at behind a long one, in search of short ones
+
+_NO_MOVES = np.zeros((0, 3), np.int32)
+_rank, _arrival = attrgetter("rank"), attrgetter("arrival")  # as keys of sorted lists faster than functions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -492,6 +496,8 @@ class Scheduler:
         return True
 
     def _moves(self) -> np.ndarray:
+        if not self.manager.pool.moves:
+            return _NO_MOVES
         moves = self.manager.pool.take_moves()
         for kind, _, _ in moves:
             self.counters.copied_blocks += kind == BlockMove.COPY
@@ -514,11 +520,3 @@ def _behind(first: np.ndarray, count: int, others: list[Any]) -> np.ndarray:
 def _int32(values: Iterable[int]) -> np.ndarray:
     """An array of integers; a third of the time that np.array takes over a list of 256."""
     return np.frombuffer(array.array("i", values), np.int32)
-
-
-def _rank(request: Request) -> tuple[float, int]:
-    return request.rank
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival
