@@ -94,18 +94,17 @@ class BlockPool:
         if count > self.num_free:
             raise EngineError(f"{count} blocks wanted, {self.num_free} free")
         # Many times a step: the first `count` of the ring are cut out at once, without a call a block.
-        following, names, sentinel = self._next, self._names, self.num_blocks
+        following, previous, counts, sentinel = self._next, self._previous, self._ref_counts, self.num_blocks
         blocks = []
         block = following[sentinel]
         for _ in range(count):
             blocks.append(block)
             after = following[block]
-            following[block] = self._previous[block] = block
-            self._ref_counts[block] = 1
-            if names[block] is not None:
-                self._forget(block)
+            following[block] = previous[block] = block
+            counts[block] = 1
             block = after
-        following[sentinel], self._previous[block] = block, sentinel
+        following[sentinel], previous[block] = block, sentinel
+        self._forget(blocks)
         self.num_free -= count
         self._note_peak()
         return blocks
@@ -155,11 +154,17 @@ class BlockPool:
                 self.num_free += 1
 
     def put_name(self, block: int, name: BlockName) -> None:
-        """Enter a held, full block into the index, unless another block with the same content is there."""
-        index = self._indices[name.group]
-        if self._names[block] is None and name.digest not in index:
-            self._names[block] = name
-            index[name.digest] = block
+        """As `put_names` for one."""
+        self.put_names([block], [name], name.group)
+
+    def put_names(self, blocks: Sequence[int], names: Sequence[BlockName], group: int) -> None:
+        """Enter held, full blocks of one group into its index, except those whose content another block there has."""
+        index, known = self._indices[group], self._names
+        for block, name in zip(blocks, names, strict=True):
+            digest = name.digest
+            if known[block] is None and digest not in index:
+                known[block] = name
+                index[digest] = block
 
     def find(self, name: BlockName) -> int | None:
         """The block, held or free, that holds what `name` says; None if there is none."""
@@ -214,14 +219,16 @@ class BlockPool:
         if self.host_tier is not None:
             self.host_tier.check()
 
-    def _forget(self, block: int) -> None:
-        name = self._names[block]
-        if name is not None:
-            del self._indices[name.group][name.digest]
-            self._names[block] = None
-            slot = None if self.host_tier is None else self.host_tier.put(name)
-            if slot is not None:
-                self.moves.append((BlockMove.TO_HOST, block, slot))
+    def _forget(self, blocks: list[int]) -> None:
+        names = self._names
+        for block in blocks:
+            name = names[block]
+            if name is not None:
+                del self._indices[name.group][name.digest]
+                names[block] = None
+                slot = None if self.host_tier is None else self.host_tier.put(name)
+                if slot is not None:
+                    self.moves.append((BlockMove.TO_HOST, block, slot))
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]

@@ -191,23 +191,26 @@ class Scheduler:
             else:
                 boundary.append(request)
         draft.budget -= len(decodes)
+        draft.updates = self.manager.next_blocks([r for r in boundary if self._needs_only_a_block(r)])
         for request in boundary:
             if request.status is RequestStatus.RUNNING and request.num_missing:
                 self._decode_at_boundary(request, draft)
+
+    def _needs_only_a_block(self, request: Request) -> bool:
+        computed = request.num_computed
+        return (
+            computed == request.num_slots
+            and not request.tail_shared
+            and not computed == self._outgrown_after >= request.rope_len
+            and request.num_missing > 0
+        )
 
     def _decode_at_boundary(self, request: Request, draft: StepDraft) -> None:
         computed = request.num_computed
         if computed == self._outgrown_after >= request.rope_len:
             self._preempt(request, draft)
             return
-        if computed == request.num_slots and not request.tail_shared:
-            blocks = self.manager.next_block(request)
-            if blocks is not None:
-                row, index = request.row, computed // self.manager.block_size
-                draft.updates += [(row, group, index, block) for group, block in enumerate(blocks)]
-            elif not self._grow(request, computed, 1, draft):
-                return
-        elif request.tail_shared and not self._grow(request, computed, 1, draft):
+        if (computed == request.num_slots or request.tail_shared) and not self._grow(request, computed, 1, draft):
             return
         request.num_computed = computed + 1
         request.num_in_flight += 1
