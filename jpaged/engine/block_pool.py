@@ -94,18 +94,17 @@ class BlockPool:
         if count > self.num_free:
             raise EngineError(f"{count} blocks wanted, {self.num_free} free")
         # Many times a step: the first `count` of the ring are cut out at once, without a call a block.
-        following, names, sentinel = self._next, self._names, self.num_blocks
+        following, previous, counts, sentinel = self._next, self._previous, self._ref_counts, self.num_blocks
         blocks = []
         block = following[sentinel]
         for _ in range(count):
             blocks.append(block)
             after = following[block]
-            following[block] = self._previous[block] = block
-            self._ref_counts[block] = 1
-            if names[block] is not None:
-                self._forget(block)
+            following[block] = previous[block] = block
+            counts[block] = 1
             block = after
-        following[sentinel], self._previous[block] = block, sentinel
+        following[sentinel], previous[block] = block, sentinel
+        self._forget(blocks)
         self.num_free -= count
         self._note_peak()
         return blocks
@@ -140,20 +139,32 @@ class BlockPool:
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give back one hold of each block. The last are reused first: a beginning is shared more often."""
+        counts, following, previous, sentinel = self._ref_counts, self._next, self._previous, self.num_blocks
         for block in reversed(blocks):
-            if self._ref_counts[block] <= 0:
+            count = counts[block] - 1
+            if count < 0:
                 raise EngineError(f"block {block} is freed but nobody holds it")
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
+            counts[block] = count
+            if count == 0:
                 self._last_used[block] = self.step
-                self._link(block, first=self._names[block] is None)
+                before = sentinel if self._names[block] is None else previous[sentinel]
+                after = following[before]
+                following[before] = previous[after] = block
+                previous[block], following[block] = before, after
+                self.num_free += 1
 
     def put_name(self, block: int, name: BlockName) -> None:
-        """Enter a held, full block into the index, unless another block with the same content is there."""
-        index = self._indices[name.group]
-        if self._names[block] is None and name.digest not in index:
-            self._names[block] = name
-            index[name.digest] = block
+        """As `put_names` for one."""
+        self.put_names([block], [name], name.group)
+
+    def put_names(self, blocks: Sequence[int], names: Sequence[BlockName], group: int) -> None:
+        """Enter held, full blocks of one group into its index, except those whose content another block there has."""
+        index, known = self._indices[group], self._names
+        for block, name in zip(blocks, names, strict=True):
+            digest = name.digest
+            if known[block] is None and digest not in index:
+                known[block] = name
+                index[digest] = block
 
     def find(self, name: BlockName) -> int | None:
         """The block, held or free, that holds what `name` says; None if there is none."""
@@ -208,22 +219,16 @@ class BlockPool:
         if self.host_tier is not None:
             self.host_tier.check()
 
-    def _forget(self, block: int) -> None:
-        name = self._names[block]
-        if name is not None:
-            del self._indices[name.group][name.digest]
-            self._names[block] = None
-            slot = None if self.host_tier is None else self.host_tier.put(name)
-            if slot is not None:
-                self.moves.append((BlockMove.TO_HOST, block, slot))
-
-    def _link(self, block: int, *, first: bool) -> None:
-        sentinel = self.num_blocks
-        before = sentinel if first else self._previous[sentinel]
-        after = self._next[before]
-        self._next[before] = self._previous[after] = block
-        self._previous[block], self._next[block] = before, after
-        self.num_free += 1
+    def _forget(self, blocks: list[int]) -> None:
+        names = self._names
+        for block in blocks:
+            name = names[block]
+            if name is not None:
+                del self._indices[name.group][name.digest]
+                names[block] = None
+                slot = None if self.host_tier is None else self.host_tier.put(name)
+                if slot is not None:
+                    self.moves.append((BlockMove.TO_HOST, block, slot))
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]

@@ -99,11 +99,12 @@ class KVCacheManager:
 
     def _find(self, request: Request, find: Callable[[BlockName], int | None]) -> Prefix:
         length = (len(request.token_ids) - 1) // self.block_size
+        names = self._names(request, length)  # all at once: the request needs them anyway, once it has computed them
         tails: list[list[int]] = [[] for _ in self.windows]
         for group, window in enumerate(self.windows):
             if window is None:
                 for index in range(length):
-                    block = find(self._name(request, index, group))
+                    block = find(names[index] if group == 0 else names[index]._replace(group=group))
                     if block is None:
                         break
                     tails[group].append(block)
@@ -221,22 +222,28 @@ class KVCacheManager:
         count = self.pool.ref_count
         return [g for g, table in enumerate(request.block_tables) if count(table.blocks[index]) > 1]
 
-    def next_block(self, request: Request) -> list[int] | None:
-        """Give a request whose tables are full one more block in each group: that, or None where too few are free.
+    def next_blocks(self, requests: Sequence[Request]) -> list[tuple[int, int, int, int]]:
+        """Give requests whose tables are full one more block in each group; nothing where too few blocks are free.
 
-        As `grow` for one token, which every request comes to after block_size steps.
+        As `grow` for one token each, which every request comes to after block_size steps. Returns what changes in the
+        tables: (row, group, index, block).
         """
-        groups = len(self.windows)
-        if self.pool.num_free < groups:
-            return None
-        blocks = self.pool.allocate(groups)
-        for table, block in zip(request.block_tables, blocks, strict=True):
-            table.blocks.append(block)
-        request.num_slots += self.block_size
-        request.num_held += groups
-        self.num_held += groups
-        self.num_empty += self.block_size
-        return blocks
+        groups, size = len(self.windows), self.block_size
+        if not requests or self.pool.num_free < groups * len(requests):
+            return []
+        blocks = iter(self.pool.allocate(groups * len(requests)))
+        updates = []
+        for request in requests:
+            row, index = request.row, request.num_slots // size
+            for group, table in enumerate(request.block_tables):
+                block = next(blocks)
+                table.blocks.append(block)
+                updates.append((row, group, index, block))
+            request.num_slots += size
+            request.num_held += groups
+        self.num_held += len(updates)
+        self.num_empty += len(requests) * size
+        return updates
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
         """Make a request's tables hold so many tokens; the new blocks, none if they did already."""
@@ -269,12 +276,11 @@ class KVCacheManager:
         first = request.num_indexed_blocks
         if full <= first:
             return
-        names, put_name = self._names(request, full), self.pool.put_name
+        names = self._names(request, full)
         for group, table in enumerate(request.block_tables):
-            blocks = table.blocks
-            for index in range(max(first, table.first_held), full):  # else given back before its tokens were known
-                name = names[index]
-                put_name(blocks[index], name if group == 0 else name._replace(group=group))
+            begin = max(first, table.first_held)  # those before were given back before their tokens were known
+            new = names[begin:full] if group == 0 else [name._replace(group=group) for name in names[begin:full]]
+            self.pool.put_names(table.blocks[begin:full], new, group)
         request.num_indexed_blocks = full
 
     def release_behind_windows(self, request: Request) -> None:

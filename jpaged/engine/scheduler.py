@@ -31,6 +31,7 @@ import itertools
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,9 @@ from jpaged.errors import EngineError
 
 SHORT_PROMPT_SHARE = 4   # a prompt that does not fit into a step leaves 1 / this of the budget to others
 LOOK_PAST = 32           # waiting requests looked at behind a long one, in search of short ones
+
+_NO_MOVES = np.zeros((0, 3), np.int32)
+_rank, _arrival = attrgetter("rank"), attrgetter("arrival")  # as keys of sorted lists faster than functions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,23 +191,26 @@ class Scheduler:
             else:
                 boundary.append(request)
         draft.budget -= len(decodes)
+        draft.updates = self.manager.next_blocks([r for r in boundary if self._needs_only_a_block(r)])
         for request in boundary:
             if request.status is RequestStatus.RUNNING and request.num_missing:
                 self._decode_at_boundary(request, draft)
+
+    def _needs_only_a_block(self, request: Request) -> bool:
+        computed = request.num_computed
+        return (
+            computed == request.num_slots
+            and not request.tail_shared
+            and not computed == self._outgrown_after >= request.rope_len
+            and request.num_missing > 0
+        )
 
     def _decode_at_boundary(self, request: Request, draft: StepDraft) -> None:
         computed = request.num_computed
         if computed == self._outgrown_after >= request.rope_len:
             self._preempt(request, draft)
             return
-        if computed == request.num_slots and not request.tail_shared:
-            blocks = self.manager.next_block(request)
-            if blocks is not None:
-                row, index = request.row, computed // self.manager.block_size
-                draft.updates += [(row, group, index, block) for group, block in enumerate(blocks)]
-            elif not self._grow(request, computed, 1, draft):
-                return
-        elif request.tail_shared and not self._grow(request, computed, 1, draft):
+        if (computed == request.num_slots or request.tail_shared) and not self._grow(request, computed, 1, draft):
             return
         request.num_computed = computed + 1
         request.num_in_flight += 1
@@ -494,6 +501,8 @@ class Scheduler:
         return True
 
     def _moves(self) -> np.ndarray:
+        if not self.manager.pool.moves:
+            return _NO_MOVES
         moves = self.manager.pool.take_moves()
         for kind, _, _ in moves:
             self.counters.copied_blocks += kind == BlockMove.COPY
@@ -516,11 +525,3 @@ def _behind(first: np.ndarray, count: int, others: list[Any]) -> np.ndarray:
 def _int32(values: Iterable[int]) -> np.ndarray:
     """An array of integers; a third of the time that np.array takes over a list of 256."""
     return np.frombuffer(array.array("i", values), np.int32)
-
-
-def _rank(request: Request) -> tuple[float, int]:
-    return request.rank
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival

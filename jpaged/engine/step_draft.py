@@ -1,5 +1,7 @@
 """A step in the making: who advances by how many tokens. Nothing of it is final until the scheduler commits it."""
 
+import array
+
 import numpy as np
 
 from jpaged.engine.request import Request
@@ -43,17 +45,16 @@ class StepDraft:
 def row_init(request: Request, vocab_size: int) -> RowInit:
     """What the device must know of a row whose request starts, or goes on as a fork."""
     params = request.params
-    blocks = [
-        (group, index, block)
-        for group, table in enumerate(request.block_tables)
-        for index, block in enumerate(table.held, table.first_held)
-    ]
+    blocks: list[int] = []  # flat: np.array takes twice as long over tuples
+    for group, table in enumerate(request.block_tables):
+        for index, block in enumerate(table.held, table.first_held):
+            blocks += (group, index, block)
     greedy = params.greedy or request.steered
     return RowInit(
         row=request.row,
         num_computed=request.num_computed,
         rope_len=request.rope_len,
-        blocks=np.array(blocks, np.int32).reshape(-1, 3),
+        blocks=np.frombuffer(array.array("i", blocks), np.int32).reshape(-1, 3),
         temperature=0.0 if greedy else params.temperature,
         top_p=1.0 if greedy else max(params.top_p, SMALLEST_FLOAT32),
         top_k=0 if greedy or params.top_k >= vocab_size else params.top_k,

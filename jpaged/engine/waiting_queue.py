@@ -12,11 +12,14 @@ shortest_first: arrival + TOKEN_SECONDS a token that it may still generate, by i
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from jpaged.engine.request import Request
 
 PRIORITY_SECONDS = 60.0
 TOKEN_SECONDS = 0.05  # a request of 1,000 tokens fewer passes those that have waited 50 s less
+
+_rank = attrgetter("rank")
 
 
 def _fcfs(request: Request) -> float:
@@ -93,7 +96,3 @@ class WaitingQueue:
     def behind_head(self, count: int) -> list[Request]:
         """At most so many that stand behind the head, in order."""
         return self._sorted[self._start + 1 : self._start + 1 + count]
-
-
-def _rank(request: Request) -> tuple[float, int]:
-    return request.rank

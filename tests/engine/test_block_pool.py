@@ -172,13 +172,13 @@ def test_a_beginning_whose_window_is_gone_is_found_as_far_as_it_is_there():
     manager.index_computed(first)
     again = make_request(list(range(41)))
     assert manager.find_prefix(again).num_blocks == 10
-    manager.pool._forget(first.block_tables[1].blocks[6])
+    manager.pool._forget([first.block_tables[1].blocks[6]])
     assert manager.find_prefix(again).num_blocks == 10  # blocks 8 and 9 are all that is seen
-    manager.pool._forget(first.block_tables[1].blocks[8])
+    manager.pool._forget([first.block_tables[1].blocks[8]])
     prefix = manager.find_prefix(again)  # 10 and 9 need block 8, 8 and 7 need block 6
     assert prefix.num_blocks == 6
     assert prefix.tails == (first.block_tables[0].blocks[:6], first.block_tables[1].blocks[4:6])
-    manager.pool._forget(first.block_tables[0].blocks[5])
+    manager.pool._forget([first.block_tables[0].blocks[5]])
     assert manager.find_prefix(again).num_blocks == 5
 
 
