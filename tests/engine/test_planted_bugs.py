@@ -15,7 +15,6 @@ from jpaged.engine import engine, kv_cache_manager
 from jpaged.engine.block_pool import BlockPool, prefix_root
 from jpaged.engine.host_tier import HostTier
 from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.request import NO_ROW
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError

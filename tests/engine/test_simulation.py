@@ -175,6 +175,21 @@ class EngineMachine(RuleBasedStateMachine):
             )  # fmt: skip
 
     @rule(data=st.data())
+    @precondition(lambda self: self.asked)
+    def ask_again(self, data) -> None:
+        """The next turn of a conversation: a request that has come before, and what was answered."""
+        before = data.draw(st.sampled_from(sorted(self.asked)))
+        prompt, params = self.asked[before]
+        group = self.engine._groups.get(before)
+        prompt = [*prompt, *([] if group is None else group.first.output_token_ids)]
+        request_id = str(len(self.salts))
+        self.salts[request_id] = self.salts[before]
+        salted = {"prompt_token_ids": prompt[: self.runner.max_model_len - 1], "cache_salt": self.salts[before]}
+        params = SamplingParams(temperature=0, max_tokens=3, stop_token_ids=params.stop_token_ids)
+        self.engine.add_request(request_id, salted, params)
+        self.asked[request_id] = (salted["prompt_token_ids"], params)
+
+    @rule(data=st.data())
     @precondition(lambda self: len(self.asked) > len(self.ended))
     def abort(self, data) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.asked.keys() - self.ended)))
@@ -209,7 +224,8 @@ class EngineMachine(RuleBasedStateMachine):
                 assert (self.runner.written_for[block, :, 0] == name.group).all(), "a name that lies about its group"
         if pool.host_tier is not None and not pool.moves:
             for name, slot in pool.host_tier._slots.items():
-                assert self.runner.host[slot][0].tolist() == list(name.tokens), "a name that lies about its slot"
+                tokens = np.frombuffer(name.tokens, np.int32).tolist()
+                assert self.runner.host[slot][0].tolist() == tokens, "a name that lies about its slot"
         self.only_equal_beginnings_are_shared()
 
     def only_equal_beginnings_are_shared(self) -> None:
