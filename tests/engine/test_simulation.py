@@ -166,6 +166,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2**32), count=st.integers(2, 6))
     def crowd(self, seed: int, count: int) -> None:
         """Many at once: from single arrivals a full pool hardly ever comes about."""
+        self.last_crowd = seed, count
         rng = random.Random(seed)
         for _ in range(count):
             self.add(
@@ -197,11 +198,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.judge(output)
         assert not output.outputs or self.asked[request_id][1].n > 1 or output.outputs[0].finish_reason == "abort"
 
-    @rule()
-    def new_weights(self) -> None:
+    @rule(again=st.booleans())
+    def new_weights(self, again: bool) -> None:
         self.engine.note_new_weights()
         self.runner.weights += 1
         self.reached["new weights while requests live"] += bool(self.asked.keys() - self.ended)
+        if again:
+            self.crowd(*self.last_crowd)  # whose like the old weights have seen
 
     @rule()
     def reset_prefix_cache(self) -> None:

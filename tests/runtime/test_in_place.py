@@ -20,6 +20,7 @@ import pytest
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Experts, Rope, WeightLayout, param_shapes
+from jpaged.runtime.block_moves import HOST_BUCKET, BlockMover
 from jpaged.runtime.state import create_state, state_shapes
 from jpaged.runtime.step import ProgramShape, compile_step
 from tests.deviceless import H200, V5E, marks
@@ -46,6 +47,19 @@ def dtype_of(target):
     """bfloat16 where the back end multiplies it as it is: JAX 0.10 on CPU converts 16-bit weights at every step."""
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
     return jnp.dtype("float32" if target == "cpu" and old else "bfloat16")
+
+
+def state_of(target, blocks):
+    """The state's shapes for a target, and the sharding that it has there."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if target.startswith("v5e"):
+        sharding = v5e_target.sharding()
+    elif target != "cpu":
+        sharding = h200_target.sharding()
+    return state_shapes(
+        SPEC, group_layers(SPEC.windows, SPEC.max_position), num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS,
+        width=SPEC.max_position // BLOCK_SIZE, dtype=dtype_of(target), sharding=sharding,
+    ), sharding  # fmt: skip
 
 
 @functools.cache
@@ -163,6 +177,24 @@ def test_a_decode_layer_is_at_most_twelve_kernels(target):
     layer = {name: whole[name] - one_less[name] for name in LAUNCHES}
     assert layer["custom-call"] == 3
     assert sum(layer.values()) <= 12, layer
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, 10 * BLOCKS])
+@pytest.mark.parametrize("target", [pytest.param(n, marks=MARKS[n]) for n in ("cpu", "h200", "v5e kernels")])
+def test_moving_blocks_copies_no_pages_but_theirs(target, blocks):
+    """Copy-on-write and what comes from the host go into the pages as they lie; what goes to the host leaves them."""
+    state, sharding = state_of(target, blocks)
+    mover = BlockMover(state, sharding, host_slots=1)
+    all_pages = SPEC.num_layers * pool_bytes(target, blocks)
+    a_block = all_pages // blocks
+    programs = [*((program, size) for size, program in mover._copies.items())]
+    for program, moved in [*programs, (mover._put, HOST_BUCKET), (mover._take, HOST_BUCKET)]:
+        memory = program.memory_analysis()
+        assert large_moves(program.as_text(), pool_bytes(target, blocks)) == []
+        assert memory.temp_size_in_bytes <= 3 * moved * a_block
+        if program is not mover._take:
+            assert memory.alias_size_in_bytes >= all_pages
+            assert memory.output_size_in_bytes - memory.alias_size_in_bytes < a_block
 
 
 def test_the_check_sees_a_copy():

@@ -1,0 +1,128 @@
+"""Engines over tiny random models: one set of compiled programs, any number of engines, of pools as small as wished.
+
+What is free, and what was never written, can be filled with NaN between steps: whoever reads it gives NaN.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine, SchedulingOptions
+from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.runtime.runner import ModelRunner
+
+VOCAB_SIZE = 256
+BLOCK_SIZE = 8
+MAX_MODEL_LEN = 128
+MAX_BLOCKS = 160  # of the roomy pool
+HOST_SLOTS = 48
+FULL = DecoderSpec(
+    vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    max_position=2048, rope=Rope(), tie_embeddings=True,
+)  # fmt: skip
+SPECS = {"full": FULL, "windows": dataclasses.replace(FULL, sliding_window=(20, None))}
+
+
+def make_runner(spec, **options):
+    """A runner of float32 with random weights, whose greedy answers do not collapse to one token (norm gains of 2)."""
+    rng = np.random.default_rng(0)
+
+    def leaf(path, shape):
+        values = rng.standard_normal(shape.shape) * 0.15
+        return jnp.asarray(values + (2 if "norm" in str(path[-1]) else 0), shape.dtype)
+
+    params = jax.tree_util.tree_map_with_path(leaf, param_shapes(spec, jnp.float32))
+    block_bytes = 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * 4 * len(params_layers(spec))
+    config = {
+        "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
+        "block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": MAX_BLOCKS * block_bytes,
+        "swap_space": HOST_SLOTS * block_bytes / 2**30,
+    }  # fmt: skip
+    return ModelRunner.create(spec, params, EngineConfig(model="tiny", **config | options))
+
+
+def params_layers(spec):
+    """Arrays that a block lies in: one a layer of a group."""
+    kinds = spec.windows
+    return range(max(kinds.count(kind) for kind in set(kinds)))
+
+
+class View:
+    """A runner with some of its limits lowered, for an engine that is to have less."""
+
+    def __init__(self, runner, **limits):
+        self._runner = runner
+        self.__dict__.update(limits)
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+
+def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=True, budget=64, **scheduling):
+    """An engine over a runner that others have used; num_blocks None: the roomy pool. costs: TransferCosts."""
+    limits = {"host_slots": host_slots, "transfer_costs": costs, "max_num_batched_tokens": budget}
+    if num_blocks is not None:
+        limits["num_blocks"] = num_blocks
+    return Engine(View(runner, **limits), enable_prefix_caching=caching, scheduling=SchedulingOptions(**scheduling))
+
+
+def poison(engine):
+    """NaN into every slot that nobody may read: of blocks without holder and name, and not written yet."""
+    pool, runner = engine._manager.pool, engine.runner._runner
+    if pool.moves:
+        return  # what they will read is free in the books already
+    written = np.zeros(len(runner._state.pages[0].data), int)
+    for block in range(pool.num_blocks):
+        if pool.name(block) is not None:
+            written[block] = BLOCK_SIZE
+    for request in engine._scheduler.running:
+        for table in request.block_tables:
+            for index, block in enumerate(table.held, table.first_held):
+                written[block] = max(written[block], min(request.num_computed - index * BLOCK_SIZE, BLOCK_SIZE))
+    unwritten = np.arange(BLOCK_SIZE) >= written[:, None]
+    runner._state = runner._state.replace(pages=_poisoned(runner._state.pages, unwritten))
+
+
+@jax.jit
+def _poisoned(pages, unwritten):
+    return jax.tree.map(lambda data: jnp.where(unwritten[:, None, None, :, None], jnp.nan, data), pages)
+
+
+def run(engine, requests, *, check=True, after_step=None):
+    """Answers of requests, (prompt, params), all added at once; checked and poisoned after every step."""
+    for number, (prompt, params) in enumerate(requests):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    return drain(engine, check=check, after_step=after_step)
+
+
+def drain(engine, *, check=True, after_step=None):
+    """Outputs by id of everything under way."""
+    done = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.request_id not in done, "answered twice"
+            done[output.request_id] = output
+        if check:
+            engine.check_integrity()
+            poison(engine)
+        if after_step is not None:
+            after_step(engine)
+    assert engine.stats().used_blocks == 0
+    assert engine.stats().compiles_after_ready == 0
+    return done
+
+
+def bits(output):
+    """All of an answer that must be the same, floats to the bit."""
+    return [
+        (answer.token_ids, answer.finish_reason, answer.cumulative_logprob, answer.logprobs)
+        for answer in output.outputs
+    ]
+
+
+def alone(engine, requests):
+    """The bits of each request with nobody beside it."""
+    return [bits(run(engine, [request], check=False)["0"]) for request in requests]
