@@ -150,10 +150,9 @@ class Simulate:
 
     def run(self) -> int:
         """Simulate and print."""
-        from jpaged.engine.engine import SchedulingOptions
         from jpaged.simulator.cost import read_cost_model
         from jpaged.simulator.plot import check_plot, draw
-        from jpaged.simulator.simulation import SimulationOptions, simulate
+        from jpaged.simulator.simulation import SchedulingOptions, SimulationOptions, simulate
         from jpaged.simulator.trace import Trace
 
         if self.cost_model is None:
