@@ -128,8 +128,7 @@ def pool_costs(num_blocks: int) -> tuple[float, float, float, float]:
         return count
 
     def put() -> int:
-        for block, name in zip(taken, fresh, strict=True):
-            pool.put_name(block, name)
+        pool.put_names(taken, fresh, 0)
         return count
 
     def find() -> int:

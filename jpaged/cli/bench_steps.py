@@ -15,7 +15,7 @@ class Steps:
     """Measure steps of the engine over many loads, and fit what `jpaged simulate --cost-model` reads.
 
     Requests of several numbers and lengths decode, with prompts of several lengths alone and beside them. Prints each
-    load with its measured and its fitted time.
+    load with its measured and its fitted time. With --swap-space also what moving a block to the host and back takes.
     """
 
     model_argument: ModelArgument = None
@@ -45,6 +45,7 @@ class Steps:
         built = build_engine(model, None, options, progress=True)
         try:
             shape = engine_shape(built.engine.runner)
+            moves = built.engine.runner.transfer_costs
             total = self.repeats * len(designed_cases(shape))
             with tqdm(total=total, unit="load", disable=not sys.stderr.isatty(), leave=False) as bar:
                 steps = list(
@@ -61,6 +62,8 @@ class Steps:
         about = {"model": model, "date": datetime.date.today().isoformat(), "machine": machine()}
         where = f"{about['machine']['platform']}, {about['machine']['device']}, {about['machine']['cpus']} cores"
         fitted = fit(steps, origin=f"{model} measured on {where}, {about['date']}", engine=shape)
+        if moves is not None:  # no load moves any: the engine has measured it when it started
+            fitted = dataclasses.replace(fitted, per_moved_block=moves.seconds_per_move)
         errors = relative_errors(fitted, steps)
         print(f"{'load':<52}{'tokens':>7}{'rows':>6}{'KV read':>9}{'ms':>9}{'fitted':>9}{'off':>7}")
         for step, error in sorted(zip(steps, errors, strict=True), key=lambda pair: pair[0].case):
@@ -92,4 +95,5 @@ def engine_shape(runner: Any) -> Any:
         windows=runner.windows,
         row_buckets=tuple(sorted({shape.rows for shape in shapes if shape.is_decode})),
         token_buckets=tuple(sorted({shape.tokens for shape in shapes if not shape.is_decode})),
+        block_bytes=runner.memory_plan.block_bytes,
     )

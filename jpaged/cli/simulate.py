@@ -1,6 +1,7 @@
 """`jpaged simulate`: what a load does to engines of a given size, without a device."""
 
 import dataclasses
+import math
 import pathlib
 import platform
 import sys
@@ -76,6 +77,9 @@ class Simulate:
     prefix_share: float = 1.0
     """Share of the requests that begin with a prefix."""
 
+    priorities: str = "0"
+    """Priorities of the requests with their shares, lower first: 0:9,-5:1. Needs --scheduling-policy priority."""
+
     seed: int = 0
     """Of the generated load."""
 
@@ -85,6 +89,19 @@ class Simulate:
 
     max_queued_requests: OptionalInt = None
     """An arrival is refused while so many requests wait at its replica. Default: none is."""
+
+    max_queued_tokens: OptionalInt = None
+    """An arrival is refused when it would bring the prompt tokens that wait at its replica beyond this."""
+
+    scheduling_policy: Literal["fcfs", "priority", "shortest_first"] = "fcfs"
+    """Who starts first: who came first; the lowest priority (60 s of waiting count as one); or who may generate the
+    fewest tokens (a second of waiting counts as 20)."""
+
+    max_num_partial_prefills: int = 1
+    """Prompts too long for one step that are under way at once."""
+
+    target_step_ms: OptionalFloat = None
+    """Milliseconds that a step should take at most: prompts advance in smaller chunks."""
 
     max_tokens: OptionalInt = None
     """What each request allows itself, as far as the scheduler knows; it ends earlier, at a stop token. Default: what
@@ -115,6 +132,16 @@ class Simulate:
     enable_prefix_caching: bool = True
     """Reuse the KV of requests that begin alike."""
 
+    host_blocks: OptionalInt = None
+    """Blocks that host memory has room for beside each engine: a second tier of the prefix cache, and of preempted
+    requests. Default: none."""
+
+    swap_space: OptionalFloat = None
+    """The same in GiB, where the cost model knows the bytes of a block."""
+
+    seconds_per_move: OptionalFloat = None
+    """Seconds that moving a block to the host takes, or back. Default: the cost model's per_moved_block."""
+
     output_json: OutputJson = None
     """Write all figures, the distributions and the course over time to this file."""
 
@@ -125,39 +152,50 @@ class Simulate:
         """Simulate and print."""
         from jpaged.simulator.cost import read_cost_model
         from jpaged.simulator.plot import check_plot, draw
-        from jpaged.simulator.simulation import SimulationOptions, simulate
+        from jpaged.simulator.simulation import SchedulingOptions, SimulationOptions, simulate
         from jpaged.simulator.trace import Trace
 
         if self.cost_model is None:
             forms = "a file of `jpaged bench steps --output-json`, demo-cpu, or fixed=SECONDS,per_token=SECONDS"
             raise RequestError("cost_model", None, f"say how long steps take: {forms}")
-        cost = read_cost_model(self.cost_model)
+        cost = self._with_move(read_cost_model(self.cost_model))
+        shape = self._shape(cost)
         options = SimulationOptions(
-            shape=self._shape(cost),
+            shape=shape,
             cost=cost,
             num_replicas=self.num_replicas,
             routing=self.routing,
             prefix_caching=self.enable_prefix_caching,
             max_tokens=self.max_tokens,
             concurrency=self.concurrency,
-            max_queued_requests=self.max_queued_requests,
+            scheduling=SchedulingOptions(
+                scheduling_policy=self.scheduling_policy,
+                max_num_partial_prefills=self.max_num_partial_prefills,
+                target_step_ms=self.target_step_ms,
+                max_queued_requests=self.max_queued_requests,
+                max_queued_tokens=self.max_queued_tokens,
+            ),
+            host_blocks=self._host_blocks(shape),
         )
         check_writable(self.output_json)
         if self.plot is not None:
             check_plot(self.plot)
-        load, total = self._load(options.shape)
+        load, total = self._load(shape)
         from tqdm import tqdm
 
         with tqdm(total=total, unit="req", disable=not sys.stderr.isatty(), leave=False, mininterval=0.5) as bar:
             result = simulate(load, options, progress=bar.update)
-        shape = options.shape
         print(
             f"Engine:                  {self.num_replicas} x {shape.max_num_seqs} rows, "
             f"{shape.max_num_batched_tokens:,} tokens a step, {shape.num_blocks:,} blocks of {shape.block_size}, "
             f"{self.routing}"
         )
-        if isinstance(load, Trace) and load.has_priorities:
-            print("Priorities:              of the trace; first come, first served does not heed them")
+        heeded = self.scheduling_policy == "priority"
+        ignored = isinstance(load, Trace) and load.has_priorities and not heeded
+        note = "; the trace's priorities count with --scheduling-policy priority only" if ignored else ""
+        print(f"Policy:                  {self.scheduling_policy}{note}")
+        if options.host_blocks and not result.host_blocks:
+            print("Host tier:               none: moving a block both ways takes longer than computing its tokens")
         print(result.table())
         if self.plot is not None:
             title = f"{result.finished_requests:,} requests, {self.num_replicas} x {shape.max_num_seqs} rows"
@@ -165,6 +203,28 @@ class Simulate:
         about = {"jpaged": __version__, "python": platform.python_version()}
         write_json(self.output_json, {**result.as_json(), "versions": about})
         return 0
+
+    def _with_move(self, cost: "CostModel") -> "CostModel":
+        given = self.seconds_per_move
+        if given is None:
+            return cost
+        if not 0 < given < math.inf:
+            raise RequestError("seconds_per_move", given, "must be above 0")
+        origin = f"{cost.origin}; {given:g} s a moved block given by hand"
+        return dataclasses.replace(cost, per_moved_block=given, origin=origin)
+
+    def _host_blocks(self, shape: "EngineShape") -> int:
+        if self.swap_space is None:
+            return self.host_blocks or 0
+        if self.host_blocks is not None:
+            raise RequestError("host_blocks", self.host_blocks, "is what --swap-space says in GiB: give one of them")
+        if not 0 <= self.swap_space < math.inf:
+            raise RequestError("swap_space", self.swap_space, "must be GiB of host memory, from 0")
+        if shape.block_bytes is None:
+            raise RequestError(
+                "swap_space", self.swap_space, "the cost model does not know the bytes of a block: give --host-blocks"
+            )
+        return int(self.swap_space * 2**30) // shape.block_bytes
 
     def _shape(self, cost: "CostModel") -> "EngineShape":
         """The engine: what the flags say, then what was measured, then defaults."""
@@ -179,6 +239,9 @@ class Simulate:
             )
         given = {name: getattr(self, name) for name in ("num_blocks", "block_size", "max_model_len")}
         shape = dataclasses.replace(measured, **{name: value for name, value in given.items() if value is not None})
+        if measured.block_bytes is not None:
+            block_bytes = measured.block_bytes * shape.block_size // measured.block_size
+            shape = dataclasses.replace(shape, block_bytes=block_bytes)
         rows, tokens = self.max_num_seqs, self.max_num_batched_tokens
         return shape.resized(
             max_num_seqs=shape.max_num_seqs if rows is None else rows,
@@ -187,7 +250,7 @@ class Simulate:
 
     def _load(self, shape: "EngineShape") -> "tuple[Iterable[Arrival], int]":
         """The requests, and how many they are."""
-        from jpaged.simulator.load import ArrivalTimes, GeneratedLoad, LengthDistribution
+        from jpaged.simulator.load import ArrivalTimes, GeneratedLoad, LengthDistribution, parse_priorities
         from jpaged.simulator.trace import Trace
 
         if self.trace is not None:
@@ -198,6 +261,9 @@ class Simulate:
             return trace, trace.num_requests
         if self.rate is None:
             raise RequestError("rate", None, "say how many requests arrive a second (or inf), or give a --trace")
+        priorities = parse_priorities(self.priorities)
+        if len(priorities) > 1 and self.scheduling_policy != "priority":
+            raise RequestError("priorities", self.priorities, "count with --scheduling-policy priority only")
         generated = GeneratedLoad(
             num_requests=self.num_requests,
             times=ArrivalTimes(self.arrivals, self.rate),
@@ -209,12 +275,13 @@ class Simulate:
             prefix_tokens=self.prefix_tokens,
             prefix_zipf=self.prefix_zipf,
             prefix_share=self.prefix_share,
+            priorities=priorities,
         )
         return generated, self.num_requests
 
 
 GENERATED = ("num_requests", "rate", "arrivals", "prompt_tokens", "output_tokens", "seed", "prefixes", "prefix_tokens",
-             "prefix_zipf", "prefix_share")  # fmt: skip
+             "prefix_zipf", "prefix_share", "priorities")  # fmt: skip
 
 
 def _default(field: str) -> Any:

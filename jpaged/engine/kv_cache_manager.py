@@ -99,12 +99,11 @@ class KVCacheManager:
 
     def _find(self, request: Request, find: Callable[[BlockName], int | None]) -> Prefix:
         length = (len(request.token_ids) - 1) // self.block_size
-        names = self._names(request, length)  # all at once: the request needs them anyway, once it has computed them
         tails: list[list[int]] = [[] for _ in self.windows]
         for group, window in enumerate(self.windows):
             if window is None:
                 for index in range(length):
-                    block = find(names[index] if group == 0 else names[index]._replace(group=group))
+                    block = find(self._name(request, index, group))
                     if block is None:
                         break
                     tails[group].append(block)

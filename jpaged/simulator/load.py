@@ -71,6 +71,19 @@ class LengthDistribution:
                 return np.maximum(np.rint(drawn), 1).astype(np.int64)
 
 
+def parse_priorities(text: str) -> tuple[tuple[int, float], ...]:
+    """A mix of priorities, each with its share: "0", or "0:9,5:1" for nine of 0 to one of 5."""
+    shares: dict[int, float] = {}
+    for part in text.split(","):
+        priority, _, share = part.partition(":")
+        numbers = _number("priorities", text, priority), _number("priorities", text, share or "1")
+        if numbers[0] != int(numbers[0]) or int(numbers[0]) in shares or not numbers[1] > 0:
+            accepted = "must be PRIORITY:SHARE,...: whole numbers, each once; shares above 0"
+            raise RequestError("priorities", text, accepted)
+        shares[int(numbers[0])] = numbers[1]
+    return tuple(shares.items())
+
+
 class ArrivalTimes:
     """When requests arrive: "poisson"; "gamma:SPREAD", gaps whose standard deviation is so many times their mean; or
     "onoff:ON:OFF", Poisson for ON seconds and nothing for OFF seconds in turns.

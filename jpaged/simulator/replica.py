@@ -7,6 +7,9 @@
 The host takes no time of its own: it works while the device does, and the measured steps that a cost model is fitted
 to are as long as the slower of the two.
 
+A request is one answer: there are no samples and beams beside it, so nothing is forked, and no step has a row that only
+samples from another's prompt, or a block to copy on the device.
+
 Token ids only have to tell blocks apart: a prefix's tokens are all one number, a request's own tokens another, up to
 the first that it generates. Names of blocks are chains, so what comes after that may be the same for all.
 """
@@ -18,9 +21,11 @@ from typing import Any
 import numpy as np
 
 from jpaged.engine.block_pool import prefix_root
+from jpaged.engine.engine import SchedulingOptions
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import ScheduledStep, Scheduler
+from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import RequestMetrics
 from jpaged.sampling_params import SamplingParams
@@ -53,6 +58,7 @@ class SimulatedRequest(Request):
 class _StepInFlight:
     step: ScheduledStep
     rows: np.ndarray  # intp[R], the plan's
+    seconds: float
     end: float
 
 
@@ -67,15 +73,21 @@ class Replica:
         *,
         prefix_caching: bool = True,
         max_tokens: int | None = None,
-        scheduler_options: dict[str, Any] | None = None,
+        scheduling: SchedulingOptions | None = None,
+        host_blocks: int = 0,
     ):
         """max_tokens: what requests are allowed beyond their prompt (the scheduler does not know that they end
         earlier); None: exactly what they generate. Raises RequestError where the pool is too small for one request."""
         self.now = 0.0  # when the host turns next
         self.load = 0   # requests that wait or run
+        self._meter = LoadMeter(shape)
+        self._scheduling = scheduling = scheduling or SchedulingOptions()
+        whole = self._meter.whole_step()
         self.manager = KVCacheManager(
-            shape.num_blocks, shape.block_size, shape.windows, max_chunk=shape.max_num_batched_tokens
-        )
+            shape.num_blocks, shape.block_size, shape.windows, max_chunk=shape.max_num_batched_tokens,
+            host_slots=host_blocks,
+            transfer_costs=TransferCosts(cost.per_moved_block, cost.seconds(whole) / whole.tokens),
+        )  # fmt: skip
         need = self.manager.most_blocks(shape.max_model_len)
         if need > shape.num_blocks:
             wants = f"one request of max_model_len={shape.max_model_len} needs {need}"
@@ -86,10 +98,11 @@ class Replica:
             max_num_batched_tokens=shape.max_num_batched_tokens,
             vocab_size=2**31,
             clock=lambda: self.now,
-            **(scheduler_options or {}),
+            policy=scheduling.scheduling_policy,
+            max_num_partial_prefills=scheduling.max_num_partial_prefills,
+            target_step_ms=scheduling.target_step_ms,
         )
         self._prefix_caching = prefix_caching
-        self._meter = LoadMeter(shape)
         self._cost = cost
         self._records = records
         self._shape = shape
@@ -110,9 +123,18 @@ class Replica:
         return self.now if self.load or self._in_flight is not None else math.inf
 
     @property
-    def num_waiting(self) -> int:
-        """Requests without a row."""
-        return len(self.scheduler.waiting)
+    def host_blocks(self) -> int:
+        """Blocks that the host tier has room for; 0 where there is none, because moving them would not pay."""
+        tier = self.manager.pool.host_tier
+        return 0 if tier is None else tier.num_slots
+
+    def refuses(self, arrival: Arrival) -> bool:
+        """Whether the queue is full for a request, as `Engine.add` has it."""
+        waiting, limits = self.scheduler.waiting, self._scheduling
+        if limits.max_queued_requests is not None and len(waiting) >= limits.max_queued_requests:
+            return True
+        most = limits.max_queued_tokens
+        return most is not None and len(waiting) > 0 and waiting.num_tokens + arrival.prompt_tokens > most
 
     def add(self, arrival: Arrival, number: int, time: float) -> None:
         """Put a request into the queue that arrived at `time`. number: of all arrivals."""
@@ -133,7 +155,7 @@ class Replica:
             computed = step.plan.num_decodes + len(step.plan.prompt_tokens)
             self._records.note_step(computed, seconds, beyond=self._cost.goes_beyond(load))
             begin = now if before is None else before.end
-            self._in_flight = _StepInFlight(step, rows, begin + seconds)
+            self._in_flight = _StepInFlight(step, rows, seconds, begin + seconds)
             if step.plan.row_inits:
                 self._note_starts(step, now)
         if before is not None:
@@ -187,6 +209,7 @@ class Replica:
         requests: Any = done.step.requests
         decodes = plan.num_decodes
         self._takes += 1
+        self.scheduler.pace.note(len(plan.prompt_tokens), done.seconds)
         sampled = self._take_decodes(done.rows[:decodes], requests[:decodes], now) if decodes else 0
         finished = self._due_now()
         if decodes < len(requests):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jpaged.engine.engine import SchedulingOptions
 from jpaged.simulator.cost import COEFFICIENTS, CostModel
 from jpaged.simulator.histogram import Histogram
 from jpaged.simulator.records import Records
@@ -64,10 +65,14 @@ class SimulationResult:
     kv_waste: float                  # share of running requests' slots that hold no token, averaged over steps
     kv_use: float                    # share of blocks that somebody holds, averaged over time
     kv_peak: float                   # the largest of any replica
+    host_blocks: int                 # that each replica's host tier has room for; 0: there is none, or it would not pay
+    blocks_to_host: int
+    blocks_to_device: int
     steps_beyond_measured: int       # steps with a load larger than any the cost model was fitted to
     timeline: list[TimelinePoint]
     cost_model: CostModel
     engine: EngineShape
+    scheduling: SchedulingOptions
 
     @property
     def recomputed_share(self) -> float:
@@ -109,6 +114,11 @@ class SimulationResult:
             f"KV use:                  {self.kv_use:.1%} on average, {self.kv_peak:.1%} at most",
             f"KV waste:                {self.kv_waste:.2%} of the slots held",
         ]
+        if self.host_blocks:
+            lines.append(
+                f"Host tier:               {self.host_blocks:,} blocks, {self.blocks_to_host:,} moved there, "
+                f"{self.blocks_to_device:,} back"
+            )
         if self.steps_beyond_measured:
             share = self.steps_beyond_measured / self.steps
             lines.append(
@@ -119,7 +129,7 @@ class SimulationResult:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for machines."""
-        apart = ("timeline", "cost_model", "engine", *LATENCIES)
+        apart = ("timeline", "cost_model", "engine", "scheduling", *LATENCIES)
         names = [field.name for field in dataclasses.fields(self) if field.name not in apart]
         data = {name: getattr(self, name) for name in names}
         latencies = {name: dataclasses.asdict(getattr(self, name)) for name in LATENCIES}
@@ -137,6 +147,7 @@ class SimulationResult:
                 **{name: getattr(self.cost_model, name) for name in COEFFICIENTS},
             },
             "engine": dataclasses.asdict(self.engine),
+            "scheduling": dataclasses.asdict(self.scheduling),
         }
 
     def latencies(self) -> dict[str, Latency]:
@@ -145,7 +156,7 @@ class SimulationResult:
 
 
 def summarise(
-    records: Records, replicas: Sequence[Replica], cost: CostModel, shape: EngineShape
+    records: Records, replicas: Sequence[Replica], cost: CostModel, shape: EngineShape, scheduling: SchedulingOptions
 ) -> SimulationResult:
     """The result of a run that is over."""
     counters = [replica.scheduler.counters for replica in replicas]
@@ -174,10 +185,14 @@ def summarise(
         kv_waste=sum(counter.waste_sum for counter in counters) / max(records.steps, 1),
         kv_use=used / records.end if records.end else 0.0,
         kv_peak=max(replica.manager.pool.peak_used for replica in replicas) / shape.num_blocks,
+        host_blocks=replicas[0].host_blocks,
+        blocks_to_host=sum(counter.blocks_to_host for counter in counters),
+        blocks_to_device=sum(counter.blocks_to_device for counter in counters),
         steps_beyond_measured=records.steps_beyond,
         timeline=timeline,
         cost_model=cost,
         engine=shape,
+        scheduling=scheduling,
     )
 
 

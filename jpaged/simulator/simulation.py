@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from jpaged.engine.engine import SchedulingOptions
+from jpaged.engine.waiting_queue import POLICIES
 from jpaged.errors import RequestError
 from jpaged.simulator.cost import CostModel
 from jpaged.simulator.load import Arrival
@@ -34,15 +36,30 @@ class SimulationOptions:
     prefix_caching: bool = True
     max_tokens: int | None = None       # what requests are allowed; None: as many as they generate
     concurrency: int | None = None      # an arrival waits outside while so many requests are in the system
-    max_queued_requests: int | None = None  # an arrival is refused while so many wait at its replica
+    scheduling: SchedulingOptions = dataclasses.field(default_factory=SchedulingOptions)
+    host_blocks: int = 0                # that each replica's host tier has room for
 
     def __post_init__(self) -> None:
         for name in ("num_replicas", "concurrency", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RequestError(name, value, "must be at least 1")
-        if self.max_queued_requests is not None and self.max_queued_requests < 0:
-            raise RequestError("max_queued_requests", self.max_queued_requests, "must be 0 or more")
+        if self.scheduling.scheduling_policy not in POLICIES:
+            raise RequestError("scheduling_policy", self.scheduling.scheduling_policy, f"must be {', '.join(POLICIES)}")
+        for name in ("max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens"):
+            value = getattr(self.scheduling, name)
+            if value is not None and not 0 < value < math.inf:
+                raise RequestError(name, value, "must be above 0")
+        if self.host_blocks < 0:
+            raise RequestError("host_blocks", self.host_blocks, "must be 0 or more")
+        if self.host_blocks and not self.prefix_caching:
+            raise RequestError("host_blocks", self.host_blocks, "blocks come back by their names: needs prefix caching")
+        if self.host_blocks and not self.cost.per_moved_block:
+            raise RequestError(
+                "host_blocks", self.host_blocks,
+                f"the cost model ({self.cost.origin}) does not say what moving a block takes: give --seconds-per-move, "
+                "per_moved_block=SECONDS in a model by hand, or measure with `jpaged bench steps --swap-space GiB`"
+            )  # fmt: skip
         if self.routing not in ROUTERS:
             raise RequestError("routing", self.routing, f"must be {', '.join(ROUTERS)}")
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
@@ -76,12 +93,14 @@ def simulate(
             records,
             prefix_caching=options.prefix_caching,
             max_tokens=options.max_tokens,
+            scheduling=options.scheduling,
+            host_blocks=options.host_blocks,
         )
         for _ in range(options.num_replicas)
     ]
     with _few_collections():
         _run(iter(arrivals), options, replicas, records, progress)
-    return summarise(records, replicas, options.cost, options.shape)
+    return summarise(records, replicas, options.cost, options.shape, options.scheduling)
 
 
 def _run(
@@ -93,7 +112,6 @@ def _run(
 ) -> None:
     router = ROUTERS[options.routing]()
     places = None if options.concurrency is None else [0.0] * options.concurrency  # a heap of when each became free
-    most_queued = math.inf if options.max_queued_requests is None else options.max_queued_requests
     upcoming = next(arrivals, None)
     number = 0
     while True:
@@ -103,7 +121,7 @@ def _run(
             time = upcoming.time if places is None else max(upcoming.time, places[0])
             if time <= turn:
                 chosen = replicas[router.choose(upcoming, replicas)]
-                if chosen.num_waiting >= most_queued:
+                if chosen.refuses(upcoming):
                     records.refused += 1
                 else:
                     chosen.add(upcoming, number, time)

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jpaged.engine.step_plan import StepPlan
+from jpaged.engine.step_plan import BlockMove, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class EngineShape:
     # step is padded to the next. None: nothing is padded.
     row_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
+    block_bytes: int | None = None  # of one block's keys and values; None where nobody has said
 
     def resized(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> "EngineShape":
         """The same engine with another table and another budget; its buckets end there, as `LLM`'s do."""
@@ -51,7 +52,7 @@ class StepLoad:
     rows: float          # rows, of which each may sample
     kv_tokens: float     # tokens of KV read: the sum of the rows' contexts, averaged over groups of layers
     prompt_pairs: float  # (query, key) pairs of rows that compute prompt tokens: a chunk's attention grows with these
-    moved_blocks: float  # blocks copied on the device
+    moved_blocks: float  # blocks moved to the host or back; copies on the device are for forks, which no load here has
 
 
 FEATURES = tuple(field.name for field in dataclasses.fields(StepLoad))
@@ -64,7 +65,7 @@ class LoadMeter:
         self._lengths = np.zeros(shape.max_num_seqs, np.int64)  # tokens in each row's KV
         self._windows = shape.windows
         self._sees_all = all(window is None for window in shape.windows)
-        self._most_rows = shape.max_num_seqs
+        self._most_rows, self._most_tokens = shape.max_num_seqs, shape.max_num_batched_tokens
         self._row_buckets = shape.row_buckets
         self._token_buckets = shape.token_buckets
 
@@ -79,7 +80,7 @@ class LoadMeter:
         count = len(rows)
         if count == decodes:
             padded = _next(self._row_buckets, count)
-            return StepLoad(padded, padded, read, 0, len(plan.moves))
+            return StepLoad(padded, padded, read, 0, _num_transfers(plan))
         for init in plan.row_inits:
             lengths[init.row] = init.num_computed
         tokens, pairs = decodes, 0
@@ -91,13 +92,21 @@ class LoadMeter:
             pairs += chunk * end - chunk * (chunk - 1) // 2  # its tokens see 1, 2, ... keys more than what was there
             read += sum(end if window is None else min(window, end) for window in self._windows) / len(self._windows)
         padded = self._most_rows if self._token_buckets else count
-        return StepLoad(_next(self._token_buckets, tokens), padded, read, pairs, len(plan.moves))
+        return StepLoad(_next(self._token_buckets, tokens), padded, read, pairs, _num_transfers(plan))
+
+    def whole_step(self) -> StepLoad:
+        """A step of as many tokens as there may be, without the attention to anything: what a token costs."""
+        return StepLoad(self._most_tokens, self._most_rows if self._token_buckets else 1, 0, 0, 0)
 
     def _read(self, contexts: np.ndarray) -> float:
         if self._sees_all:
             return float(contexts.sum())
         seen = (contexts if window is None else np.minimum(contexts, window) for window in self._windows)
         return float(sum(int(part.sum()) for part in seen)) / len(self._windows)
+
+
+def _num_transfers(plan: StepPlan) -> int:
+    return int(np.count_nonzero(plan.moves[:, 0] != BlockMove.COPY)) if len(plan.moves) else 0
 
 
 def _next(buckets: tuple[int, ...], count: int) -> int:

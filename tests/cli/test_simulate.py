@@ -32,6 +32,53 @@ def test_a_generated_load(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_policies_limits_and_a_host_tier(tmp_path, capsys):
+    figures = tmp_path / "figures.json"
+    words = ["--scheduling-policy", "priority", "--priorities", "0:2,1:1", "--max-num-partial-prefills", "2",
+             "--target-step-ms", "9", "--max-queued-requests", "8", "--max-queued-tokens", "300", "--num-blocks", "32",
+             "--host-blocks", "64", "--seconds-per-move", "2e-5", "--rate", "200",
+             "--output-json", str(figures)]  # fmt: skip
+    assert run(*HAND, *LOAD, *words) == 0
+    printed = capsys.readouterr().out
+    assert "Policy:                  priority\n" in printed
+    assert "Host tier:               64 blocks" in printed
+    assert "2e-05 s a moved block given by hand" in printed
+    data = json.loads(figures.read_text())
+    assert data["scheduling"] == {
+        "scheduling_policy": "priority", "max_num_partial_prefills": 2, "target_step_ms": 9.0,
+        "max_queued_requests": 8, "max_queued_tokens": 300,
+    }  # fmt: skip
+    assert data["finished_requests"] + data["refused_requests"] == 50
+    assert data["refused_requests"] > 0
+    assert data["blocks_to_host"] > 0
+
+
+def test_a_host_tier_in_gib(tmp_path, capsys):
+    """64 KiB a block in the measured engine, whose blocks are made twice as large: 8192 to a GiB."""
+    path = tmp_path / "model.json"
+    engine = {"num_blocks": 256, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "windows": [None],
+              "max_model_len": 512, "row_buckets": [], "token_buckets": [], "block_bytes": 65536}  # fmt: skip
+    step = {"tokens": 1, "rows": 1, "kv_tokens": 1, "prompt_pairs": 1, "moved_blocks": 0}
+    names = ("fixed", "per_token", "per_row", "per_kv_token", "per_prompt_pair", "per_moved_block")
+    seconds = {**dict.fromkeys(names, 1e-5), "fixed": 5e-3}
+    path.write_text(json.dumps(
+        {"format": 1, "origin": "a test", "seconds": seconds, "engine": engine, "steps": [step]}
+    ))  # fmt: skip
+    assert run("--cost-model", str(path), *LOAD, "--swap-space", "1", "--block-size", "32") == 0
+    assert "Host tier:               8,192 blocks" in capsys.readouterr().out
+    assert run("--cost-model", str(path), *LOAD, "--swap-space", "1", "--seconds-per-move", "1") == 0
+    assert "Host tier:               none: moving a block both ways takes longer" in capsys.readouterr().out
+
+
+def test_priorities_of_a_trace_are_heeded_or_it_is_said(tmp_path, capsys):
+    trace = tmp_path / "day.csv"
+    trace.write_text("arrival,prompt_tokens,output_tokens,priority\n0,10,5,0\n1,20,6,1\n")
+    assert run(*HAND, "--trace", str(trace)) == 0
+    assert "count with --scheduling-policy priority only" in capsys.readouterr().out
+    assert run(*HAND, "--trace", str(trace), "--scheduling-policy", "priority") == 0
+    assert "only" not in capsys.readouterr().out
+
+
 def test_a_trace_is_read_whole_before_anything_runs(tmp_path, capsys):
     trace = tmp_path / "day.csv"
     trace.write_text("arrival,prompt_tokens,output_tokens\n0,10,5\n1,20,6\n")
@@ -68,6 +115,19 @@ def test_the_shipped_model_names_its_engine(capsys):
         ([*HAND, *LOAD, "--plot", "x.xyz"], "one of"),
         ([*HAND, *LOAD, "--trace", "x.csv"], "num_requests=50: is for generated loads"),
         ([*HAND, "--trace", "/nowhere/x.csv"], "cannot be read"),
+        ([*HAND, *LOAD, "--target-step-ms", "0"], "target_step_ms=0"),
+        ([*HAND, *LOAD, "--max-num-partial-prefills", "0"], "max_num_partial_prefills=0"),
+        ([*HAND, *LOAD, "--max-queued-requests", "0"], "max_queued_requests=0"),
+        ([*HAND, *LOAD, "--max-queued-tokens", "-5"], "max_queued_tokens=-5"),
+        ([*HAND, *LOAD, "--priorities", "0:1,2:1"], "count with --scheduling-policy priority only"),
+        ([*HAND, *LOAD, "--priorities", "high:1"], "'high' is not a number"),
+        ([*HAND, *LOAD, "--priorities", "1:1,1:2"], "each once"),
+        ([*HAND, *LOAD, "--host-blocks", "9"], "give --seconds-per-move"),
+        ([*HAND, *LOAD, "--host-blocks", "-9", "--seconds-per-move", "1e-5"], "host_blocks=-9"),
+        ([*HAND, *LOAD, "--host-blocks", "9", "--seconds-per-move", "0"], "seconds_per_move=0"),
+        ([*HAND, *LOAD, "--host-blocks", "9", "--swap-space", "1"], "give one of them"),
+        ([*HAND, *LOAD, "--swap-space", "1", "--seconds-per-move", "1e-5"], "give --host-blocks"),
+        ([*HAND, *LOAD, "--swap-space", "-1", "--seconds-per-move", "1e-5"], "swap_space=-1"),
     ],
 )
 def test_errors_are_one_line(args, says, capsys):

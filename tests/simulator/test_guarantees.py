@@ -3,22 +3,30 @@
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from jpaged.engine.engine import SchedulingOptions
+from jpaged.engine.waiting_queue import POLICIES, PRIORITY_SECONDS, TOKEN_SECONDS
 from jpaged.simulator.cost import CostModel
-from jpaged.simulator.load import ArrivalTimes, GeneratedLoad, LengthDistribution
+from jpaged.simulator.load import Arrival, ArrivalTimes, GeneratedLoad, LengthDistribution
+from jpaged.simulator.results import SimulationResult
 from jpaged.simulator.simulation import SimulationOptions, simulate
 from jpaged.simulator.step_load import EngineShape
 
 COST = CostModel(fixed=5e-3, per_token=2e-5, per_kv_token=1e-7)
 BLOCK, ROWS, MOST = 16, 48, 1024
+PRIORITIES = ((0, 2.0), (1, 1.0), (3, 1.0))
 
 
-def load(num_requests, prompt, output, *, max_model_len=MOST, rate=float("inf"), **fields) -> GeneratedLoad:
+def load(
+    num_requests, prompt, output, *, max_model_len=MOST, rate=float("inf"), times="poisson", **fields
+) -> GeneratedLoad:
     return GeneratedLoad(
         num_requests=num_requests,
-        times=ArrivalTimes("poisson", rate),
+        times=ArrivalTimes(times, rate),
         prompt_tokens=LengthDistribution("prompt_tokens", prompt),
         output_tokens=LengthDistribution("output_tokens", output),
         max_model_len=max_model_len,
@@ -30,28 +38,168 @@ def shape(num_blocks, rows=ROWS, budget=512, max_model_len=MOST) -> EngineShape:
     return EngineShape(num_blocks, BLOCK, rows, budget, max_model_len)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("prefixes", [{}, {"prefixes": 8, "prefix_tokens": 64}])
-def test_three_times_oversubscribed(seed, prefixes):
-    """As many requests as rows, which want three times the blocks there are. First come, first served: none starts
-    later than when all that came before it have ended, and all end; computing again what preemptions lost is at most a
-    fifth of the useful work."""
-    arrivals = list(load(400, "lognormal:256:0.6", "lognormal:128:0.6", seed=seed, **prefixes))
-    wanted = sum(-(-(a.prompt_tokens + a.output_tokens) // BLOCK) for a in arrivals) / len(arrivals) * ROWS
+def blocks_wanted(arrivals: list[Arrival], rows: int = ROWS) -> float:
+    """What so many requests at the end of their answers hold."""
+    return sum(-(-(a.prompt_tokens + a.output_tokens) // BLOCK) for a in arrivals) / len(arrivals) * rows
+
+
+@pytest.mark.parametrize(
+    ("policy", "seed", "more"),
+    [
+        ("fcfs", 0, {}),
+        ("fcfs", 1, {"prefixes": 8, "prefix_tokens": 64}),
+        ("priority", 2, {"priorities": PRIORITIES}),
+        ("priority", 3, {"priorities": PRIORITIES, "prefixes": 8, "prefix_tokens": 64}),
+        ("shortest_first", 4, {}),
+        ("shortest_first", 5, {"prefixes": 8, "prefix_tokens": 64}),
+    ],
+)
+def test_three_times_oversubscribed(policy, seed, more):
+    """As many requests as rows, which want three times the blocks there are: all end, and computing again what
+    preemptions lost is at most a fifth of the useful work. fcfs: none starts later than when all before it have ended.
+    """
+    arrivals = list(load(400, "lognormal:256:0.6", "lognormal:128:0.6", seed=seed, **more))
     started, ended = {}, {}
 
     def watch(event, request, time):
         (started if event == "start" else ended)[request.arrival] = time
 
-    small = shape(round(wanted / 3))
-    result = simulate(arrivals, SimulationOptions(shape=small, cost=COST, concurrency=2 * ROWS), watch=watch)
+    options = SimulationOptions(
+        shape=shape(round(blocks_wanted(arrivals) / 3)), cost=COST, concurrency=2 * ROWS,
+        scheduling=SchedulingOptions(policy),
+    )  # fmt: skip
+    result = simulate(arrivals, options, watch=watch)
     assert result.finished_requests == 400
     assert result.kv_peak > 0.95
     assert result.recomputed_share <= 0.2, result.table()
-    latest, step = 0.0, 0.03  # a step of 512 tokens and some
-    for number in range(400):
-        assert started[number] <= max(latest, started[number - 1] if number else 0.0) + 3 * step, number
-        latest = max(latest, ended[number])
+    if policy == "fcfs":
+        latest, step = 0.0, 0.03  # a step of 512 tokens and some
+        for number in range(400):
+            assert started[number] <= max(latest, started[number - 1] if number else 0.0) + 3 * step, number
+            latest = max(latest, ended[number])
+
+
+SLOW = CostModel(fixed=0.1, per_token=1e-4)  # hours of queueing, in a few thousand steps
+BUDGET = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Overtakings:
+    """Who started before whom, over all pairs of a run: [a, b] says that b came after a, and started before it."""
+
+    passed: np.ndarray      # bool[N, N]
+    later: np.ndarray       # float64[N, N]  seconds that b arrived after a
+    arrivals: list[Arrival]
+
+    def beyond(self, bound: np.ndarray) -> int:
+        """Pairs in which b started before a, though it came more than bound[a, b] seconds later."""
+        return int((self.passed & (self.later > bound + 1e-9)).sum())
+
+    def difference(self, of: Callable[[Arrival], float]) -> np.ndarray:
+        """a's minus b's."""
+        values = np.array([of(arrival) for arrival in self.arrivals])
+        return values[:, None] - values[None, :]
+
+
+def overtakings(policy: str) -> Overtakings:
+    """Of a queue that grows to some minutes, at three times what the pool holds."""
+    arrivals = list(
+        load(2500, "uniform:8:200", "lognormal:40:1", rate=3.4, priorities=PRIORITIES, max_model_len=512, seed=9)
+    )
+    small = EngineShape(round(blocks_wanted(arrivals, 32) / 3), BLOCK, 32, BUDGET, 512)
+    options = SimulationOptions(shape=small, cost=SLOW, scheduling=SchedulingOptions(policy))
+    result, found = starts(arrivals, options)
+    assert result.recomputed_share <= 0.2, result.table()
+    assert result.queued.max > 2 * PRIORITY_SECONDS  # so long a queue that aging counts
+    return found
+
+
+def starts(arrivals: list[Arrival], options: SimulationOptions) -> tuple[SimulationResult, Overtakings]:
+    """Run a load, and compare the order in which requests start with that in which they arrive."""
+    started = np.zeros(len(arrivals))
+
+    def watch(event, request, time):
+        if event == "start":
+            started[request.arrival] = time
+
+    result = simulate(arrivals, options, watch=watch)
+    assert result.finished_requests == len(arrivals)
+    order = np.arange(len(arrivals))
+    times = np.array([arrival.time for arrival in arrivals])
+    passed = (order[None, :] > order[:, None]) & (started[None, :] < started[:, None])
+    return result, Overtakings(passed, times[None, :] - times[:, None], arrivals)
+
+
+def test_nobody_is_passed_under_fcfs():
+    assert not overtakings("fcfs").passed.any()
+
+
+def test_fcfs_lets_only_short_prompts_pass_only_long_ones():
+    """A prompt is long that no step computes whole."""
+    arrivals = list(load(1500, "lognormal:300:1", "8", rate=3, times="gamma:6", seed=8))
+    options = SimulationOptions(shape=shape(4000, rows=64, budget=BUDGET), cost=SLOW)
+    _, found = starts(arrivals, options)
+    assert found.passed.any()
+    passed, passing = np.nonzero(found.passed)
+    assert min(found.arrivals[a].prompt_tokens for a in passed) > BUDGET
+    assert max(found.arrivals[b].prompt_tokens for b in passing) <= BUDGET
+
+
+def test_a_priority_is_worth_a_minute():
+    """Nobody is passed by a request that arrives more than PRIORITY_SECONDS times the difference later."""
+    found = overtakings("priority")
+    bound = PRIORITY_SECONDS * found.difference(lambda arrival: arrival.priority)
+    assert found.beyond(bound) == 0
+    assert found.beyond(0.9 * bound) > 0  # the bound is met, not only kept
+    assert found.beyond(PRIORITY_SECONDS * found.difference(lambda arrival: 0)) > 0
+
+
+def test_a_token_is_worth_its_seconds():
+    """Nobody is passed by a request that arrives more than TOKEN_SECONDS times the difference in length later."""
+    found = overtakings("shortest_first")
+    bound = TOKEN_SECONDS * found.difference(lambda arrival: arrival.output_tokens)
+    assert found.beyond(bound) == 0
+    assert found.beyond(0.9 * bound) > 0
+
+
+def test_without_aging_the_bound_is_broken(monkeypatch):
+    """The test above tells: a policy by priority alone lets anybody starve."""
+    monkeypatch.setitem(POLICIES, "priority", lambda request: 1e6 * request.priority)
+    found = overtakings("priority")
+    assert found.beyond(PRIORITY_SECONDS * found.difference(lambda arrival: arrival.priority)) > 1000
+
+
+def test_a_host_tier_saves_computing_again():
+    arrivals = list(load(400, "lognormal:256:0.6", "lognormal:128:0.6", seed=6))
+    small, moving = shape(round(blocks_wanted(arrivals) / 3)), dataclasses.replace(COST, per_moved_block=2e-5)
+    results = [
+        simulate(arrivals, SimulationOptions(shape=small, cost=moving, concurrency=2 * ROWS, host_blocks=blocks))
+        for blocks in (0, 2000)
+    ]
+    without, tiered = results
+    assert without.preemptions > 10
+    assert without.recomputed_tokens > 500
+    assert tiered.recomputed_tokens < 0.5 * without.recomputed_tokens
+    assert tiered.blocks_to_device > 0
+    assert tiered.finished_requests == without.finished_requests == 400
+
+
+def test_a_target_bounds_the_time_between_tokens():
+    """Requests that decode beside a stream of prompts that take many steps each."""
+    decodes = [Arrival(0.0, 16, 600) for _ in range(16)]
+    prompts = [Arrival(0.3 + 0.25 * number, 3000, 1) for number in range(40)]
+    large = shape(4000, rows=32, budget=2048, max_model_len=4096)
+    target = 0.02
+    paced, unpaced = (
+        simulate(
+            [*decodes, *prompts],
+            SimulationOptions(shape=large, cost=COST, scheduling=SchedulingOptions(target_step_ms=target_ms)),
+        )
+        for target_ms in (1000 * target, None)
+    )
+    assert paced.finished_requests == unpaced.finished_requests == 56
+    assert unpaced.inter_token.p99 > 2 * target
+    assert paced.inter_token.p99 <= target, paced.table()
 
 
 def test_waste_of_mixed_lengths_is_under_four_percent():

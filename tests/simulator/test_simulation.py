@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 
+from jpaged.engine.engine import SchedulingOptions
 from jpaged.errors import RequestError
 from jpaged.simulator.cost import CostModel
 from jpaged.simulator.load import Arrival, ArrivalTimes, GeneratedLoad, LengthDistribution
@@ -15,6 +16,7 @@ from jpaged.simulator.step_load import EngineShape
 
 SHAPE = EngineShape(num_blocks=600, block_size=16, max_num_seqs=24, max_num_batched_tokens=256, max_model_len=512)
 COST = CostModel(fixed=5e-3, per_token=2e-5, per_kv_token=1e-7)
+MOVING = dataclasses.replace(COST, per_moved_block=1e-5)
 
 
 def options(**fields) -> SimulationOptions:
@@ -51,6 +53,12 @@ def test_the_same_seed_is_the_same_run():
         ({"shape": dataclasses.replace(SHAPE, num_blocks=64), "max_tokens": 300}, {}),
         ({"shape": dataclasses.replace(SHAPE, num_blocks=128, windows=(None, 48))}, {}),
         ({"prefix_caching": False}, {"prefixes": 2, "prefix_tokens": 64}),
+        ({"scheduling": SchedulingOptions("shortest_first"), "max_tokens": 200}, {}),
+        ({"scheduling": SchedulingOptions("priority"), "shape": dataclasses.replace(SHAPE, num_blocks=64)},
+         {"priorities": ((0, 1.0), (3, 1.0))}),
+        ({"host_blocks": 500, "cost": MOVING, "shape": dataclasses.replace(SHAPE, num_blocks=64)}, {}),
+        ({"host_blocks": 50, "cost": MOVING, "shape": dataclasses.replace(SHAPE, num_blocks=96, windows=(48, None))},
+         {"prefixes": 9, "prefix_tokens": 48}),
     ],
 )  # fmt: skip
 def test_everything_that_arrives_is_served(fields, more):
@@ -147,10 +155,67 @@ def test_queues_are_as_long_as_theory_says():
 
 
 def test_arrivals_beyond_the_queue_are_refused():
-    result = simulate(load(rate=500), options(max_queued_requests=5))
+    result = simulate(load(rate=500), options(scheduling=SchedulingOptions(max_queued_requests=5)))
     assert result.refused_requests > 0
     assert result.finished_requests + result.refused_requests == 600
     assert max(point.waiting for point in result.timeline) <= 5 + 1e-9
+
+
+def test_arrivals_with_too_many_tokens_are_refused():
+    """As `Engine.add` has it: an empty queue takes any prompt."""
+    arrivals = [Arrival(0.0, 200, 20)] + [Arrival(0.001, 100, 1)] * 4
+    alone = dataclasses.replace(SHAPE, max_num_seqs=1)
+    result = simulate(arrivals, options(shape=alone, scheduling=SchedulingOptions(max_queued_tokens=250)))
+    assert (result.finished_requests, result.refused_requests) == (3, 2)
+    result = simulate(arrivals, options(shape=alone, scheduling=SchedulingOptions(max_queued_tokens=1)))
+    assert (result.finished_requests, result.refused_requests) == (2, 3)
+
+
+def test_lower_priorities_come_first():
+    priorities = {"priorities": ((0, 1.0), (1, 1.0))}
+    waited: dict[str, dict[int, list[float]]] = {}
+    for policy in ("fcfs", "priority"):
+        times = waited[policy] = {0: [], 1: []}
+
+        def watch(event, request, time, times=times):
+            if event == "start":
+                times[request.priority].append(time - request.arrived)
+
+        result = simulate(load(rate=90, **priorities), options(scheduling=SchedulingOptions(policy)), watch=watch)
+        assert result.finished_requests == 600
+    assert statistics.mean(waited["fcfs"][0]) == pytest.approx(statistics.mean(waited["fcfs"][1]), rel=0.2)
+    assert statistics.mean(waited["priority"][0]) < 0.2 * statistics.mean(waited["priority"][1])
+
+
+def test_shortest_first_lowers_the_mean_wait():
+    waits = [
+        simulate(load(rate=90), options(scheduling=SchedulingOptions(policy))).queued.mean
+        for policy in ("fcfs", "shortest_first")
+    ]
+    assert waits[1] < 0.9 * waits[0]
+
+
+def test_moved_blocks_take_the_time_they_cost():
+    """By hand: a pool of four blocks; a prompt goes to the host when another needs its room, and comes back."""
+    shape = EngineShape(num_blocks=4, block_size=16, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
+    cost = CostModel(fixed=1.0, per_token=1.0, per_moved_block=0.5)
+    arrivals = [Arrival(0.0, 49, 1, 0, 49), Arrival(100.0, 49, 1, 1, 49), Arrival(200.0, 49, 1, 0, 49)]
+    ends = {}
+
+    def watch(event, request, time):
+        if event == "finish":
+            ends[request.arrival] = time - request.arrived
+
+    result = simulate(arrivals, options(shape=shape, cost=cost, host_blocks=8), watch=watch)
+    # The first block to be taken is the one without a name. The third request fetches 3 blocks, whose place is taken
+    # from the 3 of the second, and computes one token.
+    assert (result.blocks_to_host, result.blocks_to_device) == (3 + 3, 3)
+    assert ends == {0: 1 + 49, 1: 1 + 49 + 3 * 0.5, 2: 1 + 1 + 6 * 0.5}
+    without = simulate(arrivals, options(shape=shape, cost=cost))
+    assert without.host_blocks == without.blocks_to_host == 0
+    assert without.end_to_end.max == 50
+    dear = dataclasses.replace(cost, per_moved_block=9.0)  # 18 s both ways, for 16 tokens of 65 / 64 s each
+    assert simulate(arrivals, options(shape=shape, cost=dear, host_blocks=8)).host_blocks == 0
 
 
 def test_closed_loads_hold_their_concurrency():
@@ -203,7 +268,14 @@ def test_prefixes_that_are_whole_prompts_share_no_answers():
     [
         ({"num_replicas": 0}, "num_replicas=0"),
         ({"concurrency": 0}, "concurrency=0"),
-        ({"max_queued_requests": -1}, "max_queued_requests=-1"),
+        ({"scheduling": SchedulingOptions(max_queued_requests=0)}, "max_queued_requests=0"),
+        ({"scheduling": SchedulingOptions(max_queued_tokens=-1)}, "max_queued_tokens=-1"),
+        ({"scheduling": SchedulingOptions(max_num_partial_prefills=0)}, "max_num_partial_prefills=0"),
+        ({"scheduling": SchedulingOptions(target_step_ms=float("nan"))}, "target_step_ms=nan"),
+        ({"scheduling": SchedulingOptions("lifo")}, "must be fcfs, priority, shortest_first"),
+        ({"host_blocks": -1}, "host_blocks=-1"),
+        ({"host_blocks": 9}, "what moving a block takes"),
+        ({"host_blocks": 9, "cost": MOVING, "prefix_caching": False}, "needs prefix caching"),
         ({"routing": "random"}, "round-robin"),
         ({"shape": dataclasses.replace(SHAPE, num_blocks=0)}, "num_blocks=0"),
         ({"shape": dataclasses.replace(SHAPE, max_num_batched_tokens=23)}, "must be at least max_num_seqs=24"),
