@@ -424,6 +424,17 @@ class PoolMachine(RuleBasedStateMachine):
             self.order.insert(len(self.order) if block in self.names else 0, block)
 
     @rule(number=st.integers(0, 12))
+    def look_up(self, number: int) -> None:
+        """What may be there or not."""
+        self.hit(number)
+
+    @rule(data=st.data(), times=st.integers(1, 3))
+    @precondition(lambda self: self.names)
+    def share(self, data, times: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.names.values())))
+        for _ in range(times):
+            self.hit(number)
+
     def hit(self, number: int) -> None:
         block = next((block for block, other in self.names.items() if other == number), None)
         assert self.pool.find(self.name(number)) == block
