@@ -55,7 +55,7 @@ def work(request, runner):
 
 def test_by_computing_again(runner, work):
     requests, wanted, blocks = work
-    for costs, slots, caching in ((None, 0, False), (None, 0, True), (COMPUTE, HOST_SLOTS, True)):
+    for costs, slots, caching in ((None, 0, False), (COMPUTE, HOST_SLOTS, True)):
         engine = make_engine(runner, num_blocks=blocks, host_slots=slots, costs=costs, caching=caching)
         done = run(engine, requests)
         assert [bits(done[str(i)]) for i in range(len(requests))] == wanted

@@ -247,6 +247,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         count = min(count, len(request.token_ids) - request.num_computed)
         count = min(count, self.manager.slots_within_reach(request) - request.num_computed)
+        if count > 0 and request.tail_shared:
+            self.unshare(request)
         length = len(request.block_tables[0].blocks)
         new = self.manager.grow(request, request.num_computed + count)
         assert not set(new) & self.held(), "a block that somebody holds was handed out"
@@ -264,6 +266,33 @@ class ManagerMachine(RuleBasedStateMachine):
             for index in [i for i in model if (i + 1) * BLOCK_SIZE <= reach]:
                 del model[index]
             assert dict(enumerate(table.held, table.first_held)) == model
+
+    def unshare(self, request: Request) -> None:
+        """Copy-on-write: of each group the block that is written to next, unless nobody else holds it."""
+        held, index = self.held(), request.num_computed // BLOCK_SIZE
+        shared = {
+            group: table[index]
+            for group, table in enumerate(self.tables[request])
+            if self.manager.pool.ref_count(table[index]) > 1
+        }
+        changes = self.manager.unshare_tail(request)
+        assert [group for group, _, _ in changes] == list(shared)
+        moves = self.manager.pool.take_moves()
+        assert moves == [(BlockMove.COPY, shared[group], block) for group, _, block in changes]
+        for group, place, block in changes:
+            assert place == index
+            assert block not in held
+            self.tables[request][group][index] = block
+
+    @precondition(lambda self: self.tables)
+    @rule(target=requests, request=requests)
+    def fork(self, request: Request) -> Request:
+        other = make_request(list(request.token_ids), request.prefix_root)
+        if request in self.tables:
+            request.fork(other)
+            self.manager.fork(request, other)
+            self.tables[other] = [dict(table) for table in self.tables[request]]
+        return other
 
     @rule(request=requests, token=st.integers(0, 1))
     def sample(self, request: Request, token: int) -> None:
@@ -395,6 +424,17 @@ class PoolMachine(RuleBasedStateMachine):
             self.order.insert(len(self.order) if block in self.names else 0, block)
 
     @rule(number=st.integers(0, 12))
+    def look_up(self, number: int) -> None:
+        """What may be there or not."""
+        self.hit(number)
+
+    @rule(data=st.data(), times=st.integers(1, 3))
+    @precondition(lambda self: self.names)
+    def share(self, data, times: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.names.values())))
+        for _ in range(times):
+            self.hit(number)
+
     def hit(self, number: int) -> None:
         block = next((block for block, other in self.names.items() if other == number), None)
         assert self.pool.find(self.name(number)) == block
