@@ -82,7 +82,12 @@ class _Inspect:
     answer: Future[EngineCapture]
 
 
-_Command = _Add | _Abort | _Inspect
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reset:
+    answer: Future[bool]
+
+
+_Command = _Add | _Abort | _Inspect | _Reset
 
 
 class AsyncLLM:
@@ -229,6 +234,12 @@ class AsyncLLM:
         captured = await asyncio.wrap_future(answer)
         return await asyncio.to_thread(captured.snapshot)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all KV that was kept for reuse. Only while no request lives; False, and nothing is done, otherwise."""
+        answer: Future[bool] = Future()
+        self._submit(_Reset(answer))
+        return await asyncio.wrap_future(answer)
+
     def stats(self) -> EngineStats:
         """The engine's figures since the start or the last `reset_stats`."""
         return self._engine.stats()
@@ -297,7 +308,7 @@ class AsyncLLM:
             match command:
                 case _Add(request, stream):
                     self._live[request.request_id] = stream
-                case _Inspect(answer) if answer.set_running_or_notify_cancel():
+                case _Inspect(answer) | _Reset(answer) if answer.set_running_or_notify_cancel():
                     answer.set_exception(self._ended)
         self._post((request_id, self._ended) for request_id in tuple(self._live))
 
@@ -323,6 +334,8 @@ class AsyncLLM:
                     self._post((output.request_id, output) for output in self._engine.abort([request_id]))
                 case _Inspect(answer):
                     self._engine.inspect(answer)
+                case _Reset(answer) if answer.set_running_or_notify_cancel():
+                    answer.set_result(self._engine.reset_prefix_cache())
         return True
 
     def _add(self, request: RequestGroup, stream: _Stream) -> None:

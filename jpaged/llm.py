@@ -54,6 +54,7 @@ class LLM:
         self._tokenizer = built.tokenizer
         self._engine: Engine | None = built.engine
         self._lock = threading.Lock()
+        self._caller: int | None = None  # the thread that last had a call of `generate`
         self._inspections: deque[Future[EngineCapture]] = deque()  # asked for by other threads while a call runs
         self._num_requests = 0
         self._interpreter_ends = False
@@ -105,6 +106,7 @@ class LLM:
         params = _one_each(name, params, len(each))
         priorities = _one_each("priority", 0 if priority is None else priority, len(each))
         with self._lock, DeferredInterrupt() as interrupt:
+            self._caller = threading.get_ident()
             engine = self._live_engine
             for one in params[:1]:
                 check_task(engine.inputs.limits.pooling, one)  # or each prompt would be blamed for it
@@ -203,6 +205,8 @@ class LLM:
 
         From another thread it sees a call that runs there, and does not wait for its end. Prompts are not in it.
         """
+        if self._lock.locked() and self._caller == threading.get_ident():
+            raise EngineError("inspect was called from inside a call of this LLM: call it from another thread")
         answer: Future[EngineCapture] = Future()
         self._inspections.append(answer)
         while not answer.done():
@@ -250,7 +254,9 @@ class LLM:
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
-            return engine.inputs.process(request_id, prompt, params, priority=priority)
+            group = engine.inputs.process(request_id, prompt, params, priority=priority)
+            engine.check_fits(group)
+            return group
         except RequestError as error:
             if count == 1:
                 raise

@@ -426,3 +426,16 @@ def test_a_script_that_ends_without_closing_ends_well(script: str):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=250)
     assert (done.returncode, "FATAL" in done.stderr) == (0, False), done.stderr
+
+
+def test_the_prefix_cache_is_reset_while_nobody_runs(engine: AsyncLLM):
+    async def main() -> list[Any]:
+        prompt = list(range(20))
+        await collect(engine, prompt, GREEDY)
+        (*_, warm) = await collect(engine, prompt, GREEDY)
+        await until_idle(engine)
+        done = await engine.reset_prefix_cache()
+        (*_, cold) = await collect(engine, prompt, GREEDY)
+        return [warm.num_cached_tokens, done, cold.num_cached_tokens]
+
+    assert asyncio.run(main()) == [16, True, 0]

@@ -141,7 +141,7 @@ class Engine:
         """
         if group.request_id in self._groups:
             raise RequestError("request_id", group.request_id, "is in use by a running request: choose another")
-        self._check_fits(group)
+        self.check_fits(group)
         seed = group.params.seed
         seed = self._seeds.getrandbits(64) if seed is None else seed
         root = prefix_root(weight_version=self._weight_version, salt=group.cache_salt)
@@ -169,24 +169,26 @@ class Engine:
         free_rows = 0 if self._left_waiting else self.runner.max_num_seqs - len(self._scheduler.running)
         if len(waiting) < free_rows:
             return
-        most, queued = limits.max_queued_requests, len(waiting) - free_rows
+        # A request's further answers, where they wait for rows, are part of it.
+        most, queued = limits.max_queued_requests, len({request.request_id for request in waiting}) - free_rows
         if most is not None and queued >= most:
             raise CapacityError(f"{queued} requests wait, max_queued_requests is {most}: try again later")
         most, tokens = limits.max_queued_tokens, len(group.prompt_token_ids)
-        if most is not None and len(waiting) and waiting.num_tokens + tokens > most:
+        if most is not None and queued > 0 and waiting.num_tokens + tokens > most:
             raise CapacityError(
                 f"prompts of {waiting.num_tokens:,} tokens wait, with {tokens:,} more it would be beyond "
                 f"max_queued_tokens={most:,}: try again later"
             )
 
-    def _check_fits(self, group: RequestGroup) -> None:
-        """Refuse several answers that cannot all be held at once: they would throw each other out for ever."""
+    def check_fits(self, group: RequestGroup) -> None:
+        """Raise RequestError for several answers that cannot be held at once: they would throw each other out."""
         count, manager = len(group.requests), self._manager
         if count == 1 or (group.params.max_tokens is None and group.search is None):
             return
         total, prompt = group.first.max_total_tokens, len(group.prompt_token_ids)
         shared = prompt // manager.block_size * manager.windows.count(None)
-        need = shared + count * (manager.most_blocks(total) - shared)
+        at_once = count if group.search is not None else min(count, self.runner.max_num_seqs)
+        need = shared + at_once * (manager.most_blocks(total) - shared)
         if need > manager.pool.num_blocks:
             name = "beam_width" if group.search is not None else ("n" if group.params.best_of is None else "best_of")
             raise RequestError(
@@ -310,7 +312,7 @@ class Engine:
         fresh.counters = old.counters
         fresh.manager.pool.peak_used = old.manager.pool.peak_used
         self._finished_requests += len(self._groups)
-        self._scheduler, self._groups = fresh, {}
+        self._scheduler, self._groups, self._left_waiting = fresh, {}, 0
         self._outputs.forget_all()
         self._drop_step_in_flight()
 

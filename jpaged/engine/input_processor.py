@@ -91,7 +91,7 @@ class InputProcessor:
                 eos_token_id=self.limits.eos_token_id,
                 metrics=metrics,
                 pooling=pooling,
-                priority=priority,
+                priority=int(priority),
                 index=index,
                 steered=params.use_beam_search,
             )

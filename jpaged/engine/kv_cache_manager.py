@@ -52,7 +52,8 @@ class KVCacheManager:
 
         host_slots: blocks that host memory has room for. transfer_costs: what moving them takes; None: nothing.
         """
-        tier = HostTier(host_slots) if host_slots and self._pays_both_ways(transfer_costs, block_size) else None
+        pays = transfer_costs is None or transfer_costs.keeping_pays(block_size)
+        tier = HostTier(host_slots) if host_slots and pays else None
         self.pool = BlockPool(num_blocks, len(windows), tier)
         self.num_held = 0    # blocks in all tables: a shared one counts as often as it is held
         self.num_empty = 0   # tokens that the tables have room for and that are not computed
@@ -352,10 +353,6 @@ class KVCacheManager:
                     f"{name} has computed {request.num_computed} tokens and holds blocks from {table.first_held} on "
                     f"for a window of {window}"
                 )
-
-    def _pays_both_ways(self, costs: TransferCosts | None, block_size: int) -> bool:
-        """Whether moving a block to the host and back takes less time than computing its tokens."""
-        return costs is None or 2 * costs.seconds_per_move < block_size * costs.seconds_per_token
 
     def _first_seen(self, window: int | None, num_computed: int) -> int:
         """Index of the first block that the next token sees."""

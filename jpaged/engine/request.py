@@ -87,6 +87,8 @@ class Request:
     num_computed: int = 0
     num_cached_tokens: int = 0     # of the prompt, found in the prefix index when the request first started
     rope_len: int = 0              # length that a rope which depends on it goes by at least: the prompt's, or more
+    # where it found no room to start: the blocks there were, and the step from which it looks again even so
+    no_room: tuple[int, int] | None = None
     num_lost: int = 0              # computed tokens that the last preemption threw away
 
     row: int = NO_ROW

@@ -44,6 +44,9 @@ from jpaged.engine.step_plan import BlockMove, RowInit, SamplerVariant, StepPlan
 from jpaged.engine.waiting_queue import WaitingQueue
 from jpaged.errors import EngineError
 
+# Steps until a request that found no room looks for its prefix again, though there is no more room: it may have grown.
+# Looking 40,000 cached tokens up takes 3 ms, in every step that it waits.
+LOOK_AGAIN = 16
 SHORT_PROMPT_SHARE = 4   # a prompt that does not fit into a step leaves 1 / this of the budget to others
 LOOK_PAST = 32           # waiting requests looked at behind a long one, in search of short ones
 
@@ -309,10 +312,15 @@ class Scheduler:
             if other.status is RequestStatus.RUNNING
         )
         headroom = held_back + promised + len(self.running) * manager.num_groups
-        if headroom >= manager.pool.num_free:
+        room, step = manager.pool.num_free - headroom, manager.pool.step
+        if room <= 0:
             return None  # whatever it shares: at least its last token needs a block
+        if request.no_room is not None and room <= request.no_room[0] and step < request.no_room[1]:
+            return None
         prefix = manager.find_prefix(request)
-        return prefix if manager.can_start(prefix, len(request.token_ids), headroom) else None
+        fits = manager.can_start(prefix, len(request.token_ids), headroom)
+        request.no_room = None if fits else (room, step + LOOK_AGAIN)
+        return prefix if fits else None
 
     def _start(self, request: Request, prefix: Prefix, count: int, draft: StepDraft) -> None:
         """Give a waiting request a row, and let it advance by `count` tokens."""
@@ -325,8 +333,9 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = self._clock()
-            self.counters.prompt_tokens += request.prompt_len
-            self.counters.prefix_hit_tokens += request.num_computed
+            if request.index == 0:  # further answers have the same prompt
+                self.counters.prompt_tokens += request.prompt_len
+                self.counters.prefix_hit_tokens += request.num_computed
         self._enter_row(request)
         draft.under_way.append(request)
         self._advance(request, count, draft)
@@ -491,7 +500,10 @@ class Scheduler:
         """Have a follower fork from the request whose prompt is done, which samples for it, too; or let it wait."""
         request.followers.remove(follower)
         headroom = (len(self.running) + 1) * self.manager.num_groups
-        if not self._free_rows or self.manager.pool.num_free < headroom:
+        self.waiting.rank(follower)
+        # The row and the blocks belong to whoever waits before it.
+        passes = bool(self.waiting) and self.waiting.head().rank < follower.rank
+        if passes or not self._free_rows or self.manager.pool.num_free < headroom:
             follower.prefix_root, follower.rope_len = request.prefix_root, request.rope_len
             self.waiting.add(follower)
             return False

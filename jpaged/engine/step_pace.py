@@ -33,6 +33,8 @@ class StepPace:
         if not prompt_tokens:
             self._decodes = _average(self._decodes, seconds)
         else:
+            if self._decodes is not None and seconds < self._decodes:  # fewer decode than then, or that step was slow
+                self._decodes = _average(self._decodes, seconds)
             added = max(seconds - (self._decodes or 0.0), 0.0)
             self._per_token = _average(self._per_token, added / prompt_tokens)
 

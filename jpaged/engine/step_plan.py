@@ -31,6 +31,10 @@ class TransferCosts:
     seconds_per_token: float  # of a prompt
     seconds_to_begin: float = 0.0  # of any number of moves at once
 
+    def keeping_pays(self, block_size: int) -> bool:
+        """Whether moving a block to the host and back takes less time than computing its tokens."""
+        return 2 * self.seconds_per_move < block_size * self.seconds_per_token
+
     def moves_pay(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether fetching so many blocks from the host takes less time than computing their tokens."""
         moving = self.seconds_to_begin + num_blocks * self.seconds_per_move

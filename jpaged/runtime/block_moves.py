@@ -39,7 +39,10 @@ def host_slots(swap_space: float, block_bytes: int) -> int:
         raise ModelLoadError(
             f"swap_space={swap_space}: this machine has {total / 2**30:.1f} GiB of memory in all; lower it"
         )
-    return int(swap_space * 2**30) // block_bytes
+    slots = int(swap_space * 2**30) // block_bytes
+    if swap_space and not slots:
+        raise ModelLoadError(f"swap_space={swap_space}: one block takes {block_bytes / 2**30:.4f} GiB; raise it, or 0")
+    return slots
 
 
 class BlockMover:
@@ -104,6 +107,8 @@ class BlockMover:
             "host tier: a block (%.1f KiB) moves in %.0f us, a token is computed in %.0f us",
             block_bytes / 1024, costs.seconds_per_move * 1e6, costs.seconds_per_token * 1e6,
         )  # fmt: skip
+        if not costs.keeping_pays(state.pages[0].block_size):
+            logger.warning("swap_space: computing a block's tokens takes less time here than moving it; it is not used")
         return state, costs
 
     def close(self) -> None:

@@ -1,11 +1,13 @@
 """The engine against a runner whose tokens are right only if every slot of every block table is."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from jpaged.engine.engine import Engine, StepError
+from jpaged.engine.engine import Engine, SchedulingOptions, StepError
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.errors import EngineError, RequestError
+from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from tests.engine.fake_runner import FakeRunner, alone
@@ -436,3 +438,56 @@ def test_beams_that_outgrow_together_start_again_though_one_step_cannot_compute_
     engine = Engine(runner)
     engine.add_request("a", prompt_of(5), SamplingParams(use_beam_search=True, best_of=2, max_tokens=5))
     assert len(run(engine)["a"].outputs[0].token_ids) == 5
+
+
+def limited(**limits: int) -> Engine:
+    runner = FakeRunner(num_blocks=256, max_num_batched_tokens=64)
+    return Engine(runner, scheduling=SchedulingOptions(**limits))
+
+
+def arrive(engine: Engine, request_id: str, length: int, **params: Any) -> None:
+    """As a server lets a request in."""
+    group = engine.inputs.process(request_id, prompt_of(length), SamplingParams(max_tokens=8, seed=1, **params))
+    engine.check_capacity(group)
+    engine.add(group)
+
+
+def test_who_starts_in_the_next_step_waits_for_nobody():
+    engine = limited(max_queued_tokens=50)
+    for i in range(4):
+        arrive(engine, str(i), 20)
+    arrive(engine, "x", 2)
+
+
+def test_the_answers_of_one_request_are_one_in_the_queue():
+    engine = limited(max_queued_requests=4)
+    arrive(engine, "big", 8, n=16)
+    engine.step()
+    engine.step()
+    for i in range(3):
+        arrive(engine, str(i), 8)
+    with pytest.raises(CapacityError, match="4 requests wait"):
+        arrive(engine, "x", 8)
+
+
+def test_after_a_start_over_nobody_waits():
+    engine = limited(max_queued_requests=1)
+    for i in range(6):
+        engine.add_request(str(i), prompt_of(20, start=i), greedy(4))
+    engine.step()
+    engine.start_over()
+    for i in range(4):
+        arrive(engine, f"new {i}", 5)
+
+
+def test_more_answers_than_can_be_held_at_once_are_refused():
+    engine = Engine(FakeRunner(num_blocks=20))
+    with pytest.raises(RequestError, match="n=64: so many answers of 40 tokens"):
+        engine.add_request("a", prompt_of(8), SamplingParams(n=64, max_tokens=40))
+    # 4 rows: no more than four answers are held at once
+    roomy = Engine(FakeRunner(num_blocks=48))
+    roomy.add_request("a", prompt_of(8), SamplingParams(n=64, max_tokens=40, seed=1))
+    with pytest.raises(RequestError, match="beam_width=64"):
+        Engine(FakeRunner(num_blocks=48, max_logprobs=97)).add_request(
+            "a", prompt_of(8), SamplingParams(use_beam_search=True, beam_width=64, max_tokens=40)
+        )

@@ -2,10 +2,11 @@
 
 import pytest
 
-from jpaged.engine.engine import Engine
-from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.engine import Engine, SchedulingOptions
+from jpaged.engine.kv_cache_manager import KVCacheManager, Prefix
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.step_pace import StepPace
 from jpaged.errors import EngineError
 from jpaged.outputs import RequestMetrics
 from jpaged.sampling_params import SamplingParams
@@ -155,3 +156,56 @@ def test_integrity_check_sees_a_lost_row():
     scheduler._free_rows.append(scheduler.running[0].row)
     with pytest.raises(EngineError, match="rows"):
         scheduler.check_integrity()
+
+
+def test_more_answers_do_not_pass_who_is_more_urgent():
+    options = SchedulingOptions(scheduling_policy="priority")
+    engine = Engine(FakeRunner(num_blocks=256, max_num_batched_tokens=16), scheduling=options)
+    engine.add_request("low", prompt_of(32), SamplingParams(n=8, max_tokens=20, seed=1, ignore_eos=True), priority=10)
+    engine.step()
+    for i in range(3):
+        engine.add_request(f"urgent {i}", prompt_of(10, start=50 + i), greedy(4))
+    ended = []
+    while engine.has_work:
+        ended += [output.request_id for output in engine.step()]
+    assert ended == ["urgent 0", "urgent 1", "urgent 2", "low"]
+
+
+def test_one_slow_step_does_not_hold_prompts_back_for_ever():
+    pace = StepPace(0.020, least=16)
+    pace.note(16, 0.0025)
+    pace.note(0, 1.0)
+    for _ in range(200):
+        tokens = pace.limit(2048)
+        pace.note(tokens, 0.002 + 5e-6 * tokens)
+    assert tokens == 2048
+
+
+def test_a_step_stays_under_its_target():
+    pace = StepPace(0.010, least=16)
+    assert pace.limit(2048) == 16  # before anything is known
+    for _ in range(50):
+        pace.note(0, 0.004)
+        tokens = pace.limit(2048)
+        pace.note(tokens, 0.004 + 10e-6 * tokens)
+    assert 500 <= tokens <= 600
+
+
+def test_a_prefix_is_looked_up_again_where_there_is_more_room_or_after_a_while():
+    """50,000 cached tokens take milliseconds to find: not in every step that a request waits."""
+    scheduler = make_scheduler(40, rows=2)
+    first, waiting = add(scheduler, 0, 100, 110), add(scheduler, 1, 60)
+    lookups, find = [], scheduler.manager.find_prefix
+
+    def found(request: Request) -> Prefix:
+        lookups.append(request)
+        return find(request)
+
+    scheduler.manager.find_prefix = found
+    for _ in range(8):
+        scheduler.schedule()
+    assert (first.status, waiting.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+    assert lookups.count(waiting) == 1
+    scheduler.finish(first, RequestStatus.ABORTED)
+    scheduler.schedule()
+    assert waiting.status is RequestStatus.RUNNING
