@@ -53,9 +53,9 @@ def state_of(target, blocks):
     """The state's shapes for a target, and the sharding that it has there."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     if target.startswith("v5e"):
-        sharding = v5e_target.sharding()
+        sharding = V5E.sharding()
     elif target != "cpu":
-        sharding = h200_target.sharding()
+        sharding = H200.sharding()
     return state_shapes(
         SPEC, group_layers(SPEC.windows, SPEC.max_position), num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS,
         width=SPEC.max_position // BLOCK_SIZE, dtype=dtype_of(target), sharding=sharding,
