@@ -37,7 +37,7 @@ class ScriptedEngine:
         return self.tokenizer
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         if prompt == "bad":
             raise RequestError("prompt", prompt, "is bad")
