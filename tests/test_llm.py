@@ -327,10 +327,10 @@ def test_an_interrupt_from_inside_the_device_leaves_an_engine_that_serves(llm: L
 def test_an_output_that_cannot_be_processed_ends_its_own_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     take = OutputProcessor.take
 
-    def fail(self: OutputProcessor, request: Any, result: Any, index: int) -> Any:
+    def fail(self: OutputProcessor, request: Any, *args: Any) -> Any:
         if request.prompt_token_ids[0] == 2 and request.num_output_tokens == 1:
             raise ValueError("a token that nobody expected")
-        return take(self, request, result, index)
+        return take(self, request, *args)
 
     monkeypatch.setattr(OutputProcessor, "take", fail)
     outputs = llm.generate([[1], [2], [3]], use_tqdm=False)
