@@ -49,6 +49,7 @@ class Temporaries:
 
     num_bytes: int
     measured: bool  # read off the compiled program; else estimated from the shapes
+    program: str    # the one that takes the most
     how: str        # compiled for what, or why it is only an estimate
 
 
@@ -63,7 +64,6 @@ class EnginePlan:
     taken_bytes: int               # of the device, by others
     usable_bytes: int | None       # what the options let the engine take, what is taken already included
     weight_parts: dict[str, int]
-    program: str                   # the largest
     temporaries: Temporaries
     memory: "MemoryPlan | None"    # None: it does not fit
     problem: str | None            # why, as the engine would say it
@@ -83,7 +83,8 @@ class EnginePlan:
         parts = tuple(Row(name, size) for name, size in self.weight_parts.items())
         rows = [Row("weights", self.weight_bytes, self.dtype, parts)]
         how = "measured" if self.temporaries.measured else "ESTIMATED"
-        rows.append(Row("temporaries", self.temporaries.num_bytes, f"of the largest program ({self.program}), {how}"))
+        of = f"of the largest program ({self.temporaries.program}), {how}"
+        rows.append(Row("temporaries", self.temporaries.num_bytes, of))
         plan = self.memory
         if plan is not None:
             limits = plan.limits
@@ -203,7 +204,6 @@ def _plan(
         taken_bytes=taken,
         usable_bytes=usable,
         weight_parts=memory.weight_parts(params),
-        program=str(blueprint.largest_shape),
         temporaries=temporaries,
         memory=fitted,
         problem=problem,
@@ -229,7 +229,6 @@ def _temporaries(
     """Read off the compiled program where there is a compiler and it can be of use, else estimated."""
     from jpaged.runtime.compile_cache import persistent_cache
     from jpaged.runtime.estimate import estimate_temporaries
-    from jpaged.runtime.programs import temp_bytes
 
     kind = blueprint.device.device_kind
     if target is not None and target.missing is not None:
@@ -242,13 +241,15 @@ def _temporaries(
         tracing = contextlib.nullcontext() if target is None else target.tracing()
         try:
             with cached, tracing:
-                compiled = blueprint.compile_largest(free)
+                shape, num_bytes = blueprint.largest_temporaries(free)
         except Exception as error:  # of XLA's own kinds: above all a program that the target has no memory for
             why = f"its compiler refused the program: {str(error).strip().splitlines()[0][:200]}"
             logger.warning("%s: %s", kind, why)
         else:
-            return Temporaries(temp_bytes(compiled), measured=True, how=f"the program was compiled for {kind}")
-    return Temporaries(estimate_temporaries(blueprint), measured=False, how=why)
+            how = f"the program was compiled for {kind}"
+            return Temporaries(num_bytes, measured=True, how=how, program=str(shape))
+    shape, num_bytes = estimate_temporaries(blueprint)
+    return Temporaries(num_bytes, measured=False, how=why, program=str(shape))
 
 
 def _largest(blueprint: "Blueprint", temporaries: Temporaries, free: int | None) -> int | None:

@@ -132,7 +132,10 @@ def test_after_ctrl_c_answers_are_those_of_a_fresh_engine(llm: LLM):
         assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == expected
 
 
-def test_an_interrupt_inside_the_device_does_not_lose_its_state(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("programs", ["forwards", "heads"])
+def test_an_interrupt_inside_the_device_does_not_lose_its_state(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, programs: str
+):
     """The state was donated to the step, and the step's answer never assigned."""
     prompts, sampling = workload(6, seed=4)
     expected = tokens_of(llm.generate(prompts, sampling, use_tqdm=False))
@@ -146,7 +149,7 @@ def test_an_interrupt_inside_the_device_does_not_lose_its_state(llm: LLM, monkey
 
     with monkeypatch.context() as patch:
         table = llm._engine.runner.programs
-        patch.setattr(table, "_by_need", [dataclasses.replace(p, run=cut(p.run)) for p in table._by_need])
+        patch.setattr(table, programs, [dataclasses.replace(p, run=cut(p.run)) for p in getattr(table, programs)])
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, sampling, use_tqdm=False)
     assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == expected

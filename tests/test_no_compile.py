@@ -84,7 +84,8 @@ def listen(event, **kwargs):
     counts[event] = counts.get(event, 0) + 1
 jax.monitoring.register_event_listener(listen)
 from jpaged import LLM, SamplingParams
-with LLM(sys.argv[1], dtype="float32", compilation_cache_dir=sys.argv[2], max_num_seqs=8, max_num_batched_tokens=64) as llm:
+sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
+with LLM(sys.argv[1], dtype="float32", compilation_cache_dir=sys.argv[2], **sizes) as llm:
     [output] = llm.generate("x" if llm.get_tokenizer() else {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.8, seed=1))
 print(json.dumps({"counts": counts, "tokens": output.outputs[0].token_ids}))
 """  # noqa: E501

@@ -147,10 +147,10 @@ def test_a_score_does_not_depend_on_the_row(labels, dtype):
             assert (scores == scores[0]).all()
 
 
-def test_a_pooling_engine_has_one_program_a_token_bucket(bare):
+def test_a_pooling_engine_has_one_program_a_token_bucket_and_a_head(bare):
     with LLM(bare, runner="pooling", dtype="float32", max_num_seqs=64, max_num_batched_tokens=512) as llm:
         names = [str(program.shape) for program in llm._engine.runner.programs.programs]
-        assert names == ["mixed 256 tokens, pooled", "mixed 512 tokens, pooled"]
+        assert names == ["mixed 256 tokens", "mixed 512 tokens", "pool 128 rows"]
         assert "lm_head" not in llm._engine.runner._params
     with pytest.raises(ModelLoadError, match="row_buckets: with runner='pooling' there are no decode programs"):
         LLM(bare, runner="pooling", row_buckets=(8,), **OPTIONS)

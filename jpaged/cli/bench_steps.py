@@ -85,7 +85,7 @@ def engine_shape(runner: Any) -> Any:
     """The sizes of a real engine, for the simulator."""
     from jpaged.simulator.step_load import EngineShape
 
-    shapes = [program.shape for program in runner.programs.programs]
+    shapes = [program.shape for program in runner.programs.forwards]
     return EngineShape(
         num_blocks=runner.num_blocks,
         block_size=runner.block_size,

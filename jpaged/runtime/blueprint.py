@@ -15,10 +15,11 @@ from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.runtime import memory
 from jpaged.runtime.estimate import estimate_temporaries
+from jpaged.runtime.heads import HeadShape, compile_head
 from jpaged.runtime.jax_settings import pinned
-from jpaged.runtime.programs import bucket_shapes, smallest_bucket
+from jpaged.runtime.programs import Shape, bucket_shapes, temp_bytes
 from jpaged.runtime.state import state_shapes
-from jpaged.runtime.step import ProgramShape, compile_step
+from jpaged.runtime.step import ForwardShape, compile_forward
 from pallas_kernels import KVPages
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
 
@@ -71,47 +72,56 @@ class Blueprint:
         """Most log-probabilities a token that the programs give."""
         return min(self.config.max_logprobs, self.spec.vocab_size)
 
-    def shapes(self, limits: memory.Limits) -> list[ProgramShape]:
+    def shapes(self, limits: memory.Limits) -> list[Shape]:
         """The program table."""
         return bucket_shapes(
             max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=limits.block_size, num_groups=len(limits.groups.windows),
-            smallest=smallest_bucket(self.spec, self.device.platform),
+            smallest=limits.smallest_bucket,
             row_buckets=self.config.row_buckets, token_buckets=self.config.token_buckets, pools=self.spec.pools,
         )  # fmt: skip
 
     @property
-    def largest_shape(self) -> ProgramShape:
-        """The program whose temporaries are the largest: most tokens, all that the sampler can do."""
-        return max(self.shapes(self.limits), key=lambda s: (s.tokens, s.variant, not s.is_decode))
+    def largest_shapes(self) -> tuple[ForwardShape, HeadShape]:
+        """The programs whose temporaries are the largest: most tokens; most rows, and all that a sampler can do."""
+        shapes = self.shapes(self.limits)
+        forward = max((s for s in shapes if isinstance(s, ForwardShape)), key=lambda s: (s.tokens, not s.is_decode))
+        return forward, max((s for s in shapes if isinstance(s, HeadShape)), key=lambda s: (s.rows, s.variant or 0))
 
     def state(self, limits: memory.Limits, num_blocks: int) -> Any:
         """The device state as ShapeDtypeStructs."""
         return state_shapes(
             self.spec, limits.groups, num_blocks=num_blocks, block_size=limits.block_size, rows=limits.max_num_seqs,
-            width=limits.width, dtype=self.dtype, sharding=self.sharding,
+            width=limits.width, tokens=limits.state_tokens, dtype=self.dtype, sharding=self.sharding,
         )  # fmt: skip
 
-    def compile(self, shape: ProgramShape, limits: memory.Limits, num_blocks: int) -> Any:
-        """Compile one program: see `compile_step`."""
+    def compile(self, shape: Shape, limits: memory.Limits, num_blocks: int) -> Any:
+        """Compile one program: see `compile_forward` and `compile_head`."""
+        state = self.state(limits, num_blocks)
         with pinned():  # here, too: settings are a thread's, and programs compile in several
-            return compile_step(
-                self.params, self.allowed, self.state(limits, num_blocks), spec=self.spec, groups=limits.groups,
-                layout=self.layout, shape=shape, implementation=self.implementation, num_logprobs=self.num_logprobs,
-                sharding=self.sharding,
+            if isinstance(shape, HeadShape):
+                return compile_head(
+                    self.params, self.allowed, state, spec=self.spec, layout=self.layout, shape=shape,
+                    num_logprobs=self.num_logprobs, sharding=self.sharding,
+                )  # fmt: skip
+            return compile_forward(
+                self.params, state, spec=self.spec, groups=limits.groups, layout=self.layout, shape=shape,
+                implementation=self.implementation, sharding=self.sharding,
             )  # fmt: skip
 
-    def compile_largest(self, free_bytes: int | None) -> Any:
-        """The largest program over a pool about as large as it will be, to read its temporaries off.
+    def largest_temporaries(self, free_bytes: int | None) -> tuple[Shape, int]:
+        """The program with the most temporaries, and their bytes: compiled over a pool about as large as it will be.
 
-        They do depend on the pool: for Llama 3.1 8B XLA keeps a copy of the logits less over 2,048 blocks than over
+        They do depend on the pool: for Llama 3.1 8B XLA kept a copy of the logits less over 2,048 blocks than over
         8,192 (427 and 559 MB on an H200, deviceless). free_bytes: see `fit`.
         """
+        table = memory.table_bytes(self.spec, self.limits, self.dtype)
         each = memory.block_bytes(self.spec, self.limits, self.dtype, self.device.platform)
         if free_bytes is not None:
-            free_bytes = max(0, free_bytes - estimate_temporaries(self) - memory.table_bytes(self.limits))
-        blocks = memory.pool_bytes(self.config, self.limits, each, free_bytes) // each
-        return self.compile(self.largest_shape, self.limits, max(1, memory.round_down(blocks)))
+            free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - table)
+        blocks = max(1, memory.round_down(memory.pool_bytes(self.config, self.limits, each, free_bytes) // each))
+        sizes = [(shape, temp_bytes(self.compile(shape, self.limits, blocks))) for shape in self.largest_shapes]
+        return max(sizes, key=lambda size: size[1])
 
     def fit(self, *, temp_bytes: int = 0, free_bytes: int | None = None) -> memory.MemoryPlan:
         """The memory plan: see `memory.fit`."""

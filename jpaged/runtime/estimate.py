@@ -7,10 +7,12 @@ other's buffers. What is alive at once was fitted to compiled programs; docs/dec
 from typing import TYPE_CHECKING
 
 from jpaged.models.experts import rows_per_block
-from jpaged.runtime.step import ProgramShape
+from jpaged.runtime.heads import HeadShape
+from jpaged.runtime.step import ForwardShape
 
 if TYPE_CHECKING:
     from jpaged.runtime.blueprint import Blueprint
+    from jpaged.runtime.programs import Shape
 
 # float32 copies of the logits: the logits, what the sampler makes of them, and the sort of the most likely ones.
 LOGITS = {"gpu": 4.5, "tpu": 5.6, "cpu": 4.5}
@@ -18,20 +20,23 @@ HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, normed, and in 
 TILE_ROWS, KEYS = 16, 128  # of the XLA attention
 
 
-def estimate_temporaries(blueprint: "Blueprint") -> int:
-    """Bytes of temporaries of the largest program, about."""
-    shape = blueprint.largest_shape
-    hidden = HIDDEN * shape.tokens * blueprint.spec.hidden_size * blueprint.dtype.itemsize
-    return hidden + max(_feed_forward(blueprint, shape), _attention(blueprint, shape), _sampler(blueprint, shape))
+def estimate_temporaries(blueprint: "Blueprint") -> "tuple[Shape, int]":
+    """The program with the most temporaries, and their bytes, about."""
+    forward, head = blueprint.largest_shapes
+    hidden = HIDDEN * forward.tokens * blueprint.spec.hidden_size * blueprint.dtype.itemsize
+    layers = hidden + max(_feed_forward(blueprint, forward), _attention(blueprint, forward))
+    logits = _logits(blueprint, head)
+    return (forward, layers) if layers > logits else (head, logits)
 
 
-def _sampler(blueprint: "Blueprint", shape: ProgramShape) -> int:
+def _logits(blueprint: "Blueprint", shape: HeadShape) -> int:
     """The logits of every row and the sampler's copies; of a model that pools, its result."""
-    copies = 1 if shape.pools else LOGITS[blueprint.device.platform]
-    return int(copies * 4 * shape.rows * blueprint.spec.output_size)
+    copies = 1 if shape.variant is None else LOGITS[blueprint.device.platform]
+    hidden = HIDDEN * shape.rows * blueprint.spec.hidden_size * blueprint.dtype.itemsize
+    return hidden + int(copies * 4 * shape.rows * blueprint.spec.output_size)
 
 
-def _feed_forward(blueprint: "Blueprint", shape: ProgramShape) -> int:
+def _feed_forward(blueprint: "Blueprint", shape: ForwardShape) -> int:
     """Gate and up side by side, and their product: of the widest kind of layer."""
     spec = blueprint.spec
     width = 3 if spec.gated else 2
@@ -48,7 +53,7 @@ def _feed_forward(blueprint: "Blueprint", shape: ProgramShape) -> int:
     return max(dense, sparse) * blueprint.dtype.itemsize
 
 
-def _attention(blueprint: "Blueprint", shape: ProgramShape) -> int:
+def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
     """Queries, keys and values twice (before and behind rope), and what XLA's attention gathers a step."""
     spec, item = blueprint.spec, blueprint.dtype.itemsize
     v_dim = spec.page_v_dim or spec.head_dim

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, most_blocks
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.jax_compat import backends_are_started
+from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import NUM_FIELDS
 from pallas_kernels import KVPages
 
@@ -35,6 +37,12 @@ class Limits:
     max_num_batched_tokens: int
     block_size: int
     groups: KVGroups
+    smallest_bucket: int  # fewest tokens and rows of a program
+
+    @property
+    def state_tokens(self) -> int:
+        """Most tokens of a program: of so many the state keeps what the layers gave."""
+        return max(self.max_num_batched_tokens, self.smallest_bucket)
 
     @property
     def width(self) -> int:
@@ -67,7 +75,7 @@ class MemoryPlan:
     block_bytes: int   # one block, a page in every array
     weight_bytes: int
     temp_bytes: int    # of the largest program; 0 = not known yet
-    table_bytes: int   # request table and block tables
+    table_bytes: int   # request table, block tables, hidden states of one step
 
     @property
     def kv_bytes(self) -> int:
@@ -180,7 +188,7 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     if spec.pools and config.row_buckets is not None:
         raise ModelLoadError("row_buckets: with runner='pooling' there are no decode programs; leave it out")
     groups = group_layers(spec.windows, max_model_len)
-    return Limits(max_model_len, max_num_seqs, budget, block_size, groups)
+    return Limits(max_model_len, max_num_seqs, budget, block_size, groups, smallest_bucket(spec, platform))
 
 
 def _positive(name: str, value: int | None, default: int) -> int:
@@ -211,9 +219,10 @@ def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_
     return min(CPU_POOL_BYTES, 2 * limits.max_num_seqs * limits.blocks_per_request * bytes_per_block)
 
 
-def table_bytes(limits: Limits) -> int:
-    """Bytes of the request table and of the block tables."""
-    return limits.max_num_seqs * 4 * (NUM_FIELDS + len(limits.groups.windows) * limits.width)
+def table_bytes(spec: DecoderSpec, limits: Limits, dtype: Any) -> int:
+    """Bytes of the request table, of the block tables, and of the hidden states of one step."""
+    tables = limits.max_num_seqs * 4 * (NUM_FIELDS + len(limits.groups.windows) * limits.width)
+    return tables + limits.state_tokens * spec.hidden_size * jnp.dtype(dtype).itemsize
 
 
 def fit(
@@ -235,7 +244,8 @@ def fit(
 
     def pool_of(limits: Limits) -> int:
         """Bytes for the pool: tables of longer requests leave less."""
-        left = None if free_bytes is None else max(0, free_bytes - temp_bytes - table_bytes(limits))
+        tables = table_bytes(spec, limits, dtype)
+        left = None if free_bytes is None else max(0, free_bytes - temp_bytes - tables)
         return pool_bytes(config, limits, per_block, left)
 
     def fits(length: int) -> bool:
@@ -265,7 +275,7 @@ def fit(
         logger.warning("%s: max_model_len is now %d", shortage, longest)
         limits = dataclasses.replace(limits, max_model_len=longest)
         num_blocks = pool_of(limits) // per_block
-    return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes(limits))
+    return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes(spec, limits, dtype))
 
 
 def round_down(num_blocks: int) -> int:

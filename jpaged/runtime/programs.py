@@ -6,19 +6,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import DecoderSpec
-from jpaged.runtime.step import ProgramShape
+from jpaged.runtime.heads import HeadShape
+from jpaged.runtime.step import ForwardShape
 
 # All programs of an engine by default. Three are not steps: upload_row, and copying blocks in two sizes. A host tier
 # has two more.
 MAX_PROGRAMS = 24
 MAX_STEP_PROGRAMS = MAX_PROGRAMS - 3
+MAX_ROW_BUCKETS = 4
+MAX_FORWARD_PROGRAMS = 8
+MAX_FULL_BUCKETS = 2  # of the head that can do everything
 # Below 8 rows XLA's CPU products give other bits, and bf16 is 5 to 18 times slower; 8 rows cost what 2 do.
 MIN_BUCKET = 8
 # XLA's CPU reductions over fewer elements than this, in all rows together, give other bits.
@@ -41,6 +45,10 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
     return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
 
 
+Shape = ForwardShape | HeadShape
+ShapeT = TypeVar("ShapeT", ForwardShape, HeadShape, covariant=True)
+
+
 def bucket_shapes(
     *,
     max_num_seqs: int,
@@ -51,46 +59,31 @@ def bucket_shapes(
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
     pools: bool = False,
-) -> list[ProgramShape]:
-    """The step programs of an engine, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
+) -> list[Shape]:
+    """The programs of an engine's steps, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
 
-    Decode programs come one a row bucket, mixed programs one a token bucket with rows at the maximum. Greedy and full
-    sampling have every bucket; plain random sampling has what is left (nothing where the caller names buckets, to keep
-    them few), and uses the full sampler's programs elsewhere. A model that pools has mixed programs only, one a bucket.
+    Forward programs: one for decodes alone a row bucket, one for everything else a token bucket with rows at the
+    maximum. Heads: one a row bucket and kind of sampling, few of the one that can do everything. A model that pools has
+    no decodes.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
-    buckets = MAX_STEP_PROGRAMS * 2 // 5
-    if pools:
-        rows = []
-    elif row_buckets:
+    if row_buckets:
         rows = _checked(row_buckets, smallest, max_rows)
     else:
-        rows = _thin(_powers(smallest, max_rows), buckets // 2)
+        rows = _thin(_powers(smallest, max_rows), MAX_ROW_BUCKETS)
     if token_buckets:
         tokens = _checked(token_buckets, smallest, max_tokens)
     else:
         # The small ones go first: a chunk of 16 tokens costs about what 32 do, one of 128 half of what 256 do.
-        tokens = _powers(2 * smallest, max_tokens)[-(buckets - len(rows)) :]
-
+        tokens = _powers(2 * smallest, max_tokens)[-(MAX_FORWARD_PROGRAMS - (0 if pools else len(rows))) :]
+    mixed = [ForwardShape(False, n, max_rows, block_size, num_groups) for n in tokens]
     if pools:
-        greedy = SamplerVariant.GREEDY
-        return [ProgramShape(False, n, max_rows, block_size, greedy, num_groups, pools=True) for n in tokens]
-
-    def shapes(variant: SamplerVariant, rows: Sequence[int], tokens: Sequence[int]) -> list[ProgramShape]:
-        decodes = [ProgramShape(True, n, n, block_size, variant, num_groups) for n in rows]
-        return decodes + [ProgramShape(False, n, max_rows, block_size, variant, num_groups) for n in tokens]
-
-    greedy, full = (shapes(v, rows, tokens) for v in (SamplerVariant.GREEDY, SamplerVariant.FULL))
-    left = MAX_STEP_PROGRAMS - len(greedy) - len(full)
-    if row_buckets or token_buckets:
-        random = []
-    elif left >= len(greedy):
-        random = shapes(SamplerVariant.RANDOM, rows, tokens)
-    else:
-        random_rows = _thin(rows, max(1, left - 2))
-        random = shapes(SamplerVariant.RANDOM, random_rows, _thin(tokens, max(1, left - len(random_rows))))
-    return greedy + random + full
+        return [*mixed, *(HeadShape(n, None) for n in rows)]
+    decodes = [ForwardShape(True, n, n, block_size, num_groups) for n in rows]
+    heads = [HeadShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
+    full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
+    return [*decodes, *mixed, *heads, *(HeadShape(n, SamplerVariant.FULL) for n in full)]
 
 
 def _powers(low: int, high: int) -> list[int]:
@@ -114,11 +107,11 @@ def _checked(values: Sequence[int], smallest: int, largest: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(Generic[ShapeT]):
     """One compiled program and what making it took."""
 
-    shape: ProgramShape
-    run: Callable[..., Any]  # the compiled step
+    shape: ShapeT
+    run: Callable[..., Any]  # the compiled program
     seconds: float           # to trace, lower and compile, or to read it from the disk cache
     temp_bytes: int          # device memory that it takes while it runs, beside arguments and results
 
@@ -126,23 +119,28 @@ class Program:
 class ProgramTable:
     """All programs of an engine, compiled."""
 
-    def __init__(self, programs: Sequence[Program]):
-        self.programs = list(programs)
-        self._by_need = sorted(self.programs, key=lambda p: (p.shape.tokens, p.shape.variant))
+    def __init__(self, forwards: Sequence[Program[ForwardShape]], heads: Sequence[Program[HeadShape]]):
+        self.forwards = sorted(forwards, key=lambda p: (not p.shape.is_decode, p.shape.tokens))
+        self.heads = sorted(heads, key=lambda p: (p.shape.variant or 0, p.shape.rows))
+
+    @property
+    def programs(self) -> list[Program[Any]]:
+        """All of them."""
+        return [*self.forwards, *self.heads]
 
     @classmethod
     def compile(
-        cls, shapes: Sequence[ProgramShape], compile_one: Callable[[ProgramShape], Any], *, progress: bool
+        cls, shapes: Sequence[Shape], compile_one: Callable[[Shape], Any], *, progress: bool
     ) -> "ProgramTable":
         """Compile every shape, in as many threads as there are cores: XLA compiles outside Python's lock."""
 
-        def make(shape: ProgramShape) -> Program:
+        def make(shape: Any) -> Program[Any]:
             start = time.perf_counter()
             run = compile_one(shape)
             return Program(shape, run, time.perf_counter() - start, temp_bytes(run))
 
         # The largest programs take longest: begun first, so that none is left running alone at the end.
-        order = sorted(shapes, key=lambda s: (-s.tokens, -s.variant))
+        order = sorted(shapes, key=lambda s: (isinstance(s, HeadShape), -_places(s)))
         with (
             concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
             tqdm(total=len(shapes), desc="Compiling", unit="program", disable=not progress, leave=False) as bar,
@@ -158,22 +156,27 @@ class ProgramTable:
                     bar.write("stopping when the programs that are being compiled are done", file=sys.stderr)
                 raise
             programs = [future.result() for future in futures]
-        return cls(sorted(programs, key=lambda p: (not p.shape.is_decode, p.shape.tokens, p.shape.variant)))
+        return cls(
+            [program for program in programs if isinstance(program.shape, ForwardShape)],
+            [program for program in programs if isinstance(program.shape, HeadShape)],
+        )
 
-    def choose(self, plan: StepPlan) -> Program:
-        """The smallest program that can run the plan."""
+    def forward(self, plan: StepPlan) -> Program[ForwardShape]:
+        """The smallest forward program that can run the plan."""
         decode_only = plan.num_decodes == len(plan.rows)
-        tokens = plan.total_tokens
-        for program in self._by_need:
+        tokens, rows = plan.total_tokens, len(plan.rows)
+        for program in self.forwards:
             shape = program.shape
-            if (
-                shape.tokens >= tokens
-                and shape.variant >= plan.sampler
-                and (shape.is_decode == decode_only)
-                and shape.rows >= len(plan.rows)
-            ):
+            if shape.is_decode == decode_only and shape.tokens >= tokens and shape.rows >= rows:
                 return program
-        raise ValueError(f"no program takes {tokens} tokens in {len(plan.rows)} rows")
+        raise ValueError(f"no program takes {tokens} tokens in {rows} rows")
+
+    def head(self, num_places: int, variant: SamplerVariant) -> Program[HeadShape]:
+        """The smallest head for so many places that samples as `variant` does, or of a model that pools."""
+        for program in self.heads:
+            if program.shape.rows >= num_places and program.shape.variant in (variant, None):
+                return program
+        raise ValueError(f"no head takes {num_places} rows")
 
     @property
     def temp_bytes(self) -> int:
@@ -184,6 +187,10 @@ class ProgramTable:
         lines = [f"{'program':32} {'seconds':>8} {'temporaries':>12}"]
         lines += [f"{p.shape!s:32} {p.seconds:8.2f} {p.temp_bytes / 1e6:9.1f} MB" for p in self.programs]
         return "\n".join(lines)
+
+
+def _places(shape: Shape) -> int:
+    return shape.tokens if isinstance(shape, ForwardShape) else shape.rows
 
 
 def temp_bytes(compiled: Any) -> int:

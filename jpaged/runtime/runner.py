@@ -5,10 +5,12 @@ handle, and `collect` waits for what that step sampled. Between the two the engi
 never waits for the host.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import time
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -22,8 +24,9 @@ from jpaged.runtime import memory
 from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.blueprint import Blueprint
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
+from jpaged.runtime.heads import head_params, pack_places
 from jpaged.runtime.jax_settings import pinned
-from jpaged.runtime.programs import ProgramTable, temp_bytes
+from jpaged.runtime.programs import Program, ProgramTable
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, create_state, formats
 from jpaged.runtime.step import block_updates, pack, upload_row
@@ -36,8 +39,9 @@ logger = logging.getLogger(__name__)
 class Handle:
     """A step under way."""
 
-    num_rows: int
-    sampled: Sampled | jax.Array  # of a model that pools: float32[rows, size]
+    samples: np.ndarray                  # bool[rows]  of the plan's rows, those that something is given of
+    computed: jax.Array                  # int32[]     there when the forward pass is done
+    given: Sampled | jax.Array | None    # a row a row that samples, and padding; of a model that pools: float32[, size]
 
 
 class ModelRunner:
@@ -71,6 +75,7 @@ class ModelRunner:
         longrope = spec.rope is not None and spec.rope.scaling == "longrope"
         self.outgrown_after = spec.rope.original_max_position if longrope else None
         self._params = params
+        self._head_params = head_params(spec, params)
         self._allowed = allowed
         self._upload = upload
         self._counter = counter
@@ -128,7 +133,7 @@ class ModelRunner:
             if free is None:
                 plan = blueprint.fit()
             else:
-                plan = blueprint.fit(temp_bytes=temp_bytes(blueprint.compile_largest(free)), free_bytes=free)
+                plan = blueprint.fit(temp_bytes=blueprint.largest_temporaries(free)[1], free_bytes=free)
                 key = f"{device.device_kind} {spec} {config} {jax.__version__}"
                 blocks = memory.remembered_blocks(folder, key, plan.num_blocks)
                 plan = dataclasses.replace(plan, num_blocks=max(blocks, plan.limits.blocks_per_request))
@@ -150,7 +155,8 @@ class ModelRunner:
             logger.info("device memory:\n%s", plan)
             make_state = functools.partial(
                 create_state, spec, plan.limits.groups, num_blocks=plan.num_blocks, block_size=plan.limits.block_size,
-                rows=plan.limits.max_num_seqs, width=plan.limits.width, dtype=dtype, device=sharding,
+                rows=plan.limits.max_num_seqs, width=plan.limits.width, tokens=plan.limits.state_tokens, dtype=dtype,
+                device=sharding,
             )  # fmt: skip
             return cls(
                 spec, params, allowed, plan, table, upload, CompileCounter(), make_state, blueprint.num_logprobs, mover,
@@ -164,42 +170,46 @@ class ModelRunner:
 
     def dispatch(self, plan: StepPlan) -> Handle:
         """Start a step; returns at once. Raises EngineError when the device fails; the KV pool is empty after that."""
-        program = self.programs.choose(plan)
+        forward = self.programs.forward(plan)
         width = self.memory_plan.limits.width
         updates = block_updates(plan, width)
-        with pinned(), self._counter.watching():
-            try:
-                if len(plan.moves):
-                    self._state = self._mover.run(self._live_state, plan.moves)
-                # What the packed plan has no room for goes first, a row at a time, longest tables first.
-                for init in sorted(plan.row_inits, key=lambda i: -len(i.blocks)):
-                    if len(updates) <= program.shape.max_updates:
-                        break
-                    row = np.zeros(1 + self._live_state.blocks.shape[1], np.int32)
-                    row[0] = init.row
-                    row[1 + init.blocks[:, 0] * width + init.blocks[:, 1]] = init.blocks[:, 2]
-                    self._state = self._upload(self._live_state, jax.device_put(row, self._device))
-                    updates = updates[updates[:, 0] != init.row]
-                packed = jax.device_put(pack(plan, updates, program.shape), self._device)
-                self._state, sampled = program.run(self._params, self._allowed, self._live_state, packed)
-            except BaseException as error:
-                self._recover()
-                if not isinstance(error, Exception):
-                    raise
-                raise EngineError(f"the device failed a step of {program.shape}: {error}") from error
-        jax.tree.map(lambda x: x.copy_to_host_async(), sampled)
-        return Handle(len(plan.rows), sampled)
+        with pinned(), self._counter.watching(), self._recovering(forward):
+            if len(plan.moves):
+                self._state = self._mover.run(self._live_state, plan.moves)
+            # What the packed plan has no room for goes first, a row at a time, longest tables first.
+            for init in sorted(plan.row_inits, key=lambda i: -len(i.blocks)):
+                if len(updates) <= forward.shape.max_updates:
+                    break
+                row = np.zeros(1 + self._live_state.blocks.shape[1], np.int32)
+                row[0] = init.row
+                row[1 + init.blocks[:, 0] * width + init.blocks[:, 1]] = init.blocks[:, 2]
+                self._state = self._upload(self._live_state, jax.device_put(row, self._device))
+                updates = updates[updates[:, 0] != init.row]
+            packed = jax.device_put(pack(plan, updates, forward.shape), self._device)
+            self._state, computed = forward.run(self._params, self._live_state, packed)
+            given = self._apply_head(plan)
+        jax.tree.map(lambda x: x.copy_to_host_async(), (computed, given))
+        return Handle(plan.samples, computed, given)
+
+    def _apply_head(self, plan: StepPlan) -> Sampled | jax.Array | None:
+        """Sample for the rows of a plan that have reached their end, or pool; None where there are none."""
+        count = int(np.count_nonzero(plan.samples))
+        if not count:
+            return None
+        head, state = self.programs.head(count, plan.sampler), self._live_state
+        places = jax.device_put(pack_places(plan, head.shape), self._device)
+        table, given = head.run(self._head_params, self._allowed, state.table, state.hidden, places)
+        self._state = state.replace(table=table)
+        return given
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step and fetch what it sampled."""
-        with pinned(), self._counter.watching():
-            try:
-                host = jax.tree.map(lambda x: np.asarray(x)[: handle.num_rows], handle.sampled)
-            except BaseException as error:
-                self._recover()
-                if not isinstance(error, Exception):
-                    raise
-                raise EngineError(f"the device failed a step: {error}") from error
+        rows = len(handle.samples)
+        with pinned(), self._counter.watching(), self._recovering():
+            np.asarray(handle.computed)
+            if handle.given is None:
+                return StepResult(np.zeros(rows, np.int32))
+            host = jax.tree.map(lambda x: _spread(np.asarray(x), handle.samples), handle.given)
         if self.spec.pools:
             return StepResult(np.zeros(0, np.int32), pooled=host)
         return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs)
@@ -217,7 +227,7 @@ class ModelRunner:
             for leaf in jax.tree.leaves(self._state):
                 if not leaf.is_deleted():
                     leaf.delete()
-        self._state = self._params = self._allowed = None
+        self._state = self._params = self._head_params = self._allowed = None
         self._mover.close()
         self._counter.close()
 
@@ -226,13 +236,13 @@ class ModelRunner:
 
         A step of padding costs what a full one does, but for its attention.
         """
-        program = max(self.programs.programs, key=lambda p: (not p.shape.is_decode, p.shape.tokens, -p.shape.variant))
+        program = self.programs.forwards[-1]
         nothing = np.zeros(0, np.int32)
         idle = StepPlan(nothing, nothing, 0, nothing.astype(bool), nothing, np.zeros((0, 4), np.int32))
         packed = jax.device_put(pack(idle, np.zeros((0, 3), np.int32), program.shape), self._device)
 
         def step(state: DeviceState) -> DeviceState:
-            return program.run(self._params, self._allowed, state, packed)[0]
+            return program.run(self._params, state, packed)[0]
 
         block_bytes = self.memory_plan.block_bytes
         self._state, costs = self._mover.measure(self._live_state, block_bytes, step, program.shape.tokens)
@@ -244,11 +254,32 @@ class ModelRunner:
             raise EngineError("the engine is closed: make a new one")
         return self._state
 
+    @contextlib.contextmanager
+    def _recovering(self, program: Program[Any] | None = None) -> Generator[None]:
+        """Failures inside are EngineErrors, and leave a runner that serves."""
+        try:
+            yield
+        except BaseException as error:
+            self._recover()
+            if not isinstance(error, Exception):
+                raise
+            which = "" if program is None else f" of {program.shape}"
+            raise EngineError(f"the device failed a step{which}: {error}") from error
+
     def _recover(self) -> None:
         """After a failed step the donated state is gone: make an empty one, so that new requests can be served."""
         if self._state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
             with pinned():
                 self._state = self._make_state()
+
+
+def _spread(given: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """What the rows that sample were given, in the places of a plan's rows."""
+    if samples.all():
+        return given[: len(samples)]
+    spread = np.zeros((len(samples), *given.shape[1:]), given.dtype)
+    spread[samples] = given[: np.count_nonzero(samples)]
+    return spread
 
 
 def _check_attention(

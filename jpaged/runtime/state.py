@@ -42,13 +42,17 @@ class DeviceState:
     # int32[max_num_seqs, groups * width]  block tables, one group's behind the other's; entries past a row's end or
     # before its window are stale or 0
     blocks: Any
+    hidden: Any                 # [max_num_batched_tokens, hidden_size]  what the layers gave of the last step's tokens
 
 
 def create_state(
-    spec: DecoderSpec, groups: KVGroups, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any,
-    device: Any = None,
+    spec: DecoderSpec, groups: KVGroups, *, num_blocks: int, block_size: int, rows: int, width: int, tokens: int,
+    dtype: Any, device: Any = None,
 ) -> DeviceState:  # fmt: skip
-    """Empty pages and an empty table on the device (a jax Device or Sharding). width: entries of a block table."""
+    """Empty pages and an empty table on the device (a jax Device or Sharding).
+
+    width: entries of a block table. tokens: most of one step.
+    """
     pages = tuple(
         KVPages.create(
             num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim, device=device
@@ -59,12 +63,13 @@ def create_state(
         pages=pages,
         table=jnp.zeros((rows, NUM_FIELDS), jnp.int32, device=device),
         blocks=jnp.zeros((rows, len(groups.windows) * width), jnp.int32, device=device),
+        hidden=jnp.zeros((tokens, spec.hidden_size), dtype, device=device),
     )
 
 
 def state_shapes(
-    spec: DecoderSpec, groups: KVGroups, *, num_blocks: int, block_size: int, rows: int, width: int, dtype: Any,
-    sharding: Any = None,
+    spec: DecoderSpec, groups: KVGroups, *, num_blocks: int, block_size: int, rows: int, width: int, tokens: int,
+    dtype: Any, sharding: Any = None,
 ) -> DeviceState:  # fmt: skip
     """The same as ShapeDtypeStructs: to compile without taking memory."""
     page = KVPages.shapes(
@@ -74,6 +79,7 @@ def state_shapes(
         pages=(page,) * groups.num_arrays,
         table=jax.ShapeDtypeStruct((rows, NUM_FIELDS), np.dtype(np.int32), sharding=sharding),
         blocks=jax.ShapeDtypeStruct((rows, len(groups.windows) * width), np.dtype(np.int32), sharding=sharding),
+        hidden=jax.ShapeDtypeStruct((tokens, spec.hidden_size), np.dtype(dtype), sharding=sharding),
     )
 
 

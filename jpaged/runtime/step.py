@@ -1,10 +1,9 @@
-"""THE step: what one call of a compiled program does, from the packed plan to the sampled tokens.
+"""The forward half of a step: from the packed plan to the hidden state of every token. `heads` has the other half.
 
 1. Unpack: block-table changes, restarted rows and forks go into the request table.
 2. Build ids, positions, KV slots and lengths from the table: the host never sends them.
 3. Forward: the decoder over all tokens, writing keys and values into the pages and attending through block tables.
-4. Sample: logits of each row's last token, or for a fork of the row's that it comes from; a token a row, written into
-   the table for the next step. A model that pools gives what `decoder.head` makes of the row's last token instead.
+   What the layers give of each token stays in the state, where a head finds it.
 
 `state` is donated: pages and table are updated in place.
 """
@@ -17,33 +16,29 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.engine.step_plan import StepPlan
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
 from jpaged.models.spec import AttentionOptions, DecoderSpec, WeightLayout
-from jpaged.runtime import sampler
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, formats, row_values
 from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
 from pallas_kernels.write_kv import matching_write
 
 # Block-table changes that a packed plan has room for beyond those its own tokens can need.
 SPARE_UPDATES = 64
-SAMPLES, FROM_TABLE = 1, 2  # flags of a row
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramShape:
-    """Shapes of one compiled program: a key of the program table."""
+class ForwardShape:
+    """Shapes of one compiled forward program: a key of the program table."""
 
     is_decode: bool  # every row is one token, taken from the table; then tokens == rows
     tokens: int      # token places
     rows: int        # row places
     block_size: int
-    variant: SamplerVariant
     num_groups: int = 1  # block tables a row
-    pools: bool = False  # nothing is sampled
 
     @property
     def max_updates(self) -> int:
@@ -53,11 +48,11 @@ class ProgramShape:
     @property
     def cuts(self) -> dict[str, slice]:
         """Where each part lies in the packed int32 array."""
-        sizes = {"rows": self.rows, "flags": self.rows, "updates": 3 * self.max_updates}
+        sizes = {"rows": self.rows, "updates": 3 * self.max_updates}
         if not self.is_decode:
             sizes |= {
+                "num_decodes": 1,
                 "num_tokens": self.rows,
-                "logit_rows": self.rows,
                 "init_rows": self.rows,
                 "init_values": self.rows * NUM_FIELDS,
                 "prompt_tokens": self.tokens,
@@ -71,8 +66,7 @@ class ProgramShape:
         return max(cut.stop for cut in self.cuts.values())
 
     def __str__(self) -> str:
-        kind = f"decode {self.rows} rows" if self.is_decode else f"mixed {self.tokens} tokens"
-        return f"{kind}, {'pooled' if self.pools else self.variant.name.lower()}"
+        return f"decode {self.rows} rows" if self.is_decode else f"mixed {self.tokens} tokens"
 
 
 def block_updates(plan: StepPlan, width: int) -> np.ndarray:
@@ -87,23 +81,17 @@ def block_updates(plan: StepPlan, width: int) -> np.ndarray:
     return np.stack([changed[:, 0], changed[:, 1] * width + changed[:, 2], changed[:, 3]], axis=1, dtype=np.int32)
 
 
-def pack(plan: StepPlan, updates: np.ndarray, shape: ProgramShape) -> np.ndarray:
+def pack(plan: StepPlan, updates: np.ndarray, shape: ForwardShape) -> np.ndarray:
     """int32[packed_size]: the plan as the step reads it. updates: int32[U, 3], at most shape.max_updates."""
     packed = np.full(shape.packed_size, -1, np.int32)  # -1: padding
     cuts, rows = shape.cuts, len(plan.rows)
     packed[cuts["rows"]][:rows] = plan.rows
-    flags = packed[cuts["flags"]]
-    flags[:] = 0
-    flags[:rows] = np.where(plan.samples, SAMPLES, 0)
-    flags[: plan.num_decodes] |= FROM_TABLE
     packed[cuts["updates"]][: updates.size] = updates.ravel()
     if not shape.is_decode:
+        packed[cuts["num_decodes"]] = plan.num_decodes
         counts = packed[cuts["num_tokens"]]
         counts[:] = 0
         counts[:rows] = plan.num_tokens
-        logit_rows = packed[cuts["logit_rows"]]
-        logit_rows[:] = np.arange(shape.rows)
-        logit_rows[rows - len(plan.forked_from) : rows] = plan.forked_from
         for i, init in enumerate(plan.row_inits):
             packed[cuts["init_rows"]][i] = init.row
             packed[cuts["init_values"]][i * NUM_FIELDS : (i + 1) * NUM_FIELDS] = row_values(init)
@@ -127,22 +115,16 @@ class GroupRows:
 class Batch:
     """What the step computes, built on the device. Padding rows have no tokens."""
 
-    rows: Any             # int32[rows]  row of the table; padding points past its end
-    num_tokens: Any       # int32[rows]
-    samples: Any          # bool[rows]
-    query_start_loc: Any  # int32[rows + 1]
-    context_lens: Any     # int32[rows]
-    groups: Any           # a GroupRows for each group of layers
-    lengths: Any          # int32[rows]  tokens after the step: the position of what is sampled
-    logit_tokens: Any     # int32[rows]  the token whose logits the row samples from; None: its own, one a row
-    fields: Any           # int32[rows, NUM_FIELDS]  the rows' fields, as they were before the step
-    real: Any             # bool[tokens]  False: padding
-    token_ids: Any        # int32[tokens]
-    positions: Any        # int32[tokens]
-    rope_lens: Any        # int32[tokens]  max(the row's rope_len, position + 1)
+    rows: Any       # int32[rows]  row of the table; padding points past its end
+    lengths: Any    # int32[rows]  tokens after the step: the position of what is sampled
+    groups: Any     # a GroupRows for each group of layers
+    real: Any       # bool[tokens]  False: padding
+    token_ids: Any  # int32[tokens]
+    positions: Any  # int32[tokens]
+    rope_lens: Any  # int32[tokens]  max(the row's rope_len, position + 1)
 
 
-def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: ProgramShape) -> tuple[DeviceState, Batch]:
+def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: ForwardShape) -> tuple[DeviceState, Batch]:
     """Unpack the plan, apply its changes to the table, and build everything the forward pass needs."""
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     capacity = state.table.shape[0]
@@ -154,7 +136,7 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Progra
     updates = part["updates"].reshape(-1, 3)
     blocks = state.blocks.at[drop_padding(updates[:, 0]), updates[:, 1]].set(updates[:, 2], mode="drop")
     table = state.table
-    rows, flags = drop_padding(part["rows"]), part["flags"]
+    rows = drop_padding(part["rows"])
     if shape.is_decode:
         num_tokens = (rows < capacity).astype(jnp.int32)
     else:
@@ -168,15 +150,14 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Progra
     query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens, dtype=jnp.int32)])
     token = jnp.arange(shape.tokens)
     if shape.is_decode:
-        token_row, real, positions, logit_tokens = token, num_tokens > 0, length, None
+        token_row, real, positions = token, num_tokens > 0, length
         token_ids = fields[:, Field.LAST_TOKEN]
     else:
         token_row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), shape.rows - 1)
         real = token < query_start_loc[-1]
         positions = length[token_row] + token - query_start_loc[token_row]
-        from_table = (flags & FROM_TABLE)[token_row] > 0
+        from_table = token_row < part["num_decodes"][0]
         token_ids = jnp.where(from_table, fields[token_row, Field.LAST_TOKEN], part["prompt_tokens"])
-        logit_tokens = jnp.take(query_start_loc, part["logit_rows"] + 1, mode="clip") - 1
     positions = jnp.where(real, positions, 0)
     context_lens = jnp.where(num_tokens > 0, length + num_tokens, 0)
     groups = []
@@ -186,20 +167,14 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Progra
         groups.append(GroupRows(group_tables, slots, context_lens, query_start_loc))
     batch = Batch(
         rows=rows,
-        num_tokens=num_tokens,
-        samples=(flags & SAMPLES) > 0,
-        query_start_loc=query_start_loc,
-        context_lens=context_lens,
         lengths=length + num_tokens,
-        logit_tokens=logit_tokens,
         groups=tuple(groups),
-        fields=fields,
         real=real,
         token_ids=jnp.where(real, token_ids, 0),
         positions=positions,
         rope_lens=jnp.maximum(fields[token_row, Field.ROPE_LEN], positions + 1),
     )
-    return DeviceState(pages=state.pages, table=table, blocks=blocks), batch
+    return state.replace(table=table, blocks=blocks), batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,10 +215,14 @@ def forward(
     spec: DecoderSpec,
     groups: KVGroups,
     layout: WeightLayout,
-    shape: ProgramShape,
+    shape: ForwardShape,
     implementation: str,
-) -> tuple[DeviceState, Batch, Float[Array, "rows output"]]:
-    """The model over one plan: the state with the new KV, the batch, and `decoder.head` of each row's last token."""
+) -> tuple[DeviceState, Int[Array, ""]]:
+    """The model over one plan. Donate `state`.
+
+    Gives the state with the new KV, rows' lengths and hidden states (before the final norm), and the number of tokens:
+    something to wait for where nothing is sampled.
+    """
     state, batch = build_batch(state, packed, shape)
     hidden, pages = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch.groups,
@@ -251,39 +230,12 @@ def forward(
         layout=layout, rope_lens=batch.rope_lens, places=groups.places,
         real=batch.real if spec.experts is not None else None,
     )  # fmt: skip
-    last = hidden if shape.is_decode else jnp.take(hidden, batch.logit_tokens, axis=0, mode="clip")
-    return state.replace(pages=pages), batch, decoder.head(spec, params, last, layout=layout)
-
-
-def step(
-    params: Any,
-    allowed: Bool[Array, " vocab"] | None,
-    state: DeviceState,
-    packed: Int[Array, " packed"],
-    *,
-    spec: DecoderSpec,
-    groups: KVGroups,
-    layout: WeightLayout,
-    shape: ProgramShape,
-    implementation: str,
-    num_logprobs: int,
-) -> tuple[DeviceState, sampler.Sampled | Float[Array, "rows output"]]:
-    """One step. Donate `state`. Rows that do not sample get a token too, which goes nowhere.
-
-    A shape that pools gives float32[rows, spec.output_size] in the place of tokens.
-    """
-    state, batch, logits = forward(
-        params, state, packed, spec=spec, groups=groups, layout=layout, shape=shape, implementation=implementation
+    state = state.replace(
+        pages=pages,
+        table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop"),
+        hidden=jax.lax.dynamic_update_slice(state.hidden, hidden, (0, 0)),
     )
-    table = state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
-    if shape.pools:
-        return state.replace(table=table), logits
-    sampled = sampler.sample(
-        logits, batch.fields, batch.lengths, allowed, variant=shape.variant, num_logprobs=num_logprobs
-    )
-    last_token = jnp.where(batch.samples, sampled.token_ids, batch.fields[:, Field.LAST_TOKEN])
-    table = table.at[batch.rows, Field.LAST_TOKEN].set(last_token, mode="drop")
-    return state.replace(table=table), sampled
+    return state, jnp.sum(batch.real, dtype=jnp.int32)
 
 
 def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:
@@ -294,25 +246,22 @@ def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> Devi
     return state.replace(blocks=state.blocks.at[packed[0]].set(packed[1:], mode="drop"))
 
 
-def compile_step(
+def compile_forward(
     params: Any,
-    allowed: Any,
     state: Any,
     *,
     spec: DecoderSpec,
     groups: KVGroups,
     layout: WeightLayout,
-    shape: ProgramShape,
+    shape: ForwardShape,
     implementation: str,
-    num_logprobs: int,
     sharding: Any = None,
 ) -> Any:
-    """Compile one program from ShapeDtypeStructs (or arrays): `compiled(params, allowed, state, packed)`."""
+    """Compile one program from ShapeDtypeStructs (or arrays): `compiled(params, state, packed)`."""
     call = functools.partial(
-        step, spec=spec, groups=groups, layout=layout, shape=shape, implementation=implementation,
-        num_logprobs=num_logprobs,
-    )  # fmt: skip
+        forward, spec=spec, groups=groups, layout=layout, shape=shape, implementation=implementation
+    )
     packed = jax.ShapeDtypeStruct((shape.packed_size,), np.dtype(np.int32), sharding=sharding)
     # keep_unused: every program of the table takes the same arguments
-    jitted = jax.jit(call, donate_argnums=2, keep_unused=True, out_shardings=(formats(state), None))
-    return jitted.lower(params, allowed, state, packed).compile()
+    jitted = jax.jit(call, donate_argnums=1, keep_unused=True, out_shardings=(formats(state), None))
+    return jitted.lower(params, state, packed).compile()

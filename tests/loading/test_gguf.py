@@ -66,6 +66,11 @@ def test_float32_is_the_safetensors_model_bit_for_bit(variant: Variant, tmp_path
     jax.tree.map(np.testing.assert_array_equal, model.params, wanted.params)
 
 
+SIZES = {
+    "max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["llama-llama3", "qwen2", "gemma"])
 def test_answers_are_the_same(name: str, tmp_path: Path) -> None:
     folder, file = write_both(BY_NAME[name], tmp_path)
@@ -73,7 +78,7 @@ def test_answers_are_the_same(name: str, tmp_path: Path) -> None:
     asked = [{"prompt_token_ids": ids} for ids in prompts(320)[:4]]
     answers = []
     for model in (folder, file):
-        llm = LLM(str(model), max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64, dtype="float32")
+        llm = LLM(str(model), dtype="float32", **SIZES)
         outputs = llm.generate(asked, params)
         answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert answers[0] == answers[1]
@@ -178,7 +183,7 @@ def test_the_demo_model_with_its_tokenizer(tmp_path: Path) -> None:
     prompt = "def read_json(path):"  # which both ways to split text cut alike
     texts = []
     for model in (demo, tmp_path):  # a folder with one GGUF file stands for it
-        llm = LLM(str(model), max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64)
+        llm = LLM(str(model), **SIZES)
         texts.append(llm.generate([prompt], params)[0].outputs[0].text)
     assert texts[0] == texts[1]
     assert texts[0]

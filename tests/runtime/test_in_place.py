@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.step_plan import SamplerVariant
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Experts, Rope, WeightLayout, param_shapes
 from jpaged.runtime.block_moves import HOST_BUCKET, BlockMover
 from jpaged.runtime.state import create_state, state_shapes
-from jpaged.runtime.step import ProgramShape, compile_step
+from jpaged.runtime.step import ForwardShape, compile_forward
 from tests.deviceless import H200, V5E, marks
 
 # Activations of 8 rows, and of a chunk, are far smaller than a layer's weights or pages.
@@ -33,8 +32,8 @@ SPEC = DecoderSpec(
 # Six layers of two kinds in three groups over two arrays: three layers write and read each, one after the other.
 MIXED = (96, 96, None, 96, 96, None)
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
-DECODE = ProgramShape(True, ROWS, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
-PREFILL = ProgramShape(False, 64, ROWS, BLOCK_SIZE, SamplerVariant.GREEDY)
+DECODE = ForwardShape(True, ROWS, ROWS, BLOCK_SIZE)
+PREFILL = ForwardShape(False, 64, ROWS, BLOCK_SIZE)
 
 DEVICELESS = marks(H200)
 # what the step is compiled for, and the attention it is compiled with
@@ -58,7 +57,7 @@ def state_of(target, blocks):
         sharding = H200.sharding()
     return state_shapes(
         SPEC, group_layers(SPEC.windows, SPEC.max_position), num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS,
-        width=SPEC.max_position // BLOCK_SIZE, dtype=dtype_of(target), sharding=sharding,
+        width=SPEC.max_position // BLOCK_SIZE, tokens=PREFILL.tokens, dtype=dtype_of(target), sharding=sharding,
     ), sharding  # fmt: skip
 
 
@@ -74,15 +73,16 @@ def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), e
         sharding, mesh = H200.sharding(), H200.tracing()
     width = spec.max_position // BLOCK_SIZE
     state = state_shapes(
-        spec, groups, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, dtype=dtype, sharding=sharding
-    )
+        spec, groups, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, tokens=PREFILL.tokens,
+        dtype=dtype, sharding=sharding,
+    )  # fmt: skip
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), param_shapes(spec, dtype)
     )
     with mesh:
-        return compile_step(
-            params, None, state, spec=spec, groups=groups, layout=WeightLayout(), shape=shape, num_logprobs=20,
-            sharding=sharding, implementation=IMPLEMENTATIONS[target],
+        return compile_forward(
+            params, state, spec=spec, groups=groups, layout=WeightLayout(), shape=shape, sharding=sharding,
+            implementation=IMPLEMENTATIONS[target],
         )  # fmt: skip
 
 
@@ -243,6 +243,7 @@ def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
     packed = np.full(shape.packed_size, -1, np.int32)
     packed[shape.cuts["rows"]] = np.arange(ROWS)
     if not shape.is_decode:
+        packed[shape.cuts["num_decodes"]] = 0
         packed[shape.cuts["num_tokens"]] = shape.tokens // ROWS
         packed[shape.cuts["prompt_tokens"]] = 7
     states, times = {}, {}
@@ -250,8 +251,9 @@ def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
         width = SPEC.max_position // BLOCK_SIZE
         groups = group_layers(SPEC.windows, SPEC.max_position)
         states[blocks] = create_state(
-            SPEC, groups, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, dtype=dtype
-        )
+            SPEC, groups, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, tokens=PREFILL.tokens,
+            dtype=dtype,
+        )  # fmt: skip
         states[blocks] = states[blocks].replace(blocks=states[blocks].blocks.at[:].set(_scattered_tables(blocks)))
     for _ in range(3):
         for blocks in states:
@@ -259,8 +261,8 @@ def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
         for _ in range(15):
             for blocks in states:
                 start = time.perf_counter()
-                states[blocks], sampled = compiled("cpu", shape, blocks)(params, None, states[blocks], packed)
-                jax.block_until_ready((states[blocks], sampled))
+                states[blocks], computed = compiled("cpu", shape, blocks)(params, states[blocks], packed)
+                jax.block_until_ready((states[blocks], computed))
                 times[blocks].append(time.perf_counter() - start)
         ratio = statistics.median(times[10 * BLOCKS]) / statistics.median(times[BLOCKS])
         print(f"{shape}: {ratio:.3f} times as long over ten times the blocks")

@@ -13,6 +13,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Rope
 from jpaged.runtime import memory
+from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import NUM_FIELDS
 
 SPEC = DecoderSpec(
@@ -38,8 +39,9 @@ def test_cpu_takes_twice_what_its_rows_can_use_and_at_most_a_gibibyte():
 
 def test_platform_defaults():
     groups = group_layers((None,) * 4, 4096)
-    assert memory.decide_limits(SPEC, CONFIG, "cpu") == memory.Limits(4096, 32, 512, 16, groups)
-    assert memory.decide_limits(SPEC, CONFIG, "gpu") == memory.Limits(4096, 256, 2048, 16, groups)
+    smallest = smallest_bucket(SPEC, "cpu")
+    assert memory.decide_limits(SPEC, CONFIG, "cpu") == memory.Limits(4096, 32, 512, 16, groups, smallest)
+    assert memory.decide_limits(SPEC, CONFIG, "gpu") == memory.Limits(4096, 256, 2048, 16, groups, 8)
     assert memory.decide_limits(SPEC, CONFIG, "tpu").block_size == 64
     assert memory.decide_limits(SPEC, dataclasses.replace(CONFIG, max_num_batched_tokens=16), "cpu").max_num_seqs == 16
 
@@ -76,8 +78,8 @@ def test_an_accelerator_gives_what_is_free():
     for share in (0, -0.5, 1.5, math.nan, math.inf):
         with pytest.raises(ModelLoadError, match=f"gpu_memory_utilization={share}: must be above 0"):
             memory.decide_limits(SPEC, dataclasses.replace(CONFIG, gpu_memory_utilization=share), "cpu")
-    table = memory.table_bytes(memory.decide_limits(SPEC, CONFIG, "gpu"))
-    assert table == 256 * 4 * (NUM_FIELDS + 4096 // 16)
+    table = memory.table_bytes(SPEC, memory.decide_limits(SPEC, CONFIG, "gpu"), "float32")
+    assert table == 256 * 4 * (NUM_FIELDS + 4096 // 16) + 2048 * SPEC.hidden_size * 4
     free = 5000 * BLOCK_BYTES + table
     assert plan(platform="gpu", free_bytes=free).num_blocks == memory.round_down(5000)
     assert plan(platform="gpu", free_bytes=free + 777, temp_bytes=777).num_blocks == memory.round_down(5000)

@@ -9,25 +9,34 @@ import pytest
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import DecoderSpec, QKNorm
+from jpaged.runtime.heads import HeadShape
 from jpaged.runtime.programs import (
     MAX_PROGRAMS,
     MAX_STEP_PROGRAMS,
-    Program,
     ProgramTable,
     bucket_shapes,
     smallest_bucket,
 )
-from jpaged.runtime.step import ProgramShape
+from jpaged.runtime.step import ForwardShape
 
 
-def table(max_num_seqs, max_tokens, **options):
-    shapes = bucket_shapes(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, block_size=16, **options
-    )
-    return ProgramTable([Program(shape, lambda: None, 0.0, 0) for shape in shapes])
+def shapes_of(max_num_seqs, max_tokens, **options):
+    return bucket_shapes(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, block_size=16, **options)
 
 
-def make_plan(decodes, chunk, variant):
+def table(*sizes, **options):
+    return ProgramTable.compile(shapes_of(*sizes, **options), lambda shape: NotCompiled(), progress=False)
+
+
+class NotCompiled:
+    def __call__(self):
+        raise NotImplementedError
+
+    def memory_analysis(self):
+        return None
+
+
+def make_plan(decodes, chunk):
     rows = decodes + (1 if chunk else 0)
     return StepPlan(
         rows=np.arange(rows, dtype=np.int32),
@@ -36,7 +45,6 @@ def make_plan(decodes, chunk, variant):
         samples=np.ones(rows, bool),
         prompt_tokens=np.zeros(chunk, np.int32),
         block_updates=np.zeros((0, 4), np.int32),
-        sampler=variant,
     )
 
 
@@ -47,28 +55,36 @@ def test_at_most_24_programs_and_one_for_every_plan(seqs, tokens):
     programs = table(seqs, tokens)
     shapes = [p.shape for p in programs.programs]
     assert len(set(shapes)) == len(shapes) <= MAX_STEP_PROGRAMS < MAX_PROGRAMS
-    assert all(shape.rows >= 8 and shape.tokens >= 8 for shape in shapes)
-    for variant in SamplerVariant:
-        for decodes in {1, seqs // 2, seqs} - {0}:
-            program = programs.choose(make_plan(decodes, 0, variant))
-            assert program.shape.is_decode
-            assert program.shape.variant >= variant
-        for decodes, chunk in ((0, 1), (0, tokens), (min(seqs, tokens) - 1, 1), (seqs - 1, tokens - seqs + 1)):
-            if chunk >= 1:
-                shape = programs.choose(make_plan(decodes, chunk, variant)).shape
-                assert not shape.is_decode
-                assert shape.tokens >= decodes + chunk
-                assert shape.variant >= variant
+    assert all(shape.rows >= 8 for shape in shapes)
+    for decodes in {1, seqs // 2, seqs} - {0}:
+        assert programs.forward(make_plan(decodes, 0)).shape.is_decode
+        for variant in SamplerVariant:
+            head = programs.head(decodes, variant).shape
+            assert head.variant is variant
+            assert head.rows >= decodes
+    for decodes, chunk in ((0, 1), (0, tokens), (min(seqs, tokens) - 1, 1), (seqs - 1, tokens - seqs + 1)):
+        if chunk >= 1:
+            shape = programs.forward(make_plan(decodes, chunk)).shape
+            assert not shape.is_decode
+            assert shape.tokens >= decodes + chunk
+            assert shape.rows >= decodes + 1
 
 
 def test_the_smallest_program_that_fits_is_chosen():
     programs = table(32, 512)
-    assert programs.choose(make_plan(8, 0, SamplerVariant.GREEDY)).shape == ProgramShape(
-        True, 8, 8, 16, SamplerVariant.GREEDY
-    )
-    assert programs.choose(make_plan(9, 0, SamplerVariant.FULL)).shape.rows == 16
-    for tokens in (64, 128, 256, 512):
-        assert programs.choose(make_plan(3, tokens - 3, SamplerVariant.GREEDY)).shape.tokens == tokens
+    assert programs.forward(make_plan(8, 0)).shape == ForwardShape(True, 8, 8, 16)
+    for tokens in (32, 64, 128, 256, 512):
+        assert programs.forward(make_plan(3, tokens - 3)).shape.tokens == tokens
+    assert programs.head(8, SamplerVariant.GREEDY).shape == HeadShape(8, SamplerVariant.GREEDY)
+    assert programs.head(9, SamplerVariant.RANDOM).shape.rows == 16
+    assert programs.head(9, SamplerVariant.FULL).shape.rows == 32
+
+
+def test_a_model_that_pools_has_no_decodes():
+    programs = table(32, 512, pools=True)
+    assert not any(program.shape.is_decode for program in programs.forwards)
+    assert {program.shape.variant for program in programs.heads} == {None}
+    assert programs.head(3, SamplerVariant.GREEDY).shape == HeadShape(8, None)
 
 
 def test_tiny_models_get_larger_buckets_on_cpu():
@@ -82,27 +98,24 @@ def test_tiny_models_get_larger_buckets_on_cpu():
     assert smallest_bucket(dataclasses.replace(spec, hidden_size=320), "cpu") == 16
     assert smallest_bucket(dataclasses.replace(spec, hidden_size=512), "cpu") == 8
     assert smallest_bucket(dataclasses.replace(spec, hidden_size=512, qk_norm=QKNorm.HEAD), "cpu") == 128
-    assert {p.shape.rows for p in table(3, 64, smallest=64).programs} == {64}
+    assert {shape.rows for shape in shapes_of(3, 64, smallest=64)} == {64}
 
 
 def test_buckets_that_a_caller_names():
-    shapes = [p.shape for p in table(8, 64, row_buckets=(8,), token_buckets=(64,)).programs]
-    assert {(s.is_decode, s.tokens, s.variant) for s in shapes} == {
-        (decode, tokens, variant)
-        for decode, tokens in ((True, 8), (False, 64))
-        for variant in (SamplerVariant.GREEDY, SamplerVariant.FULL)
-    }
+    assert set(shapes_of(8, 64, row_buckets=(8,), token_buckets=(64,))) == {
+        ForwardShape(True, 8, 8, 16), ForwardShape(False, 64, 8, 16), *(HeadShape(8, v) for v in SamplerVariant)
+    }  # fmt: skip
     with pytest.raises(ValueError, match="no program"):
-        table(8, 64).choose(make_plan(0, 65, SamplerVariant.GREEDY))
+        table(8, 64).forward(make_plan(0, 65))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_what_has_not_begun_is_not_compiled_after_an_error(error):
     """Ctrl-C while compiling must not wait for the whole table."""
-    shapes = table(256, 2048)._by_need
+    shapes = shapes_of(256, 2048)
     begun = []
 
-    def compile_one(shape: ProgramShape):
+    def compile_one(shape):
         begun.append(shape)
         if len(begun) == 1:
             raise error
@@ -110,5 +123,5 @@ def test_what_has_not_begun_is_not_compiled_after_an_error(error):
         raise AssertionError("not reached: the first one ends it")
 
     with pytest.raises(error):
-        ProgramTable.compile([program.shape for program in shapes], compile_one, progress=False)
+        ProgramTable.compile(shapes, compile_one, progress=False)
     assert len(begun) <= 2 * (os.cpu_count() or 1) < len(shapes)

@@ -128,7 +128,7 @@ def test_a_mixed_step_decodes_and_prefills(runner, dense_greedy):
 @pytest.mark.parametrize("excess", [0, 1])
 def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, excess):
     """A resume of long rows brings more block-table entries than fit: they go through upload_row first."""
-    shape = next(p.shape for p in runner.programs.programs if not p.shape.is_decode)
+    shape = next(p.shape for p in runner.programs.forwards if not p.shape.is_decode)
     prompt = np.random.default_rng(3).integers(0, SPEC.vocab_size, 30)
     runner.dispatch(plan([0], [30], samples=[False], prompt=prompt[:30], inits=[start(0, [2, 6])]))
     # row 0 again, its first 16 tokens computed; rows 1 and 2 with tables that fill the plan up
@@ -165,7 +165,7 @@ def test_rows_with_block_tables_in_several_groups(excess):
     # Other rows fill the plan up, or one past it.
     held = [(g, i, tables[g, i]) for g in range(3) for i in range((2, 3, 0)[g], 4)]
     held += [(g, 4, 50 + g) for g in range(3)]
-    shape = next(p.shape for p in runner.programs.programs if not p.shape.is_decode)
+    shape = next(p.shape for p in runner.programs.forwards if not p.shape.is_decode)
     assert shape.max_updates == 3 * (64 // 16 + shape.rows) + 64
     count = shape.max_updates - len(held) + excess
     others = {
@@ -211,15 +211,15 @@ def test_what_a_row_samples_does_not_depend_on_its_neighbours(runner):
 
 def test_a_failed_step_leaves_a_runner_that_serves(runner, dense_greedy, monkeypatch):
     prompt = [1, 2, 3]
-    program = runner.programs.choose(plan([0], [3], prompt=prompt, inits=[start(0, [1])]))
+    program = runner.programs.forward(plan([0], [3], prompt=prompt, inits=[start(0, [1])]))
 
-    def fail(params, allowed, state, packed):
+    def fail(params, state, packed):
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # what a failure after donation looks like
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.programs, "choose", lambda _: dataclasses.replace(program, run=fail))
+        patch.setattr(runner.programs, "forward", lambda _: dataclasses.replace(program, run=fail))
         with pytest.raises(EngineError, match="out of memory"):
             runner.dispatch(plan([0], [3], prompt=prompt, inits=[start(0, [1])]))
     handle = runner.dispatch(plan([0], [3], prompt=prompt, inits=[start(0, [1])]))

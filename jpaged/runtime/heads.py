@@ -1,0 +1,106 @@
+"""The other half of a step: from the hidden states that the forward pass left to what the host is given.
+
+A head takes the tokens that somebody wants something of, a place for each: their logits, and a token sampled from
+them, which goes into the request table for the next step. A model that pools gives `decoder.head` of the token.
+
+It is a program of its own, because a forward program costs seconds to compile and a head little: each is compiled once
+a shape, not once a pair. A step whose prompts go on samples nothing, and then has no head; and where what may be
+sampled follows from the token before (a grammar), the host finds out while the forward pass runs.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.models import decoder
+from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.runtime import sampler
+from jpaged.runtime.state import DeviceState, Field
+
+# Leaves of the parameter tree that `decoder.head` reads.
+HEAD_PARAMS = ("final_norm", "final_norm_bias", "project_out", "score", "lm_head", "embed")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShape:
+    """Shapes of one compiled head: a key of the program table."""
+
+    rows: int                       # places
+    variant: SamplerVariant | None  # None: it pools
+
+    def __str__(self) -> str:
+        return f"{'pool' if self.variant is None else f'sample {self.variant.name.lower()}'} {self.rows} rows"
+
+
+def head_params(spec: DecoderSpec, params: Any) -> Any:
+    """The part of a parameter tree that a head reads: fewer arguments a call."""
+    tied = spec.tie_embeddings and not spec.pools
+    return {name: params[name] for name in HEAD_PARAMS if name in params and (name != "embed" or tied)}
+
+
+def pack_places(plan: StepPlan, shape: HeadShape) -> np.ndarray:
+    """int32[2, shape.rows]: for each row that samples its row of the table (-1: padding), and whose hidden state."""
+    ends = np.cumsum(plan.num_tokens, dtype=np.int32) - 1
+    first_fork = len(plan.rows) - len(plan.forked_from)
+    ends[first_fork:] = ends[plan.forked_from]
+    packed = np.full((2, shape.rows), -1, np.int32)
+    count = np.count_nonzero(plan.samples)
+    packed[0, :count] = plan.rows[plan.samples]
+    packed[1, :count] = ends[plan.samples]
+    return packed
+
+
+def apply_head(
+    params: Any,
+    allowed: Bool[Array, " vocab"] | None,
+    table: Int[Array, "table_rows num_fields"],
+    hidden: Float[Array, "tokens hidden"],
+    packed: Int[Array, "2 rows"],
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    shape: HeadShape,
+    num_logprobs: int,
+) -> tuple[Int[Array, "table_rows num_fields"], sampler.Sampled | Float[Array, "rows output"]]:
+    """The request table with the sampled tokens, and what was sampled; or the table, and what was pooled.
+
+    Donate `table`. params: of `head_params`. Places that are padding get something, too, which goes nowhere.
+    """
+    output = decoder.head(spec, params, jnp.take(hidden, packed[1], axis=0, mode="clip"), layout=layout)
+    if shape.variant is None:
+        return table, output
+    # a negative index would count from the end
+    rows = jnp.where(packed[0] < 0, table.shape[0], packed[0])
+    fields = jnp.take(table, rows, axis=0, mode="clip")
+    sampled = sampler.sample(
+        output, fields, fields[:, Field.LENGTH], allowed, variant=shape.variant, num_logprobs=num_logprobs
+    )
+    return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampled
+
+
+def compile_head(
+    params: Any,
+    allowed: Any,
+    state: DeviceState,
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    shape: HeadShape,
+    num_logprobs: int,
+    sharding: Any = None,
+) -> Any:
+    """Compile one program from ShapeDtypeStructs (or arrays): `compiled(head params, allowed, table, hidden, packed)`.
+
+    params: the whole tree.
+    """
+    call = functools.partial(apply_head, spec=spec, layout=layout, shape=shape, num_logprobs=num_logprobs)
+    packed = jax.ShapeDtypeStruct((2, shape.rows), np.dtype(np.int32), sharding=sharding)
+    # keep_unused: every program of the table takes the same arguments
+    jitted = jax.jit(call, donate_argnums=2, keep_unused=True)
+    return jitted.lower(head_params(spec, params), allowed, state.table, state.hidden, packed).compile()
