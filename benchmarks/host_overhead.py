@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,7 +18,7 @@ from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_
 from jpaged.engine.detokenizer import ByteLevelDecoder, WindowDecoder
 from jpaged.engine.engine import Engine
 from jpaged.engine.inspect import capture
-from jpaged.engine.step_plan import StepPlan, StepResult
+from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
 from jpaged.sampling_params import SamplingParams
 
 
@@ -42,6 +42,9 @@ class NoDevice:
 
     def dispatch(self, plan: StepPlan) -> int:
         return len(plan.rows)
+
+    def sample(self, handle: int, masks: Sequence[RowMask]) -> int:
+        return handle
 
     def collect(self, handle: int) -> StepResult:
         return StepResult(np.full(handle, 5, np.int32))

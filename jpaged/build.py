@@ -190,6 +190,7 @@ def build_engine(
     main_eos = getattr(loaded.tokenizer, "eos_token_id", None)
     engine = Engine(
         runner,
+        known_ids=mask,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
         eos_token_id=next(iter(loaded.eos_token_ids), None) if main_eos is None else main_eos,

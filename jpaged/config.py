@@ -5,6 +5,8 @@ Names are vLLM's where vLLM has one. The command line flags are made from these 
 
 import dataclasses
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -84,6 +86,10 @@ class EngineConfig:
 
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for, per token."""
+
+    logprobs_mode: str = "raw_logprobs"
+    """What log-probabilities are of. raw_logprobs: the model's own distribution. processed_logprobs: what was sampled
+    from, after temperature, penalties and filters. raw_logits, processed_logits: the same, not normalised."""
 
     compilation_cache_dir: str | None = None
     """Folder of compiled programs, kept between starts. Default: the platform's cache folder."""

@@ -5,7 +5,7 @@ import difflib
 import enum
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +14,12 @@ from jpaged.errors import RequestError
 
 MAX_N = 64
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM: logits divided by less overflow float32
+MAX_LOGIT_BIAS = 1024  # entries
+MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # texts, characters of one
+NOT_WITH_BEAMS = (
+    "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
+    "bad_words", "min_tokens",
+)  # fmt: skip
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -27,15 +33,8 @@ class RequestOutputKind(enum.Enum):
 
 # Fields that are not built yet, each with the values besides its default that mean "off" as well.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (),
-    "frequency_penalty": (),
-    "repetition_penalty": (),
-    "min_tokens": (),
     "stop": ([], ()),
     "include_stop_str_in_output": (),
-    "bad_words": ([], ()),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
     "prompt_logprobs": (),
     "prompt_logprob_token_ids": (),
     "prompt_logprob_start": (),
@@ -48,7 +47,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "thinking_token_budget": (),
     "watermarking": (False,),
-    "skip_reading_prefix_cache": (False,),
     "skip_clone": (),
     "output_text_buffer_length": (),
     "routed_experts_prompt_start": (),
@@ -98,6 +96,32 @@ class SamplingParams:
     min_p: float = 0.0
     """Only tokens at least this share as likely as the most likely one, in [0, 1]."""
 
+    typical_p: float = 1.0
+    """Only the tokens whose surprise is nearest to the expected one and that together have this probability, in (0, 1]
+    (locally typical sampling). After all other filters."""
+
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that the answer has, in [-2, 2]."""
+
+    frequency_penalty: float = 0.0
+    """Taken from the logit of every token as often as the answer has it, in [-2, 2]."""
+
+    repetition_penalty: float = 1.0
+    """Divides the logit of every token that the prompt or the answer has where it is positive, else multiplies it.
+    Above 0; 1 does nothing."""
+
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of token ids, each in [-100, 100]; before the penalties."""
+
+    allowed_token_ids: Sequence[int] | None = None
+    """Sample only these. Stored as a tuple."""
+
+    bad_words: Sequence[str] | None = None
+    """Texts that the answer must not have: the last token of one is never sampled behind its others."""
+
+    min_tokens: int = 0
+    """Sample no end of the answer (the model's own, `stop_token_ids`) before so many tokens."""
+
     seed: int | None = None
     """Makes the request's draws its own: the same tokens whoever runs beside it. Reduced to 64 bits."""
 
@@ -110,6 +134,9 @@ class SamplingParams:
     ignore_eos: bool = False
     """Do not end at the model's own end-of-sequence ids."""
 
+    skip_reading_prefix_cache: bool | None = None
+    """Compute the whole prompt, whatever of it is in the prefix cache. Default: only with prompt_logprobs."""
+
     logprobs: int | None = None
     """For each generated token, the log-probabilities of so many most likely tokens, and of the token itself."""
 
@@ -120,15 +147,8 @@ class SamplingParams:
     """Leave special tokens out of the text."""
 
     # Known by name, not built yet: only the default, or what means the same (NOT_BUILT), is accepted.
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False
-    bad_words: Sequence[str] | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: int | None = None
@@ -141,7 +161,6 @@ class SamplingParams:
     repetition_detection: Any = None
     thinking_token_budget: int | None = None
     watermarking: bool | None = None
-    skip_reading_prefix_cache: bool | None = None
     skip_clone: bool = False
     output_text_buffer_length: int = 0
     routed_experts_prompt_start: int = 0
@@ -170,6 +189,10 @@ class SamplingParams:
         number("temperature", "a finite number from 0", lambda x: x >= 0)
         number("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
         number("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        number("typical_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
+        for name in ("presence_penalty", "frequency_penalty"):
+            number(name, "a number in [-2, 2]", lambda x: -2 <= x <= 2)
+        number("repetition_penalty", "a number above 0", lambda x: x > 0)
         top_k = integer("top_k", low=-1, accepted="an integer from -1; 0 and -1 mean all")
         object.__setattr__(self, "top_k", max(top_k, 0))
         if self.seed is not None:
@@ -177,10 +200,14 @@ class SamplingParams:
             object.__setattr__(self, "seed", seed % 2**64)
         if self.max_tokens is not None:
             integer("max_tokens", low=1, accepted="an integer from 1, or None for as many as fit")
+        integer("min_tokens", low=0, high=self.max_tokens, accepted="an integer from 0 to max_tokens")
+        self._check_ids()
         if self.logprobs is not None:
             integer("logprobs", low=0, accepted="an integer from 0 to the engine's max_logprobs, or None")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             self._boolean(name)
+        if self.skip_reading_prefix_cache is not None:
+            self._boolean("skip_reading_prefix_cache")
         self._token_ids("stop_token_ids")
         for name, also_off in NOT_BUILT.items():
             value, default = getattr(self, name), self.__dataclass_fields__[name].default
@@ -205,9 +232,42 @@ class SamplingParams:
         return self.logprobs is not None or self.chooses
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether it matters which tokens there have been."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
+
+    def _check_ids(self) -> None:
+        """logit_bias, allowed_token_ids and bad_words, as far as no model is needed to."""
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError("logit_bias", self.logit_bias, "must be a dict from token ids to numbers")
+            if len(self.logit_bias) > MAX_LOGIT_BIAS:
+                raise RequestError("logit_bias", f"{len(self.logit_bias):,} entries", f"at most {MAX_LOGIT_BIAS:,}")
+            for token_id, bias in self.logit_bias.items():
+                if not _is_integer(token_id) or token_id < 0:
+                    raise RequestError("logit_bias", token_id, "keys are token ids: integers from 0")
+                if not _is_number(bias) or not -100 <= bias <= 100:
+                    raise RequestError("logit_bias", bias, f"must be a number in [-100, 100], for token {token_id}")
+            bias = {int(token_id): float(value) for token_id, value in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", bias or None)
+        if self.allowed_token_ids is not None:
+            self._token_ids("allowed_token_ids")
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids", [], "must not be empty: leave it out to allow all")
+        if self.bad_words is not None:
+            if isinstance(self.bad_words, str) or not isinstance(self.bad_words, Sequence):
+                raise RequestError("bad_words", self.bad_words, "must be a list of texts")
+            if len(self.bad_words) > MAX_BAD_WORDS:
+                raise RequestError("bad_words", f"{len(self.bad_words):,} texts", f"at most {MAX_BAD_WORDS:,}")
+            for word in self.bad_words:
+                if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD:
+                    raise RequestError("bad_words", word, f"texts of 1 to {MAX_BAD_WORD} characters, not only blanks")
+            object.__setattr__(self, "bad_words", tuple(self.bad_words) or None)
 
     def _check_beams(self) -> None:
         self._number("length_penalty", "a finite number")
@@ -221,6 +281,9 @@ class SamplingParams:
                 raise RequestError("beam_width", self.beam_width, "a beam search needs more than one beam: at least 2")
             if self.beam_width is not None and self.best_of not in (None, self.beam_width):
                 raise RequestError("best_of", self.best_of, f"of a beam search it is beam_width ({self.beam_width})")
+            for name in NOT_WITH_BEAMS:
+                if getattr(self, name) != self.__dataclass_fields__[name].default:
+                    raise RequestError(name, getattr(self, name), "does not go with use_beam_search: leave it out")
             return
         for name in ("beam_width", "length_penalty", "early_stopping"):
             if getattr(self, name) != self.__dataclass_fields__[name].default:

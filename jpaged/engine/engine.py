@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from jpaged.engine import beams
 from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.block_pool import prefix_root
@@ -28,7 +30,7 @@ from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import NEVER, Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduler import ScheduledStep, Scheduler, SchedulerCounters
-from jpaged.engine.step_plan import Runner
+from jpaged.engine.step_plan import RowMask, Runner
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
 from jpaged.pooling_params import PoolingParams
@@ -79,7 +81,9 @@ class Engine:
         enable_prefix_caching: bool = True,
         pooling: Pooling | None = None,
         scheduling: SchedulingOptions = SchedulingOptions(),
+        known_ids: np.ndarray | None = None,
     ):
+        """known_ids: bool[vocab_size], ids that the runner ever samples; None = all."""
         self.runner = runner
         self.scheduling = scheduling
         self.generated_tokens = 0
@@ -91,6 +95,7 @@ class Engine:
                 eos_token_ids=tuple(eos_token_ids),
                 eos_token_id=eos_token_id,
                 pooling=pooling,
+                known_ids=known_ids,
                 priorities=scheduling.scheduling_policy == "priority",
             ),
             tokenizer,
@@ -222,6 +227,8 @@ class Engine:
                 raise  # somebody stops the program, or thinks better of it: the engine can go on either way
             raise StepError(failed, error) from error
         outputs = [] if previous is None or result is None else self._take(previous.step, result)
+        if self._in_flight is not None and self._in_flight.step.plan.waits_for_masks:
+            self._sample(self._in_flight)
         if step is None and previous is None and self._groups:
             raise EngineError(f"{len(self._groups)} requests wait and none can be scheduled")
         if not self._groups and self._manager.pool.num_used:
@@ -336,6 +343,22 @@ class Engine:
             max_num_partial_prefills=self.scheduling.max_num_partial_prefills,
             target_step_ms=self.scheduling.target_step_ms,
         )  # fmt: skip
+
+    def _sample(self, waiting: _StepInFlight) -> None:
+        """Tell the step that runs what may be sampled, now that the tokens before are known."""
+        masks = [
+            RowMask(request.row, request.extras.mask(request.output_token_ids, request.num_output_tokens))
+            for request in waiting.step.requests
+            if request.extras is not None and request.extras.follows_tokens and request.row >= 0
+        ]
+        try:
+            handle = self.runner.sample(waiting.handle, masks)
+        except BaseException as error:
+            failed = self._fail_running()
+            if not isinstance(error, Exception):
+                raise
+            raise StepError(failed, error) from error
+        self._in_flight = dataclasses.replace(waiting, handle=handle)
 
     def _collect(self, previous: _StepInFlight) -> Any:
         """What a step gave. The time since the last one's end tells what it cost, as long as the device is busy."""

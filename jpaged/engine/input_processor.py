@@ -16,6 +16,7 @@ from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.pooling import Pooling, check_task
 from jpaged.engine.request import Request
 from jpaged.engine.request_group import RequestGroup
+from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.errors import RequestError
 from jpaged.outputs import RequestMetrics
 from jpaged.pooling_params import PoolingParams
@@ -41,6 +42,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()  # ids that end an answer; generation_config.json may add to the tokenizer's
     eos_token_id: int | None = None  # the main one: it ends an answer without being its stop_reason
     pooling: Pooling | None = None  # what is given instead of new tokens
+    known_ids: np.ndarray | None = None  # bool[vocab_size]: ids that are ever sampled; None = all
     priorities: bool = False  # whether the scheduling policy goes by them
 
 
@@ -81,6 +83,7 @@ class InputProcessor:
             longest = min(longest, len(token_ids) + params.max_tokens)
         end_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
         metrics = RequestMetrics(arrival_time=arrival_time)
+        extras = self._extras(params, end_token_ids)
         requests = [
             Request(
                 request_id=request_id,
@@ -93,6 +96,7 @@ class InputProcessor:
                 pooling=pooling,
                 priority=int(priority),
                 index=index,
+                extras=extras,
                 steered=params.use_beam_search,
             )
             for index in range(params.num_sequences)
@@ -102,6 +106,31 @@ class InputProcessor:
         if params.use_beam_search:
             group.search = self._search(params, longest - len(token_ids), end_token_ids)
         return group
+
+    def _extras(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> SamplingExtras | None:
+        """What the request's sampling needs beside numbers. Raises RequestError where nothing could be sampled."""
+        extras = SamplingExtras(
+            params,
+            self.limits.vocab_size,
+            end_token_ids=eos_token_ids | set(params.stop_token_ids or ()),
+            bad_words=[ids for word in params.bad_words or () for ids in self._bad_word(word)],
+        )
+        if not extras.is_needed:
+            return None
+        if not extras.allows_some(self.limits.known_ids):
+            name = "min_tokens" if params.min_tokens else "bad_words" if params.bad_words else "allowed_token_ids"
+            raise RequestError(name, getattr(params, name), "no token would be left to sample")
+        return extras
+
+    def _bad_word(self, word: str) -> list[list[int]]:
+        """The ids of a text, and where they are as many but begin otherwise, those of it behind a blank."""
+        if self._tokenizer is None:
+            raise RequestError("bad_words", word, "the model has no tokenizer: use logit_bias")
+        plain, behind_blank = (
+            self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " ")
+        )
+        differs = behind_blank[0] != plain[0] and len(behind_blank) == len(plain)
+        return [plain, behind_blank] if differs else [plain]
 
     def _search(self, params: SamplingParams, max_new_tokens: int, eos_token_ids: frozenset[int]) -> BeamSearch:
         """The search of a request for one. Raises RequestError where the device gives it too few candidates."""
@@ -142,9 +171,10 @@ class InputProcessor:
             raise RequestError(
                 "logprobs", params.logprobs, f"at most {limits.max_logprobs}, which the option max_logprobs sets"
             )
-        for token_id in params.stop_token_ids or ():
-            if token_id >= limits.vocab_size:
-                raise RequestError("stop_token_ids", token_id, f"token ids are 0 to {limits.vocab_size - 1}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= limits.vocab_size:
+                    raise RequestError(name, token_id, f"token ids are 0 to {limits.vocab_size - 1}")
 
     def _parts(self, prompt: Prompt) -> Mapping[str, Any]:
         """The prompt as a dict, its field names and types checked."""

@@ -9,6 +9,7 @@ import hashlib
 import sys
 
 from jpaged.engine.block_pool import BlockName
+from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestMetrics
 from jpaged.pooling_params import PoolingParams
@@ -76,6 +77,7 @@ class Request:
     arrival: int = -1              # place in the order of arrival
     priority: int = 0              # lower comes first, where the scheduling policy is "priority"
     index: int = 0                 # which of its group's answers this is
+    extras: SamplingExtras | None = None  # what its sampling needs beside numbers
     steered: bool = False          # a beam: the host chooses each of its tokens, once it has seen what all beams gave
     followers: list["Request"] = dataclasses.field(default_factory=list)  # fork from this one when its prompt is done
     rank: tuple[float, int] = (0.0, 0)  # place in the policy's order, lowest first; set when it begins to wait
@@ -118,6 +120,8 @@ class Request:
         if self.params.needs_logprobs:
             self.cumulative_logprob = 0.0
         self.sampler = _sampler_need(self.params)
+        if self.extras is not None:
+            self.sampler = SamplerVariant.FULL
         own = self.params.stop_token_ids
         self.stop_ids = self.eos_token_ids.union(own) if own else self.eos_token_ids
 
@@ -170,9 +174,9 @@ class Request:
 
 
 def _sampler_need(params: SamplingParams) -> SamplerVariant:
-    """The smallest sampler that does what a request asks for. min_p never removes the most likely token."""
+    """The smallest sampler that does what a request's numbers ask for."""
     if params.needs_logprobs:
         return SamplerVariant.FULL
     if params.greedy:
         return SamplerVariant.GREEDY
-    return SamplerVariant.FULL if params.top_k > 0 or params.top_p < 1 else SamplerVariant.RANDOM
+    return SamplerVariant.FULL if params.typical_p < 1 else SamplerVariant.RANDOM

@@ -30,7 +30,7 @@ import dataclasses
 import itertools
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -40,7 +40,7 @@ from jpaged.engine.kv_cache_manager import KVCacheManager, Prefix
 from jpaged.engine.request import NEVER, NO_ROW, Request, RequestStatus
 from jpaged.engine.step_draft import StepDraft, row_init
 from jpaged.engine.step_pace import StepPace
-from jpaged.engine.step_plan import BlockMove, RowInit, SamplerVariant, StepPlan
+from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant, StepPlan
 from jpaged.engine.waiting_queue import WaitingQueue
 from jpaged.errors import EngineError
 
@@ -459,6 +459,7 @@ class Scheduler:
                 requests.append(follower)
                 forked_from.append(place)
         self._count_step()
+        masks, waits = self._masks(requests, num_decodes, samples) if sampler is SamplerVariant.FULL else ((), False)
         plan = StepPlan(
             rows=_int32(rows),
             num_tokens=_behind(self._ones, num_decodes, num_tokens),
@@ -470,8 +471,26 @@ class Scheduler:
             sampler=sampler,
             forked_from=_int32(forked_from),
             moves=self._moves(),
+            masks=masks,
+            waits_for_masks=waits,
         )
         return ScheduledStep(plan, tuple(requests))
+
+    def _masks(
+        self, requests: Sequence[Request], num_decodes: int, samples: Sequence[bool]
+    ) -> tuple[tuple[RowMask, ...], bool]:
+        """Masks that change by the number of tokens; whether others follow from tokens that are on their way."""
+        masks, waits = [], False
+        for place, request in enumerate(requests):
+            extras = request.extras
+            if extras is None or (place >= num_decodes and not samples[place - num_decodes]):
+                continue
+            on_their_way = request.num_in_flight - 1  # without the one that this step samples
+            waits |= on_their_way > 0 and extras.follows_tokens
+            count = request.num_output_tokens + on_their_way
+            if extras.changes_at(count):
+                masks.append(RowMask(request.row, extras.mask(request.output_token_ids, count)))
+        return tuple(masks), waits
 
     def _largest_sampler(self, draft: StepDraft) -> SamplerVariant:
         """What the sampler must be able to do for the decodes. Looks at each of them only where they may differ."""

@@ -62,4 +62,9 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
         seed=request.seed,
         sample_index=request.index,
         beam_temperature=(1.0 if params.greedy else params.temperature) if request.steered else 0.0,
+        typical_p=1.0 if greedy else max(params.typical_p, SMALLEST_FLOAT32),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        extras=None if request.extras is None else request.extras.of_row(request),
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,8 +12,8 @@ class SamplerVariant(enum.IntEnum):
     """What the sampler of a step must be able to do; the largest need of any row that samples. A program each."""
 
     GREEDY = 0    # argmax only
-    RANDOM = 1    # temperature and min_p
-    FULL = 2      # top_k, top_p and log-probabilities as well
+    RANDOM = 1    # temperature, top_k, top_p and min_p
+    FULL = 2      # everything
 
 
 class BlockMove(enum.IntEnum):
@@ -42,6 +43,27 @@ class TransferCosts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RowExtras:
+    """What a row has that its fields have no room for; each None where the request does not ask for it."""
+
+    # known tokens that penalties count: the prompt's, and behind it the output's
+    token_ids: np.ndarray | None = None  # int32[N]
+    prompt_len: int = 0
+    bias_ids: np.ndarray | None = None   # int32[B]; B <= sampling_params.MAX_LOGIT_BIAS
+    bias: np.ndarray | None = None       # float32[B]  added to the logits
+    mask: np.ndarray | None = None       # uint32[W]   bit i % 32 of word i // 32: id i may be sampled
+    custom: np.ndarray | None = None     # float32[P]  parameters of all custom processors, in their order
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowMask:
+    """Which ids a row may sample from now on."""
+
+    row: int
+    words: np.ndarray  # uint32[W], as of RowExtras
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RowInit:
     """The state of a table row whose request (re)starts: sent once, kept on the device from then on."""
 
@@ -56,6 +78,12 @@ class RowInit:
     seed: int               # 0 <= seed < 2**64
     sample_index: int = 0   # which of `n` parallel samples this is
     beam_temperature: float = 0.0  # divides the logits that log-probabilities are made of; 0 = no beam: the model's own
+    typical_p: float = 1.0         # (0, 1]
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    processors: int = 0            # bit i: custom processor i is asked for
+    extras: RowExtras | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +103,9 @@ class StepPlan:
     forked_from: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     # int32[M, 3]  (BlockMove, from, to): done before the step, in this order
     moves: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    masks: tuple[RowMask, ...] = ()  # that change in this step
+    # What may be sampled follows from tokens that are on their way: nothing is, until `Runner.sample` is called.
+    waits_for_masks: bool = False
 
     @property
     def total_tokens(self) -> int:
@@ -121,6 +152,10 @@ class Runner(Protocol):
 
     def dispatch(self, plan: StepPlan) -> Any:
         """Start a step; returns at once with a handle for collect. Steps run in the order of dispatch."""
+        ...
+
+    def sample(self, handle: Any, masks: Sequence[RowMask]) -> Any:
+        """Sample for a step whose plan waits for masks: these are the ones that were not known. A new handle."""
         ...
 
     def collect(self, handle: Any) -> StepResult:

@@ -18,7 +18,8 @@ from jpaged.runtime.estimate import estimate_temporaries
 from jpaged.runtime.heads import HeadShape, compile_head
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.programs import Shape, bucket_shapes, temp_bytes
-from jpaged.runtime.state import state_shapes
+from jpaged.runtime.sampler import SamplerOptions
+from jpaged.runtime.state import StateSizes, state_shapes
 from jpaged.runtime.step import ForwardShape, compile_forward
 from pallas_kernels import KVPages
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
@@ -72,6 +73,13 @@ class Blueprint:
         """Most log-probabilities a token that the programs give."""
         return min(self.config.max_logprobs, self.spec.vocab_size)
 
+    @property
+    def sampler_options(self) -> SamplerOptions:
+        """What all heads have in common."""
+        return SamplerOptions(
+            self.num_logprobs, self.config.logprobs_mode, can_skip=self.device.platform != "gpu"
+        )
+
     def shapes(self, limits: memory.Limits) -> list[Shape]:
         """The program table."""
         return bucket_shapes(
@@ -88,12 +96,16 @@ class Blueprint:
         forward = max((s for s in shapes if isinstance(s, ForwardShape)), key=lambda s: (s.tokens, not s.is_decode))
         return forward, max((s for s in shapes if isinstance(s, HeadShape)), key=lambda s: (s.rows, s.variant or 0))
 
+    def sizes(self, limits: memory.Limits, num_blocks: int) -> StateSizes:
+        """Of the device state."""
+        return StateSizes(
+            num_blocks, limits.block_size, limits.max_num_seqs, limits.width, limits.state_tokens, limits.custom
+        )
+
     def state(self, limits: memory.Limits, num_blocks: int) -> Any:
         """The device state as ShapeDtypeStructs."""
-        return state_shapes(
-            self.spec, limits.groups, num_blocks=num_blocks, block_size=limits.block_size, rows=limits.max_num_seqs,
-            width=limits.width, tokens=limits.state_tokens, dtype=self.dtype, sharding=self.sharding,
-        )  # fmt: skip
+        sizes = self.sizes(limits, num_blocks)
+        return state_shapes(self.spec, limits.groups, sizes, dtype=self.dtype, sharding=self.sharding)
 
     def compile(self, shape: Shape, limits: memory.Limits, num_blocks: int) -> Any:
         """Compile one program: see `compile_forward` and `compile_head`."""
@@ -102,7 +114,7 @@ class Blueprint:
             if isinstance(shape, HeadShape):
                 return compile_head(
                     self.params, self.allowed, state, spec=self.spec, layout=self.layout, shape=shape,
-                    num_logprobs=self.num_logprobs, sharding=self.sharding,
+                    options=self.sampler_options, sharding=self.sharding,
                 )  # fmt: skip
             return compile_forward(
                 self.params, state, spec=self.spec, groups=limits.groups, layout=self.layout, shape=shape,

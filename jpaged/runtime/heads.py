@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, WeightLayout
-from jpaged.runtime import sampler
-from jpaged.runtime.state import DeviceState, Field
+from jpaged.runtime.sampler import Sampled, SamplerOptions, sample
+from jpaged.runtime.state import DeviceState, Field, SamplingState
 
 # Leaves of the parameter tree that `decoder.head` reads.
 HEAD_PARAMS = ("final_norm", "final_norm_bias", "project_out", "score", "lm_head", "embed")
@@ -60,28 +60,35 @@ def apply_head(
     params: Any,
     allowed: Bool[Array, " vocab"] | None,
     table: Int[Array, "table_rows num_fields"],
+    sampling: SamplingState,
     hidden: Float[Array, "tokens hidden"],
     packed: Int[Array, "2 rows"],
     *,
     spec: DecoderSpec,
     layout: WeightLayout,
     shape: HeadShape,
-    num_logprobs: int,
-) -> tuple[Int[Array, "table_rows num_fields"], sampler.Sampled | Float[Array, "rows output"]]:
-    """The request table with the sampled tokens, and what was sampled; or the table, and what was pooled.
+    options: SamplerOptions,
+) -> tuple[Int[Array, "table_rows num_fields"], SamplingState, Sampled | Float[Array, "rows output"]]:
+    """The request table and the sampling state with the sampled tokens, and what was sampled; or what was pooled.
 
-    Donate `table`. params: of `head_params`. Places that are padding get something, too, which goes nowhere.
+    Donate `table` and `sampling`. params: of `head_params`. Places that are padding get something, too, which goes
+    nowhere.
     """
     output = decoder.head(spec, params, jnp.take(hidden, packed[1], axis=0, mode="clip"), layout=layout)
     if shape.variant is None:
-        return table, output
+        return table, sampling, output
     # a negative index would count from the end
     rows = jnp.where(packed[0] < 0, table.shape[0], packed[0])
     fields = jnp.take(table, rows, axis=0, mode="clip")
-    sampled = sampler.sample(
-        output, fields, fields[:, Field.LENGTH], allowed, variant=shape.variant, num_logprobs=num_logprobs
+    extras = None
+    if shape.variant is SamplerVariant.FULL:
+        extras = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), sampling)
+    sampled = sample(
+        output, fields, fields[:, Field.LENGTH], allowed, extras, variant=shape.variant, options=options
     )
-    return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampled
+    if shape.variant is SamplerVariant.FULL:
+        sampling = sampling.replace(counts=sampling.counts.at[rows, sampled.token_ids].add(2, mode="drop"))
+    return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampling, sampled
 
 
 def compile_head(
@@ -92,15 +99,17 @@ def compile_head(
     spec: DecoderSpec,
     layout: WeightLayout,
     shape: HeadShape,
-    num_logprobs: int,
+    options: SamplerOptions,
     sharding: Any = None,
 ) -> Any:
-    """Compile one program from ShapeDtypeStructs (or arrays): `compiled(head params, allowed, table, hidden, packed)`.
+    """Compile one program from ShapeDtypeStructs (or arrays).
 
-    params: the whole tree.
+    It is called with the head's part of the parameters, allowed, the state's table, sampling and hidden, and packed
+    places. params: the whole tree.
     """
-    call = functools.partial(apply_head, spec=spec, layout=layout, shape=shape, num_logprobs=num_logprobs)
+    call = functools.partial(apply_head, spec=spec, layout=layout, shape=shape, options=options)
     packed = jax.ShapeDtypeStruct((2, shape.rows), np.dtype(np.int32), sharding=sharding)
     # keep_unused: every program of the table takes the same arguments
-    jitted = jax.jit(call, donate_argnums=2, keep_unused=True)
-    return jitted.lower(head_params(spec, params), allowed, state.table, state.hidden, packed).compile()
+    jitted = jax.jit(call, donate_argnums=(2, 3), keep_unused=True)
+    arguments = (head_params(spec, params), allowed, state.table, state.sampling, state.hidden, packed)
+    return jitted.lower(*arguments).compile()

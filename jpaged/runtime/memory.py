@@ -12,15 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jpaged.config import EngineConfig
+from jpaged.config import LOGPROBS_MODES, EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, most_blocks
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.programs import smallest_bucket
-from jpaged.runtime.state import NUM_FIELDS
+from jpaged.runtime.state import StateSizes, beside_pages, state_shapes
 from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ class Limits:
     block_size: int
     groups: KVGroups
     smallest_bucket: int  # fewest tokens and rows of a program
+    custom: int = 0       # parameters of all custom logits processors
 
     @property
     def state_tokens(self) -> int:
@@ -75,7 +75,7 @@ class MemoryPlan:
     block_bytes: int   # one block, a page in every array
     weight_bytes: int
     temp_bytes: int    # of the largest program; 0 = not known yet
-    table_bytes: int   # request table, block tables, hidden states of one step
+    table_bytes: int   # of the state beside the pages
 
     @property
     def kv_bytes(self) -> int:
@@ -181,6 +181,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     block_size = _positive("block_size", config.block_size, 64 if platform == "tpu" else 16)
     if isinstance(config.max_logprobs, bool) or not isinstance(config.max_logprobs, int) or config.max_logprobs < 0:
         raise ModelLoadError(f"max_logprobs={config.max_logprobs!r}: must be a whole number of at least 0")
+    if config.logprobs_mode not in LOGPROBS_MODES:
+        raise ModelLoadError(f"logprobs_mode={config.logprobs_mode!r}: there are {', '.join(LOGPROBS_MODES)}")
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ModelLoadError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")
     if block_size & (block_size - 1) or not 8 <= block_size <= 128:
@@ -220,9 +222,10 @@ def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_
 
 
 def table_bytes(spec: DecoderSpec, limits: Limits, dtype: Any) -> int:
-    """Bytes of the request table, of the block tables, and of the hidden states of one step."""
-    tables = limits.max_num_seqs * 4 * (NUM_FIELDS + len(limits.groups.windows) * limits.width)
-    return tables + limits.state_tokens * spec.hidden_size * jnp.dtype(dtype).itemsize
+    """Bytes of what the state holds beside the pages: request table, block tables, hidden states of one step, and what
+    rows need for penalties, masks and biases."""
+    sizes = StateSizes(1, limits.block_size, limits.max_num_seqs, limits.width, limits.state_tokens, limits.custom)
+    return beside_pages(state_shapes(spec, limits.groups, sizes, dtype=dtype))
 
 
 def fit(

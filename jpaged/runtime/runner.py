@@ -10,14 +10,14 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import StepPlan, StepResult, TransferCosts
+from jpaged.engine.step_plan import RowMask, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
 from jpaged.runtime import memory
@@ -27,6 +27,7 @@ from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
 from jpaged.runtime.heads import head_params, pack_places
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.programs import Program, ProgramTable
+from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, create_state, formats
 from jpaged.runtime.step import block_updates, pack, upload_row
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 class Handle:
     """A step under way."""
 
-    samples: np.ndarray                  # bool[rows]  of the plan's rows, those that something is given of
+    plan: StepPlan
     computed: jax.Array                  # int32[]     there when the forward pass is done
     given: Sampled | jax.Array | None    # a row a row that samples, and padding; of a model that pools: float32[, size]
 
@@ -60,6 +61,7 @@ class ModelRunner:
         num_logprobs: int,
         mover: BlockMover,
         host_slots: int,
+        uploader: ExtrasUploader | None,
     ):
         self.spec = spec
         self.memory_plan = plan
@@ -83,6 +85,7 @@ class ModelRunner:
         self._state: DeviceState | None = make_state()
         self._device = _only_device(self._state)
         self._mover = mover
+        self._uploader = uploader
         self.host_slots = host_slots
         self.transfer_costs = self._measure_transfers() if host_slots else None
 
@@ -148,19 +151,19 @@ class ModelRunner:
             upload = jax.jit(upload_row, donate_argnums=0, out_shardings=formats(state)).lower(state, row).compile()
             slots = host_slots(config.swap_space, plan.block_bytes)
             mover = BlockMover(state, sharding, host_slots=slots)
+            uploader = None if spec.pools else ExtrasUploader(state, plan.limits.max_model_len, sharding)
             seconds = time.perf_counter() - start
-            count = len(table.programs) + 1 + mover.num_programs
+            count = len(table.programs) + 1 + mover.num_programs + (uploader.num_programs if uploader else 0)
             logger.info("compiled %d programs in %.1f s:\n%s", count, seconds, table)
             plan = dataclasses.replace(plan, temp_bytes=table.temp_bytes)
             logger.info("device memory:\n%s", plan)
             make_state = functools.partial(
-                create_state, spec, plan.limits.groups, num_blocks=plan.num_blocks, block_size=plan.limits.block_size,
-                rows=plan.limits.max_num_seqs, width=plan.limits.width, tokens=plan.limits.state_tokens, dtype=dtype,
+                create_state, spec, plan.limits.groups, blueprint.sizes(plan.limits, plan.num_blocks), dtype=dtype,
                 device=sharding,
             )  # fmt: skip
             return cls(
                 spec, params, allowed, plan, table, upload, CompileCounter(), make_state, blueprint.num_logprobs, mover,
-                slots,
+                slots, uploader,
             )  # fmt: skip
 
     @property
@@ -186,30 +189,44 @@ class ModelRunner:
                 self._state = self._upload(self._live_state, jax.device_put(row, self._device))
                 updates = updates[updates[:, 0] != init.row]
             packed = jax.device_put(pack(plan, updates, forward.shape), self._device)
+            for init in plan.row_inits:
+                if init.extras is not None and self._uploader is not None:
+                    self._state = self._uploader.start(self._live_state, init)
             self._state, computed = forward.run(self._params, self._live_state, packed)
-            given = self._apply_head(plan)
+            given = None if plan.waits_for_masks else self._apply_head(plan, plan.masks)
         jax.tree.map(lambda x: x.copy_to_host_async(), (computed, given))
-        return Handle(plan.samples, computed, given)
+        return Handle(plan, computed, given)
 
-    def _apply_head(self, plan: StepPlan) -> Sampled | jax.Array | None:
+    def sample(self, handle: Handle, masks: Sequence[RowMask]) -> Handle:
+        """Sample for a step whose plan waits for masks; returns at once. Raises EngineError when the device fails."""
+        with pinned(), self._counter.watching(), self._recovering():
+            given = self._apply_head(handle.plan, [*handle.plan.masks, *masks])
+        jax.tree.map(lambda x: x.copy_to_host_async(), given)
+        return dataclasses.replace(handle, given=given)
+
+    def _apply_head(self, plan: StepPlan, masks: Sequence[RowMask]) -> Sampled | jax.Array | None:
         """Sample for the rows of a plan that have reached their end, or pool; None where there are none."""
         count = int(np.count_nonzero(plan.samples))
         if not count:
             return None
+        if masks and self._uploader is not None:
+            self._state = self._uploader.set_masks(self._live_state, masks)
         head, state = self.programs.head(count, plan.sampler), self._live_state
         places = jax.device_put(pack_places(plan, head.shape), self._device)
-        table, given = head.run(self._head_params, self._allowed, state.table, state.hidden, places)
-        self._state = state.replace(table=table)
+        table, sampling, given = head.run(
+            self._head_params, self._allowed, state.table, state.sampling, state.hidden, places
+        )
+        self._state = state.replace(table=table, sampling=sampling)
         return given
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step and fetch what it sampled."""
-        rows = len(handle.samples)
+        samples = handle.plan.samples
         with pinned(), self._counter.watching(), self._recovering():
             np.asarray(handle.computed)
             if handle.given is None:
-                return StepResult(np.zeros(rows, np.int32))
-            host = jax.tree.map(lambda x: _spread(np.asarray(x), handle.samples), handle.given)
+                return StepResult(np.zeros(len(samples), np.int32))
+            host = jax.tree.map(lambda x: _spread(np.asarray(x), samples), handle.given)
         if self.spec.pools:
             return StepResult(np.zeros(0, np.int32), pooled=host)
         return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs)

@@ -10,11 +10,11 @@ the real runner keeps it: pages and a request table that rows, block updates and
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jpaged.engine.step_plan import BlockMove, RowInit, SamplerVariant, StepPlan, StepResult, TransferCosts
+from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant, StepPlan, StepResult, TransferCosts
 
 UNWRITTEN = -1
 
@@ -28,7 +28,9 @@ class FakeHandle:
     """A dispatched step: its result is there from the start, but only `collect` may look at it."""
 
     number: int
-    result: StepResult
+    result: StepResult | None  # None: it waits for masks
+    plan: StepPlan
+    tokens: np.ndarray         # what the rows would sample without masks
 
 
 @dataclasses.dataclass
@@ -67,6 +69,7 @@ class FakeRunner:
         self.told = np.full((self.max_num_seqs, width * self.block_size), UNWRITTEN)  # the row's own tokens
         self.lengths = np.zeros(self.max_num_seqs, int)
         self.last_tokens = np.full(self.max_num_seqs, UNWRITTEN)
+        self.masks: list[np.ndarray | None] = [None] * self.max_num_seqs
         self.inits: list[RowInit | None] = [None] * self.max_num_seqs
         self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> what the block was
 
@@ -82,6 +85,7 @@ class FakeRunner:
         copied = {target for kind, _, target in plan.moves.tolist() if kind == BlockMove.COPY}
         for init in plan.row_inits:
             self.inits[init.row] = init
+            self.masks[init.row] = None if init.extras is None else init.extras.mask
             self.tables[:, init.row] = -1
             for group, index, block in init.blocks.tolist():
                 self.tables[group, init.row, index] = block
@@ -118,8 +122,21 @@ class FakeRunner:
         for index, (row, source) in enumerate(zip(plan.rows, sources, strict=True)):
             assert self.lengths[row] == self.lengths[source], "a fork of another length"
             if plan.samples[index]:
-                tokens[index] = self.last_tokens[row] = self._attend(source, row)
-        return FakeHandle(number, self._result(plan, tokens))
+                tokens[index] = self._attend(source, row)
+        handle = FakeHandle(number, None, plan, tokens)
+        return handle if plan.waits_for_masks else self.sample(handle, ())
+
+    def sample(self, handle: FakeHandle, masks: Sequence[RowMask]) -> FakeHandle:
+        """Give each row its token, or the next one that its mask allows."""
+        assert handle.result is None, "sampled twice"
+        plan = handle.plan
+        for mask in (*plan.masks, *masks):
+            self.masks[mask.row] = mask.words
+        tokens = handle.tokens.copy()
+        for index in np.flatnonzero(plan.samples):
+            row = plan.rows[index]
+            tokens[index] = self.last_tokens[row] = next_allowed(tokens[index], self.masks[row], self.vocab_size)
+        return dataclasses.replace(handle, result=self._result(plan, tokens))
 
     def _move(self, kind: BlockMove, source: int, target: int) -> None:
         arrays = (self.pages, self.written_for, self.written_long, self.written_with, self.written_salt)
@@ -149,6 +166,7 @@ class FakeRunner:
         self._collected = handle.number + 1
         if ("collect", handle.number) in self.fail_at:
             self._fail("collect")
+        assert handle.result is not None, "it still waits for masks"
         return handle.result
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
@@ -234,6 +252,13 @@ class FakeRunner:
             if plan.samples[index] and self.inits[row].beam_temperature > 0:
                 top_ids[index], top_logprobs[index] = candidates(int(tokens[index]), self.vocab_size, self.max_logprobs)
         return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top_ids, top_logprobs)
+
+
+def next_allowed(token: int, mask: np.ndarray | None, vocab_size: int) -> int:
+    """The token, or the next one behind it that a packed mask allows."""
+    while mask is not None and not mask[token // 32] >> np.uint32(token % 32) & 1:
+        token = (token + 1) % vocab_size
+    return int(token)
 
 
 def next_token(

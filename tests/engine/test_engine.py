@@ -241,7 +241,7 @@ def test_the_sampler_is_the_largest_need_of_rows_that_sample():
     engine.add_request("random", prompt_of(2), SamplingParams(max_tokens=12, min_p=0.1))
     engine.step()
     assert runner.plans[-1].sampler is SamplerVariant.RANDOM
-    engine.add_request("full", prompt_of(40), SamplingParams(max_tokens=2, top_k=3))
+    engine.add_request("full", prompt_of(40), SamplingParams(max_tokens=2, typical_p=0.5))
     engine.step()
     assert runner.plans[-1].sampler is SamplerVariant.RANDOM, "it is in mid-prompt"
     engine.step()

@@ -15,6 +15,7 @@ from jpaged.models.spec import DecoderSpec, Rope
 from jpaged.runtime import memory
 from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import NUM_FIELDS
+from jpaged.sampling_params import MAX_LOGIT_BIAS
 
 SPEC = DecoderSpec(
     vocab_size=1000, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -79,7 +80,9 @@ def test_an_accelerator_gives_what_is_free():
         with pytest.raises(ModelLoadError, match=f"gpu_memory_utilization={share}: must be above 0"):
             memory.decide_limits(SPEC, dataclasses.replace(CONFIG, gpu_memory_utilization=share), "cpu")
     table = memory.table_bytes(SPEC, memory.decide_limits(SPEC, CONFIG, "gpu"), "float32")
-    assert table == 256 * 4 * (NUM_FIELDS + 4096 // 16) + 2048 * SPEC.hidden_size * 4
+    # counts of 1,000 ids, their mask in 32 words, 1,024 ids with their biases
+    sampling = 4 * (1000 + 32 + 2 * MAX_LOGIT_BIAS)
+    assert table == 256 * (4 * (NUM_FIELDS + 4096 // 16) + sampling) + 2048 * SPEC.hidden_size * 4
     free = 5000 * BLOCK_BYTES + table
     assert plan(platform="gpu", free_bytes=free).num_blocks == memory.round_down(5000)
     assert plan(platform="gpu", free_bytes=free + 777, temp_bytes=777).num_blocks == memory.round_down(5000)

@@ -9,6 +9,7 @@ import pytest
 
 from jpaged.engine.step_plan import RowInit, SamplerVariant
 from jpaged.runtime import sampler
+from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import row_values
 
 VOCAB = 1200  # not a multiple of the CDF's block
@@ -21,9 +22,12 @@ def fields(*rows):
     return jnp.asarray(np.stack([row_values(init) for init in inits]))
 
 
+OPTIONS = SamplerOptions(num_logprobs=5)
+
+
 @functools.lru_cache
-def compiled(variant, masked=False):
-    call = functools.partial(sampler.sample, variant=variant, num_logprobs=5)
+def compiled(variant, masked=False, options=OPTIONS):
+    call = functools.partial(sampler.sample, variant=variant, options=options)
     return jax.jit(call) if masked else jax.jit(functools.partial(call, allowed=None))
 
 
@@ -90,22 +94,90 @@ def test_draws_follow_the_distribution_and_stay_inside_it(options):
     assert deviation.max() < 5
 
 
+@functools.cache
+def drawn(can_skip):
+    return jax.jit(functools.partial(sampler._draw, typical=True, can_skip=can_skip))
+
+
+def kept_by(x, **sampling):
+    """Ids that the sampler keeps of each row of x, whether or not it leaves work out that no row needs."""
+    found = []
+    for can_skip in (True, False):
+        rows = fields(*[sampling] * len(x))
+        args = (jnp.asarray(x), jnp.zeros(len(x), jnp.int32), rows, jnp.zeros(len(x)), jnp.ones(len(x), bool))
+        kept = drawn(can_skip)(*args)[1]
+        found.append(np.asarray(kept.holds(jnp.asarray(x))) & np.isfinite(x))
+    np.testing.assert_array_equal(*found)
+    return found[0]
+
+
 def test_thresholds_keep_exactly_the_right_ids():
     """Ties of the k-th value stay; bisection on bits finds the threshold itself, not one near it."""
     x = np.full((1, VOCAB), -50.0, np.float32)
+    x[0, 1] = 0
     x[0, [3, 5, 8, 13]] = [-1.0, -2.0, -2.0, np.nextafter(np.float32(-2.0), np.float32(-3.0))]
-    kept = np.flatnonzero(np.isfinite(sampler._keep_top_k(jnp.asarray(x), jnp.asarray([2]))[0]))
-    np.testing.assert_array_equal(kept, [3, 5, 8])
-    for seed in range(5):
-        x = random_logits(1, seed)
-        x -= x.max()
-        for k in (1, 2, 17, 1199):
-            expected = np.sort(x[0])[-k]
-            kept = np.asarray(sampler._keep_top_k(jnp.asarray(x), jnp.asarray([k])))[0]
-            np.testing.assert_array_equal(np.isfinite(kept), x[0] >= expected)
-        for top_p in (0.1, 0.5, 0.95):
-            kept = np.asarray(sampler._keep_top_p(jnp.asarray(x), jnp.asarray([top_p], jnp.float32)))[0]
-            np.testing.assert_array_equal(np.isfinite(kept), kept_ids(x[0], top_p=top_p)[0])
+    np.testing.assert_array_equal(np.flatnonzero(kept_by(x, top_k=3)[0]), [1, 3, 5, 8])
+    # flat ones need more than the candidates, steep ones do not
+    x = np.concatenate([random_logits(3, scale=scale) for scale in (0.05, 0.5, 3)])
+    x -= x.max(axis=1, keepdims=True)
+    for k in (1, 2, 17, sampler.CANDIDATES, sampler.CANDIDATES + 1, 1199):
+        expected = np.sort(x, axis=1)[:, -k, None]
+        np.testing.assert_array_equal(kept_by(x, top_k=k), x >= expected)
+    for options in (
+        {"top_p": 0.1}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_p": 0.9, "top_k": 40}, {"top_p": 0.9, "top_k": 500},
+        {"min_p": 0.02}, {"min_p": 0.3, "top_p": 0.7, "top_k": 300},
+    ):  # fmt: skip
+        expected = np.stack([kept_ids(row, **options)[0] for row in x])
+        np.testing.assert_array_equal(kept_by(x, **options), expected, err_msg=str(options))
+
+
+def test_ties_across_the_edge_of_the_candidates_all_stay():
+    x = np.full((1, VOCAB), -3.0, np.float32)
+    x[0, :100] = 0
+    assert kept_by(x, top_k=120).all()
+    assert kept_by(x, top_k=100)[0].sum() == 100
+    assert kept_by(x, top_p=0.99).all()
+
+
+@pytest.mark.parametrize("typical_p", [0.2, 0.9])
+@pytest.mark.parametrize("others", [{}, {"top_k": 30}, {"top_k": 700}], ids=str)
+def test_typical_p_keeps_what_is_nearest_to_the_entropy(typical_p, others):
+    """Meister et al. 2022: sorted by the distance of the surprise from the entropy, until the mass is reached."""
+    x = np.concatenate([random_logits(3, scale=scale) for scale in (0.05, 0.5, 3)])
+    x -= x.max(axis=1, keepdims=True)
+    for row, kept in zip(x, kept_by(x, typical_p=typical_p, **others), strict=True):
+        before, p = kept_ids(row, **others)
+        surprise = np.where(before, -np.log(np.where(before, p, 1)), np.inf)
+        distance = np.abs(surprise - (p * np.where(before, surprise, 0)).sum())
+        order = np.argsort(distance, kind="stable")
+        count = int(np.searchsorted(np.cumsum(p[order]), typical_p)) + 1
+        expected = np.zeros(VOCAB, bool)
+        expected[order[:count]] = True
+        differ = np.flatnonzero(expected != kept)
+        assert len(differ) <= 1  # the one at the edge, where float32 sums differ
+        assert all(abs(np.cumsum(p[order])[count - 1] - typical_p) < 1e-5 + p[i] for i in differ)
+
+
+def test_what_a_row_keeps_does_not_depend_on_what_others_need():
+    """A flat row makes the whole vocabulary be searched; a steep one beside it draws the same all the same."""
+    steep, flat = random_logits(8, 1), random_logits(8, 2, scale=0.01)
+    rows = [{"seed": i, "top_p": 0.9, "temperature": 0.8} for i in range(8)]
+    alone = draw(steep, rows, variant=SamplerVariant.RANDOM).token_ids
+    both = draw(np.concatenate([steep, flat]), rows + rows, np.tile(np.arange(8), 2), SamplerVariant.RANDOM).token_ids
+    np.testing.assert_array_equal(alone, both[:8])
+
+
+def test_the_likeliest_are_those_of_a_sort():
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 50, (8, 64 * 512)).astype(np.float32)  # ties everywhere
+    x[1] = -np.inf
+    x[1, 77] = 3
+    for count in (1, 20, 100):
+        values, ids = jax.jit(sampler.likeliest, static_argnums=1)(jnp.asarray(x), count)
+        order = np.argsort(-x, axis=1, kind="stable")[:, :count]
+        np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
+        np.testing.assert_array_equal(ids, order)
+    np.testing.assert_array_equal(jax.jit(sampler._argmax)(jnp.asarray(x)), x.argmax(axis=1))
 
 
 def test_a_draw_depends_on_seed_sample_and_position_and_on_nobody_else():

@@ -1,0 +1,100 @@
+"""What a request's sampling needs beside the fields of its row: biases, which ids it may sample, what it has so far.
+
+Which ids may be sampled is worked out here, as packed bits: ids that were allowed, single ids that were forbidden, ends
+that come too early (`min_tokens`), and the last token of a forbidden sequence whose others have just been sampled. The
+device only looks bits up.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jpaged.engine.step_plan import RowExtras
+from jpaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.engine.request import Request
+
+
+class SamplingExtras:
+    """Of one user's request; its answers share it. Changes nothing once made."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        *,
+        end_token_ids: Iterable[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ):
+        """end_token_ids: what ends the request. bad_words: sequences of ids that must not be sampled."""
+        self._vocab_size = vocab_size
+        self._counts = params.has_penalties
+        self._bias = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias.items(), strict=True)
+            self._bias = np.array(ids, np.int32), np.array(values, np.float32)
+        self._always = np.ones(vocab_size, bool)
+        if params.allowed_token_ids is not None:
+            self._always[:] = False
+            self._always[list(params.allowed_token_ids)] = True
+        self._sequences: dict[tuple[int, ...], list[int]] = {}  # what must not be followed by which ids
+        for *before, last in bad_words:
+            if before:
+                self._sequences.setdefault(tuple(before), []).append(last)
+            else:
+                self._always[last] = False
+        self._ends = np.array(sorted(set(end_token_ids)), np.int64)
+        self._min_tokens = params.min_tokens if len(self._ends) else 0
+        self._lengths = sorted({len(before) for before in self._sequences})
+        self.masks = bool(self._sequences) or self._min_tokens > 0 or not self._always.all()
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether what may be sampled depends on which tokens were."""
+        return bool(self._sequences)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything at all."""
+        return self._counts or self._bias is not None or self.masks
+
+    def changes_at(self, num_output_tokens: int) -> bool:
+        """Whether the mask of the token behind so many is another than that of the one before it."""
+        return self._min_tokens > 0 and num_output_tokens == self._min_tokens
+
+    def of_row(self, request: "Request") -> RowExtras:
+        """What a row is given that starts, or goes on, with the request's known tokens."""
+        return RowExtras(
+            token_ids=np.array(request.token_ids, np.int32) if self._counts else None,
+            prompt_len=request.prompt_len,
+            bias_ids=None if self._bias is None else self._bias[0],
+            bias=None if self._bias is None else self._bias[1],
+            mask=self.mask(request.output_token_ids, request.num_output_tokens) if self.masks else None,
+        )
+
+    def mask(self, output_token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
+        """uint32[words]: what may be sampled behind so many tokens, which end with these."""
+        allowed = self._always
+        if num_output_tokens < self._min_tokens or self._sequences:
+            allowed = allowed.copy()
+        if num_output_tokens < self._min_tokens:
+            allowed[self._ends] = False
+        for length in self._lengths:
+            if length <= len(output_token_ids):
+                allowed[self._sequences.get(tuple(output_token_ids[-length:]), [])] = False
+        return pack_mask(allowed)
+
+    def allows_some(self, known_ids: np.ndarray | None) -> bool:
+        """Whether there is always an id left to sample, of those that the engine ever samples (None: of all)."""
+        left = self._always.copy() if known_ids is None else self._always & known_ids
+        left[self._ends[: len(self._ends) if self._min_tokens else 0]] = False
+        left[[last for lasts in self._sequences.values() for last in lasts]] = False
+        return bool(left.any())
+
+
+def pack_mask(allowed: np.ndarray) -> np.ndarray:
+    """uint32[ceil(N / 32)] of bool[N]: bit i % 32 of word i // 32 is entry i."""
+    bits = np.packbits(allowed, bitorder="little")
+    return np.pad(bits, (0, -len(bits) % 4)).view(np.uint32)
