@@ -16,7 +16,7 @@ MAX_N = 64
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM: logits divided by less overflow float32
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_STOP_STRINGS = 256
-MAX_STOP_CHARACTERS = 4096  # of all stop strings together: they take 6 ms and 1.2 MB to look for
+MAX_STOP_CHARACTERS = 4096  # of all stop strings together: preparing to look for them takes 11 ms and 1.1 MB
 
 
 class RequestOutputKind(enum.Enum):

@@ -17,6 +17,7 @@ class AnswerText:
         self.offsets: list[int] | None = None if params.logprobs is None else []
         self._detokenizer = detokenizer
         self._stop = StopText(tuple(stop), include=include) if stop else None
+        self._plain = self._stop is None and self.offsets is None
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._length = 0  # characters so far, with those that are held back
@@ -26,9 +27,12 @@ class AnswerText:
 
     def add(self, token_id: int) -> str | None:
         """Take a token; the stop string that is complete with it. Of the first min_tokens none is."""
-        self._num_tokens += 1
-        if self.offsets is not None:
-            self.offsets.append(self._length)
+        if self._plain:
+            piece = self._detokenizer.add(token_id)
+            if piece:
+                self._new.append(piece)
+            return None
+        self.add_without_text()
         return self._take(self._detokenizer.add(token_id))
 
     def add_without_text(self) -> None:

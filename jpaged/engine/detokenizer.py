@@ -110,23 +110,29 @@ def _byte_of_character() -> dict[str, int]:
 
 
 class ByteLevelDecoder:
-    """A table of the bytes that each token of a byte-level tokenizer (of `tokenizers`) stands for."""
+    """A table of what each token of a byte-level tokenizer (of `tokenizers`) stands for."""
 
     def __init__(self, backend: Any):
         byte_of = _byte_of_character()
         tokens = _tokens(backend)
-        self._bytes = [b""] * (max(tokens, default=-1) + 1)
+        self._texts: list[str | None] = [""] * (max(tokens, default=-1) + 1)  # None: no whole characters
+        self._parts: dict[int, bytes] = {}                                    # of these
         for token_id, token in tokens.items():
             try:
-                self._bytes[token_id] = bytes([byte_of[character] for character in token])
+                own = bytes([byte_of[character] for character in token])
             except KeyError:  # an added token with characters outside the alphabet is its own text
-                self._bytes[token_id] = token.encode()
+                own = token.encode()
+            try:
+                self._texts[token_id] = own.decode()
+            except UnicodeDecodeError:
+                self._texts[token_id] = None
+                self._parts[token_id] = own
         special = _special_ids(backend)
-        self._unskipped_bytes = [b"" if i in special else own for i, own in enumerate(self._bytes)]
+        self._unskipped_texts = ["" if i in special else text for i, text in enumerate(self._texts)]
 
     def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> Detokenizer:
         """See TextDecoder. It puts no spaces between special tokens in any case."""
-        return _ByteLevelDetokenizer(self._unskipped_bytes if skip_special_tokens else self._bytes)
+        return _ByteLevelDetokenizer(self._unskipped_texts if skip_special_tokens else self._texts, self._parts)
 
     def token_text(self, token_id: int) -> str:
         """See TextDecoder."""
@@ -134,21 +140,30 @@ class ByteLevelDecoder:
 
     def token_bytes(self, token_id: int) -> bytes:
         """See TextDecoder."""
-        return self._bytes[token_id] if token_id < len(self._bytes) else b""
+        text = self._texts[token_id] if token_id < len(self._texts) else ""
+        return self._parts[token_id] if text is None else text.encode()
 
 
 class _ByteLevelDetokenizer:
-    __slots__ = ("_bytes", "_decode")
+    __slots__ = ("_decoder", "_parts", "_texts", "_within")
 
-    def __init__(self, token_bytes: list[bytes]):
-        self._bytes = token_bytes
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    def __init__(self, texts: list[str | None], parts: dict[int, bytes]):
+        self._texts = texts
+        self._parts = parts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._within = False  # whether a character has begun that is not complete
 
     def add(self, token_id: int) -> str:
-        return self._decode(self._bytes[token_id]) if token_id < len(self._bytes) else ""
+        text = self._texts[token_id] if token_id < len(self._texts) else ""
+        if text is not None and not self._within:
+            return text
+        text = self._decoder.decode(self._parts[token_id] if text is None else text.encode())
+        self._within = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", final=True)
+        self._within = False
+        return self._decoder.decode(b"", final=True)
 
 
 def _tokens(backend: Any) -> dict[int, str]:
