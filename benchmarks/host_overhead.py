@@ -14,13 +14,15 @@ from collections.abc import Callable
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
 from jpaged.engine.answer_text import AnswerText
+from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
 from jpaged.engine.detokenizer import TextDecoder, WindowDecoder, text_decoder
 from jpaged.engine.engine import Engine
 from jpaged.engine.inspect import capture
 from jpaged.engine.step_plan import StepPlan, StepResult
 from jpaged.sampling_params import SamplingParams
+
+STOPPING = SamplingParams(stop=["\n\n", "rex"])
 
 
 class NoDevice:
@@ -158,7 +160,7 @@ def texts() -> list[tuple[str, Callable[[], int]]]:
         ways += [
             (f"{kind} table", _text(table, ids)),
             (f"{kind} table, in an answer", _answer(table, ids, SamplingParams())),
-            (f"{kind} table, in an answer with 2 stop strings", _answer(table, ids, SamplingParams(stop=["\n\n", "rex"]))),
+            (f"{kind} table, in an answer with 2 stop strings", _answer(table, ids, STOPPING)),
             (f"{kind} by windows", _text(windows, ids)),
         ]
     return ways
