@@ -32,14 +32,14 @@ class AnswerText:
             if piece:
                 self._new.append(piece)
             return None
-        self.add_without_text()
+        self.add_without_text(token_id)
         return self._take(self._detokenizer.add(token_id))
 
-    def add_without_text(self) -> None:
+    def add_without_text(self, token_id: int) -> None:
         """Take a token that is left out of the text: one that ends the answer."""
         self._num_tokens += 1
         if self.offsets is not None:
-            self.offsets.append(self._length)
+            self.offsets.append(self._length + self._detokenizer.begins(token_id))
 
     def end(self) -> str | None:
         """No more tokens come: give out what was held back; a stop string that is complete with it. Once is enough."""

@@ -34,6 +34,13 @@ MAX_WINDOW = 64  # tokens without any text that a window keeps
 class Detokenizer(Protocol):
     """Turns one request's output tokens into text."""
 
+    def begins(self, token_id: int) -> int:
+        """Characters between the text given out and where a token, added next, would begin.
+
+        One that goes on with an incomplete character begins where that does. Of bytes that are no characters, a guess.
+        """
+        ...
+
     def add(self, token_id: int) -> str:
         """Take one more token; the text that is certain now and was not before."""
         ...
@@ -153,6 +160,11 @@ class _ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._within = False  # whether a character has begun that is not complete
 
+    def begins(self, token_id: int) -> int:
+        text = self._texts[token_id] if token_id < len(self._texts) else ""
+        goes_on = text == "" or (text is None and _goes_on(self._parts[token_id][0]))
+        return int(self._within and not goes_on)
+
     def add(self, token_id: int) -> str:
         text = self._texts[token_id] if token_id < len(self._texts) else ""
         if text is not None and not self._within:
@@ -164,6 +176,11 @@ class _ByteLevelDetokenizer:
     def finish(self) -> str:
         self._within = False
         return self._decoder.decode(b"", final=True)
+
+
+def _goes_on(byte: int) -> bool:
+    """Whether a byte of UTF-8 is none that a character begins with."""
+    return byte & 0xC0 == 0x80
 
 
 def _tokens(backend: Any) -> dict[int, str]:
@@ -267,7 +284,7 @@ class PieceDecoder:
 
 
 class _PieceDetokenizer:
-    __slots__ = ("_byte_of", "_content", "_first_texts", "_run", "_strip", "_texts")
+    __slots__ = ("_begun", "_byte_of", "_content", "_first_texts", "_run", "_strip", "_texts")
 
     def __init__(self, decoder: PieceDecoder, texts: list[str | None]):
         self._texts = texts
@@ -275,6 +292,15 @@ class _PieceDetokenizer:
         self._first_texts: dict[int, str] | None = decoder.first_texts  # None when the first token was there
         self._content, self._strip = decoder.rules.strip  # so many characters may still be stripped
         self._run = bytearray()
+        self._begun = 0  # characters that have begun in the run
+
+    def begins(self, token_id: int) -> int:
+        text = self._texts[token_id] if token_id < len(self._texts) else None
+        if not self._run:
+            return 0
+        if text is None or (token_id in self._byte_of and _goes_on(self._byte_of[token_id])):
+            return max(self._begun - 1, 0)
+        return self._begun if token_id in self._byte_of else len(_text_of_run(self._run))
 
     def add(self, token_id: int) -> str:
         text = self._texts[token_id] if token_id < len(self._texts) else None
@@ -283,8 +309,10 @@ class _PieceDetokenizer:
         if self._first_texts is not None:
             text = self._first_texts.get(token_id, text)
             self._first_texts = None
-        if token_id in self._byte_of:
-            self._run.append(self._byte_of[token_id])
+        byte = self._byte_of.get(token_id)
+        if byte is not None:
+            self._run.append(byte)
+            self._begun += not _goes_on(byte)
             return ""
         if self._run:
             text = self._end_run() + text
@@ -295,11 +323,8 @@ class _PieceDetokenizer:
         return self._stripped(text) if self._strip else text
 
     def _end_run(self) -> str:
-        run, self._run = self._run, bytearray()
-        try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return BROKEN * len(run)
+        run, self._run, self._begun = self._run, bytearray(), 0
+        return _text_of_run(run)
 
     def _stripped(self, text: str) -> str:
         while self._strip and text:
@@ -309,6 +334,13 @@ class _PieceDetokenizer:
             text = text[1:]
             self._strip -= 1
         return text
+
+
+def _text_of_run(run: bytearray) -> str:
+    try:
+        return run.decode()
+    except UnicodeDecodeError:
+        return BROKEN * len(run)
 
 
 # -- all other tokenizers ---------------------------------------------------------------------------------------------
@@ -392,6 +424,9 @@ class _WindowDetokenizer:
         self._read = 0
         self._context = ""
         self._pending = 0  # tokens of text among the undecided
+
+    def begins(self, token_id: int) -> int:
+        return 0
 
     def add(self, token_id: int) -> str:
         kind = self._decoder.kind(token_id, self._skip)

@@ -78,7 +78,7 @@ class OutputProcessor:
             return None
         stop_string = None
         if stops and not request.params.include_stop_str_in_output:
-            text.add_without_text()
+            text.add_without_text(token_id)
         else:
             stop_string = text.add(token_id)
         return text.end() if ends and stop_string is None else stop_string
@@ -195,7 +195,7 @@ class OutputProcessor:
             for token_id in token_ids[:-1] if left_out else token_ids:
                 text.add(token_id)
             if left_out:
-                text.add_without_text()
+                text.add_without_text(token_ids[-1])
             text.end()
         return text
 

@@ -249,6 +249,24 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(kind: str, text: str)
     assert joined == written or (kind == "byte_fallback" and joined == " " + written)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "no_prefix"])
+@given(text=st.text(max_size=20) | st.text(alphabet="漢👩 aø", max_size=20))
+@example("漢字かな👩‍👩 x")
+@settings(max_examples=150)
+def test_each_token_begins_where_its_first_character_does(kind: str, text: str):
+    tokenizer = TOKENIZERS[kind].backend_tokenizer
+    decoder = (DECODERS | FURTHER)[kind]
+    token_ids = tokenizer.encode(text.replace("é", "e"), add_special_tokens=False).ids
+    detokenizer = decoder.new(skip_special_tokens=False)
+    before, length = b"", 0
+    stripped = int(kind == "byte_fallback" and bool(token_ids))
+    for token_id in token_ids:
+        begins = length + detokenizer.begins(token_id)
+        assert begins == max(len(before.decode(errors="ignore")) - stripped, 0)
+        length += len(detokenizer.add(token_id))
+        before += decoder.token_bytes(token_id)
+
+
 def test_no_space_between_special_tokens_where_it_is_not_wanted():
     """As vLLM: an added token right after another one stands as it is written."""
     tokenizer, decoder = TOKENIZERS["spaced_words"].backend_tokenizer, FURTHER["spaced_words"]

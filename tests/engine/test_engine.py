@@ -322,6 +322,9 @@ class _BrokenText:
     def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> "_BrokenText":
         return self
 
+    def begins(self, token_id: int) -> int:
+        return 0
+
     def add(self, token_id: int) -> str:
         self.added += 1
         return self._fail("add") if self.added > 1 else "so far"
