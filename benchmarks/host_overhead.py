@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 
+from jpaged.engine.answer_text import AnswerText
 from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
-from jpaged.engine.detokenizer import ByteLevelDecoder, WindowDecoder
+from jpaged.engine.detokenizer import TextDecoder, WindowDecoder, text_decoder
 from jpaged.engine.engine import Engine
 from jpaged.engine.inspect import capture
 from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
 from jpaged.sampling_params import SamplingParams
+
+STOPPING = SamplingParams(stop=["\n\n", "rex"])
 
 
 class NoDevice:
@@ -70,6 +73,10 @@ class Backend:
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
         return self.backend.id_to_token(token_id)
+
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        return self.backend
 
 
 def microseconds(work: Callable[[], int], rounds: int = 5) -> float:
@@ -136,14 +143,33 @@ def pool_block(num_blocks: int) -> float:
     return microseconds(turn)
 
 
-def text_token(kind: str) -> float:
-    """Microseconds a token, byte-level by its table or by decoding windows."""
-    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocabulary, []))
-    backend.decoder = decoders.ByteLevel()
-    decoder = ByteLevelDecoder(backend) if kind == "table" else WindowDecoder(Backend(backend))
-    token_ids = [vocabulary[character] for character in "returnĠselfĠ" * 100]
+def texts() -> list[tuple[str, Callable[[], int]]]:
+    """Ways to turn 12,000 tokens of some letters each into text, with what an answer adds to them."""
+    pieces = ["return", "self", "def", "(", ")", ":", "read", "_", "json", "é", "漢字", "Ġthe", "Ġand", "Ġof"]
+    byte_level = [piece for piece in pieces if piece.isascii() or "Ġ" in piece] + ["Ã", "©"]
+    spaced = [piece.replace("Ġ", "▁") for piece in pieces] + ["<0xC3>", "<0xA9>"]
+    ways = []
+    for kind, tokens, decoder in (
+        ("byte-level", byte_level, decoders.ByteLevel()),
+        ("SentencePiece", spaced, decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )),
+    ):  # fmt: skip
+        backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+        backend.decoder = decoder
+        ids = (list(range(len(tokens))) * 1000)[:12_000]
+        table, windows = text_decoder(Backend(backend)), WindowDecoder(Backend(backend))
+        assert type(table) is not WindowDecoder
+        ways += [
+            (f"{kind} table", _text(table, ids)),
+            (f"{kind} table, in an answer", _answer(table, ids, SamplingParams())),
+            (f"{kind} table, in an answer with 2 stop strings", _answer(table, ids, STOPPING)),
+            (f"{kind} by windows", _text(windows, ids)),
+        ]
+    return ways
 
+
+def _text(decoder: TextDecoder, token_ids: list[int]) -> Callable[[], int]:
     def turn() -> int:
         detokenizer = decoder.new(skip_special_tokens=True)
         for token_id in token_ids:
@@ -151,7 +177,19 @@ def text_token(kind: str) -> float:
         detokenizer.finish()
         return len(token_ids)
 
-    return microseconds(turn)
+    return turn
+
+
+def _answer(decoder: TextDecoder, token_ids: list[int], params: SamplingParams) -> Callable[[], int]:
+    def turn() -> int:
+        text = AnswerText(decoder.new(skip_special_tokens=True), params)
+        for token_id in token_ids:
+            text.add(token_id)
+        text.end()
+        text.whole()
+        return len(token_ids)
+
+    return turn
 
 
 def main() -> None:
@@ -164,8 +202,7 @@ def main() -> None:
         ("inspect 40,000 blocks: the copy, which stops the engine", copying),
         ("inspect 40,000 blocks: its description, on another thread", describing),
         ("check_integrity of 40,000 blocks, when idle", checking),
-        ("text of one token, byte-level table", text_token("table")),
-        ("text of one token, decoding windows", text_token("windows")),
+        *((f"text of one token, {way}", microseconds(turn)) for way, turn in texts()),
     ]
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, medians of 5")
     for what, cost in rows:

@@ -3,7 +3,7 @@
 1. `generate` tokenises and checks the prompt in a worker thread, so that a long prompt stops nobody's stream.
 2. It hands the request to the engine thread through a list of commands, first in, first out.
 3. After each step the engine thread posts the new outputs to the event loops of their readers, one call a loop. An
-   output holds all before it, so a slow reader skips some and never piles them up.
+   output holds all before it, so a slow reader skips some and never piles them up; of deltas it gets the sum.
 4. A generator that is closed or cancelled takes its request out of the engine.
 5. Idle, the engine thread checks the engine's books, where nobody waits for it.
 """
@@ -30,7 +30,7 @@ from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 from jpaged.interrupts import call_at_exit
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
 from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
 if TYPE_CHECKING:
@@ -44,16 +44,23 @@ CHECK_EVERY_SECONDS = 60.0  # at most: it walks the whole pool
 
 
 class _Stream:
-    """The latest output of one request, on its way from the engine thread to one reader on an event loop."""
+    """The latest output of one request, on its way from the engine thread to one reader on an event loop.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
+    deltas: outputs hold what is new only: one that nobody has read yet goes in front of the next.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool = False):
         self.loop = loop
+        self.deltas = deltas
         self.aborted = False  # asked for while the prompt was still being tokenised
         self._latest: Output | JPagedError  # there once `_news` is set
         self._news = asyncio.Event()
 
     def put(self, latest: Output | JPagedError) -> None:
         """Called on the event loop."""
+        unread = self._latest if self.deltas and self._news.is_set() else None
+        if isinstance(unread, RequestOutput) and isinstance(latest, RequestOutput):
+            latest = unread.followed_by(latest)
         self._latest = latest
         self._news.set()
 
@@ -133,7 +140,8 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one prompt as they come, each with all before it; the last one is `finished`.
+        """Outputs of one prompt as they come, each with all before it or as `output_kind` says; the last one is
+        `finished`.
 
         prompt:          as of `LLM.generate`, one of them.
         sampling_params: None: the model's generation_config.json.
@@ -170,7 +178,8 @@ class AsyncLLM:
         if request_id in self._streams:
             raise RequestError("request_id", request_id, "is in use by a running request: choose another")
         loop = asyncio.get_running_loop()
-        stream = self._streams[request_id] = _Stream(loop)
+        deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+        stream = self._streams[request_id] = _Stream(loop, deltas=deltas)
         added = False
         try:
             self._check_open()

@@ -1,7 +1,7 @@
 """What a caller gets back: one RequestOutput a prompt, and the engine's own figures."""
 
 import dataclasses
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -10,7 +10,8 @@ class Logprob:
 
     logprob: float             # natural logarithm
     rank: int | None = None    # 1 = most likely
-    decoded_token: str | None = None  # None where the request does not detokenise
+    decoded_token: str | None = None  # None where the request does not detokenise; half a character is U+FFFD
+    token_bytes: bytes | None = None  # what it stands for, exactly; None where the tokenizer does not tell
 
 
 @dataclasses.dataclass(slots=True)
@@ -18,8 +19,12 @@ class CompletionOutput:
     """One answer to a prompt, as far as it has come.
 
     finish_reason: None while it runs, then 'stop', 'length' or 'abort'.
-    stop_reason:   the id out of `stop_token_ids` that ended it; None at the model's own end-of-sequence id.
+    stop_reason:   the string out of `stop`, or the id out of `stop_token_ids`, that ended it; None at the model's own
+                   end-of-sequence id.
     logprobs:      one dict a token, from token id to Logprob: the most likely ones asked for, and the token itself.
+    text_offsets:  with logprobs: characters of the answer before each token. One that begins inside of a character has
+                   that character's; those of a stop string that is cut off, as if it were there.
+    With output_kind DELTA, text, token_ids, logprobs and text_offsets hold what is new.
     """
 
     index: int
@@ -29,10 +34,25 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    text_offsets: list[int] | None = None
 
     def finished(self) -> bool:
         """Whether nothing more will come."""
         return self.finish_reason is not None
+
+    def followed_by(self, later: "CompletionOutput") -> "CompletionOutput":
+        """This and a later one of the same answer, both with output_kind DELTA, as one."""
+        return dataclasses.replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=_joined(self.logprobs, later.logprobs),
+            text_offsets=_joined(self.text_offsets, later.text_offsets),
+        )
+
+
+def _joined(first: list[Any] | None, second: list[Any] | None) -> list[Any] | None:
+    return second if first is None or second is None else first + second
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +83,14 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+
+    def followed_by(self, later: "RequestOutput") -> "RequestOutput":
+        """This and a later one, both with output_kind DELTA, as one: for a reader who was not there for this one."""
+        answers = {answer.index: answer for answer in self.outputs}
+        for answer in later.outputs:
+            before = answers.get(answer.index)
+            answers[answer.index] = answer if before is None else before.followed_by(answer)
+        return dataclasses.replace(later, outputs=[answers[index] for index in sorted(answers)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

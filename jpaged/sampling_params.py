@@ -21,6 +21,8 @@ NOT_WITH_BEAMS = (
     "bad_words", "min_tokens",
 )  # fmt: skip
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+MAX_STOP_STRINGS = 256
+MAX_STOP_CHARACTERS = 4096  # of all stop strings together: preparing to look for them takes 11 ms and 1.1 MB
 
 
 class RequestOutputKind(enum.Enum):
@@ -33,16 +35,11 @@ class RequestOutputKind(enum.Enum):
 
 # Fields that are not built yet, each with the values besides its default that mean "off" as well.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "stop": ([], ()),
-    "include_stop_str_in_output": (),
     "prompt_logprobs": (),
     "prompt_logprob_token_ids": (),
     "prompt_logprob_start": (),
     "logprob_token_ids": (),
     "flat_logprobs": (),
-    "spaces_between_special_tokens": (),
-    "output_kind": (),
-    "stream_interval": (1,),
     "structured_outputs": (),
     "repetition_detection": (),
     "thinking_token_budget": (),
@@ -131,6 +128,14 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the answer, besides the model's own end-of-sequence ids. Stored as a tuple."""
 
+    stop: str | Sequence[str] | None = None
+    """Texts that end the answer, at most 256 of together 4,096 characters. The one that is complete first does, of
+    several at once the first in the list; the text is cut before it. Needs text (`detokenize`). Stored as a tuple."""
+
+    include_stop_str_in_output: bool = False
+    """Cut the text after the stop string instead, and keep the text of a stop token (special ones are left out still,
+    unless skip_special_tokens is off)."""
+
     ignore_eos: bool = False
     """Do not end at the model's own end-of-sequence ids."""
 
@@ -146,17 +151,30 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
+    spaces_between_special_tokens: bool = True
+    """False: an added token right after another one stands in the text without a space, where the tokenizer puts spaces
+    between tokens (as BERT's does). Special ones are there only without skip_special_tokens."""
+
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of a stream (`AsyncLLM.generate`) holds: all so far, what is new, or only the last one comes.
+    `LLM` gives the last one, with all, in any case."""
+
+    stream_interval: int | None = None
+    """New tokens between two outputs of a stream. The first and the last one come at once. Default: 1."""
+
+    truncate_prompt_tokens: int | None = None
+    """Keep so many of the prompt's tokens at most; -1: as many as leave room for max_tokens. Of a text the special
+    tokens that the tokenizer puts around it are among them, and stay."""
+
+    truncation_side: str | None = None
+    """Which end of a prompt that is truncated goes: "left" (the default, the last tokens are kept) or "right"."""
+
     # Known by name, not built yet: only the default, or what means the same (NOT_BUILT), is accepted.
-    stop: str | Sequence[str] | None = None
-    include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
-    spaces_between_special_tokens: bool = True
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None
     structured_outputs: Any = None
     repetition_detection: Any = None
     thinking_token_budget: int | None = None
@@ -208,6 +226,11 @@ class SamplingParams:
             self._boolean(name)
         if self.skip_reading_prefix_cache is not None:
             self._boolean("skip_reading_prefix_cache")
+        for name in ("include_stop_str_in_output", "spaces_between_special_tokens"):
+            self._boolean(name)
+        self._check_stop()
+        self._check_streaming()
+        self._check_truncation()
         self._token_ids("stop_token_ids")
         for name, also_off in NOT_BUILT.items():
             value, default = getattr(self, name), self.__dataclass_fields__[name].default
@@ -288,6 +311,46 @@ class SamplingParams:
         for name in ("beam_width", "length_penalty", "early_stopping"):
             if getattr(self, name) != self.__dataclass_fields__[name].default:
                 raise RequestError(name, getattr(self, name), "goes with use_beam_search=True: leave it out")
+
+    def _check_stop(self) -> None:
+        stop = self.stop
+        if stop is not None and not isinstance(stop, (str, list, tuple)):
+            raise RequestError("stop", stop, "must be a text, or a list of texts")
+        strings = [stop] if isinstance(stop, str) else list(stop or ())
+        if len(strings) > MAX_STOP_STRINGS:
+            raise RequestError("stop", strings, f"{len(strings):,} strings, at most {MAX_STOP_STRINGS}")
+        for string in strings:
+            if not isinstance(string, str):
+                raise RequestError("stop", string, "must be a text, or a list of texts")
+            if not string:
+                raise RequestError("stop", stop, "an empty text would end every answer at once: leave it out")
+        characters = sum(map(len, strings))
+        if characters > MAX_STOP_CHARACTERS:
+            accepted = f"{characters:,} characters, all stop strings together have at most {MAX_STOP_CHARACTERS:,}"
+            raise RequestError("stop", stop, accepted)
+        if strings and not self.detokenize:
+            raise RequestError("stop", stop, "is looked for in the text: leave it out, or detokenize on")
+        if strings and self.use_beam_search:
+            raise RequestError("stop", stop, "has no part in a beam search: leave it out, or use stop_token_ids")
+        object.__setattr__(self, "stop", tuple(strings))
+
+    def _check_streaming(self) -> None:
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError("output_kind", self.output_kind, "must be a RequestOutputKind of jpaged.sampling_params")
+        if self.stream_interval is not None:
+            self._integer("stream_interval", low=1, accepted="an integer from 1, or None")
+
+    def _check_truncation(self) -> None:
+        side = self.truncation_side
+        if side is not None and not (isinstance(side, str) and side in ("left", "right")):
+            raise RequestError("truncation_side", side, "must be 'left', 'right' or None")
+        if self.truncate_prompt_tokens is None:
+            if side is not None:
+                raise RequestError("truncation_side", side, "goes with truncate_prompt_tokens: leave it out")
+            return
+        accepted = "an integer from 1, -1 for as many as leave room for max_tokens, or None"
+        if self._integer("truncate_prompt_tokens", low=-1, accepted=accepted) == 0:
+            raise RequestError("truncate_prompt_tokens", 0, f"must be {accepted}")
 
     def _number(self, name: str, accepted: str, holds: Callable[[float], bool] = lambda x: True) -> None:
         value = getattr(self, name)

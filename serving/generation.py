@@ -1,5 +1,6 @@
 """What both generating routes share: the server's state, sampling parameters, and outputs as what is new."""
 
+import bisect
 import dataclasses
 import time
 import uuid
@@ -10,7 +11,7 @@ from typing import Any
 
 from jpaged.errors import RequestError
 from jpaged.outputs import CompletionOutput, RequestOutput
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.serving.engine_client import EngineClient, Prompt
 from jpaged.serving.error_responses import APIError
 from jpaged.serving.request_schema import SAMPLING_FIELDS, EmbeddingRequest, GenerationRequest
@@ -64,9 +65,8 @@ class Update:
     """What is new in one answer since the last update of it."""
 
     choice: int             # index of the answer in the response
-    text: str               # new text; may be empty while a character is incomplete
+    text: str               # new text; empty while a character is incomplete, or a stop string may begin
     token_range: slice      # the new ones among the answer's tokens
-    text_before: int        # characters of the answer before `text`
     output: CompletionOutput
 
     @property
@@ -82,7 +82,8 @@ def sampling_params(
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name, None)) is not None}
     if "logit_bias" in given:
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
-    params = dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs)
+    kind = RequestOutputKind.CUMULATIVE if request.stream else RequestOutputKind.FINAL_ONLY
+    params = dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
     if request.stream and params.chooses:
         what = "of a beam search" if params.use_beam_search else "of best_of > n"
         raise RequestError("stream", True, f"{what} the answers are known at the end only: leave stream out")
@@ -134,11 +135,9 @@ async def updates(
                 if output.finished():
                     ended.add(choice)
                 tokens, characters = seen.get(choice, (0, 0))
-                new = Update(
-                    choice, output.text[characters:], slice(tokens, len(output.token_ids)), characters, output
-                )
-                seen[choice] = (len(output.token_ids), len(output.text))
-                yield new
+                told = _tokens_to_tell(output)
+                seen[choice] = (told, len(output.text))
+                yield Update(choice, output.text[characters:], slice(tokens, told), output)
 
 
 async def finished(outputs: Outputs) -> dict[int, RequestOutput]:
@@ -149,6 +148,17 @@ async def finished(outputs: Outputs) -> dict[int, RequestOutput]:
         for output in request_output.outputs:
             check_finished_well(output)
     return dict(sorted(finals.items()))
+
+
+def _tokens_to_tell(output: CompletionOutput) -> int:
+    """How many of an answer's tokens go with its text so far.
+
+    The log-probabilities of those that begin in text that is held back wait for it: where a stop string is cut off,
+    they are told at the text's end, as they are without a stream.
+    """
+    if output.text_offsets is None or output.finished():
+        return len(output.token_ids)
+    return bisect.bisect_right(output.text_offsets, len(output.text))
 
 
 def check_finished_well(output: CompletionOutput) -> None:

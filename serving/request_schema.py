@@ -34,6 +34,9 @@ SAMPLING_FIELDS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "stream_interval",
 )
 
 
@@ -72,6 +75,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream_interval: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -88,7 +94,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         "response_format": ({"type": "text"},),
         "structured_outputs": (),
         "prompt_logprobs": (),
-        "truncate_prompt_tokens": (),
         "echo": (False,),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),

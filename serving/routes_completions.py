@@ -46,7 +46,7 @@ async def _answer(request: Request, server: Server, body: CompletionRequest) -> 
     work = generation.finished(outputs)
     finals = await until_disconnect(request.receive, work)
     choices = [
-        _choice(prompt * params.n + output.index, output, output.text, slice(None), 0)
+        _choice(prompt * params.n + output.index, output, output.text, slice(None))
         for prompt, final in finals.items()
         for output in final.outputs
     ]
@@ -78,15 +78,19 @@ async def _events(
     blank = {"usage": None} if with_usage else {}
     async with aclosing(generation.updates(outputs, params.n, finals)) as updates:
         async for new in updates:
-            choice = _choice(new.choice, new.output, new.text, new.token_range, new.text_before)
+            choice = _choice(new.choice, new.output, new.text, new.token_range)
             if choice.text or choice.logprobs is not None or choice.finish_reason:
                 yield Completion(**head.fields(), choices=[choice], **blank)
     if with_usage:
         yield Completion(**head.fields(), choices=[], usage=generation.usage(finals))
 
 
-def _choice(index: int, output: CompletionOutput, text: str, tokens: slice, text_before: int) -> CompletionChoice:
+def _choice(index: int, output: CompletionOutput, text: str, tokens: slice) -> CompletionChoice:
     logprobs = None
-    if output.logprobs is not None and output.token_ids[tokens]:
-        logprobs = completion_logprobs(output.token_ids[tokens], output.logprobs[tokens], text_before)
+    token_ids = output.token_ids[tokens]
+    if output.logprobs is not None and token_ids:
+        offsets = [0] * len(token_ids)  # a model without a tokenizer has no text
+        if output.text_offsets is not None:
+            offsets = [min(offset, len(output.text)) for offset in output.text_offsets[tokens]]
+        logprobs = completion_logprobs(token_ids, output.logprobs[tokens], offsets)
     return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=output.finish_reason)

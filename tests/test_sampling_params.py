@@ -28,11 +28,10 @@ VLLM_DEFAULTS = {
 
 # A value for each field that is not built, which would change what comes out.
 MEANINGFUL = {
-    "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_tokens": 1, "stop": "\n",
-    "include_stop_str_in_output": True, "bad_words": ["a"], "logit_bias": {1: 2.0}, "allowed_token_ids": [1],
+    "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_tokens": 1,
+    "bad_words": ["a"], "logit_bias": {1: 2.0}, "allowed_token_ids": [1],
     "prompt_logprobs": 0, "prompt_logprob_token_ids": np.array([1]), "prompt_logprob_start": 0,
-    "logprob_token_ids": [1], "flat_logprobs": True, "spaces_between_special_tokens": False,
-    "output_kind": RequestOutputKind.DELTA, "stream_interval": 2, "structured_outputs": {"regex": "a"},
+    "logprob_token_ids": [1], "flat_logprobs": True, "structured_outputs": {"regex": "a"},
     "repetition_detection": object(), "thinking_token_budget": 0, "watermarking": True,
     "skip_reading_prefix_cache": True, "skip_clone": True, "output_text_buffer_length": 1,
     "routed_experts_prompt_start": 1, "trace_decode_token_ids": [1], "extra_args": {"a": 1},
@@ -85,6 +84,14 @@ BAD = [
     *[("early_stopping", value) for value in (None, 1, "always")],
     *[("stop_token_ids", value) for value in ([-1], [1.0], [True], ["1"], "12", 5, [[1]])],
     *[(name, value) for name in ("ignore_eos", "detokenize", "skip_special_tokens") for value in (1, 0, None, "yes")],
+    *[("include_stop_str_in_output", value) for value in (1, None)],
+    *[("spaces_between_special_tokens", value) for value in (0, "yes")],
+    *[("stop", value) for value in ("", [""], ["a", ""], [1], 5, {"a"}, b"a", [b"a"], [None])],
+    *[("stop", value) for value in (["x"] * 257, [str(i) for i in range(10_000)], "x" * 4097, ["x" * 2048] * 3)],
+    *[("output_kind", value) for value in (1, "DELTA", None)],
+    *[("stream_interval", value) for value in (0, -1, 1.0, True, "1")],
+    *[("truncate_prompt_tokens", value) for value in (0, -2, 1.5, True, "1")],
+    *[("truncation_side", value) for value in ("middle", 1, "left")],
 ]
 
 
@@ -129,6 +136,8 @@ def test_how_many_answers_are_made(fields: dict, sequences: int, chooses: bool):
         ({"beam_width": 4}, "beam_width"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"early_stopping": True}, "early_stopping"),
+        ({"stop": "a", "detokenize": False}, "stop"),
+        ({"stop": "a", "use_beam_search": True, "n": 2}, "stop"),
     ],
 )
 def test_what_does_not_go_together(fields: dict, parameter: str):
@@ -144,6 +153,9 @@ GOOD = [
     ("seed", 2**64 - 1, 2**64 - 1), ("seed", -1, 2**64 - 1), ("seed", -(2**63), 2**63), ("seed", np.uint8(3), 3),
     ("seed", 0, 0), ("logprobs", 0, 0), ("stop_token_ids", [1, np.int64(2)], (1, 2)),
     ("stop_token_ids", np.array([3]), (3,)), ("stop_token_ids", None, ()), ("detokenize", np.False_, False),
+    ("stop", "a", ("a",)), ("stop", ["b", "a"], ("b", "a")), ("stop", None, ()),
+    ("stop", ["x" * 16] * 256, ("x" * 16,) * 256),
+    ("stream_interval", np.int64(2), 2), ("truncate_prompt_tokens", -1, -1), ("truncate_prompt_tokens", np.int32(7), 7),
 ]  # fmt: skip
 
 

@@ -390,13 +390,13 @@ class Engine:
             if end is not None:
                 for ended in [request] if group.search is None else group.requests:
                     self._scheduler.finish(ended, end)
-            if end is not None or (group.stream and not group.params.chooses):
+            if end is not None or self._outputs.is_due(group, request):
                 news[group] = None
         outputs = []
         for group in news:
             if group.has_ended:
                 outputs.append(self._last_output(group))
-            elif group.stream and not group.params.chooses:
+            elif self._outputs.streams(group):
                 outputs.append(self._outputs.output(group))
         return outputs
 

@@ -17,6 +17,7 @@ from jpaged.engine.pooling import Pooling, check_task
 from jpaged.engine.request import Request
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.sampling_extras import SamplingExtras
+from jpaged.engine.stop_strings import stop_automaton
 from jpaged.errors import RequestError
 from jpaged.outputs import RequestMetrics
 from jpaged.pooling_params import PoolingParams
@@ -28,6 +29,7 @@ Prompt = str | Mapping[str, Any] | Sequence[int] | np.ndarray
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 ACCEPTED = "must be a text, a list of token ids, or a dict with prompt or prompt_token_ids"
 MAX_PRIORITY = 2**31 - 1
+MAX_TRUNCATED = 4_000_000  # characters of a text that is to be truncated: about a second of tokenising
 _DEFAULTS = SamplingParams()
 POOLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # of requests that sample nothing
 
@@ -75,7 +77,7 @@ class InputProcessor:
         self._check_priority(priority)
         parts = self._parts(prompt)
         text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
-        token_ids = self._encode(text or "") if ids is None else self._checked_ids(ids)
+        token_ids = self._encode(text or "", params) if ids is None else self._checked_ids(ids, params)
         longest = self.limits.max_model_len
         if pooling is not None:
             longest = len(token_ids) + 1  # the token that is not sampled is none of the model's
@@ -175,6 +177,11 @@ class InputProcessor:
             for token_id in getattr(params, name) or ():
                 if token_id >= limits.vocab_size:
                     raise RequestError(name, token_id, f"token ids are 0 to {limits.vocab_size - 1}")
+        if params.stop:
+            if self._tokenizer is None:
+                raise RequestError("stop", params.stop, "is looked for in the text, and the model has no tokenizer: "
+                                   "leave it out, use stop_token_ids, or start with the option tokenizer")  # fmt: skip
+            stop_automaton(tuple(params.stop))  # made here, where no step waits for it
 
     def _parts(self, prompt: Prompt) -> Mapping[str, Any]:
         """The prompt as a dict, its field names and types checked."""
@@ -202,18 +209,54 @@ class InputProcessor:
                 raise RequestError(name, text, accepted) from None
         return prompt
 
-    def _encode(self, text: str) -> list[int]:
+    def _most_tokens(self, params: SamplingParams) -> int | None:
+        """So many of a prompt's tokens are kept; None: all. Raises RequestError for more than a prompt can have."""
+        keep, most = params.truncate_prompt_tokens, self.limits.max_model_len - 1
+        if keep is not None and keep > most:
+            raise RequestError("truncate_prompt_tokens", keep, f"a prompt takes at most {most:,} tokens, of "
+                               f"max_model_len={most + 1:,}: give a smaller one, or -1")  # fmt: skip
+        return max(most + 1 - (params.max_tokens or 1), 1) if keep == -1 else keep
+
+    def _truncated(self, token_ids: list[int], keep: int, *, right: bool) -> list[int]:
+        """The tokens of a text, those that the tokenizer puts around any text kept where there is room for more."""
+        before, after = self._special_ends
+        if token_ids[: len(before)] != before or token_ids[len(token_ids) - len(after) :] != after:
+            before, after = [], []
+        room = keep - len(before) - len(after)
+        if room < 1:
+            before, after, room = [], [], keep
+        inner = token_ids[len(before) : len(token_ids) - len(after)]
+        return before + (inner[:room] if right else inner[-room:]) + after
+
+    @functools.cached_property
+    def _special_ends(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after a text: told apart by how a text that has none of it is encoded."""
+        ends = self._tokenizer.encode("", verbose=False)
+        some = self._tokenizer.encode("a", verbose=False)
+        for count in range(len(ends), -1, -1):
+            before, after = ends[:count], ends[count:]
+            if some[:count] == before and some[len(some) - len(after) :] == after:
+                return before, after
+        return [], []
+
+    def _encode(self, text: str, params: SamplingParams) -> list[int]:
         if self._tokenizer is None:
             accepted = "the model has no tokenizer: give prompt_token_ids, or start with the option tokenizer"
             raise RequestError("prompt", text, accepted)
         if not text:
             raise RequestError("prompt", text, "must not be empty")
-        longest = self.limits.max_model_len * self._longest_token
+        keep, longest = self._most_tokens(params), self.limits.max_model_len * self._longest_token
+        if keep is not None:
+            longest = max(longest, MAX_TRUNCATED)
         if len(text) > longest:
             # Tokenising takes about a second a few million characters: not for a prompt that can never fit.
             accepted = f"has {len(text):,} characters, {self.limits.max_model_len:,} tokens are at most {longest:,}"
+            if keep is not None:
+                accepted = f"has {len(text):,} characters, which is too much to truncate: cut it to {longest:,}"
             raise RequestError("prompt", text, accepted)
         token_ids = self._tokenizer.encode(text, verbose=False)  # or it warns of lengths, which are checked here
+        if keep is not None and len(token_ids) > keep:
+            token_ids = self._truncated(token_ids, keep, right=params.truncation_side == "right")
         self._check_length("prompt", text, len(token_ids))
         return self._checked_ids(token_ids)
 
@@ -222,7 +265,7 @@ class InputProcessor:
         """Characters of the tokenizer's longest token."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
-    def _checked_ids(self, ids: Any) -> list[int]:
+    def _checked_ids(self, ids: Any, params: SamplingParams = _DEFAULTS) -> list[int]:
         name, vocab_size = "prompt_token_ids", self.limits.vocab_size
         if hasattr(ids, "__array__"):
             ids = as_array(name, ids)
@@ -230,6 +273,9 @@ class InputProcessor:
                 raise RequestError(name, ids, f"must be a list of token ids, or an array of one axis, not {ids.ndim}")
         elif isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
             raise RequestError(name, ids, "must be a list of token ids")
+        keep = self._most_tokens(params)
+        if keep is not None:
+            ids = ids[:keep] if params.truncation_side == "right" else ids[-keep:]
         self._check_length(name, ids, len(ids))  # before a walk over all of them: there may be millions
         token_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         for position, token_id in enumerate(token_ids):

@@ -1,10 +1,12 @@
 """Sampled tokens in, outputs out: stop checks, text, log-probabilities, finish reasons."""
 
+import dataclasses
 import time
 from typing import Any
 
+from jpaged.engine.answer_text import AnswerText
 from jpaged.engine.beam_search import BeamSearch, Hypothesis
-from jpaged.engine.detokenizer import Detokenizer, TextDecoder, text_decoder
+from jpaged.engine.detokenizer import TextDecoder, text_decoder
 from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
@@ -12,6 +14,16 @@ from jpaged.engine.step_plan import StepResult
 from jpaged.errors import EngineError
 from jpaged.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestMetrics, RequestOutput
 from jpaged.pooling_params import PoolingParams
+from jpaged.sampling_params import RequestOutputKind
+
+
+@dataclasses.dataclass(slots=True)
+class _Answer:
+    """One request's output as far as its reader knows it."""
+
+    text: AnswerText | None  # None where there is none: no tokenizer, or not asked for
+    told: int = 0            # tokens that were given out
+    end_told: bool = False
 
 
 class OutputProcessor:
@@ -20,37 +32,72 @@ class OutputProcessor:
     def __init__(self, tokenizer: Any = None, pooling: Pooling | None = None):
         self._pooling = pooling
         self._decoder: TextDecoder | None = None if tokenizer is None else text_decoder(tokenizer)
-        self._detokenizers: dict[Request, Detokenizer] = {}
+        self._answers: dict[Request, _Answer] = {}
 
     def add(self, group: RequestGroup) -> None:
         """Begin to follow a group's requests; those of a search have no text before its end."""
-        if self._decoder is not None and group.params.detokenize and group.search is None:
-            skip = group.params.skip_special_tokens
+        if group.search is None:
             for request in group.requests:
-                self._detokenizers[request] = self._decoder.new(skip_special_tokens=skip)
+                self._answers[request] = _Answer(self._new_text(group))
+
+    def _new_text(self, group: RequestGroup) -> AnswerText | None:
+        params = group.params
+        if self._decoder is None or not params.detokenize:
+            return None
+        detokenizer = self._decoder.new(
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        return AnswerText(detokenizer, params)
 
     def take(
         self, request: Request, token_id: int, now: float, result: StepResult, index: int
     ) -> RequestStatus | None:
         """Append the token that row `index` of a step sampled; the request's end, if that ends it.
 
-        A token that stops the request is part of its ids, but not of its text. now: seconds of `time.monotonic()`.
+        A token that stops the request is part of its ids; of its text only with include_stop_str_in_output. A stop
+        string comes before a stop token, and both before the length. now: seconds of `time.monotonic()`.
         """
         request.num_in_flight -= 1
         request.token_ids.append(token_id)
         note_token(request.metrics, now)
         if request.params.needs_logprobs:
             self._add_logprobs(request, token_id, result, index)
-        if token_id in request.stop_ids:
-            request.stop_reason = _stop_reason(request, token_id)
+        stops = token_id in request.stop_ids
+        ends = stops or len(request.token_ids) >= request.max_total_tokens
+        stop_string = self._add_text(request, token_id, stops=stops, ends=ends)
+        if stops or stop_string is not None:
+            request.stop_reason = _stop_reason(request, token_id) if stop_string is None else stop_string
             return RequestStatus.STOPPED
-        detokenizer = self._detokenizers.get(request)
-        if detokenizer is not None:
-            detokenizer.add(token_id)
-        return RequestStatus.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
+        return RequestStatus.LENGTH if ends else None
+
+    def _add_text(self, request: Request, token_id: int, *, stops: bool, ends: bool) -> str | None:
+        """The stop string that is complete with a token, the end of the answer's text included if it ends."""
+        text = self._answers[request].text
+        if text is None:
+            return None
+        stop_string = None
+        if stops and not request.params.include_stop_str_in_output:
+            text.add_without_text(token_id)
+        else:
+            stop_string = text.add(token_id)
+        return text.end() if ends and stop_string is None else stop_string
+
+    def streams(self, group: RequestGroup) -> bool:
+        """Whether a group gives outputs before its end."""
+        params = group.params
+        return group.stream and not params.chooses and params.output_kind is not RequestOutputKind.FINAL_ONLY
+
+    def is_due(self, group: RequestGroup, request: Request) -> bool:
+        """Whether a request's new token is to be told at once: always, or as stream_interval says."""
+        if not self.streams(group):
+            return False
+        interval = group.params.stream_interval or 1
+        told = 0 if interval == 1 else self._answers[request].told
+        return interval == 1 or told == 0 or request.num_output_tokens - told >= interval
 
     def output(self, group: RequestGroup) -> RequestOutput | PoolingRequestOutput[Any]:
-        """A group's output so far. Of one that has ended it is the last one: it is no longer followed.
+        """A group's output so far; with output_kind DELTA what is new in it, and only the answers that have news.
 
         Of a request that failed the text is what was certain until then.
         """
@@ -68,9 +115,7 @@ class OutputProcessor:
                 num_cached_tokens=group.first.num_cached_tokens,
             )
         search = group.search
-        completions = (
-            [self._completion(request) for request in group.requests] if search is None else self._beams(group, search)
-        )
+        completions = self._completions(group) if search is None else self._beams(group, search)
         if group.params.chooses and search is None:
             completions.sort(key=lambda completion: -(completion.cumulative_logprob or 0.0))
             completions = completions[: group.params.n]
@@ -86,24 +131,36 @@ class OutputProcessor:
             num_cached_tokens=group.first.num_cached_tokens,
         )
 
-    def _completion(self, request: Request) -> CompletionOutput:
-        detokenizer = self._detokenizers.get(request)
-        if request.status.is_end and detokenizer is not None and request.status is not RequestStatus.FAILED:
-            detokenizer.finish()
+    def _completions(self, group: RequestGroup) -> list[CompletionOutput]:
+        delta = group.params.output_kind is RequestOutputKind.DELTA and not group.params.chooses
+        followed = [(request, self._answers[request]) for request in group.requests]
+        for request, answer in followed:  # before anything counts as told: it may fail
+            if request.status.is_end and request.status is not RequestStatus.FAILED and answer.text is not None:
+                answer.text.end()
+        return [
+            self._completion(request, answer, delta=delta)
+            for request, answer in followed
+            if not delta or answer.told < request.num_output_tokens or request.status.is_end > answer.end_told
+        ]
+
+    def _completion(self, request: Request, answer: _Answer, *, delta: bool) -> CompletionOutput:
+        new, text = slice(answer.told if delta else 0, None), answer.text
+        answer.told, answer.end_told = request.num_output_tokens, request.status.is_end
         return CompletionOutput(
             index=request.index,
-            text="" if detokenizer is None else detokenizer.text,
-            token_ids=request.output_token_ids,
+            text="" if text is None else text.new() if delta else text.whole(),
+            token_ids=request.token_ids[request.prompt_len + new.start :],
             cumulative_logprob=request.cumulative_logprob,
-            logprobs=None if request.logprobs is None else list(request.logprobs),
+            logprobs=None if request.logprobs is None else request.logprobs[new],
             finish_reason=request.status.value if request.status.is_end else None,
             stop_reason=request.stop_reason,
+            text_offsets=None if text is None or text.offsets is None else text.offsets[new],
         )
 
     def forget(self, group: RequestGroup) -> None:
         """Stop following a group, which has ended and given its last output."""
         for request in group.requests:
-            self._detokenizers.pop(request, None)
+            self._answers.pop(request, None)
 
     def _beams(self, group: RequestGroup, search: BeamSearch) -> list[CompletionOutput]:
         """The best answers of a search, as far as it has come."""
@@ -112,30 +169,35 @@ class OutputProcessor:
         for index, found in enumerate(search.best(group.params.n)):
             token_ids = list(found.token_ids)
             stopped = found.finish_reason == "stop"
+            text = self._beam_text(group, token_ids, stopped=stopped)
             reason = found.finish_reason or (status.value if status.is_end else None)
             completions.append(
                 CompletionOutput(
                     index=index,
-                    text=self._text(group, token_ids[:-1] if stopped else token_ids),
+                    text="" if text is None else text.whole(),
                     token_ids=token_ids,
                     cumulative_logprob=found.cumulative_logprob,
                     logprobs=self._beam_logprobs(group, found),
                     finish_reason=reason,
                     stop_reason=_stop_reason(group.first, token_ids[-1]) if stopped else None,
+                    text_offsets=None if text is None else text.offsets,
                 )
             )
         if not completions and status.is_end:  # it was ended before its first step
             completions.append(CompletionOutput(0, "", [], None, None, finish_reason=status.value))
         return completions
 
-    def _text(self, group: RequestGroup, token_ids: list[int]) -> str:
-        if self._decoder is None or not group.params.detokenize:
-            return ""
-        detokenizer = self._decoder.new(skip_special_tokens=group.params.skip_special_tokens)
-        for token_id in token_ids:
-            detokenizer.add(token_id)
-        detokenizer.finish()
-        return detokenizer.text
+    def _beam_text(self, group: RequestGroup, token_ids: list[int], *, stopped: bool) -> AnswerText | None:
+        """stopped: by the last token, which is then no text unless it is asked for."""
+        text = self._new_text(group)
+        if text is not None:
+            left_out = stopped and not group.params.include_stop_str_in_output
+            for token_id in token_ids[:-1] if left_out else token_ids:
+                text.add(token_id)
+            if left_out:
+                text.add_without_text(token_ids[-1])
+            text.end()
+        return text
 
     def _beam_logprobs(self, group: RequestGroup, found: Hypothesis) -> list[dict[int, Logprob]] | None:
         """The chosen token first, then the most likely ones that were asked for, of the beam it was a candidate of."""
@@ -156,7 +218,7 @@ class OutputProcessor:
 
     def forget_all(self) -> None:
         """Stop following requests."""
-        self._detokenizers.clear()
+        self._answers.clear()
 
     def take_pooled(self, request: Request, result: StepResult, index: int) -> RequestStatus:
         """Keep what row `index` of a step pooled, which ends its request."""
@@ -184,7 +246,9 @@ class OutputProcessor:
 
     def _entry(self, request: Request, token_id: int, logprob: float, rank: int) -> Logprob:
         decoder = self._decoder if request.params.detokenize else None
-        return Logprob(logprob, rank, None if decoder is None else decoder.token_text(token_id))
+        if decoder is None:
+            return Logprob(logprob, rank)
+        return Logprob(logprob, rank, decoder.token_text(token_id), decoder.token_bytes(token_id))
 
 
 def note_token(metrics: RequestMetrics, now: float) -> None:

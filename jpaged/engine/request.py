@@ -82,7 +82,7 @@ class Request:
     followers: list["Request"] = dataclasses.field(default_factory=list)  # fork from this one when its prompt is done
     rank: tuple[float, int] = (0.0, 0)  # place in the policy's order, lowest first; set when it begins to wait
     status: RequestStatus = RequestStatus.WAITING
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     num_in_flight: int = 0

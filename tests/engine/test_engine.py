@@ -315,23 +315,27 @@ def test_a_failed_step_ends_its_requests_and_no_other(call: str):
 class _BrokenText:
     """A way back to text whose detokenizers fail at one of their calls."""
 
-    text = "so far"
-
     def __init__(self, call: str):
         self.call = call
+        self.added = 0
 
-    def new(self, *, skip_special_tokens: bool) -> "_BrokenText":
+    def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> "_BrokenText":
         return self
 
-    def add(self, token_id: int) -> None:
-        self._fail("add")
+    def begins(self, token_id: int) -> int:
+        return 0
 
-    def finish(self) -> None:
-        self._fail("finish")
+    def add(self, token_id: int) -> str:
+        self.added += 1
+        return self._fail("add") if self.added > 1 else "so far"
 
-    def _fail(self, call: str) -> None:
+    def finish(self) -> str:
+        return self._fail("finish")
+
+    def _fail(self, call: str) -> str:
         if call == self.call:
             raise ValueError("no such text")
+        return ""
 
 
 @pytest.mark.parametrize("call", ["add", "finish"])

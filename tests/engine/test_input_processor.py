@@ -53,6 +53,45 @@ def test_all_kinds_of_prompts(prompt: Any):
     assert group.prompt == ("ABC" if "ABC" in str(prompt) else None)
 
 
+class Framed(Letters):
+    """Puts a letter before every text and one after it."""
+
+    def encode(self, text: str, *, verbose: bool) -> list[int]:
+        return [50, *super().encode(text, verbose=verbose), 51]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, [1, 2, 3, 4, 5], [3, 4, 5]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, np.arange(9), [6, 7, 8]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, range(40), [0, 1, 2]),
+        ({"truncate_prompt_tokens": 9}, [1, 2, 3], [1, 2, 3]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 12}, range(40), [36, 37, 38, 39]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": None}, range(40), list(range(25, 40))),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 99}, range(40), [39]),
+        ({"truncate_prompt_tokens": 4}, "ABCDEF", [50, 4, 5, 51]),
+        ({"truncate_prompt_tokens": 4, "truncation_side": "right"}, "ABCDEF", [50, 0, 1, 51]),
+        ({"truncate_prompt_tokens": 2}, "ABCDEF", [5, 51]),
+        ({"truncate_prompt_tokens": 8}, "ABCDEF", [50, 0, 1, 2, 3, 4, 5, 51]),
+        ({"truncate_prompt_tokens": 3}, "A" * 100_000 + "B", [50, 1, 51]),
+    ],
+)
+def test_truncated_prompts(fields: dict[str, Any], prompt: Any, kept: list[int]):
+    """Of a text the tokens around it stay, as long as there is room for one of its own."""
+    group = InputProcessor(LIMITS, Framed()).process("r", prompt, SamplingParams(**fields))
+    assert group.prompt_token_ids == kept
+    assert all(type(token_id) is int for token_id in group.prompt_token_ids)
+
+
+def test_truncation_has_its_limits():
+    with pytest.raises(RequestError, match="at most 15 tokens") as caught:
+        process([1], truncate_prompt_tokens=16)
+    assert caught.value.parameter == "truncate_prompt_tokens"
+    with pytest.raises(RequestError, match="too much to truncate: cut it to 4,000,000"):
+        process("A" * 4_000_001, truncate_prompt_tokens=3)
+
+
 def test_a_text_beside_token_ids_is_kept_for_the_output():
     group = process({"prompt": "shown", "prompt_token_ids": [1]})
     assert (group.prompt, group.prompt_token_ids) == ("shown", [1])

@@ -149,6 +149,7 @@ class FakeEngine:
             cumulative_logprob=-0.5 * len(tokens),
             logprobs=None if params.logprobs is None else logprobs,
             finish_reason=reason if step >= end else None,
+            text_offsets=[len(bytes(tokens[:place]).decode(errors="ignore")) for place in range(len(tokens))],
         )
 
     def get_tokenizer(self) -> ByteTokenizer:
