@@ -253,9 +253,8 @@ def _first_to_have(mass: float, x: np.ndarray, key: np.ndarray, rounding: float)
     least = sums[np.searchsorted(keys, key - 2 * rounding, side="left")]
     most = sums[np.searchsorted(keys, key + 2 * rounding, side="right")] - equal
     finite = x > -np.inf
-    first = key == keys[0]
-    kept = finite & ((below < mass) | first)
-    return kept, finite & (least < mass + MASS_ROUNDING) & (most >= mass - MASS_ROUNDING) & (most > 0)
+    edge = (least < mass + MASS_ROUNDING) & (most >= mass - MASS_ROUNDING)
+    return finite & (below < mass), finite & edge
 
 
 # Draws

@@ -229,6 +229,8 @@ def test_edge_of_min_p_and_top_k():
     assert edge(ask([3.0, 2.0, 2.0 - 1e-8], top_k=1)) == []
     assert edge(ask([2.0, 2.0 - 1e-8], top_k=1)) == [0, 1]
     assert edge(ask([3.0, 2.0, 2.0 - 1e-8], top_k=2, logit_bias={2: 1e-4})) == []
+    assert edge(ask([3.0, 2.0, 2.0 - 5e-7], top_k=2, temperature=0.01)) == [1, 2]
+    assert edge(ask([3.0, 2.0, 2.0 - 5e-5], top_k=2, temperature=100.0)) == []
     assert edge(ask([3000.0, 2.0, 2.0 - 1e-5], top_k=2)) == [1, 2]  # one rounding of 3000 is 1e-4
 
 
