@@ -151,7 +151,8 @@ def build_engine(
     """
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
-    config = engine_config(model, options)
+    processors = logits_processors(options.get("logits_processors"))
+    config = engine_config(model, {name: value for name, value in options.items() if name != "logits_processors"})
     if params is None and not isinstance(model, str):
         raise RequestError(
             "model", model, "must be a folder, a hub id, a .gguf file or demo; a config goes together with params"
@@ -185,12 +186,14 @@ def build_engine(
         config,
         layout=loaded.layout,
         tokenizer_ids=mask,
+        processors=processors,
         progress=progress,
     )
     main_eos = getattr(loaded.tokenizer, "eos_token_id", None)
     engine = Engine(
         runner,
         known_ids=mask,
+        processors=processors,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
         eos_token_id=next(iter(loaded.eos_token_ids), None) if main_eos is None else main_eos,

@@ -18,7 +18,7 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # texts, characters of one
 NOT_WITH_BEAMS = (
     "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
-    "bad_words", "min_tokens",
+    "bad_words", "min_tokens", "logits_processors",
 )  # fmt: skip
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_STOP_STRINGS = 256
@@ -115,6 +115,10 @@ class SamplingParams:
 
     bad_words: Sequence[str] | None = None
     """Texts that the answer must not have: the last token of one is never sampled behind its others."""
+
+    logits_processors: dict[str, dict[str, float]] | None = None
+    """Custom processors that the engine was started with (option `logits_processors`), by name, each with its
+    parameters."""
 
     min_tokens: int = 0
     """Sample no end of the answer (the model's own, `stop_token_ids`) before so many tokens."""
@@ -220,6 +224,7 @@ class SamplingParams:
             integer("max_tokens", low=1, accepted="an integer from 1, or None for as many as fit")
         integer("min_tokens", low=0, high=self.max_tokens, accepted="an integer from 0 to max_tokens")
         self._check_ids()
+        self._check_processors()
         if self.logprobs is not None:
             integer("logprobs", low=0, accepted="an integer from 0 to the engine's max_logprobs, or None")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
@@ -291,6 +296,22 @@ class SamplingParams:
                 if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD:
                     raise RequestError("bad_words", word, f"texts of 1 to {MAX_BAD_WORD} characters, not only blanks")
             object.__setattr__(self, "bad_words", tuple(self.bad_words) or None)
+
+    def _check_processors(self) -> None:
+        given = self.logits_processors
+        if given is None:
+            return
+        accepted = "must be a dict from names of processors to dicts of their parameters, finite numbers"
+        if not isinstance(given, Mapping):
+            raise RequestError("logits_processors", given, accepted)
+        for parameters in given.values():
+            if not isinstance(parameters, Mapping):
+                raise RequestError("logits_processors", given, accepted)
+            for value in parameters.values():
+                if not _is_number(value) or not abs(value) <= FLOAT32_MAX:
+                    raise RequestError("logits_processors", value, accepted)
+        copied = {name: {key: float(value) for key, value in parameters.items()} for name, parameters in given.items()}
+        object.__setattr__(self, "logits_processors", copied or None)
 
     def _check_beams(self) -> None:
         self._number("length_penalty", "a finite number")

@@ -12,15 +12,28 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from jpaged.config import EngineConfig
+from jpaged.engine.request import Request
+from jpaged.engine.sampling_extras import SamplingExtras
+from jpaged.engine.step_draft import row_init
+from jpaged.engine.step_plan import RowMask, SamplerVariant
+from jpaged.kv_groups import group_layers
 from jpaged.loading import load_model
+from jpaged.logits_processors import LogitsProcessor
 from jpaged.models import decoder
+from jpaged.models.spec import DecoderSpec
+from jpaged.outputs import RequestMetrics
 from jpaged.prompts import BUILT_IN_PROMPTS
+from jpaged.runtime.row_extras import ExtrasUploader
+from jpaged.runtime.sampler import SamplerOptions, sample
+from jpaged.runtime.state import NUM_FIELDS, DeviceState, SamplingState, StateSizes, create_state, row_values
+from jpaged.sampling_params import SamplingParams
 from tests.covering import all_pairs
 from tests.sampling_oracle import MODES, Oracle, chi_square, distribution, logprobs, rank
 
@@ -81,7 +94,112 @@ def device_distribution(rows: Sequence[Row], num_draws: int) -> list[DeviceRow]:
     registered as a custom processor. Draws are of one fixed seed a row, and only its sample index or position differs
     from one to the next.
     """
-    raise NotImplementedError
+    groups: dict[bytes, list[int]] = {}  # an engine has one mask of known ids
+    for i, row in enumerate(rows):
+        groups.setdefault(b"" if row.known_ids is None else row.known_ids.tobytes(), []).append(i)
+    answers: dict[int, DeviceRow] = {}
+    for group in groups.values():
+        for start in range(0, len(group), BATCH):
+            part = group[start : start + BATCH]
+            answers |= dict(zip(part, _ask([rows[i] for i in part], num_draws), strict=True))
+    return [answers[i] for i in range(len(rows))]
+
+
+PROCESSOR = LogitsProcessor("scale", scale, ("by",))
+BATCH = 8
+DRAWS_AT_ONCE = 2000
+
+
+@functools.cache
+def _sampler(mode: str, num_logprobs: int) -> Any:
+    options = SamplerOptions(num_logprobs, mode, (PROCESSOR,))
+    return jax.jit(functools.partial(sample, variant=SamplerVariant.FULL, options=options))
+
+
+@functools.cache
+def _empty_state(vocab: int) -> tuple[ExtrasUploader, DeviceState]:
+    spec = DecoderSpec(
+        vocab_size=vocab, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
+        max_position=64,
+    )  # fmt: skip
+    sizes = StateSizes(num_blocks=1, block_size=8, rows=BATCH, width=1, tokens=8, custom=1)
+    state = create_state(spec, group_layers((None,), 64), sizes, dtype=jnp.float32)
+    return ExtrasUploader(state, 64, jax.sharding.SingleDeviceSharding(jax.devices()[0])), state
+
+
+def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
+    """The rows' fields and the sampling state, as requests come to them whose last token the device has sampled."""
+    vocab = len(rows[0].logits)
+    uploader, state = _empty_state(vocab)
+    state = jax.tree.map(jnp.copy, state)  # it is donated
+    fields = np.zeros((BATCH, NUM_FIELDS), np.int32)
+    for place, row in enumerate(rows):
+        processors = None if row.scale_by is None else {"scale": {"by": row.scale_by}}
+        params = SamplingParams(**row.params, max_tokens=64, logits_processors=processors)
+        extras = SamplingExtras(
+            params, vocab, end_token_ids=row.stop_ids, bad_words=row.bad_word_ids, processors=(PROCESSOR,)
+        )
+        request = Request(
+            request_id="", prompt_token_ids=list(row.prompt_ids), params=params, max_total_tokens=64, seed=place + 11,
+            eos_token_ids=frozenset(), eos_token_id=None, metrics=RequestMetrics(0.0), extras=extras,
+        )  # fmt: skip
+        request.row = place
+        request.token_ids += row.output_ids[:-1]
+        init = row_init(request, vocab)
+        state = uploader.start(state, init)
+        fields[place] = row_values(init)
+        if row.output_ids:
+            counts = state.sampling.counts.at[place, row.output_ids[-1]].add(2)
+            state = state.replace(sampling=state.sampling.replace(counts=counts))
+            masks = [RowMask(place, extras.mask(row.output_ids, len(row.output_ids)))]
+            state = uploader.set_masks(state, masks)
+    return fields, state.sampling
+
+
+def _ask(rows: Sequence[Row], num_draws: int) -> list[DeviceRow]:
+    """Rows of one batch, which have the same known ids."""
+    fields, sampling = _started(rows)
+    vocab = len(rows[0].logits)
+    known = np.ones(vocab, bool) if rows[0].known_ids is None else rows[0].known_ids
+    logits = np.zeros((BATCH, vocab), np.float32)
+    logits[: len(rows)] = [row.logits for row in rows]
+    modes = MODES if num_draws == 1 else ("processed_logprobs",)
+    told = {mode: _sampler(mode, vocab)(logits, fields, np.zeros(BATCH, np.int32), known, sampling) for mode in modes}
+    answers = []
+    for place, row in enumerate(rows):
+        draws = np.asarray(told["processed_logprobs"].token_ids)[place : place + 1]
+        if num_draws > 1:
+            draws = _draws(place, logits, fields, known, sampling, num_draws)
+        probs = np.zeros(vocab, np.float32)
+        whole = told["processed_logprobs"]
+        probs[np.asarray(whole.top_ids)[place]] = np.exp(np.asarray(whole.top_logprobs)[place])
+        if row.params["temperature"] == 0:
+            probs = (np.arange(vocab) == draws[0]).astype(np.float32)
+        reported = {mode: _reported(told[mode], place, draws[0]) for mode in modes}
+        answers.append(DeviceRow(probs > 0, probs, draws, reported))
+    return answers
+
+
+def _draws(
+    place: int, logits: np.ndarray, fields: np.ndarray, known: np.ndarray, sampling: SamplingState, num_draws: int
+) -> np.ndarray:
+    """Of one row, at as many positions."""
+    again = np.full(DRAWS_AT_ONCE, place)
+    extras = jax.tree.map(lambda x: x[again], sampling)
+    parts = [
+        _sampler("raw_logprobs", 1)(
+            logits[again], fields[again], np.arange(first, first + DRAWS_AT_ONCE, dtype=np.int32), known, extras
+        ).token_ids
+        for first in range(0, num_draws, DRAWS_AT_ONCE)
+    ]
+    return np.concatenate(parts)[:num_draws]
+
+
+def _reported(told: Any, place: int, token_id: int) -> dict[int, tuple[float, int]]:
+    """The first ones, and the drawn token, as (value, rank)."""
+    ids, values = (np.asarray(part)[place][:NUM_LOGPROBS].tolist() for part in (told.top_ids, told.top_logprobs))
+    entries = {i: (value, rank) for rank, (i, value) in enumerate(zip(ids, values, strict=True), start=1)}
+    return entries | {int(token_id): (float(told.logprobs[place]), int(told.ranks[place]))}
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +347,8 @@ def test_probabilities(answers: list[tuple[Row, DeviceRow]]):
         assert off <= PROBABILITY, (row.params, off)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_greedy_rows_take_the_most_likely(drawn: list[tuple[Row, DeviceRow]]):
     greedy = [(row, answer) for row, answer in drawn if row.params["temperature"] == 0]
     assert len(greedy) >= 5
@@ -238,6 +358,8 @@ def test_greedy_rows_take_the_most_likely(drawn: list[tuple[Row, DeviceRow]]):
         assert allowed[answer.draws[0]], row.params
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_draws_follow_the_probabilities(drawn: list[tuple[Row, DeviceRow]]):
     p_values = []
     for row, answer in drawn:
@@ -252,6 +374,8 @@ def test_draws_follow_the_probabilities(drawn: list[tuple[Row, DeviceRow]]):
     assert abs(statistic - degrees) < 4 * math.sqrt(2 * degrees), (statistic, degrees)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_rows_draw_independently(drawn: list[tuple[Row, DeviceRow]]):
     """Rows of other seeds do not follow each other: in open ones the same draw seldom falls as far in the order."""
     open_rows = [a for r, a in drawn if (r.oracle.probs > 0.01).sum() >= 4]

@@ -32,6 +32,7 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduler import ScheduledStep, Scheduler, SchedulerCounters
 from jpaged.engine.step_plan import RowMask, Runner
 from jpaged.errors import CapacityError, EngineError, RequestError
+from jpaged.logits_processors import LogitsProcessor
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
@@ -82,8 +83,9 @@ class Engine:
         pooling: Pooling | None = None,
         scheduling: SchedulingOptions = SchedulingOptions(),
         known_ids: np.ndarray | None = None,
+        processors: tuple[LogitsProcessor, ...] = (),
     ):
-        """known_ids: bool[vocab_size], ids that the runner ever samples; None = all."""
+        """known_ids: bool[vocab_size], ids that the runner ever samples; None = all. processors: those it has."""
         self.runner = runner
         self.scheduling = scheduling
         self.generated_tokens = 0
@@ -96,6 +98,7 @@ class Engine:
                 eos_token_id=eos_token_id,
                 pooling=pooling,
                 known_ids=known_ids,
+                processors=processors,
                 priorities=scheduling.scheduling_policy == "priority",
             ),
             tokenizer,

@@ -19,6 +19,7 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.stop_strings import stop_automaton
 from jpaged.errors import RequestError
+from jpaged.logits_processors import LogitsProcessor
 from jpaged.outputs import RequestMetrics
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()  # ids that end an answer; generation_config.json may add to the tokenizer's
     eos_token_id: int | None = None  # the main one: it ends an answer without being its stop_reason
     pooling: Pooling | None = None  # what is given instead of new tokens
+    processors: tuple[LogitsProcessor, ...] = ()
     known_ids: np.ndarray | None = None  # bool[vocab_size]: ids that are ever sampled; None = all
     priorities: bool = False  # whether the scheduling policy goes by them
 
@@ -116,6 +118,7 @@ class InputProcessor:
             self.limits.vocab_size,
             end_token_ids=eos_token_ids | set(params.stop_token_ids or ()),
             bad_words=[ids for word in params.bad_words or () for ids in self._bad_word(word)],
+            processors=self.limits.processors,
         )
         if not extras.is_needed:
             return None

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jpaged.engine.step_plan import RowExtras
+from jpaged.errors import RequestError
+from jpaged.logits_processors import LogitsProcessor
 from jpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,8 +29,12 @@ class SamplingExtras:
         *,
         end_token_ids: Iterable[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
+        processors: Sequence[LogitsProcessor] = (),
     ):
-        """end_token_ids: what ends the request. bad_words: sequences of ids that must not be sampled."""
+        """end_token_ids: what ends the request. bad_words: sequences of ids that must not be sampled.
+
+        processors: the engine's. Raises RequestError where the request names another, or other parameters.
+        """
         self._vocab_size = vocab_size
         self._counts = params.has_penalties
         self._bias = None
@@ -48,6 +54,20 @@ class SamplingExtras:
         self._ends = np.array(sorted(set(end_token_ids)), np.int64)
         self._min_tokens = params.min_tokens if len(self._ends) else 0
         self._lengths = sorted({len(before) for before in self._sequences})
+        asked = params.logits_processors or {}
+        self.processors, custom = 0, [np.zeros(len(each.parameters), np.float32) for each in processors]
+        for name, parameters in asked.items():
+            index = next((i for i, each in enumerate(processors) if each.name == name), None)
+            if index is None:
+                known = ", ".join(each.name for each in processors) or "none"
+                raise RequestError("logits_processors", name, f"the engine was not started with it: there is {known}")
+            wanted = processors[index].parameters
+            if set(parameters) != set(wanted):
+                accepted = f"{name!r} takes the parameters {', '.join(wanted) or 'none'}"
+                raise RequestError("logits_processors", dict(parameters), accepted)
+            self.processors |= 1 << index
+            custom[index][:] = [parameters[parameter] for parameter in wanted]
+        self._custom = np.concatenate(custom) if asked else None
         self.masks = bool(self._sequences) or self._min_tokens > 0 or not self._always.all()
 
     @property
@@ -58,7 +78,7 @@ class SamplingExtras:
     @property
     def is_needed(self) -> bool:
         """Whether there is anything at all."""
-        return self._counts or self._bias is not None or self.masks
+        return self._counts or self._bias is not None or self.masks or self.processors > 0
 
     def changes_at(self, num_output_tokens: int) -> bool:
         """Whether the mask of the token behind so many is another than that of the one before it."""
@@ -72,6 +92,7 @@ class SamplingExtras:
             bias_ids=None if self._bias is None else self._bias[0],
             bias=None if self._bias is None else self._bias[1],
             mask=self.mask(request.output_token_ids, request.num_output_tokens) if self.masks else None,
+            custom=self._custom,
         )
 
     def mask(self, output_token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:

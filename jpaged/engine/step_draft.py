@@ -66,5 +66,6 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
+        processors=0 if request.extras is None else request.extras.processors,
         extras=None if request.extras is None else request.extras.of_row(request),
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
+from jpaged.logits_processors import LogitsProcessor
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.runtime import memory
 from jpaged.runtime.estimate import estimate_temporaries
@@ -38,6 +39,7 @@ class Blueprint:
     sharding: Any        # where the arrays will lie; None: nothing is compiled
     limits: memory.Limits  # as asked for: the pool may shrink them
     implementation: str  # of attention
+    processors: tuple[LogitsProcessor, ...] = ()
 
     @classmethod
     def draw(
@@ -50,6 +52,7 @@ class Blueprint:
         sharding: Any = None,
         layout: WeightLayout = WeightLayout(),
         masked: bool = False,
+        processors: tuple[LogitsProcessor, ...] = (),
     ) -> "Blueprint":
         """Decide what the options leave open.
 
@@ -57,11 +60,12 @@ class Blueprint:
         Raises ModelLoadError where an option does not fit the model or the device.
         """
         limits = memory.decide_limits(spec, config, device.platform)
+        limits = dataclasses.replace(limits, custom=sum(len(each.parameters) for each in processors))
         dtype = params["embed"].dtype
         mask = jax.ShapeDtypeStruct((spec.vocab_size,), np.dtype(bool), sharding=sharding) if masked else None
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params)
         implementation = _implementation(spec, config, limits, dtype, device)
-        return cls(spec, config, abstract, mask, layout, device, sharding, limits, implementation)
+        return cls(spec, config, abstract, mask, layout, device, sharding, limits, implementation, processors)
 
     @property
     def dtype(self) -> np.dtype:
@@ -77,7 +81,7 @@ class Blueprint:
     def sampler_options(self) -> SamplerOptions:
         """What all heads have in common."""
         return SamplerOptions(
-            self.num_logprobs, self.config.logprobs_mode, can_skip=self.device.platform != "gpu"
+            self.num_logprobs, self.config.logprobs_mode, self.processors, can_skip=self.device.platform != "gpu"
         )
 
     def shapes(self, limits: memory.Limits) -> list[Shape]:

@@ -19,6 +19,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowMask, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
+from jpaged.logits_processors import LogitsProcessor
 from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
 from jpaged.runtime import memory
 from jpaged.runtime.block_moves import BlockMover, host_slots
@@ -110,6 +111,7 @@ class ModelRunner:
         *,
         layout: WeightLayout = WeightLayout(),
         tokenizer_ids: np.ndarray | None = None,
+        processors: tuple[LogitsProcessor, ...] = (),
         progress: bool = False,
     ) -> "ModelRunner":
         """Size the pool, compile every program, make the state: after this nothing compiles.
@@ -126,8 +128,9 @@ class ModelRunner:
         if tokenizer_ids is not None and not tokenizer_ids.all():
             allowed = jax.device_put(np.asarray(tokenizer_ids, bool), sharding)
         blueprint = Blueprint.draw(
-            spec, config, params, device, sharding=sharding, layout=layout, masked=allowed is not None
-        )
+            spec, config, params, device, sharding=sharding, layout=layout, masked=allowed is not None,
+            processors=processors,
+        )  # fmt: skip
         dtype = blueprint.dtype
         with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
             if device.platform != "cpu" and spec.latent is None:  # latent pages: XLA's operations everywhere

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.logits_processors import LogitsProcessor
 from jpaged.runtime.state import Field, Flag, SamplingState
 
 # Vocabulary entries in one block of the two-level searches, at most; less where that divides the vocabulary.
@@ -50,7 +51,7 @@ class SamplerOptions:
 
     num_logprobs: int  # most likely ids that are given with a token
     logprobs_mode: str = "raw_logprobs"
-    processors: tuple[Callable[..., Any], ...] = ()  # custom logits processors, in the order of their parameters
+    processors: tuple[LogitsProcessor, ...] = ()
     # Whether work that no row needs is left out: where the device decides alone what it runs. On NVIDIA the host would
     # have to read the decision, in the middle of the step.
     can_skip: bool = True
@@ -91,9 +92,19 @@ def sample(
     temperature = _float(fields[:, Field.TEMPERATURE])
     is_random = temperature > GREEDY_BELOW
     scaled = work / jnp.where(is_random, temperature, 1.0)[:, None]
-    peak = jnp.take_along_axis(scaled, greedy[:, None], axis=1)
+
+    def less_its_peak() -> Float[Array, "rows vocab"]:
+        return scaled - jnp.take_along_axis(scaled, greedy[:, None], axis=1)
+
+    # Computed once, and kept: where XLA computes it again for another use it may round otherwise (a fused
+    # multiply-add), and what is compared with a threshold must be what the threshold was found among. On CPU a barrier
+    # is gone before that happens; a branch is not.
+    if options.can_skip:
+        x = lax.cond(jnp.any(is_random), less_its_peak, lambda: jnp.zeros_like(work))
+    else:
+        x = lax.optimization_barrier(less_its_peak())
     token_ids, kept = _draw(
-        scaled - peak, greedy, fields, _uniforms(fields, positions), is_random,
+        x, greedy, fields, _uniforms(fields, positions), is_random,
         typical=variant is SamplerVariant.FULL, can_skip=options.can_skip,
     )  # fmt: skip
     if variant is SamplerVariant.RANDOM:
@@ -101,7 +112,7 @@ def sample(
 
     told = logits
     if options.logprobs_mode.startswith("processed"):
-        told = jnp.where(kept.holds(scaled - peak) | ~is_random[:, None], scaled, -jnp.inf)
+        told = jnp.where(kept.holds(x) | ~is_random[:, None], scaled, -jnp.inf)
     # A beam is scored by what may be chosen, at its temperature.
     beam_temperature = _float(fields[:, Field.BEAM_TEMPERATURE])[:, None]
     is_beam = beam_temperature > 0
@@ -130,7 +141,7 @@ def _describe(
     return Sampled(
         token_ids,
         logprobs=(chosen - normaliser)[:, 0],
-        ranks=jnp.sum(told > chosen, axis=-1, dtype=jnp.int32) + 1,
+        ranks=jnp.sum(told >= chosen, axis=-1, dtype=jnp.int32),  # as vLLM's: of equals the last place
         top_ids=top_ids,
         top_logprobs=top_logits - normaliser,
     )
@@ -143,7 +154,7 @@ def _process(
     logits: Float[Array, "rows vocab"],
     fields: Int[Array, "rows num_fields"],
     extras: SamplingState,
-    processors: tuple[Callable[..., Any], ...],
+    processors: tuple[LogitsProcessor, ...],
 ) -> Float[Array, "rows vocab"]:
     """Masks, logit_bias, custom processors and penalties, of the rows that have them."""
     rows, vocab = logits.shape
@@ -158,7 +169,7 @@ def _process(
     work = work.at[jnp.arange(rows)[:, None], extras.bias_ids].add(bias, mode="drop")
     column = 0
     for number, process in enumerate(processors):
-        count = process.num_parameters  # type: ignore[attr-defined]
+        count = len(process.parameters)
         asked = (fields[:, Field.PROCESSORS] >> number & 1)[:, None] > 0
         processed = jax.vmap(process)(work, *extras.custom[:, column : column + count].T)
         work, column = jnp.where(asked, processed, work), column + count
