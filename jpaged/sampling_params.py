@@ -5,12 +5,13 @@ import difflib
 import enum
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from jpaged.errors import RequestError
+from jpaged.structured_outputs import StructuredOutputsParams
 
 MAX_N = 64
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM: logits divided by less overflow float32
@@ -44,7 +45,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (),
     "output_kind": (),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "repetition_detection": (),
     "thinking_token_budget": (),
     "watermarking": (False,),
@@ -119,6 +119,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """What the text must match: a JSON schema, a regular expression, a grammar. Stored as StructuredOutputsParams."""
+
     # Known by name, not built yet: only the default, or what means the same (NOT_BUILT), is accepted.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -137,7 +140,6 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
-    structured_outputs: Any = None
     repetition_detection: Any = None
     thinking_token_budget: int | None = None
     watermarking: bool | None = None
@@ -182,6 +184,12 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             self._boolean(name)
         self._token_ids("stop_token_ids")
+        if self.structured_outputs is not None:
+            structured = StructuredOutputsParams.from_fields(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", structured)
+            if self.use_beam_search:
+                accepted = "goes with sampling only: leave use_beam_search out"
+                raise RequestError("structured_outputs", structured, accepted)
         for name, also_off in NOT_BUILT.items():
             value, default = getattr(self, name), self.__dataclass_fields__[name].default
             if value is not default and not any(_same(value, off) for off in (default, *also_off)):
