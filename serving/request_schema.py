@@ -72,6 +72,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    response_format: dict[str, Any] | None = None     # see output_format.py
+    structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -85,8 +87,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
         "prompt_logprobs": (),
         "truncate_prompt_tokens": (),
         "echo": (False,),

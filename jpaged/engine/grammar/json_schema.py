@@ -24,6 +24,14 @@ REFUSED_KEYWORDS = frozenset(
 
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 
+# Kept out of formats, for readers refuse them: the year 0, which Python does not have, and leap seconds, which the
+# compiler would allow in any minute.
+_NARROWED = {
+    "date": "^(?:[1-9]|0[1-9]|00[1-9]|000[1-9])",
+    "time": "^.{6}[0-5]",
+    "date-time": "^(?:[1-9].{16}|0[1-9].{15}|00[1-9].{14}|000[1-9].{13})[0-5]",
+}
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # of schemas, by a name that is anything
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
@@ -85,6 +93,9 @@ def prepare_document(
     for _, schema in schemas:
         if isinstance(schema.get("pattern"), str):
             schema["pattern"] = to_rust(schema["pattern"])
+        narrowed = _NARROWED.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+        if narrowed is not None and isinstance(schema.setdefault("allOf", []), list):
+            schema["allOf"].append({"pattern": narrowed})
         if schema.get("uniqueItems") is False:
             del schema["uniqueItems"]
         if close_objects and ("properties" in schema or "patternProperties" in schema):
