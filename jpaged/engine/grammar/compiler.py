@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from jpaged.engine.grammar.limits import STEP_LIMITS, GrammarLimits
+from jpaged.engine.grammar.limits import GRAMMAR_STEP_LIMITS, STEP_LIMITS, GrammarLimits
 from jpaged.engine.grammar.matcher import GrammarMatcher, first_line, mask_words
 from jpaged.engine.grammar.probe_process import ProbeProcess, ProbeTimeout
 from jpaged.engine.grammar.translate import Source
@@ -184,14 +184,16 @@ class GrammarCompiler:
             _fail(future, result)
 
     def _compile(self, probe: ProbeProcess, source: Source, seconds: float) -> Grammar:
-        text, error = probe.compile(source.text(), context_free=source.is_context_free, seconds=seconds)
+        limits = GRAMMAR_STEP_LIMITS if source.is_context_free else STEP_LIMITS
+        text, error = probe.compile(
+            source.text(), context_free=source.is_context_free, limits=limits, seconds=seconds
+        )
         if not error:
             assert self._tokenizer is not None
             if not source.is_context_free:
                 text = source.text(self._special_ids.get)
-            limits = LLParserLimits(**STEP_LIMITS)
             began = time.monotonic()
-            matcher = LLMatcher(self._tokenizer, text, limits=limits, log_level=0)
+            matcher = LLMatcher(self._tokenizer, text, limits=LLParserLimits(**limits), log_level=0)
             if not matcher.is_error():
                 words = np.zeros(mask_words(self.vocab_size), np.uint32)
                 matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

@@ -7,10 +7,10 @@ import selectors
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import llguidance
 
-from jpaged.engine.grammar.limits import STEP_LIMITS
 from jpaged.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,16 @@ class ProbeProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def compile(self, grammar: str, *, context_free: bool, seconds: float) -> tuple[str, str]:
+    def compile(
+        self, grammar: str, *, context_free: bool, limits: dict[str, Any], seconds: float
+    ) -> tuple[str, str]:
         """(the grammar as the compiler reads it, why it cannot be compiled or "").
+
+        context_free: it is Lark or GBNF as the request wrote it. limits: of LLParserLimits.
 
         Raises ProbeTimeout after `seconds`, EngineError when no process can be started.
         """
-        asked = {"grammar": grammar, "context_free": context_free, "limits": STEP_LIMITS, "seconds": seconds}
+        asked = {"grammar": grammar, "context_free": context_free, "limits": limits, "seconds": seconds}
         process = self._running()
         assert process.stdin is not None
         try:

@@ -6,13 +6,24 @@ and more in some. What the compiler's dialect lacks (look-around, back reference
 
 import re
 
-_CLASSES = {
+# What every dialect reads the class as: ASCII in JavaScript; Python counts ½ as a word character and the separators
+# U+001C to U+001F as white space, JavaScript the byte order mark.
+_NARROW = {
     "d": "[0-9]",
     "w": "[A-Za-z0-9_]",
     "s": r"[ \t\n\r\f\v]",
-    "W": r"[^\w\p{N}]",            # Python counts ½ as a word character
-    "S": r"[^\s\x1c-\x1f\x{feff}]",  # Python counts the separators as white space, JavaScript the byte order mark
-    "Z": r"\z",
+    "D": r"\D",
+    "W": r"[^\w\p{N}]",
+    "S": r"[^\s\x1c-\x1f\x{feff}]",
+}
+# What any dialect reads it as: inside a negated class, whose complement is then the narrow one.
+_WIDE = {
+    "d": r"\d",
+    "w": r"[\w\p{N}]",
+    "s": r"[\s\x1c-\x1f\x{feff}]",
+    "D": "[^0-9]",
+    "W": "[^A-Za-z0-9_]",
+    "S": r"[^ \t\n\r\f\v]",
 }
 _PIECE = re.compile(r"\\(?P<escaped>.)|(?P<open>\[\^?\]?)|(?P<close>\])|(?P<other>.)", re.DOTALL)
 
@@ -20,11 +31,12 @@ _PIECE = re.compile(r"\\(?P<escaped>.)|(?P<open>\[\^?\]?)|(?P<close>\])|(?P<othe
 def to_rust(pattern: str) -> str:
     """The expression in Rust's syntax. Linear in its length; an invalid one stays invalid."""
     out: list[str] = []
-    in_class = False
+    in_class = negated = False
     for piece in _PIECE.finditer(pattern):
         text = piece[0]
         if piece["escaped"]:
-            out.append(_CLASSES.get(piece["escaped"], text))
+            classes = _WIDE if in_class and negated else _NARROW
+            out.append(classes.get(piece["escaped"], r"\z" if text == r"\Z" else text))
         elif in_class:
             # Inside a class Rust nests at "[" and has operators && ~~ -- where others read plain characters.
             if piece["open"]:
@@ -38,7 +50,7 @@ def to_rust(pattern: str) -> str:
                 out.append("\\" + text if text in "&~" else text)
         elif piece["open"]:
             out.append(text)
-            in_class = True
+            in_class, negated = True, "^" in text
         else:
             out.append(text)
     return "".join(out)
