@@ -48,6 +48,10 @@ REFUSED = {
     "long white space": ({"json_object": True, "whitespace_pattern": " ?" * 3000}, "max_regex_bytes"),
     "remote": ({"json": {"$ref": "https://example.com/a.json"}}, "nothing is fetched"),
     "remote inside": ({"json": corpus.obj({"a": {"$ref": "file:///etc/passwd"}})}, "nothing is fetched"),
+    "remote under long names": (
+        {"json": {"properties": {"a" * 30_000: corpus.obj({"b" * 15_000: {"$ref": "https://example.com"}})}}},
+        "nothing is fetched",
+    ),
     "no JSON": ({"json": "{"}, "must be JSON"),
     "NaN": ({"json": '{"minimum": NaN}'}, "must be JSON"),
     "no schema": ({"json": "3"}, "must be a JSON schema"),

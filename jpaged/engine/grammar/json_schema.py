@@ -91,16 +91,20 @@ def prepare_document(
     for where, schema in schemas:
         _check(schema, where, identifiers, limits, parameter)
     for _, schema in schemas:
-        if isinstance(schema.get("pattern"), str):
-            schema["pattern"] = to_rust(schema["pattern"])
-        narrowed = _NARROWED.get(schema["format"]) if isinstance(schema.get("format"), str) else None
-        if narrowed is not None and isinstance(schema.setdefault("allOf", []), list):
-            schema["allOf"].append({"pattern": narrowed})
-        if schema.get("uniqueItems") is False:
-            del schema["uniqueItems"]
-        if close_objects and ("properties" in schema or "patternProperties" in schema):
-            schema.setdefault("additionalProperties", False)
+        _rewrite(schema, close_objects)
     return document
+
+
+def _rewrite(schema: dict, close_objects: bool) -> None:
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = to_rust(schema["pattern"])
+    narrowed = _NARROWED.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if narrowed is not None and isinstance(schema.setdefault("allOf", []), list):
+        schema["allOf"].append({"pattern": narrowed})
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    if close_objects and ("properties" in schema or "patternProperties" in schema):
+        schema.setdefault("additionalProperties", False)
 
 
 def _subschemas(document: dict, limits: GrammarLimits, parameter: str) -> Iterator[tuple[str, dict]]:
@@ -112,21 +116,29 @@ def _subschemas(document: dict, limits: GrammarLimits, parameter: str) -> Iterat
             continue  # true, false; the compiler refuses the rest
         if depth > limits.max_grammar_depth:
             raise _too_deep(parameter, where, limits)
+        if not schema:
+            continue  # nothing to check, and 20,000 of them go into one request
         yield where, schema
-        for key in _MAPS:
-            if isinstance(children := schema.get(key), dict):
-                waiting += [(f"{where}/{key}/{name}", child, depth + 1) for name, child in children.items()]
-        for key in _LISTS:
-            if isinstance(children := schema.get(key), list):
-                waiting += [(f"{where}/{key}/{index}", child, depth + 1) for index, child in enumerate(children)]
-        for key in _SINGLE:
-            if isinstance(schema.get(key), dict):
-                waiting.append((f"{where}/{key}", schema[key], depth + 1))
+        for key, value in schema.items():
+            if isinstance(value, dict):
+                if key in _MAPS:
+                    waiting += [(_inside(where, key, name), child, depth + 1) for name, child in value.items()]
+                elif key in _SINGLE:
+                    waiting.append((_inside(where, key), value, depth + 1))
+            elif isinstance(value, list) and key in _LISTS:
+                waiting += [(_inside(where, key, index), child, depth + 1) for index, child in enumerate(value)]
+
+
+def _inside(where: str, key: str, name: object = "") -> str:
+    """Where a schema stands, cut to a length: 10,000 schemas under one name of 30,000 letters must cost nothing."""
+    if len(where) > 100:
+        where = "…" + where[-100:]
+    return f"{where}/{key}/{str(name)[:40]}" if name != "" else f"{where}/{key}"
 
 
 def _check(schema: dict, where: str, identifiers: set[str], limits: GrammarLimits, parameter: str) -> None:
-    for key in schema:
-        if key in REFUSED_KEYWORDS and not (key == "uniqueItems" and schema[key] is False):
+    for key in schema.keys() & REFUSED_KEYWORDS:
+        if key != "uniqueItems" or schema[key] is not False:
             how = "say it with whitespace_pattern or disable_any_whitespace" if key == "x-guidance" else "leave it out"
             raise RequestError(parameter, {key: schema[key]}, f"{where}: the keyword {key} is not supported: {how}")
     enum = schema.get("enum")

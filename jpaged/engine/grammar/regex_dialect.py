@@ -25,7 +25,7 @@ _WIDE = {
     "W": "[^A-Za-z0-9_]",
     "S": r"[^ \t\n\r\f\v]",
 }
-_PIECE = re.compile(r"\\(?P<escaped>.)|(?P<open>\[\^?\]?)|(?P<close>\])|(?P<other>.)", re.DOTALL)
+_PIECE = re.compile(r"[^\\\[\]&~]+|\\(?P<escaped>.)|(?P<open>\[\^?\]?)|(?P<close>\])|.", re.DOTALL)
 
 
 def to_rust(pattern: str) -> str:
