@@ -17,6 +17,7 @@ from jpaged.outputs import (
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
+from jpaged.structured_outputs import StructuredOutputsParams
 from jpaged.version import __version__
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "generate",
     "SamplingParams",
     "RequestOutputKind",
+    "StructuredOutputsParams",
     "PoolingParams",
     "EngineConfig",
     "RequestOutput",

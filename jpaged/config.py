@@ -91,6 +91,24 @@ class EngineConfig:
     """What log-probabilities are of. raw_logprobs: the model's own distribution. processed_logprobs: what was sampled
     from, after temperature, penalties and filters. raw_logits, processed_logits: the same, not normalised."""
 
+    max_grammar_bytes: int = 65536
+    """Most bytes of a JSON schema, a grammar or a list of choices that a request brings."""
+
+    max_grammar_depth: int = 32
+    """Most schemas one inside the other in a JSON schema that a request brings."""
+
+    max_grammar_enum: int = 10_000
+    """Most values of one enum, and most choices, that a request brings."""
+
+    max_regex_bytes: int = 4096
+    """Most bytes of one regular expression that a request brings."""
+
+    grammar_compile_timeout: float = 5.0
+    """Seconds after which a grammar that does not compile is refused. Others go on meanwhile."""
+
+    grammar_cache_size: int = 64
+    """Compiled grammars that are kept in memory for requests that ask for the same."""
+
     compilation_cache_dir: str | None = None
     """Folder of compiled programs, kept between starts. Default: the platform's cache folder."""
 

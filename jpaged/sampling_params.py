@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from jpaged.errors import RequestError
+from jpaged.structured_outputs import StructuredOutputsParams
 
 MAX_N = 64
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM: logits divided by less overflow float32
@@ -40,7 +41,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_start": (),
     "logprob_token_ids": (),
     "flat_logprobs": (),
-    "structured_outputs": (),
     "repetition_detection": (),
     "thinking_token_budget": (),
     "watermarking": (False,),
@@ -173,13 +173,15 @@ class SamplingParams:
     truncation_side: str | None = None
     """Which end of a prompt that is truncated goes: "left" (the default, the last tokens are kept) or "right"."""
 
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """What the text must match: a JSON schema, a regular expression, a grammar. Stored as StructuredOutputsParams."""
+
     # Known by name, not built yet: only the default, or what means the same (NOT_BUILT), is accepted.
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
-    structured_outputs: Any = None
     repetition_detection: Any = None
     thinking_token_budget: int | None = None
     watermarking: bool | None = None
@@ -237,6 +239,12 @@ class SamplingParams:
         self._check_streaming()
         self._check_truncation()
         self._token_ids("stop_token_ids")
+        if self.structured_outputs is not None:
+            structured = StructuredOutputsParams.from_fields(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", structured)
+            if self.use_beam_search:
+                accepted = "goes with sampling only: leave use_beam_search out"
+                raise RequestError("structured_outputs", structured, accepted)
         for name, also_off in NOT_BUILT.items():
             value, default = getattr(self, name), self.__dataclass_fields__[name].default
             if value is not default and not any(_same(value, off) for off in (default, *also_off)):

@@ -14,6 +14,7 @@ from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.serving.engine_client import EngineClient, Prompt
 from jpaged.serving.error_responses import APIError
+from jpaged.serving.output_format import structured_outputs
 from jpaged.serving.request_schema import SAMPLING_FIELDS, EmbeddingRequest, GenerationRequest
 from jpaged.serving.response_schema import CachedTokens, Usage
 
@@ -82,6 +83,8 @@ def sampling_params(
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name, None)) is not None}
     if "logit_bias" in given:
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
+    if (structured := structured_outputs(request)) is not None:
+        given["structured_outputs"] = structured
     kind = RequestOutputKind.CUMULATIVE if request.stream else RequestOutputKind.FINAL_ONLY
     params = dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
     if request.stream and params.chooses:
@@ -111,11 +114,18 @@ def check_stream_options(request: GenerationRequest) -> bool:
 
 @contextmanager
 def named_as_sent(names: Mapping[str, str]) -> Generator[None]:
-    """Errors inside name a field as the request wrote it, where the engine's name for it is another (the key)."""
+    """Errors inside name a field as the request wrote it, where the engine's name for it is another (the key).
+
+    What lies inside a field is called by the field's name and the rest.
+    """
     try:
         yield
     except RequestError as error:
-        raise RequestError(names.get(error.parameter, error.parameter), error.value, error.accepted) from None
+        known = error.parameter
+        while known and known not in names:
+            known = known.rpartition(".")[0]
+        parameter = names[known] + error.parameter[len(known) :] if known else error.parameter
+        raise RequestError(parameter, error.value, error.accepted) from None
 
 
 async def updates(

@@ -78,6 +78,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     stream_interval: int | None = None
+    response_format: dict[str, Any] | None = None     # see output_format.py
+    structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -91,8 +93,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
         "prompt_logprobs": (),
         "echo": (False,),
         "return_token_ids": (False,),

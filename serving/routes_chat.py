@@ -18,6 +18,7 @@ from jpaged.serving.body import read_body
 from jpaged.serving.disconnect import until_disconnect
 from jpaged.serving.generation import Head, Outputs, Server
 from jpaged.serving.logprob_shapes import chat_logprobs
+from jpaged.serving.output_format import names_as_sent
 from jpaged.serving.request_schema import ChatRequest
 from jpaged.serving.response_schema import (
     AssistantMessage,
@@ -38,7 +39,7 @@ async def chat_completions(request: Request) -> Response:
     names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    with generation.named_as_sent(names):
+    with generation.named_as_sent(names | names_as_sent(body)):
         return await _answer(request, server, body)
 
 

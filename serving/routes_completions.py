@@ -18,6 +18,7 @@ from jpaged.serving.disconnect import until_disconnect
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.generation import Head, Outputs, Server
 from jpaged.serving.logprob_shapes import completion_logprobs
+from jpaged.serving.output_format import names_as_sent
 from jpaged.serving.request_schema import CompletionRequest
 from jpaged.serving.response_schema import Completion, CompletionChoice
 from jpaged.serving.sse import open_stream
@@ -29,7 +30,7 @@ async def completions(request: Request) -> Response:
     """Continue one prompt or several: text, lists of text, token ids, lists of token ids."""
     server: Server = request.app.state.server
     body = await read_body(request, CompletionRequest)
-    with generation.named_as_sent({"prompt_token_ids": "prompt"}):
+    with generation.named_as_sent({"prompt_token_ids": "prompt"} | names_as_sent(body)):
         return await _answer(request, server, body)
 
 

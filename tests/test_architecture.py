@@ -49,6 +49,7 @@ SHARED = {
     "jpaged.prompts",
     "jpaged.sampling_params",
     "jpaged.snapshot",
+    "jpaged.structured_outputs",
     "jpaged.version",
 }
 PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}

@@ -31,7 +31,7 @@ MEANINGFUL = {
     "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_tokens": 1,
     "bad_words": ["a"], "logit_bias": {1: 2.0}, "allowed_token_ids": [1],
     "prompt_logprobs": 0, "prompt_logprob_token_ids": np.array([1]), "prompt_logprob_start": 0,
-    "logprob_token_ids": [1], "flat_logprobs": True, "structured_outputs": {"regex": "a"},
+    "logprob_token_ids": [1], "flat_logprobs": True,
     "repetition_detection": object(), "thinking_token_budget": 0, "watermarking": True,
     "skip_reading_prefix_cache": True, "skip_clone": True, "output_text_buffer_length": 1,
     "routed_experts_prompt_start": 1, "trace_decode_token_ids": [1], "extra_args": {"a": 1},

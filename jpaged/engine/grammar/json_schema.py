@@ -1,0 +1,190 @@
+"""A JSON schema from a request: checked against the limits and the keywords that are enforced, then made ready.
+
+The compiler would find most of this itself, later and in its own words; here it costs a millisecond, before anything
+runs. A keyword that restricts and cannot be enforced is refused: an answer would not be what was asked for. Keywords
+that no draft knows are annotations, as JSON Schema says.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jpaged.engine.grammar.limits import GrammarLimits
+from jpaged.engine.grammar.regex_dialect import to_rust
+from jpaged.errors import RequestError
+
+# Of draft 4 to 2020-12: they restrict, and are not enforced.
+REFUSED_KEYWORDS = frozenset(
+    {
+        "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
+        "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames",
+        "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-guidance",
+    }
+)  # fmt: skip
+
+FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+
+# Kept out of formats, for readers refuse them: the year 0, which Python does not have, and leap seconds, which the
+# compiler would allow in any minute.
+_NARROWED = {
+    "date": "^(?:[1-9]|0[1-9]|00[1-9]|000[1-9])",
+    "time": "^.{6}[0-5]",
+    "date-time": "^(?:[1-9].{16}|0[1-9].{15}|00[1-9].{14}|000[1-9].{13})[0-5]",
+}
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # of schemas, by a name that is anything
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalItems", "additionalProperties")
+
+_CONTAINERS_A_LEVEL = 4  # nested braces and brackets for one level of schemas; the compiler's parser takes 128 in all
+
+
+def prepare(text: str, limits: GrammarLimits, parameter: str, *, close_objects: bool = False) -> dict[str, Any]:
+    """The schema, checked, with its regular expressions in the compiler's dialect.
+
+    close_objects: objects that do not speak of additionalProperties have none.
+
+    Raises RequestError that names what is too large, not supported, or no schema.
+    """
+    check_size(text, limits, parameter)
+    return prepare_document(parse(text, limits, parameter), limits, parameter, close_objects=close_objects)
+
+
+def check_size(text: str, limits: GrammarLimits, parameter: str) -> None:
+    """Raise RequestError for more bytes than the engine's max_grammar_bytes."""
+    size = len(text.encode())
+    if size > limits.max_grammar_bytes:
+        raise RequestError(
+            parameter, text, f"has {size:,} bytes, of at most {limits.max_grammar_bytes:,} (max_grammar_bytes)"
+        )
+
+
+def parse(text: str, limits: GrammarLimits, parameter: str) -> Any:
+    """JSON text as Python values. Raises RequestError for what is not JSON, or nested too deep to be looked into."""
+    try:
+        document = json.loads(text, parse_constant=_no_constant)
+    except ValueError as error:
+        raise RequestError(parameter, text, f"must be JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep(parameter, text, limits) from None
+    level, containers = _containers([document]), 0
+    while level:
+        containers += 1
+        if containers > _CONTAINERS_A_LEVEL * limits.max_grammar_depth:
+            raise _too_deep(parameter, text, limits)
+        level = [
+            child for value in level for child in _containers(value.values() if isinstance(value, dict) else value)
+        ]
+    return document
+
+
+def prepare_document(
+    document: Any, limits: GrammarLimits, parameter: str, *, close_objects: bool = False
+) -> dict[str, Any]:
+    """As `prepare`, for a parsed schema, which is changed."""
+    if document is True:
+        return {}
+    if not isinstance(document, dict):
+        raise RequestError(parameter, document, "must be a JSON schema: an object")
+    schemas = list(_subschemas(document, limits, parameter))
+    identifiers = {schema[key] for _, schema in schemas for key in ("$id", "id") if isinstance(schema.get(key), str)}
+    for where, schema in schemas:
+        _check(schema, where, identifiers, limits, parameter)
+    for _, schema in schemas:
+        _rewrite(schema, close_objects)
+    return document
+
+
+def _rewrite(schema: dict, close_objects: bool) -> None:
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = to_rust(schema["pattern"])
+    narrowed = _NARROWED.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if narrowed is not None and isinstance(schema.setdefault("allOf", []), list):
+        schema["allOf"].append({"pattern": narrowed})
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    if close_objects and ("properties" in schema or "patternProperties" in schema):
+        schema.setdefault("additionalProperties", False)
+
+
+def _subschemas(document: dict, limits: GrammarLimits, parameter: str) -> Iterator[tuple[str, dict]]:
+    """Every schema in a schema, with where it stands. Raises RequestError for one that is nested too deep."""
+    waiting: list[tuple[str, Any, int]] = [("#", document, 1)]
+    while waiting:
+        where, schema, depth = waiting.pop()
+        if not isinstance(schema, dict):
+            continue  # true, false; the compiler refuses the rest
+        if depth > limits.max_grammar_depth:
+            raise _too_deep(parameter, where, limits)
+        if not schema:
+            continue  # nothing to check, and 20,000 of them go into one request
+        yield where, schema
+        for key, value in schema.items():
+            if isinstance(value, dict):
+                if key in _MAPS:
+                    waiting += [(_inside(where, key, name), child, depth + 1) for name, child in value.items()]
+                elif key in _SINGLE:
+                    waiting.append((_inside(where, key), value, depth + 1))
+            elif isinstance(value, list) and key in _LISTS:
+                waiting += [(_inside(where, key, index), child, depth + 1) for index, child in enumerate(value)]
+
+
+def _inside(where: str, key: str, name: object = "") -> str:
+    """Where a schema stands, cut to a length: 10,000 schemas under one name of 30,000 letters must cost nothing."""
+    if len(where) > 100:
+        where = "…" + where[-100:]
+    return f"{where}/{key}/{str(name)[:40]}" if name != "" else f"{where}/{key}"
+
+
+def _check(schema: dict, where: str, identifiers: set[str], limits: GrammarLimits, parameter: str) -> None:
+    for key in schema.keys() & REFUSED_KEYWORDS:
+        if key != "uniqueItems" or schema[key] is not False:
+            how = "say it with whitespace_pattern or disable_any_whitespace" if key == "x-guidance" else "leave it out"
+            raise RequestError(parameter, {key: schema[key]}, f"{where}: the keyword {key} is not supported: {how}")
+    enum = schema.get("enum")
+    if isinstance(enum, list) and len(enum) > limits.max_grammar_enum:
+        raise RequestError(
+            parameter,
+            {"enum": enum},
+            f"{where}: {len(enum):,} values, of at most {limits.max_grammar_enum:,} (max_grammar_enum)",
+        )
+    for pattern in (schema.get("pattern"), *_names(schema.get("patternProperties"))):
+        if isinstance(pattern, str):
+            check_regex(pattern, limits, parameter, f"{where}: ")
+    types = schema.get("type", "string")
+    about_strings = types == "string" or (isinstance(types, list) and "string" in types)
+    if about_strings and "format" in schema and schema["format"] not in FORMATS:
+        accepted = f"{where}: a format that is not supported: leave it out, or use one of {', '.join(FORMATS)}"
+        raise RequestError(parameter, {"format": schema["format"]}, accepted)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        base = reference.partition("#")[0]
+        if base and base not in identifiers:
+            accepted = f"{where}: nothing is fetched: put the schema under $defs, and refer to it as #/$defs/NAME"
+            raise RequestError(parameter, {"$ref": reference}, accepted)
+
+
+def check_regex(pattern: str, limits: GrammarLimits, parameter: str, where: str = "") -> None:
+    """Raise RequestError for a regular expression of more bytes than the engine's max_regex_bytes."""
+    size = len(pattern.encode())
+    if size > limits.max_regex_bytes:
+        most = limits.max_regex_bytes
+        accepted = f"{where}a regular expression of {size:,} bytes, of at most {most:,} (max_regex_bytes)"
+        raise RequestError(parameter, pattern, accepted)
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, (dict, list))]
+
+
+def _names(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
+
+
+def _too_deep(parameter: str, value: object, limits: GrammarLimits) -> RequestError:
+    accepted = f"is nested deeper than {limits.max_grammar_depth} schemas (max_grammar_depth)"
+    return RequestError(parameter, value, accepted)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")

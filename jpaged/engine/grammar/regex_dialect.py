@@ -1,0 +1,61 @@
+r"""Regular expressions as Python and JavaScript read them, in the syntax of the compiler, which is that of Rust.
+
+Where dialects differ about a text, the rewritten expression matches what all of them match: `\d` is 0-9 everywhere,
+and more in some. What the compiler's dialect lacks (look-around, back references) it refuses itself.
+"""
+
+import re
+
+# What every dialect reads the class as: ASCII in JavaScript; Python counts ½ as a word character and the separators
+# U+001C to U+001F as white space, JavaScript the byte order mark.
+_NARROW = {
+    "d": "[0-9]",
+    "w": "[A-Za-z0-9_]",
+    "s": r"[ \t\n\r\f\v]",
+    "D": r"\D",
+    "W": r"[^\w\p{N}]",
+    "S": r"[^\s\x1c-\x1f\x{feff}]",
+}
+# What any dialect reads it as: inside a negated class, whose complement is then the narrow one.
+_WIDE = {
+    "d": r"\d",
+    "w": r"[\w\p{N}]",
+    "s": r"[\s\x1c-\x1f\x{feff}]",
+    "D": "[^0-9]",
+    "W": "[^A-Za-z0-9_]",
+    "S": r"[^ \t\n\r\f\v]",
+}
+_PIECE = re.compile(r"[^\\\[\]&~]+|\\(?P<escaped>.)|(?P<open>\[\^?\]?)|(?P<close>\])|.", re.DOTALL)
+
+
+def to_rust(pattern: str) -> str:
+    """The expression in Rust's syntax. Linear in its length; an invalid one stays invalid."""
+    out: list[str] = []
+    in_class = negated = False
+    for piece in _PIECE.finditer(pattern):
+        text = piece[0]
+        if piece["escaped"]:
+            classes = _WIDE if in_class and negated else _NARROW
+            out.append(classes.get(piece["escaped"], r"\z" if text == r"\Z" else text))
+        elif in_class:
+            # Inside a class Rust nests at "[" and has operators && ~~ -- where others read plain characters.
+            if piece["open"]:
+                closed = text.endswith("]")
+                out.append("\\[" + ("^" if "^" in text else "") + ("]" if closed else ""))
+                in_class = not closed
+            elif piece["close"]:
+                out.append("]")
+                in_class = False
+            else:
+                out.append("\\" + text if text in "&~" else text)
+        elif piece["open"]:
+            out.append(text)
+            in_class, negated = True, "^" in text
+        else:
+            out.append(text)
+    return "".join(out)
+
+
+def literal(text: str) -> str:
+    """An expression that matches exactly this text."""
+    return "".join(char if char.isalnum() or ord(char) > 127 else f"\\x{ord(char):02x}" for char in text)

@@ -1,0 +1,159 @@
+"""What a request asks for, as the text of a grammar for llguidance."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import LLMatcher
+
+from jpaged.engine.grammar import json_schema
+from jpaged.engine.grammar.limits import GrammarLimits
+from jpaged.engine.grammar.regex_dialect import literal, to_rust
+from jpaged.errors import RequestError
+from jpaged.structured_outputs import StructuredOutputsParams
+
+# Between two tokens of JSON: nothing, one blank, or one line break with its indentation. Models that may write blanks
+# for ever do: 6 of 10 prompts ran to max_tokens in a report against another engine.
+BOUNDED_WHITESPACE = r"(?: |\r?\n(?: {0,64}|\t{0,32}))?"
+
+_BLANK_ESCAPE = {r"\s": r"[ \n\r\t]"}  # Rust's \s has blanks that are no white space in JSON
+
+_TAG_FORM = (
+    '{"type": "structural_tag", "triggers": [text, ...], "structures": [{"begin": text, "schema": {}, "end": text}]}'
+)
+
+
+class Source:
+    """The checked text of a grammar, for any tokenizer. Raises RequestError, within milliseconds, for a bad one."""
+
+    def __init__(self, params: StructuredOutputsParams, limits: GrammarLimits):
+        self.parameter = f"structured_outputs.{params.kind}"
+        self.value = getattr(params, params.kind)
+        self.is_context_free = params.kind == "grammar"  # Lark, or GBNF that the worker makes Lark of
+        self._tags: _StructuralTags | None = None
+        self._text = ""
+        match params.kind:
+            case "json":
+                schema = json_schema.prepare(
+                    self.value, limits, self.parameter, close_objects=params.disable_additional_properties
+                )
+                self._text = _json_grammar(schema, params)
+            case "json_object":
+                self._text = _json_grammar({"type": "object"}, params)
+            case "regex":
+                json_schema.check_regex(self.value, limits, self.parameter)
+                self._text = LLMatcher.grammar_from_regex(to_rust(self.value))
+            case "choice":
+                self._text = _choice_grammar(self.value, limits, self.parameter)
+            case "grammar":
+                json_schema.check_size(self.value, limits, self.parameter)
+                self._text = self.value
+            case "structural_tag":
+                self._tags = _StructuralTags(params, limits, self.parameter)
+        self._whitespace(params, limits)
+
+    def text(self, special_id: Callable[[str], int | None] = lambda token: None) -> str:
+        """The grammar. `special_id` gives the id of a special token by its name: in tags they are tokens, not text."""
+        return self._text if self._tags is None else LLMatcher.grammar_from_lark(self._tags.lark(special_id))
+
+    def _whitespace(self, params: StructuredOutputsParams, limits: GrammarLimits) -> None:
+        if params.whitespace_pattern is not None:
+            json_schema.check_regex(params.whitespace_pattern, limits, "structured_outputs.whitespace_pattern")
+
+
+def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    options: dict[str, Any] = {"item_separator": ",", "key_separator": ":", "coerce_one_of": False, "lenient": False}
+    if params.disable_any_whitespace:
+        return options | {"whitespace_flexible": False}
+    pattern = params.whitespace_pattern
+    if pattern is None:
+        pattern = BOUNDED_WHITESPACE
+    elif not pattern:
+        return options | {"whitespace_flexible": False}
+    return options | {"whitespace_pattern": _json_blanks(pattern)}
+
+
+def _json_blanks(pattern: str) -> str:
+    r"""A pattern of blanks with JSON's own blanks for \s; nested classes, so it holds inside classes as well."""
+    for escape, blanks in _BLANK_ESCAPE.items():
+        pattern = pattern.replace(escape, blanks)
+    return pattern
+
+
+def _json_grammar(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
+    text = json.dumps({"x-guidance": _json_options(params)} | schema, ensure_ascii=False)
+    return LLMatcher.grammar_from_json_schema(text)
+
+
+def _choice_grammar(choices: tuple[str, ...], limits: GrammarLimits, parameter: str) -> str:
+    if len(choices) > limits.max_grammar_enum:
+        accepted = f"{len(choices):,} texts, of at most {limits.max_grammar_enum:,} (max_grammar_enum)"
+        raise RequestError(parameter, choices[:3], accepted)
+    size = sum(len(choice.encode()) for choice in choices)
+    if size > limits.max_grammar_bytes:
+        accepted = f"{size:,} bytes, of at most {limits.max_grammar_bytes:,} (max_grammar_bytes)"
+        raise RequestError(parameter, choices[:3], accepted)
+    # One expression, not one rule with alternatives: 10,000 of those are more than the parser's row holds.
+    return LLMatcher.grammar_from_regex("|".join(f"(?:{literal(choice)})" for choice in dict.fromkeys(choices)))
+
+
+class _StructuralTags:
+    """Free text in which each trigger begins one of its tags."""
+
+    def __init__(self, params: StructuredOutputsParams, limits: GrammarLimits, parameter: str):
+        text = params.structural_tag
+        assert isinstance(text, str)
+        json_schema.check_size(text, limits, parameter)
+        document = json_schema.parse(text, limits, parameter)
+        if not isinstance(document, dict) or document.get("type") != "structural_tag":
+            raise RequestError(parameter, document, f"must be {_TAG_FORM}")
+        for key in document.keys() - {"type", "triggers", "structures"}:
+            raise RequestError(f"{parameter}.{key}", document[key], f"is not supported; must be {_TAG_FORM}")
+        self._triggers = document.get("triggers")
+        structures = document.get("structures")
+        if not _texts(self._triggers) or not all(self._triggers):
+            raise RequestError(f"{parameter}.triggers", self._triggers, "must be a list of texts that are not empty")
+        if not isinstance(structures, list) or not structures:
+            raise RequestError(f"{parameter}.structures", structures, "must be a list of tags")
+        self._tags: dict[str, list[tuple[str, str, str]]] = {}  # trigger -> (rest of the begin, schema, end)
+        for index, structure in enumerate(structures):
+            self._add(structure, f"{parameter}.structures[{index}]", params, limits)
+
+    def _add(
+        self, structure: Any, parameter: str, params: StructuredOutputsParams, limits: GrammarLimits
+    ) -> None:
+        if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
+            raise RequestError(parameter, structure, "must have begin, schema and end")
+        begin, end = structure["begin"], structure["end"]
+        if not _texts([begin, end]):
+            raise RequestError(parameter, structure, "begin and end must be texts")
+        trigger = next((trigger for trigger in self._triggers if begin.startswith(trigger)), None)
+        if trigger is None:
+            raise RequestError(f"{parameter}.begin", begin, f"must begin with one of the triggers {self._triggers}")
+        schema = json_schema.prepare_document(
+            structure["schema"], limits, f"{parameter}.schema", close_objects=params.disable_additional_properties
+        )
+        body = json.dumps({"x-guidance": _json_options(params)} | schema, ensure_ascii=False)
+        self._tags.setdefault(trigger, []).append((begin[len(trigger) :], body, end))
+
+    def lark(self, special_id: Callable[[str], int | None]) -> str:
+        """The tags as a Lark grammar."""
+        def text(value: str) -> str:
+            token_id = special_id(value)
+            return json.dumps(value) if token_id is None else f"<[{token_id}]>"
+
+        lines = ["start: (" + " | ".join(f"tag_{i}" for i in range(len(self._tags))) + ")* rest"]
+        lines += ["rest: TEXT", r"TEXT: /(.|\n)*/"]
+        for i, (trigger, tags) in enumerate(self._tags.items()):
+            if special_id(trigger) is None:
+                lines.append(f"head_{i}[lazy]: TEXT {text(trigger)}")
+            else:
+                lines.append(f"head_{i}: TEXT {text(trigger)}")
+            lines.append(f"tag_{i}: head_{i} (" + " | ".join(f"body_{i}_{j}" for j in range(len(tags))) + ")")
+            for j, (rest, schema, end) in enumerate(tags):
+                lines.append(f"body_{i}_{j}: {text(rest) if rest else ''} %json {schema} {text(end) if end else ''}")
+        return "%llguidance {}\n" + "\n".join(lines)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)

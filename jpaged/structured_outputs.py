@@ -1,0 +1,153 @@
+"""StructuredOutputsParams: what the text of an answer must look like. Checked when made, frozen afterwards.
+
+Only what can be told without an engine is checked here. The engine's limits (size, depth, ...) and what a grammar
+may contain are `jpaged.engine.grammar`'s business.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jpaged.errors import RequestError
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_WITH_JSON = ("json", "json_object", "structural_tag")  # kinds that have white space between the tokens of JSON
+
+# Blanks of JSON, escapes of them, classes of those, groups, alternatives and repetitions: whatever such a pattern
+# matches, JSON stays JSON.
+_BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|0[9aAdD]))"
+_WHITESPACE = re.compile(rf"(?:{_BLANK}|\[{_BLANK}+\]|\(\?:|[()|?*+]|\{{\d*,?\d*\}})*")
+
+
+@dataclasses.dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the text of one answer must match: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and
+    `structural_tag`.
+
+    Names are vLLM's. Raises RequestError that names the field as `structured_outputs.FIELD`.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as a mapping or as text. Stored as text."""
+
+    regex: str | None = None
+    """A regular expression that the whole answer matches."""
+
+    choice: tuple[str, ...] | list[str] | None = None
+    """The answer is one of these texts. Stored as a tuple."""
+
+    grammar: str | None = None
+    """A context-free grammar: Lark (it has a rule `start:`) or GBNF (it has a rule `root ::=`)."""
+
+    json_object: bool | None = None
+    """The answer is any JSON object."""
+
+    disable_any_whitespace: bool = False
+    """No white space between the tokens of JSON. By default one blank, or one line break with its indentation."""
+
+    disable_additional_properties: bool = False
+    """Objects of the schema that do not speak of additionalProperties have none."""
+
+    whitespace_pattern: str | None = None
+    """What may stand between the tokens of JSON: a regular expression of blanks, instead of the bounded default."""
+
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Free text in which each trigger begins a tag whose content follows a JSON schema:
+    {"type": "structural_tag", "triggers": [text, ...], "structures": [{"begin": text, "schema": {...}, "end": text}]},
+    as a mapping or as text. Stored as text."""
+
+    @classmethod
+    def from_fields(cls, fields: object) -> Self:
+        """From a mapping of its fields, or one of it as it is. Raises RequestError that names an unknown field."""
+        if isinstance(fields, cls):
+            return fields
+        if not isinstance(fields, Mapping):
+            raise RequestError("structured_outputs", fields, "must be StructuredOutputsParams, or its fields as a dict")
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                close = difflib.get_close_matches(str(name), cls.__dataclass_fields__, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(cls.__dataclass_fields__)
+                raise RequestError(f"structured_outputs.{name}", fields[name], f"unknown field; {hint}")
+        return cls(**fields)
+
+    def __post_init__(self) -> None:
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise _error(name, getattr(self, name), "must be True or False")
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            raise _error("json_object", self.json_object, "must be True, or None")
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        for name in ("json", "structural_tag"):
+            self._document(name)
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _text(name, value))
+        self._choices()
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            kinds = ", ".join(KINDS)
+            raise RequestError("structured_outputs", given, f"give exactly one of {kinds}")
+        self._check_options()
+
+    @property
+    def kind(self) -> str:
+        """Which of the six kinds it is."""
+        return next(name for name in KINDS if getattr(self, name) is not None)
+
+    def _document(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, Mapping):
+            try:
+                value = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+            except (TypeError, ValueError) as error:
+                raise _error(name, type(value).__name__, f"cannot be written as JSON: {error}") from None
+            except RecursionError:
+                raise _error(name, type(value).__name__, "is nested too deep") from None
+        object.__setattr__(self, name, _text(name, value, "a JSON schema" if name == "json" else "a structural tag"))
+
+    def _choices(self) -> None:
+        if self.choice is None:
+            return
+        if not isinstance(self.choice, (list, tuple)) or not self.choice:
+            raise _error("choice", self.choice, "must be a list of at least one text")
+        object.__setattr__(self, "choice", tuple(_text("choice", text) for text in self.choice))
+
+    def _check_options(self) -> None:
+        for name in ("disable_any_whitespace", "whitespace_pattern"):
+            if getattr(self, name) and self.kind not in _WITH_JSON:
+                raise _error(name, getattr(self, name), f"goes with {', '.join(_WITH_JSON)}: leave it out")
+        if self.disable_additional_properties and self.kind not in ("json", "structural_tag"):
+            raise _error("disable_additional_properties", True, "goes with json, structural_tag: leave it out")
+        if self.whitespace_pattern is None:
+            return
+        if self.disable_any_whitespace:
+            raise _error("whitespace_pattern", self.whitespace_pattern, "contradicts disable_any_whitespace")
+        try:
+            re.compile(self.whitespace_pattern)
+            blank = _WHITESPACE.fullmatch(self.whitespace_pattern) is not None
+        except (re.error, RecursionError, OverflowError):
+            blank = False
+        if not blank:
+            accepted = r"must be a regular expression of blanks, \n, \r, \t and \s, in classes, groups and repetitions"
+            raise _error("whitespace_pattern", self.whitespace_pattern, accepted)
+
+
+def _text(name: str, value: object, what: str = "a text") -> str:
+    if not isinstance(value, str):
+        raise _error(name, value, f"must be {what}" + (", as a mapping or as text" if what != "a text" else ""))
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _error(name, value, "has half of a surrogate pair, which no UTF-8 text can hold") from None
+    return value
+
+
+def _error(name: str, value: object, accepted: str) -> RequestError:
+    return RequestError(f"structured_outputs.{name}", value, accepted)

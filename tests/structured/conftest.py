@@ -1,0 +1,79 @@
+"""Grammar compilers over three kinds of tokenizers."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher
+from jpaged.loading.tokenizer import load_tokenizer
+from jpaged.structured_outputs import StructuredOutputsParams
+from tests.structured import sampling
+
+DEMO = Path(jpaged.__file__).parent / "demo_model"
+SECONDS = 60.0
+
+
+@dataclasses.dataclass
+class Model:
+    """A tokenizer with a compiler for it, as an engine has them."""
+
+    compiler: GrammarCompiler
+    vocab_size: int  # padded: more than the tokenizer has
+    eos_token_ids: tuple[int, ...]
+    decode: Callable[[list[int]], str]
+    token_bytes: list[bytes]
+    drops_a_blank: bool = False  # at the beginning of a text, as SentencePiece's decoding does
+
+    def matcher(self, **fields: Any) -> GrammarMatcher:
+        """A new one for what StructuredOutputsParams takes."""
+        return self.compiler.submit(StructuredOutputsParams(**fields)).result(SECONDS).matcher()
+
+    def write(self, matcher: GrammarMatcher, seed: int, strength: float = 5.0, **options: Any) -> sampling.Answer:
+        """An answer of chance that favours short ends."""
+        bias = sampling.logits_of(self.token_bytes, self.eos_token_ids, strength)
+
+        def logits(position: int) -> np.ndarray:
+            return bias + np.random.default_rng((seed, position)).gumbel(size=self.vocab_size)
+
+        return sampling.write(matcher, self.vocab_size, self.eos_token_ids, logits, **options)
+
+
+def model(tokenizer: Any, num_tokens: int, eos: tuple[int, ...], decode: Callable[[list[int]], str]) -> Model:
+    """A model whose output has 37 rows more than its tokenizer tokens."""
+    compiler = GrammarCompiler(tokenizer, num_tokens + 37, eos)
+    texts = [decode([token_id]).encode() for token_id in range(num_tokens)] + [b"padding"] * 37
+    return Model(compiler, num_tokens + 37, eos, decode, texts)
+
+
+@pytest.fixture(scope="session", params=["demo", "byte-level", "sentencepiece-like"])
+def any_model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    """The demo model's tokenizer, a small byte-level one, and one with byte fallback."""
+    if request.param == "demo":
+        tokenizer = load_tokenizer(DEMO)
+        assert tokenizer is not None
+        eos = json.loads((DEMO / "config.json").read_text())["eos_token_id"]
+        made = model(tokenizer, len(tokenizer), (eos,), tokenizer.decode)
+    else:
+        backend = sampling.byte_level() if request.param == "byte-level" else sampling.sentencepiece_like()
+        eos = backend.token_to_id("<|end|>" if request.param == "byte-level" else "</s>")
+        made = model(sampling.Wrapped(backend), backend.get_vocab_size(), (eos,), backend.decode)
+        made.drops_a_blank = request.param == "sentencepiece-like"
+    yield made
+    made.compiler.close()
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Model]:
+    """The demo model's tokenizer."""
+    tokenizer = load_tokenizer(DEMO)
+    assert tokenizer is not None
+    eos = json.loads((DEMO / "config.json").read_text())["eos_token_id"]
+    made = model(tokenizer, len(tokenizer), (eos,), tokenizer.decode)
+    yield made
+    made.compiler.close()

@@ -1,0 +1,274 @@
+"""What is beyond the limits is refused before anything runs; what is within them and hostile ends in time."""
+
+import concurrent.futures
+import json
+import re
+import time
+
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.engine.grammar import GrammarCompiler, GrammarLimits
+from jpaged.errors import EngineError, RequestError
+from jpaged.structured_outputs import StructuredOutputsParams
+from tests.structured import corpus, sampling
+from tests.structured.conftest import SECONDS, Model
+
+
+def nested(depth: int) -> corpus.Schema:
+    """So many schemas, one inside the other."""
+    schema: corpus.Schema = {"type": "integer"}
+    for _ in range(depth - 1):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def unreadable(depth: int) -> str:
+    """Lists in a const, which are no schemas."""
+    return '{"const":' + "[" * depth + "]" * depth + "}"
+
+
+# Refused by `submit` itself: a future would already have cost a worker.
+REFUSED = {
+    "60 levels": ({"json": nested(60)}, "max_grammar_depth"),
+    "33 levels": ({"json": nested(33)}, "max_grammar_depth"),
+    "lists in lists": ({"json": unreadable(200)}, "max_grammar_depth"),
+    "more lists than the reader takes": ({"json": "[" * 60_000}, "max_grammar_depth"),
+    "50,000 words": ({"json": {"enum": [f"w{i:05d}" for i in range(50_000)]}}, "max_grammar_bytes"),
+    "10,001 words": ({"json": {"enum": list(range(10_001))}}, "max_grammar_enum"),
+    "10,001 words inside": ({"json": corpus.obj({"a": {"enum": list(range(10_001))}})}, "max_grammar_enum"),
+    "10,001 choices": ({"choice": [str(i) for i in range(10_001)]}, "max_grammar_enum"),
+    "long choices": ({"choice": ["a" * 40_000, "b" * 40_000]}, "max_grammar_bytes"),
+    "large schema": ({"json": {"description": "a" * 65_536}}, "max_grammar_bytes"),
+    "large grammar": ({"grammar": "start: /a/\n" + "// a\n" * 20_000}, "max_grammar_bytes"),
+    "long regex": ({"regex": "a" * 4097}, "max_regex_bytes"),
+    "long regex of many bytes": ({"regex": "漢" * 1366}, "max_regex_bytes"),
+    "long pattern": ({"json": {"type": "string", "pattern": "a" * 4097}}, "max_regex_bytes"),
+    "long name pattern": ({"json": {"type": "object", "patternProperties": {"a" * 4097: {}}}}, "max_regex_bytes"),
+    "long white space": ({"json_object": True, "whitespace_pattern": " ?" * 3000}, "max_regex_bytes"),
+    "remote": ({"json": {"$ref": "https://example.com/a.json"}}, "nothing is fetched"),
+    "remote inside": ({"json": corpus.obj({"a": {"$ref": "file:///etc/passwd"}})}, "nothing is fetched"),
+    "remote under long names": (
+        {"json": {"properties": {"a" * 30_000: corpus.obj({"b" * 15_000: {"$ref": "https://example.com"}})}}},
+        "nothing is fetched",
+    ),
+    "no JSON": ({"json": "{"}, "must be JSON"),
+    "NaN": ({"json": '{"minimum": NaN}'}, "must be JSON"),
+    "no schema": ({"json": "3"}, "must be a JSON schema"),
+}
+
+# Refused in the worker, in the words of the compiler.
+NOT_COMPILED = {
+    "a reference to itself": ({"json": {"$ref": "#"}}, "nothing matches it"),
+    "references in a circle": (
+        {"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+        "nothing matches it",
+    ),
+    "an object that holds itself": ({"json": corpus.obj({"a": {"$ref": "#"}})}, None),
+    "a reference to nothing": ({"json": {"$ref": "#/$defs/x"}}, "does not exist"),
+    "no such type": ({"json": {"type": "strin"}}, "strin"),
+    "contradiction": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+    "oneOf that overlaps": ({"json": {"oneOf": [{"minimum": 1}, {"maximum": 9}]}}, "oneOf"),
+    "look-around": ({"regex": "(?=a)b"}, "look-around"),
+    "back reference": ({"regex": r"(a)\1"}, "backreferences"),
+    "word boundary": ({"regex": r"\bab"}, "lookarounds"),
+    "unclosed": ({"regex": "(" * 3000}, "unclosed group"),
+    "no grammar": ({"grammar": "hello"}, "::="),
+    "no such rule": ({"grammar": "start: foo"}, "foo"),
+    "endless rule": ({"grammar": "start: start"}, "nothing matches it"),
+    "parentheses": ({"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "nested"),
+    "parentheses of GBNF": ({"grammar": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000 + "\n"}, "recursion"),
+}
+
+# Within every limit, and still compiling after minutes where nobody stops it.
+ENDLESS = {
+    "patterns": {"allOf": [{"type": "string", "pattern": "[a-z]{%d}[0-9].*%d" % (i, i)} for i in range(200)]},  # noqa: UP031
+    "multiples": {"type": "integer", "multipleOf": 1_000_003},
+    "names": {"type": "object", "patternProperties": {"^[a-z]{%d}[0-9]+$" % i: {} for i in range(300)}},  # noqa: UP031
+}
+
+# Cheap to compile, expensive to follow; or only seemingly so.
+HEAVY = {
+    "repeated repetition": {"regex": "a{1,1000}{1,1000}"},
+    "repeated group": {"regex": "(b{1,1000}a){1,1000}"},
+    "ambiguous": {"grammar": 'start: s\ns: "a" | s s | s s s'},
+    "ambiguous and empty": {"grammar": 'start: s\ns: "a" | "b" | "" | s s | s s s | s s s s'},
+    "far back": {"regex": ".*a.{300}b|.*b.{300}a"},
+    "many far back": {"regex": "|".join(f".*{chr(97 + i)}.{{{50 + i}}}x" for i in range(26))},
+    "all of 10,000": {"json": {"enum": list(range(10_000))}},
+    "choice of 10,000": {"choice": [str(i) for i in range(10_000)]},
+    "500 optional properties": {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(500)}}},
+    "1,200 optional properties": {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(1200)}}},
+    "many items": {"json": corpus.arr(corpus.arr(corpus.N, 0, 100_000), 1000, 1_000_000)},
+    "long texts": {"json": {"type": "string", "minLength": 100_000, "maxLength": 1_000_000}},
+    "an object that holds itself": {"json": corpus.obj({"a": {"$ref": "#"}})},
+}
+
+
+def small_compiler(**limits: float) -> tuple[GrammarCompiler, sampling.Tokenizer]:
+    """Over a small byte-level tokenizer."""
+    backend = sampling.byte_level()
+    return GrammarCompiler(sampling.Wrapped(backend), 600, (0,), GrammarLimits(**limits)), backend  # ty: ignore
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_beyond_the_limits(demo: Model, name: str):
+    fields, why = REFUSED[name]
+    params = StructuredOutputsParams(**fields)
+    with pytest.raises(RequestError, match=why) as caught:
+        demo.compiler.submit(params)
+    assert caught.value.parameter.startswith("structured_outputs.")
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("keyword", corpus.REFUSED)
+def test_keywords_that_are_not_enforced_are_refused_by_name(demo: Model, keyword: str):
+    for schema in (corpus.REFUSED[keyword], corpus.obj({"inside": corpus.arr(corpus.REFUSED[keyword])})):
+        with pytest.raises(RequestError) as caught:
+            demo.compiler.submit(StructuredOutputsParams(json=schema))
+        assert keyword in caught.value.value
+
+
+def test_what_a_property_is_called_is_no_keyword(demo: Model):
+    named = corpus.obj(dict.fromkeys(corpus.REFUSED, corpus.N)) | {"default": {"not": 1}, "const": None}
+    del named["const"]
+    demo.matcher(json=named)
+    demo.matcher(json={"enum": [{"uniqueItems": True}, {"$ref": "https://example.com"}]})
+    demo.matcher(json={"type": "array", "uniqueItems": False})
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_what_cannot_be_compiled(demo: Model, name: str):
+    fields, why = NOT_COMPILED[name]
+    future = demo.compiler.submit(StructuredOutputsParams(**fields))
+    if why is None:
+        future.result(SECONDS)  # it can be begun; it ends at max_tokens
+        return
+    with pytest.raises(RequestError, match=why) as caught:
+        future.result(SECONDS)
+    assert "\n" not in caught.value.accepted
+    assert "cannot be compiled" in caught.value.accepted
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_what_is_heavy_to_follow_ends(demo: Model, name: str):
+    """With an answer, at max_tokens, or with one error of this request."""
+    for seed in range(1 if name == "1,200 optional properties" else 2):
+        try:
+            demo.write(demo.matcher(**HEAVY[name]), seed, strength=-2.0, max_tokens=64)
+        except RequestError as caught:
+            error = caught
+        else:
+            continue
+        assert re.match(r"cannot go on after \d+ tokens: .|cannot be compiled: .*limit", error.accepted)
+        assert "\n" not in error.accepted
+
+
+def test_endless_compiles_are_ended_and_hold_up_nobody():
+    """All at once: each ends with its own error; what others ask for meanwhile is ready long before."""
+    compiler, _ = small_compiler(grammar_compile_timeout=3.0)
+    try:
+        compiler.submit(StructuredOutputsParams(regex="warm")).result(SECONDS)
+        futures = [compiler.submit(StructuredOutputsParams(json=schema)) for schema in ENDLESS.values()]
+        again = compiler.submit(StructuredOutputsParams(json=ENDLESS["multiples"]))
+        assert again in futures  # the same twice is compiled once
+        usual = compiler.submit(StructuredOutputsParams(json=corpus.EVERYDAY[0]))
+        usual.result(SECONDS)
+        assert not all(future.done() for future in futures)
+        for future in futures:
+            with pytest.raises(RequestError, match="grammar_compile_timeout"):
+                future.result(SECONDS)
+        compiler.submit(StructuredOutputsParams(regex="still [a-z]+")).result(SECONDS)
+    finally:
+        compiler.close()
+
+
+def test_closing_ends_what_is_under_way():
+    compiler, _ = small_compiler(grammar_compile_timeout=100.0)
+    compiler.submit(StructuredOutputsParams(regex="warm")).result(SECONDS)
+    future = compiler.submit(StructuredOutputsParams(json=ENDLESS["patterns"]))
+    processes = [lane.probe._process for lane in compiler._lanes.values()]
+    compiler.close()
+    with pytest.raises(EngineError, match="closed"):
+        future.result(SECONDS)
+    with pytest.raises(EngineError, match="closed"):
+        compiler.submit(StructuredOutputsParams(regex="a"))
+    deadline = time.monotonic() + SECONDS
+    while any(process is not None and process.poll() is None for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_child_that_dies_is_an_error_of_its_grammar_alone():
+    compiler, _ = small_compiler()
+    try:
+        compiler.submit(StructuredOutputsParams(regex="warm")).result(SECONDS)
+        process = compiler._lanes["quick"].probe._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        compiler.submit(StructuredOutputsParams(regex="after")).result(SECONDS)
+        assert compiler._lanes["quick"].probe._process is not process
+    finally:
+        compiler.close()
+
+
+def test_compiled_grammars_are_shared_and_few_are_kept():
+    compiler, _ = small_compiler(grammar_cache_size=2)
+    try:
+        first = compiler.submit(StructuredOutputsParams(json={"type": "integer"})).result(SECONDS)
+        assert compiler.submit(StructuredOutputsParams(json='{"type":"integer"}')).result(0) is first
+        compiler.submit(StructuredOutputsParams(regex="b")).result(SECONDS)
+        assert compiler.submit(StructuredOutputsParams(json={"type": "integer"})).result(0) is first
+        compiler.submit(StructuredOutputsParams(regex="c")).result(SECONDS)  # in the place of b
+        assert len(compiler._cache) == 2
+        assert compiler.submit(StructuredOutputsParams(json={"type": "integer"})).result(0) is first
+        one, other = first.matcher(), first.matcher()
+        assert one.accept(next(i for i in range(600) if first.matcher().accept(i)))
+        assert (len(one), len(other), len(first.matcher())) == (1, 0, 0)
+    finally:
+        compiler.close()
+
+
+def test_many_threads_may_ask():
+    compiler, _ = small_compiler()
+    params = [StructuredOutputsParams(regex=f"a{{{i % 5 + 1}}}") for i in range(40)]
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            grammars = list(pool.map(lambda one: compiler.submit(one).result(SECONDS), params))
+        assert len(set(map(id, grammars))) == 5
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize("tokenizer", [None, object()])
+def test_a_model_without_a_fast_tokenizer(tokenizer: object):
+    compiler = GrammarCompiler(tokenizer, 100, (0,))
+    try:
+        with pytest.raises(RequestError, match="fast tokenizer"):
+            compiler.submit(StructuredOutputsParams(regex="a")).result(SECONDS)
+    finally:
+        compiler.close()
+
+
+def test_limits_are_the_engines_options():
+    config = EngineConfig(model="demo", max_grammar_depth=7, grammar_compile_timeout=1.5)
+    assert GrammarLimits.from_options(config) == GrammarLimits(max_grammar_depth=7, grammar_compile_timeout=1.5)
+    assert GrammarLimits.from_options(EngineConfig(model="demo")) == GrammarLimits()
+    for name, value in (("max_grammar_bytes", 0), ("max_regex_bytes", 1.5), ("grammar_compile_timeout", float("nan"))):
+        with pytest.raises(RequestError) as caught:
+            GrammarLimits(**{name: value})
+        assert caught.value.parameter == name
+
+
+def test_a_smaller_limit_holds():
+    compiler, _ = small_compiler(max_grammar_bytes=100, max_grammar_depth=2, max_grammar_enum=3, max_regex_bytes=10)
+    try:
+        for fields in (
+            {"json": nested(3)}, {"json": {"enum": [1, 2, 3, 4]}}, {"regex": "a" * 11}, {"choice": list("abcd")},
+            {"grammar": "start: /a/ // " + "a" * 100}, {"json": json.dumps({"title": "a" * 100})},
+        ):  # fmt: skip
+            with pytest.raises(RequestError):
+                compiler.submit(StructuredOutputsParams(**fields))
+    finally:
+        compiler.close()

@@ -1,0 +1,267 @@
+"""A matcher by itself: its masks against what it accepts, going back, copies, jump-forward, and the end."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.engine.grammar import GrammarMatcher, mask_words
+from jpaged.errors import RequestError
+from jpaged.loading.tokenizer import load_tokenizer
+from tests.structured import corpus
+from tests.structured.conftest import DEMO, Model
+from tests.structured.sampling import bits
+
+SCHEMAS = corpus.schemas()
+FIXED = corpus.obj(
+    {"a_long_property_name": corpus.N, "kind": {"const": "a constant value"}, "b": {"enum": ["ab", "abc"]}}
+)
+
+
+def mask(model: Model, matcher: GrammarMatcher) -> np.ndarray:
+    """bool[vocab_size]."""
+    words = np.full(mask_words(model.vocab_size), -1, np.int32)
+    matcher.mask_into(words)
+    return bits(words, model.vocab_size)
+
+
+def test_a_mask_is_what_is_accepted(any_model: Model):
+    """Every token of the vocabulary, at places along an answer: accepted exactly if its bit is set."""
+    matcher = any_model.matcher(json=FIXED)
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        allowed = mask(any_model, matcher)
+        for token_id in range(any_model.vocab_size):
+            assert matcher.copy().accept(token_id) == allowed[token_id], token_id
+        assert matcher.accept(int(rng.choice(np.flatnonzero(allowed))))
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_never_allowed(any_model: Model):
+    padding = any_model.token_bytes.index(b"padding")
+    for fields in ({"regex": r"(.|\n)*"}, {"json_object": True}):
+        matcher = any_model.matcher(**fields)
+        for seed in range(4):
+            allowed = mask(any_model, matcher)
+            assert not allowed[padding:].any()
+            if matcher.is_finished:
+                break
+            allowed[list(any_model.eos_token_ids)] = False
+            assert matcher.accept(int(np.random.default_rng(seed).choice(np.flatnonzero(allowed))))
+
+
+def test_every_word_of_a_mask_is_written(demo: Model):
+    matcher = demo.matcher(regex="[ab]c")
+    words = np.full(mask_words(demo.vocab_size), -1, np.int32)
+    matcher.mask_into(words)
+    assert {demo.decode([i]) for i in np.flatnonzero(bits(words, demo.vocab_size))} <= {"a", "b", "ac", "bc"}
+    assert matcher.accept(int(np.flatnonzero(bits(words, demo.vocab_size))[0]))
+    words[:] = -1
+    matcher.mask_into(words.view(np.uint32))
+    assert bits(words, demo.vocab_size).sum() == 1
+    for wrong in (np.zeros(3, np.int32), words.astype(np.int64), np.zeros((2, len(words)), np.int32)):
+        with pytest.raises(ValueError, match="expected 32-bit words"):
+            matcher.mask_into(wrong)
+
+
+def test_the_end(any_model: Model):
+    """End-of-sequence is allowed where the text may end; where nothing else is, the answer is finished."""
+    eos = any_model.eos_token_ids[0]
+    matcher = any_model.matcher(regex="a?b?")
+    assert matcher.is_accepting
+    assert mask(any_model, matcher)[eos]
+    copy = matcher.copy()
+    assert copy.accept(eos)
+    assert copy.is_finished
+    assert not copy.accept(eos)
+    b = next(i for i in range(any_model.vocab_size) if any_model.token_bytes[i] == b"b" and mask(any_model, matcher)[i])
+    assert matcher.accept(b)
+    assert matcher.is_finished
+    assert matcher.forced_tokens() == []
+    assert np.flatnonzero(mask(any_model, matcher)).tolist() == [eos]
+
+
+def test_a_token_that_is_not_allowed_changes_nothing(any_model: Model):
+    matcher = any_model.matcher(json=FIXED)
+    other = any_model.matcher(json=FIXED)
+    for seed in range(20):
+        allowed = mask(any_model, matcher)
+        for token_id in np.flatnonzero(~allowed)[:50]:
+            assert not matcher.accept(int(token_id))
+        assert (mask(any_model, matcher) == mask(any_model, other)).all()
+        token_id = int(np.random.default_rng(seed).choice(np.flatnonzero(allowed)))
+        assert matcher.accept(token_id)
+        assert other.accept(token_id)
+        if matcher.is_finished:
+            break
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_going_back_is_never_having_gone(demo: Model, data: st.DataObject):
+    """Accepts, goes back and copies at random; always the same as a new matcher that took what is left."""
+    name = data.draw(st.sampled_from(corpus.SHORT))
+    matcher = demo.matcher(json=SCHEMAS[name])
+    tokens: list[int] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        if tokens and data.draw(st.integers(0, 3)) == 0:
+            back = data.draw(st.integers(1, len(tokens)))
+            matcher.rollback(back)
+            del tokens[-back:]
+        if data.draw(st.booleans()):
+            matcher = matcher.copy()
+        for _ in range(data.draw(st.integers(0, 4))):
+            if matcher.is_finished:
+                break
+            allowed = np.flatnonzero(mask(demo, matcher))
+            tokens.append(int(allowed[data.draw(st.integers(0, len(allowed) - 1))]))
+            assert matcher.accept(tokens[-1])
+        fresh = demo.matcher(json=SCHEMAS[name])
+        for token_id in tokens:
+            assert fresh.accept(token_id)
+        assert len(matcher) == len(tokens)
+        assert matcher.is_finished == fresh.is_finished
+        assert matcher.forced_tokens() == fresh.forced_tokens()
+        assert (mask(demo, matcher) == mask(demo, fresh)).all()
+    with pytest.raises(ValueError, match="cannot go back"):
+        matcher.rollback(len(tokens) + 1)
+
+
+@settings(max_examples=60)
+@given(name=st.sampled_from(corpus.SHORT), seed=st.integers(0, 2**32), room=st.integers(1, 60))
+def test_jumping_forward_changes_nothing(demo: Model, name: str, seed: int, room: int):
+    """At any number of tokens that is left, forced stretches cut off included."""
+    answers = [
+        demo.write(demo.matcher(json=SCHEMAS[name]), seed, jump=jump, max_tokens=room) for jump in (True, False)
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].finished == answers[1].finished
+
+
+def test_forced_stretches_are_found_and_written_as_the_tokenizer_would(any_model: Model):
+    """Without white space most of this object is forced; the tokens are those of the compiler's own mask."""
+    matcher = any_model.matcher(json=FIXED, disable_any_whitespace=True)
+    answer = any_model.write(matcher, 0)
+    assert answer.finished
+    assert answer.forced > len(answer.token_ids) / 2
+    single = any_model.matcher(json=FIXED, disable_any_whitespace=True)
+    for token_id in answer.token_ids:
+        forced = single.forced_tokens()
+        if forced:  # llguidance allows no other either: what is forced is no choice of ours
+            words = np.zeros(mask_words(any_model.vocab_size), np.int32)
+            single._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            assert np.flatnonzero(bits(words, any_model.vocab_size)).tolist() == forced[:1] == [token_id]
+        assert single.accept(token_id)
+
+
+# -- white space ------------------------------------------------------------------------------------------------------
+
+
+def blanks(model: Model, **fields: object) -> str:
+    """What a model writes that wants blanks above all."""
+    matcher = model.matcher(json=corpus.obj({"a": corpus.N, "b": corpus.arr(corpus.N, 2, 2)}), **fields)
+    likes = np.array([4.0 * len(text) if text.strip(b" \n\t\r") == b"" else 0.0 for text in model.token_bytes])
+    likes += [0 if text[:1] not in b'"}],:0123456789' else 1.0 for text in model.token_bytes]
+    words = np.zeros(mask_words(model.vocab_size), np.int32)
+    tokens: list[int] = []
+    while len(tokens) < 512 and not matcher.is_finished:
+        matcher.mask_into(words)
+        tokens.append(int(np.where(bits(words, model.vocab_size), likes, -np.inf).argmax()))
+        assert matcher.accept(tokens[-1])
+    return model.decode(tokens)
+
+
+def test_runs_of_white_space_are_bounded(any_model: Model):
+    text = blanks(any_model)
+    assert json.loads(text).keys() == {"a", "b"}
+    assert re.search(r"\s", text)
+    for run in re.findall(r"\s+", text):
+        assert re.fullmatch(r" |\r?\n( {0,64}|\t{0,32})", run), run
+
+
+def test_white_space_as_asked_for(any_model: Model):
+    assert re.search(r"\s", blanks(any_model, disable_any_whitespace=True)) is None
+    assert re.search(r"\s", blanks(any_model, whitespace_pattern="")) is None
+    for run in re.findall(r"\s+", blanks(any_model, whitespace_pattern=r"[\s]{0,3}")):
+        assert re.fullmatch(r"[ \n\r\t]{1,3}", run), run
+    endless = blanks(any_model, whitespace_pattern=r"[ \n]*")
+    assert re.search(r"\s{200}", endless)  # asked for: then it is the caller's
+
+
+# -- other kinds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"choice": ["yes", "no", 'a "quoted\\ one"\n', "é漢👍", ".*"]}, r'yes|no|a "quoted\\ one"\n|é漢👍|\.\*'),
+        ({"grammar": 'root ::= "a" b | [0-9]+ "!"\nb ::= "(" b ")" | "c"\n'}, r"a\(*c\)*|[0-9]+!"),
+        ({"grammar": 'start: "a" b | /[0-9]+/ "!"\nb: "(" b ")" | "c"\n'}, r"a\(*c\)*|[0-9]+!"),
+    ],
+)
+def test_choices_and_grammars(any_model: Model, fields: dict, pattern: str):
+    texts = set()
+    for seed in range(12):
+        answer = any_model.write(any_model.matcher(**fields), seed, max_tokens=200)
+        stepwise = any_model.write(any_model.matcher(**fields), seed, jump=False, max_tokens=200)
+        assert stepwise.token_ids == answer.token_ids
+        if answer.finished:
+            texts.add(any_model.decode(answer.token_ids))
+    assert len(texts) > 1
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
+
+
+def test_json_object(any_model: Model):
+    finished = 0
+    for seed in range(6):
+        answer = any_model.write(any_model.matcher(json_object=True), seed)
+        if answer.finished:
+            finished += 1
+            assert isinstance(json.loads(any_model.decode(answer.token_ids)), dict)
+    assert finished >= 5
+
+
+TAG = {
+    "type": "structural_tag",
+    "triggers": ["<f="],
+    "structures": [
+        {"begin": "<f=add>", "schema": corpus.obj({"x": {"type": "integer", "maximum": 9}}), "end": "</f>"},
+        {"begin": "<f=list>", "schema": {"type": "array", "items": {"enum": [1, 2]}}, "end": "</f>"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed", "complete"),
+    [
+        ("", True, True),
+        ("words, < and <f", True, True),
+        ("<f=", True, False),
+        ("<f=sub>", False, False),
+        ('so <f=add>{"x":1}</f> it is', True, True),
+        ('<f=add>{"x": 1}</f><f=list>[1,2]</f>', True, True),
+        ('<f=add>{"x":1}', True, False),
+        ('<f=add>{"y":1}</f>', False, False),
+        ("<f=list>[3]</f>", False, False),
+    ],
+)
+def test_structural_tags(demo: Model, text: str, allowed: bool, complete: bool):
+    matcher = demo.matcher(structural_tag=TAG)
+    tokenizer = load_tokenizer(DEMO)
+    assert tokenizer is not None
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert all(matcher.accept(token_id) for token_id in tokens) == allowed
+    if allowed:
+        assert matcher.is_accepting == complete
+
+
+def test_what_costs_too_much_ends_with_one_line(demo: Model):
+    """In the middle of an answer: an error of this request, that the engine can give as it is."""
+    regex = "|".join(f".*{chr(97 + i)}.{{{50 + i}}}x" for i in range(26))
+    with pytest.raises(RequestError, match=r"cannot go on after \d+ tokens") as caught:
+        demo.write(demo.matcher(regex=regex), 0, strength=-5.0)
+    assert caught.value.parameter == "structured_outputs.regex"
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
