@@ -23,6 +23,7 @@ ALLOWED = {
     "jpaged.models.check": {"jpaged.models", "jpaged.loading"},  # an entry point: nothing imports it
     "jpaged.models": {"pallas_kernels"},
     "jpaged.loading": {"jpaged.models"},
+    "jpaged.answers": set(),
     "jpaged.engine": set(),
     "jpaged.simulator": {"jpaged.engine"},
     "jpaged.runtime": {"jpaged.engine.step_plan", "jpaged.models", "pallas_kernels"},
@@ -38,6 +39,7 @@ ALLOWED = {
 }
 # Leaves: plain data and helpers that import no part.
 SHARED = {
+    "jpaged.answers",
     "jpaged.chat_prompt",
     "jpaged.config",
     "jpaged.errors",
