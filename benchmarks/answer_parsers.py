@@ -2,7 +2,8 @@
 
     python benchmarks/answer_parsers.py
 
-Prints a table and the machine. Times are CPU seconds of this process, the least of three runs; the slowest text is sought with one. Needs no model.
+Prints a table and the machine. Times are CPU seconds of this process, the least of three runs; the slowest text is
+sought with one. Needs no model.
 """
 
 import os

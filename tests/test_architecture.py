@@ -41,6 +41,7 @@ ALLOWED = {
 SHARED = {
     "jpaged.answers",
     "jpaged.chat_prompt",
+    "jpaged.chat_turn",
     "jpaged.config",
     "jpaged.errors",
     "jpaged.interrupts",

@@ -32,7 +32,7 @@ def test_developer_is_system_and_text_parts_are_one_text(tokenizer):
         (USER, "messages"),
         ([USER, "hi"], "messages[1]"),
         ([{"content": "hi"}], "messages[0]"),
-        ([{"role": "user"}], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
         ([{"role": "wizard", "content": "hi"}], "messages[0].role"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0]"),

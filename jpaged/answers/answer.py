@@ -1,7 +1,7 @@
 """What was read of an answer: its reasoning, its content and its tool calls, whole or as what is new."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,16 +43,24 @@ class ParsedAnswer:
     reasoning: str | None = None
     tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)
 
-    def add(self, delta: AnswerDelta) -> None:
-        """Take what is new."""
-        if delta.reasoning:
-            self.reasoning = (self.reasoning or "") + delta.reasoning
-        if delta.content:
-            self.content = (self.content or "") + delta.content
-        for new in delta.tool_calls:
-            if new.id is not None and new.name is not None:
-                self.tool_calls.append(ToolCall(new.id, new.name))
-            self.tool_calls[new.index].arguments += new.arguments
+    @classmethod
+    def of(cls, deltas: Iterable[AnswerDelta]) -> "ParsedAnswer":
+        """All deltas of an answer together."""
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[ToolCall] = []
+        arguments: list[list[str]] = []
+        for delta in deltas:
+            content.append(delta.content)
+            reasoning.append(delta.reasoning)
+            for new in delta.tool_calls:
+                if new.id is not None and new.name is not None:
+                    calls.append(ToolCall(new.id, new.name))
+                    arguments.append([])
+                arguments[new.index].append(new.arguments)
+        for call, pieces in zip(calls, arguments, strict=True):
+            call.arguments = "".join(pieces)
+        return cls("".join(content) or None, "".join(reasoning) or None, calls)
 
 
 class Channel:

@@ -112,8 +112,9 @@ def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
         elif key in ARGUMENT_KEYS and not complete and waiting is None:
             if char == "{" and name is not None:
                 sink.start_call(name)
+                scanner.release()  # it has begun: nothing of it will be content
                 if not (yield from read_value(scanner, sink.arguments)):
-                    return True  # it has begun; what is wrong with it is content
+                    return True  # what is wrong with it is content
                 sink.end_call()
                 complete = True
             else:

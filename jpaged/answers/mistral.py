@@ -39,6 +39,7 @@ def _read_named(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]
     if (yield from scanner.space()) != "{":
         return False
     sink.start_call(name)
+    scanner.release()
     if (yield from read_value(scanner, sink.arguments)):
         sink.end_call()
     return True

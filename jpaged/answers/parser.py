@@ -1,6 +1,7 @@
 """The parser of answers: text in pieces of any size in, what is new in the message out; whole answers are one piece."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 
 from jpaged.answers.answer import AnswerDelta, AnswerSink, ParsedAnswer
@@ -37,17 +38,7 @@ class AnswerReader:
 
     def parse_pieces(self, pieces: Iterable[str]) -> ParsedAnswer:
         """An answer that comes in pieces; how it was cut makes no difference."""
-        parser = self.new()
-        answer = ParsedAnswer()
-        for piece in pieces:
-            answer.add(parser.feed(piece))
-        answer.add(parser.finish())
-        return answer
-
-    @property
-    def plain(self) -> bool:
-        """Whether every answer is just its text."""
-        return self.tool_format is None and self.reasoning is None
+        return self.new().read(pieces)
 
 
 class AnswerParser:
@@ -64,6 +55,10 @@ class AnswerParser:
     def called(self) -> bool:
         """Whether the answer has a whole call."""
         return self._sink.completed > 0
+
+    def read(self, pieces: Iterable[str]) -> ParsedAnswer:
+        """A whole answer."""
+        return ParsedAnswer.of(itertools.chain(map(self.feed, pieces), (self.finish() for _ in range(1))))
 
     def feed(self, text: str) -> AnswerDelta:
         """More text; what is certain now."""

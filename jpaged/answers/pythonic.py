@@ -8,7 +8,7 @@ import re
 
 from jpaged.answers.answer import AnswerSink
 from jpaged.answers.json_calls import Known
-from jpaged.answers.json_text import MAX_DEPTH, MAX_SCALAR, Give, escape_controls
+from jpaged.answers.json_text import MAX_DEPTH, MAX_SCALAR, Give, escape_breaks
 from jpaged.answers.scanner import CALL_STEPS, Scanner, Steps
 
 TAGS = ("<|python_start|>", "<|python_tag|>")
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"-?+(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][-+]?+[0-9]++)
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 # What means the same in a JSON string; the rest is translated one by one.
 _PLAIN = re.compile(r"""(?:[^'"\\\x00-\x1f]++|\\[nrtbf"\\])++""")
-_CONTROLS = re.compile(r"[\x00-\x1f]++")
+_BREAKS = re.compile(r"[\n\t\r]++")
 _HEX = {"x": 2, "u": 4, "U": 8}
 
 
@@ -93,6 +93,7 @@ def _read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
         scanner.advance(scanner.pos + 1)
         if first:
             sink.start_call(name)
+            scanner.release()
         sink.arguments(("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         first = False
         if not (yield from read_literal(scanner, sink.arguments)):
@@ -189,12 +190,12 @@ def _read_string(scanner: Scanner, give: Give) -> Steps[bool]:
             if not scanner.step():
                 return False
             give(scanner.advance(scanner.pos + 1).replace('"', '\\"'))
-        elif not char:
-            return False
-        elif match := _CONTROLS.match(scanner.text, scanner.pos):
+        elif match := _BREAKS.match(scanner.text, scanner.pos):
             if not scanner.step():
                 return False
-            give(escape_controls(scanner.advance(match.end())))
+            give(escape_breaks(scanner.advance(match.end())))
+        elif char < " ":  # or the end
+            return False
 
 
 def _read_escape(scanner: Scanner, give: Give) -> Steps[bool]:
@@ -211,8 +212,10 @@ def _read_escape(scanner: Scanner, give: Give) -> Steps[bool]:
         return True
     digits = _HEX.get(kind)
     if digits is None:
+        if kind < " " and kind not in "\n\t\r":
+            return False
         scanner.advance(scanner.pos + 2)
-        give("" if kind == "\n" else "'" if kind == "'" else "\\\\" + escape_controls(kind))
+        give("" if kind == "\n" else "'" if kind == "'" else "\\\\" + escape_breaks(kind))
         return True
     while len(scanner.text) - scanner.pos < 2 + digits:
         if scanner.ended:

@@ -114,8 +114,12 @@ class Scanner:
             if match:
                 give(self.advance(match.start()))
                 return self.advance(match.end())
-            keep = 0 if self.ended else _begun(self.text, self.pos, literals)
-            give(self.advance(len(self.text) - keep))
+            end = len(self.text)
+            if not self.ended:
+                begun, longest = _beginnings_of(literals)
+                match = begun.search(self.text, max(self.pos, end - longest))
+                end = match.start() if match else end
+            give(self.advance(end))
             if self.ended:
                 return None
             yield
@@ -131,11 +135,13 @@ def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, literals)))
 
 
-def _begun(text: str, pos: int, literals: tuple[str, ...]) -> int:
-    """Characters at the end of the text that may be the beginning of a literal."""
-    longest = min(len(text) - pos, max(map(len, literals)) - 1)
-    for count in range(longest, 0, -1):
-        tail = text[-count:]
-        if any(literal.startswith(tail) for literal in literals):
-            return count
-    return 0
+@functools.lru_cache(maxsize=64)
+def _beginnings_of(literals: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
+    """What finds the beginning of a literal at the end of a text, and the most characters that it has."""
+    nested = []
+    for literal in literals:
+        pattern = ""
+        for char in reversed(literal[:-1]):
+            pattern = re.escape(char) + (f"(?:{pattern})?+" if pattern else "")
+        nested.append(pattern)
+    return re.compile(rf"(?:{'|'.join(nested)})\Z"), max(map(len, literals)) - 1

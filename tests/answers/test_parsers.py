@@ -176,10 +176,10 @@ def test_reasoning(tags, prompt, text, reasoning, content):
 # -- any text ---------------------------------------------------------------------------------------------------------
 
 PARTS = st.sampled_from([
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>",
-    "```json", "```", "<think>", "</think>", '{"name": "now", "arguments": {', '{"name": "search", "parameters": {"q": ',
-    '[TOOL_CALLS]search[ARGS]{"q": "', "[now(), search(q='", "search(", "q=", "now", "}", "}}", "[", "]", "{", '"',
-    "'", ",", ":", ";", ")", "\\", "\\u00", "\\n", " ", "\n", "1", "-1.5", "tr", "None", "é", "\U0001f600", "\x00", "<",
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "```",
+    "```json", "<think>", "</think>", '{"name": "now", "arguments": {', '{"name": "search", "parameters": {"q": ',
+    '[TOOL_CALLS]search[ARGS]{"q": "', "[now(), search(q='", "search(", "q=", "now", "}", "}}", "[", "]", "{", "1",
+    '"', "'", ",", ":", ";", ")", "\\", "\\u00", "\\n", " ", "\n", "-1.5", "tr", "None", "\x00", "é",
 ])  # fmt: skip
 TEXTS = st.lists(PARTS | st.text(max_size=3), max_size=25).map("".join)
 
