@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Generic, TypeVar
 
+from jpaged.answers.answer import ParsedAnswer
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
@@ -20,6 +22,7 @@ class CompletionOutput:
     finish_reason: None while it runs, then 'stop', 'length' or 'abort'.
     stop_reason:   the id out of `stop_token_ids` that ended it; None at the model's own end-of-sequence id.
     logprobs:      one dict a token, from token id to Logprob: the most likely ones asked for, and the token itself.
+    message:       of `LLM.chat` with tools or a reasoning parser: the text as content, reasoning and tool calls.
     """
 
     index: int
@@ -29,6 +32,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    message: ParsedAnswer | None = None
 
     def finished(self) -> bool:
         """Whether nothing more will come."""
