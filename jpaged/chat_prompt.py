@@ -38,8 +38,8 @@ def template_text(tokenizer: Any, chat_template: str | None = None, *, with_tool
 
 @functools.lru_cache(maxsize=64)
 def template_variables(template: str) -> frozenset[str]:
-    """What a template reads besides what it sets itself. Raises jinja2's TemplateSyntaxError."""
-    from jinja2 import meta
+    """What a template reads besides what it sets itself. Raises RequestError for what is no template."""
+    from jinja2 import TemplateSyntaxError, meta
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -52,7 +52,10 @@ def template_variables(template: str) -> frozenset[str]:
 
     Generation.tags = {"generation"}
     environment = ImmutableSandboxedEnvironment(extensions=[Generation, loopcontrols])
-    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    except TemplateSyntaxError as error:
+        raise RequestError("chat_template", template, f"is no Jinja template: {error}") from None
 
 
 def chat_prompt(
@@ -193,6 +196,7 @@ def _checked(name: str, message: Any) -> dict[str, Any]:
         if role != "assistant" or not isinstance(reasoning, str):
             raise RequestError(f"{name}.reasoning", reasoning, "must be a text, and goes with the role assistant")
         made["reasoning_content"] = reasoning  # the name that templates read
+        made.setdefault("content", "")         # an answer that was cut off in its reasoning has none
     if "content" not in made:
         raise RequestError(f"{name}.content", None, f"must be there, like in {EXAMPLE}")
     made["content"] = _text(f"{name}.content", made["content"])

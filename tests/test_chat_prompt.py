@@ -126,6 +126,11 @@ def test_the_ids_are_those_of_transformers(byte_tokenizer, tokenizer, options):
         assert chat_prompt(tokenizer, [USER])["prompt_token_ids"] == demo
 
 
+def test_an_answer_that_was_cut_off_in_its_reasoning_goes_back(byte_tokenizer):
+    cut = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    assert "assistant\n<think>Hm</think><|im_end|>" in rendered(byte_tokenizer, [USER, cut, USER])
+
+
 def test_a_second_bos_is_told_once(byte_tokenizer, caplog):
     template = "{{ bos_token }}{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     for _ in range(3):
@@ -172,8 +177,6 @@ def test_what_the_template_does_not_read_is_refused(byte_tokenizer, options, par
         "{% for i in range(10 ** 9) %}{{ i }}{% endfor %}",
         "{{ 1 / 0 }}",
         "{{ messages[7].content }}",
-        "{{ messages | nofilter }}",
-        "{% if %}",
         "{% include '/etc/passwd' %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
@@ -186,6 +189,9 @@ def test_a_template_that_fails_or_reaches_out_is_an_error(byte_tokenizer, templa
 
 
 def test_variables_of_a_template():
+    for broken in ("{% if %}", "{{ messages | nofilter }}"):
+        with pytest.raises(RequestError, match="no Jinja template"):
+            template_variables(broken)
     names = {"bos_token", "tools", "messages", "add_generation_prompt", "enable_thinking"}
     assert template_variables(TEMPLATE) == names
     loop = "{% for m in messages %}{% generation %}{{ x }}{% endgeneration %}{% break %}{% endfor %}"
