@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpaged import sampling_params
 from jpaged.answers.definitions import Tool, ToolChoice
 from jpaged.answers.formats import ToolCallFormat, detect_format, tool_call_format
 from jpaged.answers.grammar import enforced_format, tool_grammar
@@ -79,10 +78,10 @@ class ChatTurn:
         if params.structured_outputs is not None:
             accepted = "the answer must be a call of a tool: it cannot follow another format too"
             raise RequestError("tool_choice", "required or named", accepted)
-        constraint = getattr(sampling_params, "StructuredOutputsParams", None)
-        if constraint is None:
-            raise RequestError("tool_choice", "required or named", "not supported yet: take auto")
-        return dataclasses.replace(params, structured_outputs=constraint(**self.grammar))
+        try:
+            return dataclasses.replace(params, structured_outputs=self.grammar)
+        except RequestError as error:
+            raise RequestError("tool_choice", "required or named", error.accepted) from None
 
 
 def chat_turn(

@@ -37,6 +37,8 @@ async def chat_completions(request: Request) -> Response:
     server: Server = request.app.state.server
     body = await read_body(request, ChatRequest)
     names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+    if body.tools:
+        names["structured_outputs.grammar"] = "tools"  # made of them, for a forced call
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     with generation.named_as_sent(names):

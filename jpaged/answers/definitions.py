@@ -69,6 +69,24 @@ def checked_tools(tools: Any) -> tuple[Tool, ...]:
     return tuple(checked)
 
 
+def without_notes(schema: Any) -> Any:
+    """A checked schema without what only readers need (descriptions, titles, examples): often the most of its bytes."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {}
+    for key, value in schema.items():
+        if key in ("description", "title", "examples", "default", "$comment"):
+            continue
+        if key in _ONE:
+            value = without_notes(value)
+        elif key in _LISTS or key == "items":
+            value = [without_notes(one) for one in value] if isinstance(value, list) else without_notes(value)
+        elif key in _MAPPINGS:
+            value = {name: without_notes(one) for name, one in value.items()}
+        made[key] = value
+    return made
+
+
 def _checked(where: str, tool: Any) -> Tool:
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
         raise RequestError(where, tool, f"must be a function like {EXAMPLE}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.answers import mistral
-from jpaged.answers.definitions import Tool, ToolChoice
+from jpaged.answers.definitions import Tool, ToolChoice, without_notes
 from jpaged.answers.formats import FORMATS, ToolCallFormat
 from jpaged.answers.reasoning import ReasoningTags
 
@@ -50,7 +50,7 @@ def tool_grammar(
     named = parser.name == "mistral" and mistral.ARGUMENTS in special
     alternatives = []
     for i, tool in enumerate(chosen):
-        schema = json.dumps({**tool.parameters, "x-guidance": SPACING})
+        schema = json.dumps({**without_notes(tool.parameters), "x-guidance": SPACING})
         rules.append(f"arguments_{i}: %json {schema}")
         if named:
             alternatives.append(f"{_text(tool.name)} {_token(mistral.ARGUMENTS, special)} arguments_{i}")

@@ -73,6 +73,21 @@ def test_a_named_tool_is_the_only_one():
     assert "now" not in tool_grammar(TOOLS, NAMED, FORMATS["json"])["grammar"]
 
 
+def test_notes_for_readers_are_left_out():
+    """Properties of these names stay, and what a schema only says of itself goes: grammars are limited to 64 KiB."""
+    properties = {"title": {"type": "string", "title": "T"}, "default": {"items": [{"description": "D"}]}}
+    schema = {"description": "x", "properties": properties, "anyOf": [{"title": "U", "required": ["title"]}]}
+    (tool,) = checked_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    line = tool_grammar([tool], REQUIRED, FORMATS["json"])["grammar"].splitlines()[-1]
+    written = json.loads(line.removeprefix("arguments_0: %json "))
+    del written["x-guidance"]
+    assert written == {
+        "type": "object",
+        "properties": {"title": {"type": "string"}, "default": {"items": [{}]}},
+        "anyOf": [{"required": ["title"]}],
+    }
+
+
 def test_tags_that_are_special_tokens_are_written_as_these():
     special = {"[TOOL_CALLS]": 5, "[ARGS]": 32, "<think>": 7, "</think>": 8}
     grammar = tool_grammar(
