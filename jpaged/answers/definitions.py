@@ -1,9 +1,10 @@
 """Tools as a request defines them, checked: what is no schema is refused by its place before anything runs."""
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jpaged.errors import RequestError
@@ -11,6 +12,7 @@ from jpaged.errors import RequestError
 MAX_TOOLS = 128
 MAX_PARAMETER_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
+MAX_SCHEMAS = 10_000  # within each other: more do not go into 64 KiB, and looking at them takes time
 MAX_ENUM = 10_000
 EXAMPLE = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}'
 
@@ -115,7 +117,7 @@ def _check_parameters(where: str, schema: Any) -> None:
     if schema.get("type", "object") != "object":
         accepted = 'must be a JSON schema whose type is "object": its properties are the arguments'
         raise RequestError(where, schema, accepted)
-    wrong = _wrong(schema, "", 0)
+    wrong = _wrong(schema, "", 0, itertools.count())
     if wrong is not None:
         raise RequestError(where, schema, f"is no JSON schema: {wrong[:500]}")
     try:
@@ -126,8 +128,10 @@ def _check_parameters(where: str, schema: Any) -> None:
         raise RequestError(where, f"{size:,} bytes", f"must be at most {MAX_PARAMETER_BYTES:,} bytes as JSON")
 
 
-def _wrong(schema: Any, path: str, depth: int) -> str | None:
-    """What is wrong with a schema, and where; None where nothing is."""
+def _wrong(schema: Any, path: str, depth: int, seen: Iterator[int]) -> str | None:
+    """What is wrong with a schema, and where; None where nothing is. seen: counts the schemas that were looked at."""
+    if next(seen) > MAX_SCHEMAS:
+        return f"it consists of more than {MAX_SCHEMAS:,} schemas"
     if isinstance(schema, bool):
         return None
     at = path or "the schema"
@@ -144,18 +148,18 @@ def _wrong(schema: Any, path: str, depth: int) -> str | None:
             if not all(isinstance(kind, str) and kind in _TYPES for kind in kinds):
                 wrong = f"{where} must be one of {', '.join(_TYPES)}, or a list of these"
         elif key in _ONE or (key == "items" and not isinstance(value, list)):
-            wrong = _wrong(value, where, depth + 1)
+            wrong = _wrong(value, where, depth + 1, seen)
         elif key in _LISTS or key == "items":
             if not isinstance(value, list) or not value:
                 wrong = f"{where} must be a list of schemas"
             else:
-                found = (_wrong(one, f"{where}[{i}]", depth + 1) for i, one in enumerate(value))
+                found = (_wrong(one, f"{where}[{i}]", depth + 1, seen) for i, one in enumerate(value))
                 wrong = next((one for one in found if one), None)
         elif key in _MAPPINGS:
             if not isinstance(value, Mapping):
                 wrong = f"{where} must be an object of schemas"
             else:
-                found = (_wrong(one, f"{where}.{name}", depth + 1) for name, one in value.items())
+                found = (_wrong(one, f"{where}.{name}", depth + 1, seen) for name, one in value.items())
                 wrong = next((one for one in found if one), None)
         elif key in ("required", "enum", *_NUMBERS, *_COUNTS, "pattern", "$ref"):
             wrong = _wrong_value(key, value, where)

@@ -78,6 +78,7 @@ def nested(depth: int):
         ([function({"$ref": "https://example.org/schema"})], "tools[0].function.parameters", "not fetched"),
         ([function({"required": "city"})], "tools[0].function.parameters", "required"),
         ([function(nested(33))], "tools[0].function.parameters", "deeper than 32"),
+        ([function({"anyOf": [{"not": True}] * 9_000})], "tools[0].function.parameters", "10,000 schemas"),
         ([function({"title": float("nan")})], "tools[0].function.parameters", "JSON"),
         ([function({"title": "x" * MAX_PARAMETER_BYTES})], "tools[0].function.parameters", "65,536"),
         ([function(name=f"t{i}") for i in range(MAX_TOOLS + 1)], "tools", "128"),
