@@ -12,8 +12,9 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
+from jpaged.answers.definitions import checked_tools
 from jpaged.build import build_engine, refuse_tracing
-from jpaged.chat_prompt import chat_prompt
+from jpaged.chat_turn import ChatFormats, chat_turn
 from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input_processor import Prompt, as_array
 from jpaged.engine.inspect import EngineCapture
@@ -26,7 +27,7 @@ from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
-Message = dict[str, str]  # role and content
+Message = Mapping[str, Any]  # role and content
 Params = SamplingParams | PoolingParams
 T = TypeVar("T")
 REFRESH_SECONDS = 0.2  # of the progress bar's figures
@@ -163,25 +164,50 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them; rendered by the tokenizer's chat template, or by another one.
 
-        messages: dicts with role and content. Raises as `generate` does.
+        messages: dicts with role and content; an assistant's may have tool_calls, a tool's answer has the role tool.
+        tools: functions that the model may call, as OpenAI's API defines them.
+        chat_template_kwargs: further variables of the template, such as enable_thinking.
+        tool_call_parser, reasoning_parser: how the model writes calls and reasoning, by vLLM's names: hermes,
+            llama3_json, mistral, pythonic, json; deepseek_r1, qwen3. Calls are read as the template tells by default.
+
+        With tools or a reasoning parser each answer has a `message`: its content, reasoning and tool calls. Raises as
+        `generate` does.
         """
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         one = not is_list or (bool(messages) and isinstance(messages[0], Mapping))
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
-        prompts = [
-            chat_prompt(
+        formats = ChatFormats.named(chat_template, tool_call_parser, reasoning_parser)
+        turns = [
+            chat_turn(
                 self._tokenizer,
                 conversation,
-                chat_template,
+                formats,
+                tools=checked_tools(tools or ()),
+                chat_template_kwargs=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        given = self.default_sampling_params if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", given, len(turns))
+        outputs = self.generate(
+            [turn.prompt for turn in turns],
+            [turn.sampling_params(one) for turn, one in zip(turns, params, strict=True)],
+            use_tqdm=use_tqdm,
+        )
+        if tools or formats.reasoning:
+            for turn, output in zip(turns, outputs, strict=True):
+                for answer in output.outputs:
+                    answer.message = turn.reader.parse(answer.text)
+        return outputs
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer (of transformers), or None if it has none."""

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Generic, TypeVar
 
+from jpaged.answers.answer import ParsedAnswer
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
@@ -25,6 +27,7 @@ class CompletionOutput:
     text_offsets:  with logprobs: characters of the answer before each token. One that begins inside of a character has
                    that character's; those of a stop string that is cut off, as if it were there.
     With output_kind DELTA, text, token_ids, logprobs and text_offsets hold what is new.
+    message:       of `LLM.chat` with tools or a reasoning parser: the text as content, reasoning and tool calls.
     """
 
     index: int
@@ -35,6 +38,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     text_offsets: list[int] | None = None
+    message: ParsedAnswer | None = None
 
     def finished(self) -> bool:
         """Whether nothing more will come."""

@@ -9,6 +9,7 @@ from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any
 
+from jpaged.chat_turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
 from jpaged.errors import RequestError
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -29,7 +30,9 @@ class Server:
 
     engine: EngineClient
     model_names: tuple[str, ...]      # names the model answers to; the first is the one that answers show
-    chat_template: str | None = None  # Jinja, in place of the tokenizer's own
+    template_kwargs: tuple[str, ...] = DEFAULT_TEMPLATE_KWARGS  # variables of the chat template that requests may set
+    # How conversations are rendered, and answers read.
+    chat: ChatFormats = dataclasses.field(default_factory=ChatFormats)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:

@@ -142,17 +142,49 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """`function` of a call in an assistant's message."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A call in an assistant's message. `index` is what clients leave in that put a stream together."""
+
+    id: str | None = None
+    type: Literal["function"] | None = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation. An assistant message as the official client returns it is accepted as it is."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: None = None
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """`function` of a tool choice."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool choice that names the tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -162,23 +194,23 @@ class ChatRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: dict[str, str | float | bool | None] | None = None
+    documents: list[dict[str, str]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "reasoning_effort": (),
         "verbosity": (),
         "web_search_options": (),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "documents": ([],),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
     }

@@ -72,12 +72,30 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class AssistantMessage(msgspec.Struct):
-    """The model's message."""
+class FunctionCall(msgspec.Struct):
+    """The tool that is called; `arguments` is JSON as a text."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    """The model's message. Reasoning is no field of OpenAI's; some clients read it by one name, some by the other."""
+
     role: str = "assistant"
+    content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -86,7 +104,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None
+    finish_reason: str | None  # stop, length, tool_calls
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -100,11 +118,30 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class FunctionCallDelta(msgspec.Struct):
+    """What is new in a call: its name once, then text of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """What a stream event adds to a call; `id` and `type` come with the first of it."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCallDelta
+
+
 class Delta(msgspec.Struct):
-    """What a stream event adds to the message."""
+    """What a stream event adds to the message. Reasoning as of AssistantMessage."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -113,7 +150,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None  # stop, length
+    finish_reason: str | None  # stop, length, tool_calls
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):

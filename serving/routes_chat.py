@@ -4,24 +4,25 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
+from msgspec import UNSET
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jpaged.chat_prompt import chat_prompt
 from jpaged.errors import RequestError
 from jpaged.outputs import CompletionOutput
 from jpaged.prompt_streams import outputs_of
 from jpaged.sampling_params import SamplingParams
 from jpaged.serving import generation
 from jpaged.serving.body import read_body
+from jpaged.serving.chat_answers import ChatAnswers
+from jpaged.serving.chat_turns import turn_of
 from jpaged.serving.disconnect import until_disconnect
 from jpaged.serving.generation import Head, Outputs, Server
 from jpaged.serving.logprob_shapes import chat_logprobs
 from jpaged.serving.output_format import names_as_sent
-from jpaged.serving.request_schema import ChatRequest
+from jpaged.serving.request_schema import ChatRequest, NamedToolChoice
 from jpaged.serving.response_schema import (
-    AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -37,6 +38,8 @@ async def chat_completions(request: Request) -> Response:
     server: Server = request.app.state.server
     body = await read_body(request, ChatRequest)
     names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+    if body.tools:
+        names["structured_outputs.grammar"] = "tools"  # made of them, for a forced call
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     with generation.named_as_sent(names | names_as_sent(body)):
@@ -49,20 +52,21 @@ async def _answer(request: Request, server: Server, body: ChatRequest) -> Respon
     top = _top_logprobs(body)
     defaults = server.engine.default_sampling_params
     params = generation.sampling_params(body, defaults, max_tokens=_max_tokens(body, defaults), logprobs=top)
-    messages = [{"role": m.role, "content": msgspec.to_builtins(m.content)} for m in body.messages]
-    prompt = await run_in_threadpool(chat_prompt, server.engine.get_tokenizer(), messages, server.chat_template)
-    prompts = generation.salted([prompt], body)
+    turn = await run_in_threadpool(turn_of, server, body)
+    params = turn.sampling_params(params)
+    answers = ChatAnswers(turn.reader, named=isinstance(body.tool_choice, NamedToolChoice))
+    prompts = generation.salted([turn.prompt], body)
     outputs = outputs_of(server.engine, prompts, params, head.id, priority=body.priority or 0)
     if body.stream:
-        return await open_stream(request.receive, _events(outputs, params, head, with_usage))
+        return await open_stream(request.receive, _events(outputs, params, answers, head, with_usage))
     work = generation.finished(outputs)
     finals = await until_disconnect(request.receive, work)
     choices = [
         ChatChoice(
             index=output.index,
-            message=AssistantMessage(output.text),
+            message=answers.message(output.index, output.text),
             logprobs=_logprobs(output, slice(None), top),
-            finish_reason=output.finish_reason,
+            finish_reason=answers.finish_reason(output.index, output.finish_reason),
         )
         for output in finals[0].outputs
     ]
@@ -71,22 +75,21 @@ async def _answer(request: Request, server: Server, body: ChatRequest) -> Respon
 
 
 async def _events(
-    outputs: Outputs, params: SamplingParams, head: Head, with_usage: bool
+    outputs: Outputs, params: SamplingParams, answers: ChatAnswers, head: Head, with_usage: bool
 ) -> AsyncGenerator[ChatCompletionChunk, None]:
     finals: dict = {}
     blank = {"usage": None} if with_usage else {}
-    started: set[int] = set()
     async with aclosing(generation.updates(outputs, params.n, finals)) as updates:
         async for new in updates:
             logprobs = _logprobs(new.output, new.token_range, params.logprobs)
-            if not (new.text or logprobs is not None or new.finish_reason or new.choice not in started):
+            delta = answers.delta(new)
+            if delta is None and logprobs is None and not new.finish_reason:
                 continue
-            delta = Delta(content=new.text) if new.text or logprobs is not None else Delta()
-            if new.choice not in started:
-                started.add(new.choice)
-                delta = Delta(role="assistant", content=new.text)
             choice = ChatChunkChoice(
-                index=new.choice, delta=delta, logprobs=logprobs, finish_reason=new.finish_reason
+                index=new.choice,
+                delta=delta or Delta(content="" if logprobs is not None else UNSET),
+                logprobs=logprobs,
+                finish_reason=answers.finish_reason(new.choice, new.finish_reason),
             )
             yield ChatCompletionChunk(**head.fields(), choices=[choice], **blank)
     if with_usage:

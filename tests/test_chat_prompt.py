@@ -1,12 +1,16 @@
 """Conversations as prompts: what is taken, and what is refused by name."""
 
+import json
 import pathlib
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jpaged
-from jpaged.chat_prompt import chat_prompt
+from jpaged.answers.definitions import ToolChoice, checked_tools
+from jpaged.chat_prompt import chat_prompt, template_variables
+from jpaged.chat_turn import ChatFormats, chat_turn
 from jpaged.errors import RequestError
 
 FOLDER = pathlib.Path(jpaged.__file__).parent / "demo_model"
@@ -32,7 +36,7 @@ def test_developer_is_system_and_text_parts_are_one_text(tokenizer):
         (USER, "messages"),
         ([USER, "hi"], "messages[1]"),
         ([{"content": "hi"}], "messages[0]"),
-        ([{"role": "user"}], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
         ([{"role": "wizard", "content": "hi"}], "messages[0].role"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0]"),
@@ -41,4 +45,204 @@ def test_developer_is_system_and_text_parts_are_one_text(tokenizer):
 def test_wrong_messages_are_refused_by_name(tokenizer, messages, parameter):
     with pytest.raises(RequestError) as caught:
         chat_prompt(tokenizer, messages)
+    assert caught.value.parameter == parameter
+
+
+# -- tools, variables and special tokens ------------------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+TOOLS = checked_tools([WEATHER])
+# In the manner of Qwen3's, with the parts that matter here.
+TEMPLATE = """{{- bos_token }}
+{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+{{- '\\n</tools><tool_call><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' + call.function.name + ' ' }}{{- call.function.arguments | tojson }}{{- '</tool_call>' }}
+    {%- endfor %}
+    {%- if message.tool_call_id is defined %}{{- ' answers ' + message.tool_call_id }}{%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+CONVERSATION = [
+    USER,
+    {"role": "assistant", "content": None, "reasoning": "Hm.", "refusal": None, "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "18 C"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    """A byte a token, <s> put before every text by the tokenizer itself, and a template that writes it too."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "[ARGS]"])
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", chat_template=TEMPLATE)
+
+
+def rendered(tokenizer, *args, **options) -> str:
+    return tokenizer.decode(chat_prompt(tokenizer, *args, **options)["prompt_token_ids"])
+
+
+def test_tools_calls_and_results_reach_the_template(byte_tokenizer):
+    text = rendered(byte_tokenizer, CONVERSATION, tools=TOOLS)
+    definition = {"type": "function", "function": {"name": "get_weather", "description": "",
+                  "parameters": WEATHER["function"]["parameters"]}}  # fmt: skip
+    assert text == (
+        f"<s><|im_start|>system\n<tools>\n{json.dumps(definition)}\n</tools><tool_call><|im_end|>\n"
+        "<|im_start|>user\ndef f(x):<|im_end|>\n"
+        '<|im_start|>assistant\n<think>Hm.</think><tool_call>get_weather {"city": "Rome"}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n18 C answers call_1<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}},
+                                     {"add_generation_prompt": False, "continue_final_message": True}])  # fmt: skip
+def test_the_ids_are_those_of_transformers(byte_tokenizer, tokenizer, options):
+    """Of the template's own rendering, tokenized without any special token of ours: one <s>, the template's."""
+    ids = chat_prompt(byte_tokenizer, [USER], **options)["prompt_token_ids"]
+    plain = {name: value for name, value in options.items() if name != "chat_template_kwargs"}
+    tools = [tool.definition for tool in plain.pop("tools", ())] or None
+    kwargs = {"add_generation_prompt": True} | plain | options.get("chat_template_kwargs", {})
+    text = byte_tokenizer.apply_chat_template([USER], tokenize=False, tools=tools, **kwargs)
+    assert ids == byte_tokenizer.encode(text, add_special_tokens=False)
+    assert ids.count(byte_tokenizer.bos_token_id) == 1
+    assert byte_tokenizer.encode("x")[0] == byte_tokenizer.bos_token_id  # what a naive second encoding would add
+    if not options:
+        demo = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+        assert chat_prompt(tokenizer, [USER])["prompt_token_ids"] == demo
+
+
+def test_an_answer_that_was_cut_off_in_its_reasoning_goes_back(byte_tokenizer):
+    cut = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    assert "assistant\n<think>Hm</think><|im_end|>" in rendered(byte_tokenizer, [USER, cut, USER])
+
+
+def test_a_second_bos_is_told_once(byte_tokenizer, caplog):
+    template = "{{ bos_token }}{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    for _ in range(3):
+        chat_prompt(byte_tokenizer, [USER], template)
+    assert sum("two begin-of-sequence" in line for line in caplog.messages) == 1
+    caplog.clear()
+    chat_prompt(byte_tokenizer, [USER])
+    assert not caplog.messages
+
+
+def test_arguments_that_are_no_object_stay_text(byte_tokenizer):
+    for arguments, shown in (('{"a": ', '"{\\"a\\": "'), ("", "{}"), ({"a": 1}, '{"a": 1}'), ("[" * 10**5, None)):
+        message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        assert f"<tool_call>f {shown or ''}" in rendered(byte_tokenizer, [message])
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [
+        ({"tools": TOOLS, "chat_template": "{{ messages }}"}, "tools"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"documents": [{"text": 3}], "chat_template": "{{ documents }}"}, "documents[0]"),
+        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
+        ({"chat_template_kwargs": {"tokenize": False}, "chat_template": "{{ tokenize }}"},
+         "chat_template_kwargs.tokenize"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ],
+)  # fmt: skip
+def test_what_the_template_does_not_read_is_refused(byte_tokenizer, options, parameter):
+    with pytest.raises(RequestError) as caught:
+        chat_prompt(byte_tokenizer, [USER], **options)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.__class__.__mro__ }}{{ messages[0].__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10 ** 9) %}{{ i }}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ messages[7].content }}",
+        "{% include '/etc/passwd' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_an_error(byte_tokenizer, template):
+    with pytest.raises(RequestError) as caught:
+        chat_prompt(byte_tokenizer, [USER], template)
+    assert caught.value.parameter == "messages"
+    assert len(str(caught.value)) < 3_000
+
+
+def test_variables_of_a_template():
+    for broken in ("{% if %}", "{{ messages | nofilter }}"):
+        with pytest.raises(RequestError, match="no Jinja template"):
+            template_variables(broken)
+    names = {"bos_token", "tools", "messages", "add_generation_prompt", "enable_thinking"}
+    assert template_variables(TEMPLATE) == names
+    loop = "{% for m in messages %}{% generation %}{{ x }}{% endgeneration %}{% break %}{% endfor %}"
+    assert template_variables(loop) == {"messages", "x"}
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_knows_how_its_answer_is_read(byte_tokenizer):
+    turn = chat_turn(byte_tokenizer, [USER], ChatFormats(), tools=TOOLS)
+    assert turn.reader.tool_format.name == "hermes"  # the template says <tool_call>
+    assert turn.reader.tool_names == {"get_weather"}
+    assert not turn.shows_special_tokens
+    assert turn.grammar == {}
+    qwen3 = ChatFormats.named(reasoning_parser="qwen3")
+    for thinking, opening in ((True, ""), (False, "</think>")):
+        kwargs = {"chat_template_kwargs": {"enable_thinking": thinking}}
+        turn = chat_turn(byte_tokenizer, [USER], qwen3, **kwargs)
+        assert not turn.reader.reasoning_opened
+        assert turn.reader.parse(opening + "x").content == opening + "x"
+    always = ChatFormats.named(reasoning_parser="deepseek_r1")
+    assert chat_turn(byte_tokenizer, [USER], always).reader.reasoning_opened
+    closed = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert not chat_turn(byte_tokenizer, [USER], always, **closed).reader.reasoning_opened
+
+
+def test_tags_among_the_special_tokens_are_shown(byte_tokenizer):
+    """A detokenizer that leaves them out would leave the call out; a grammar names them by their ids."""
+    turn = chat_turn(
+        byte_tokenizer, [USER], ChatFormats.named(tool_call_parser="mistral"), tools=TOOLS,
+        tool_choice=ToolChoice("required"),
+    )  # fmt: skip
+    assert turn.shows_special_tokens
+    assert f"<[{byte_tokenizer.convert_tokens_to_ids('[TOOL_CALLS]')}]> call" in turn.grammar["grammar"]
+    free = chat_turn(byte_tokenizer, [USER], ChatFormats.named(tool_call_parser="mistral"), tools=TOOLS)
+    assert not free.sampling_params(jpaged.SamplingParams()).skip_special_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [
+        ({"tool_call_parser": "qwen9"}, "tool_call_parser"),
+        ({"reasoning_parser": "qwen9"}, "reasoning_parser"),
+        ({"reasoning_parser": "qwen3", "reasoning_tags": ("a", "b")}, "reasoning_tags"),
+        ({"reasoning_tags": ("a",)}, "reasoning_tags"),
+        ({"reasoning_tags": ("a", "a")}, "reasoning_tags"),
+        ({"reasoning_tags": ("", "a")}, "reasoning_tags"),
+    ],
+)
+def test_unknown_parsers_are_refused(options, parameter):
+    with pytest.raises(RequestError) as caught:
+        ChatFormats.named(**options)
     assert caught.value.parameter == parameter

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from jpaged.chat_turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, read_text
 from jpaged.errors import RequestError
 
@@ -39,6 +40,23 @@ class Serve:
     chat_template: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Jinja chat template, in place of the model's own."""
 
+    tool_call_parser: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """How the model writes tool calls: hermes, llama3_json, mistral, pythonic or json. Default: as its chat template
+    tells."""
+
+    reasoning_parser: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """Split what the model thinks from its answer: deepseek_r1 or qwen3. Default: answers are not split."""
+
+    reasoning_tags: Annotated[
+        tuple[str, str] | None, tyro.conf.arg(metavar="START END", help_behavior_hint="")
+    ] = None
+    """Split answers at these tags, for models that reasoning_parser does not name."""
+
+    chat_template_kwargs: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="")
+    ] = DEFAULT_TEMPLATE_KWARGS
+    """Variables of the chat template that requests may set."""
+
     shutdown_timeout: int = 30
     """Seconds that running requests get to finish when the server is told to stop."""
 
@@ -51,6 +69,7 @@ class Serve:
         """Serve until SIGINT or SIGTERM."""
         options = engine_options(self.engine, self.model_argument)
         chat_template = read_text("chat_template", self.chat_template)
+        chat = ChatFormats.named(chat_template, self.tool_call_parser, self.reasoning_parser, self.reasoning_tags)
         from jpaged.serving.process import serve, take_address
 
         if self.shutdown_timeout < 0:
@@ -65,7 +84,7 @@ class Serve:
 
         engine = AsyncLLM(**options)
         names = self.served_model_name or (options["model"],)
-        server = Server(engine=engine, model_names=names, chat_template=chat_template)
+        server = Server(engine=engine, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
         app = create_app(server, api_keys=self.api_key, admin_keys=self.admin_key)
         serve(app, address, shutdown_timeout=self.shutdown_timeout, access_log=self.access_log)
         return 0

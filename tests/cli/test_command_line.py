@@ -111,6 +111,20 @@ def test_engine_flags_become_options():
     assert options["seed"] == EngineConfig(model="demo").seed
 
 
+def test_what_serve_is_told_of_chats_reaches_the_server(monkeypatch):
+    served = []
+    monkeypatch.setattr("jpaged.async_llm.AsyncLLM", lambda **options: None)
+    monkeypatch.setattr("jpaged.serving.process.serve", lambda app, *args, **how: served.append(app.state.server))
+    words = ["serve", "demo", "--port", "0", "--tool-call-parser", "mistral", "--reasoning-tags", "[THINK]", "[/THINK]"]
+    assert cli.main([*words, "--chat-template-kwargs", "mood", "tone"]) == 0
+    assert cli.main(["serve", "demo", "--port", "0", "--reasoning-parser", "qwen3"]) == 0
+    told, default = served
+    assert (told.chat.tool_calls.name, told.chat.reasoning.start) == ("mistral", "[THINK]")
+    assert told.template_kwargs == ("mood", "tone")
+    assert (default.chat.tool_calls, default.chat.reasoning.end) == (None, "</think>")
+    assert default.template_kwargs == ("enable_thinking", "thinking", "reasoning_effort")
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -133,6 +147,9 @@ def test_engine_flags_become_options():
         (["serve", "demo", "--port", "0", "--target-step-ms", "-5"], "target_step_ms=-5.0"),
         (["chat", "demo", "--top-k", "-3"], "top_k"),
         (["serve", "demo", "--chat-template", "/nowhere/x.jinja"], "chat_template"),
+        (["serve", "demo", "--tool-call-parser", "qwen9"], "must be one of hermes, llama3_json, mistral"),
+        (["serve", "demo", "--reasoning-parser", "qwen9"], "must be one of deepseek_r1, qwen3"),
+        (["serve", "demo", "--reasoning-tags", "<a>", "<a>"], "start and end must differ"),
         (["serve", "demo", "--host", "256.0.0.1"], "cannot listen"),
         (["serve", "demo", "--port", "99999"], "--port takes 0 to 65535"),
         (["serve", "demo", "--shutdown-timeout", "-1"], "shutdown_timeout=-1"),

@@ -27,9 +27,11 @@ VOCAB = 256
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8."""
+    """A token is a byte of UTF-8. What its chat template is given besides the messages is kept for tests to look at."""
 
     chat_template: str | None = "{...}"
+    seen_messages: list[dict[str, Any]]
+    seen_options: dict[str, Any]
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -40,8 +42,11 @@ class ByteTokenizer:
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         if messages[0]["content"] == "refuse me":
             raise ValueError("roles must alternate")
+        self.seen_messages, self.seen_options = messages, options
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return self.encode(text + "<assistant>")
+        return self.encode(text + "<assistant>" + self.opening)
+
+    opening = ""  # what the template writes of the answer
 
 
 @dataclasses.dataclass
@@ -62,6 +67,7 @@ class FakeEngine:
     seen_priorities: list[int] = dataclasses.field(default_factory=list)
     seen_pooling: list[PoolingParams] = dataclasses.field(default_factory=list)
     aborts: bool = False  # what is to be embedded
+    says: str | None = None  # an answer, instead of the prompt
     closed: bool = False
 
     async def generate(
@@ -79,6 +85,8 @@ class FakeEngine:
         self.seen_prompts.append(ids)
         self.running.add(request_id)
         count = min(sampling_params.max_tokens or 10**9, self.max_model_len - len(ids))
+        if self.says is not None:
+            count = min(count, len(self.tokenizer.encode(self.says)))
         try:
             for step in range(1, count + 1):
                 await asyncio.sleep(self.step_seconds)
@@ -138,10 +146,13 @@ class FakeEngine:
     def _answer(
         self, index: int, start: int, ids: list[int], step: int, count: int, params: SamplingParams
     ) -> CompletionOutput:
+        said = self.tokenizer.encode(self.says or "")
+        if said:
+            ids, start = said, 0
         end = count // 2 or 1 if start % 2 else count
         tokens = [ids[(start + place) % len(ids)] for place in range(min(step, end))]
         logprobs = [self._logprobs(token, params.logprobs or 0) for token in tokens]
-        reason = "stop" if start % 2 else "length"
+        reason = "stop" if start % 2 or count == len(said) else "length"
         return CompletionOutput(
             index=index,
             text=bytes(tokens).decode(errors="ignore"),

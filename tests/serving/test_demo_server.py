@@ -10,6 +10,8 @@ import openai
 import pytest
 
 import jpaged
+from jpaged import sampling_params
+from jpaged.chat_turn import ChatFormats
 from jpaged.cli import main
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
@@ -204,3 +206,60 @@ def test_seeded_requests_repeat(client, idle):
     assert client.completions.create(**asked).choices[0].text == first
     with pytest.raises(openai.BadRequestError, match="seed"):
         client.completions.create(**asked | {"seed": 2**64})
+
+
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}# {{ tool.function.name }}: {{ tool.function.parameters | tojson }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["C", "F"]},
+        "days": {"$ref": "#/$defs/days"},
+        "places": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+    },
+    "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["unit", "days", "places"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "forecast", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.mark.skipif(
+    not hasattr(sampling_params, "StructuredOutputsParams"), reason="answers cannot be made to follow a grammar yet"
+)
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral", "pythonic", "json"])
+def test_forced_calls_always_parse(engine, idle, parser):
+    """A model that knows nothing of tools calls them, since it must: by name, and one of several; streamed as well."""
+
+    class Shared:
+        def __getattr__(self, name):
+            return (lambda: None) if name == "close" else getattr(engine, name)
+
+    formats = ChatFormats.named(TOOL_TEMPLATE, tool_call_parser=parser)
+    named = {"type": "function", "function": {"name": "forecast"}}
+    app = create_app(Server(engine=Shared(), model_names=("demo",), chat=formats))
+    with running(app) as base, openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as made:
+        for choice, names, reason in (("required", {"forecast", "now"}, "tool_calls"), (named, {"forecast"}, "stop")):
+            asked = {
+                "model": "demo", "messages": [{"role": "user", "content": PROMPT}], "tools": TOOLS, "max_tokens": 150,
+                "tool_choice": choice, "parallel_tool_calls": False, "temperature": 1.0, "seed": 5,
+            }  # fmt: skip
+            whole = made.chat.completions.create(**asked).choices[0]
+            (call,) = whole.message.tool_calls
+            assert (whole.message.content, whole.finish_reason) == (None, reason)
+            assert call.function.name in names
+            arguments = json.loads(call.function.arguments)
+            if call.function.name == "forecast":
+                assert set(arguments) == {"unit", "days", "places"}
+                assert arguments["unit"] in ("C", "F")
+                assert 1 <= arguments["days"] <= 9
+            told = ""
+            for chunk in made.chat.completions.create(**asked, stream=True):
+                for part in chunk.choices[0].delta.tool_calls or []:
+                    told += part.function.arguments or ""
+            assert told == call.function.arguments

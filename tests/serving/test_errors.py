@@ -70,10 +70,17 @@ BAD_CHATS = [
     ({"messages": MESSAGES, "logprobs": 3}, "logprobs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0]"),
     ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
     ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
-    ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+    ({"messages": MESSAGES, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"messages": MESSAGES, "documents": [{"text": "x"}]}, "documents"),
+    ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
+    ({"messages": MESSAGES, "tool_choice": "any"}, "tool_choice"),
+    ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"messages": [{"role": "tool", "content": "1", "tool_call_id": 3}]}, "messages[0].tool_call_id"),
 ]
 CASES = [("/v1/completions", body, param) for body, param in BAD_COMPLETIONS]
 CASES += [("/v1/chat/completions", body, param) for body, param in BAD_CHATS]

@@ -1,0 +1,61 @@
+"""What reading answers costs: a token of a usual answer, and a megabyte of text written to take long.
+
+    python benchmarks/answer_parsers.py
+
+Prints a table and the machine. Times are CPU seconds of this process, the least of three runs; the slowest text is
+sought with one. Needs no model.
+"""
+
+import os
+import platform
+import time
+
+from jpaged.answers.formats import FORMATS
+from jpaged.answers.parser import AnswerReader
+from jpaged.answers.reasoning import REASONING_PARSERS
+
+SIZE = 2**20
+PIECE = 4  # characters of a token, about
+CALL = '<tool_call>\n{"name": "now", "arguments": {"text": "' + "some words " * 60 + '"}}\n</tool_call>'
+USUAL = "I shall look. " * 60 + CALL
+OPENINGS = {
+    "hermes": '<tool_call>{"name": "now", "arguments": {"a": [', "llama3_json": '{"name": "now", "parameters": {"a": [',
+    "mistral": '[TOOL_CALLS]now[ARGS]{"a": [', "pythonic": "[now(a=[", "json": '[{"name": "now", "arguments": {"a": [',
+}  # fmt: skip
+REPEATED = (
+    "<tool_call>", "<tool_cal", '<tool_call>{"name":"now"}</tool_call>', "[TOOL_CALLS]now[ARGS]{}", "now(),", "f(a=",
+    '<tool_call>{"name": "now", "arguments": {"a": [', "```json", "[", "[]", "{", '{"a":', "1,", "1", '"', "'", "\\",
+    "\\n", "\n", "\n\x01", " ", "<", "é",
+)  # fmt: skip
+
+
+def seconds(reader: AnswerReader, text: str, piece: int = SIZE * 2, runs: int = 3) -> float:
+    """CPU seconds to read a text that comes in pieces."""
+    best = float("inf")
+    for _ in range(runs):
+        began = time.process_time()
+        reader.parse_pieces(text[start : start + piece] for start in range(0, len(text), piece))
+        best = min(best, time.process_time() - began)
+    return best
+
+
+def main() -> None:
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}\n")
+    print(f"{'format':12} {'usual, us a token':>18} {'1 MB, whole: ms':>16} {'1 MB by 4: ms':>14}   the text")
+    for name, made in FORMATS.items():
+        reader = AnswerReader(
+            tool_format=made, tool_names=frozenset(("now",)), reasoning=REASONING_PARSERS["qwen3"], new_id=lambda: "id"
+        )
+        usual = seconds(reader, USUAL * 10, PIECE) / (len(USUAL) * 10 / PIECE)
+        texts = [
+            opening + repeated * (SIZE // len(repeated))
+            for repeated in REPEATED
+            for opening in ("", OPENINGS[name], OPENINGS[name] + '"', OPENINGS[name] + "'")
+        ]
+        text = max((seconds(reader, text, runs=1), text) for text in texts)[1]
+        whole, pieces = seconds(reader, text), seconds(reader, text, PIECE, runs=1)
+        print(f"{name:12} {usual * 1e6:18.2f} {whole * 1e3:16.1f} {pieces * 1e3:14.0f}   {text[:60]!r}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

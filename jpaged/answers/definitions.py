@@ -1,0 +1,187 @@
+"""Tools as a request defines them, checked: what is no schema is refused by its place before anything runs."""
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jpaged.errors import RequestError
+
+MAX_TOOLS = 128
+MAX_PARAMETER_BYTES = 64 * 1024
+MAX_SCHEMA_DEPTH = 32
+MAX_SCHEMAS = 10_000  # within each other: more do not go into 64 KiB, and looking at them takes time
+MAX_ENUM = 10_000
+EXAMPLE = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}'
+
+_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_ONE = (
+    "additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems", "propertyNames", "contains",
+    "not", "if", "then", "else",
+)  # fmt: skip
+_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNTS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that a model may call.
+
+    parameters: JSON schema of the arguments, an object's; without any, the tool takes none.
+    definition: as OpenAI's API has it, which is what chat templates read.
+    """
+
+    name: str
+    parameters: dict[str, Any]
+    definition: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether tools are called: mode is none, auto, required or named; `name` is the tool of the last."""
+
+    mode: str = "auto"
+    name: str | None = None
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.mode in ("required", "named")
+
+
+def checked_tools(tools: Any) -> tuple[Tool, ...]:
+    """Tool definitions in OpenAI's shape. Raises RequestError that names tools[i] and what is accepted there."""
+    if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
+        raise RequestError("tools", tools, f"must be a list of tools like {EXAMPLE}")
+    if len(tools) > MAX_TOOLS:
+        raise RequestError("tools", f"{len(tools)} tools", f"must be at most {MAX_TOOLS}")
+    checked: list[Tool] = []
+    for i, tool in enumerate(tools):
+        made = _checked(f"tools[{i}]", tool)
+        if any(other.name == made.name for other in checked):
+            raise RequestError(f"tools[{i}].function.name", made.name, "must differ from the other tools' names")
+        checked.append(made)
+    return tuple(checked)
+
+
+def without_notes(schema: Any) -> Any:
+    """A checked schema without what only readers need (descriptions, titles, examples): often the most of its bytes."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {}
+    for key, value in schema.items():
+        if key in ("description", "title", "examples", "default", "$comment"):
+            continue
+        if key in _ONE:
+            value = without_notes(value)
+        elif key in _LISTS or key == "items":
+            value = [without_notes(one) for one in value] if isinstance(value, list) else without_notes(value)
+        elif key in _MAPPINGS:
+            value = {name: without_notes(one) for name, one in value.items()}
+        made[key] = value
+    return made
+
+
+def _checked(where: str, tool: Any) -> Tool:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
+        raise RequestError(where, tool, f"must be a function like {EXAMPLE}")
+    function = tool["function"]
+    for name in (*tool, *function):
+        if name not in ("type", "function", "name", "description", "parameters", "strict"):
+            raise RequestError(f"{where}.function.{name}", function.get(name, tool.get(name)), "unknown field")
+    name, description, parameters = (function.get(key) for key in ("name", "description", "parameters"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        accepted = "must be 1 to 64 letters (a to z), digits, underscores, hyphens and dots"
+        raise RequestError(f"{where}.function.name", name, accepted)
+    if description is not None and not isinstance(description, str):
+        raise RequestError(f"{where}.function.description", description, "must be a text")
+    if not isinstance(function.get("strict"), (bool, type(None))):
+        raise RequestError(f"{where}.function.strict", function["strict"], "must be true or false")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    _check_parameters(f"{where}.function.parameters", parameters)
+    definition = {"name": name, "description": description or "", "parameters": parameters}
+    return Tool(name, {"type": "object", **parameters}, {"type": "function", "function": definition})
+
+
+def _check_parameters(where: str, schema: Any) -> None:
+    if not isinstance(schema, Mapping):
+        raise RequestError(where, schema, "must be a JSON schema, of an object")
+    if schema.get("type", "object") != "object":
+        accepted = 'must be a JSON schema whose type is "object": its properties are the arguments'
+        raise RequestError(where, schema, accepted)
+    wrong = _wrong(schema, "", 0, itertools.count())
+    if wrong is not None:
+        raise RequestError(where, schema, f"is no JSON schema: {wrong[:500]}")
+    try:
+        size = len(json.dumps(schema, allow_nan=False).encode())
+    except (TypeError, ValueError) as error:
+        raise RequestError(where, schema, f"must be JSON: {error}") from None
+    if size > MAX_PARAMETER_BYTES:
+        raise RequestError(where, f"{size:,} bytes", f"must be at most {MAX_PARAMETER_BYTES:,} bytes as JSON")
+
+
+def _wrong(schema: Any, path: str, depth: int, seen: Iterator[int]) -> str | None:
+    """What is wrong with a schema, and where; None where nothing is. seen: counts the schemas that were looked at."""
+    if next(seen) > MAX_SCHEMAS:
+        return f"it consists of more than {MAX_SCHEMAS:,} schemas"
+    if isinstance(schema, bool):
+        return None
+    at = path or "the schema"
+    if not isinstance(schema, Mapping):
+        return f"{at} must be an object, true or false"
+    if depth > MAX_SCHEMA_DEPTH:
+        return f"it is nested deeper than {MAX_SCHEMA_DEPTH}"
+    prefix = f"{path}." if path else ""
+    for key, value in schema.items():
+        where = f"{prefix}{key}"
+        wrong = None
+        if key == "type":
+            kinds = value if isinstance(value, list) and value else [value]
+            if not all(isinstance(kind, str) and kind in _TYPES for kind in kinds):
+                wrong = f"{where} must be one of {', '.join(_TYPES)}, or a list of these"
+        elif key in _ONE or (key == "items" and not isinstance(value, list)):
+            wrong = _wrong(value, where, depth + 1, seen)
+        elif key in _LISTS or key == "items":
+            if not isinstance(value, list) or not value:
+                wrong = f"{where} must be a list of schemas"
+            else:
+                found = (_wrong(one, f"{where}[{i}]", depth + 1, seen) for i, one in enumerate(value))
+                wrong = next((one for one in found if one), None)
+        elif key in _MAPPINGS:
+            if not isinstance(value, Mapping):
+                wrong = f"{where} must be an object of schemas"
+            else:
+                found = (_wrong(one, f"{where}.{name}", depth + 1, seen) for name, one in value.items())
+                wrong = next((one for one in found if one), None)
+        elif key in ("required", "enum", *_NUMBERS, *_COUNTS, "pattern", "$ref"):
+            wrong = _wrong_value(key, value, where)
+        if wrong:
+            return wrong
+    return None
+
+
+def _wrong_value(key: str, value: Any, where: str) -> str | None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if key == "required":
+        good = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        return None if good else f"{where} must be a list of property names"
+    if key == "enum":
+        good = isinstance(value, list) and 0 < len(value) <= MAX_ENUM
+        return None if good else f"{where} must be a list of 1 to {MAX_ENUM:,} values"
+    if key in _NUMBERS:
+        return None if number else f"{where} must be a number"
+    if key in _COUNTS:
+        return None if number and int(value) == value >= 0 else f"{where} must be an integer from 0"
+    if not isinstance(value, str):
+        return f"{where} must be a text"
+    remote = key == "$ref" and not value.startswith("#")
+    return f"{where} must begin with #: schemas elsewhere are not fetched" if remote else None
+

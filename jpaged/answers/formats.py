@@ -1,0 +1,73 @@
+"""The formats that models write calls in: their names, and which one a chat template tells of."""
+
+import dataclasses
+import secrets
+import string
+import uuid
+from collections.abc import Callable
+
+from jpaged.answers import mistral, pythonic
+from jpaged.answers.answer import AnswerSink
+from jpaged.answers.json_calls import JsonTags, Known
+from jpaged.answers.scanner import Scanner, Steps
+from jpaged.errors import RequestError
+
+Read = Callable[[Scanner, AnswerSink, Known], Steps[None]]
+
+
+def call_id() -> str:
+    """A fresh id, of OpenAI's shape."""
+    return f"call_{uuid.uuid4().hex}"
+
+
+def short_call_id() -> str:
+    """A fresh id of nine letters and digits, which is what Mistral's templates take."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCallFormat:
+    """One format.
+
+    read:    reads an answer into a sink, to its end or to where no more calls can come.
+    markers: what it begins and ends calls with; a tokenizer may have them as special tokens, which text then must show.
+    """
+
+    name: str
+    read: Read
+    markers: tuple[str, ...] = ()
+    new_id: Callable[[], str] = call_id
+
+
+_FORMATS = (
+    ToolCallFormat("hermes", JsonTags("<tool_call>", "</tool_call>").read, ("<tool_call>", "</tool_call>")),
+    ToolCallFormat("llama3_json", JsonTags("<|python_tag|>", bare=True).read, ("<|python_tag|>",)),
+    ToolCallFormat(
+        "mistral", mistral.read, (mistral.BEGIN, mistral.CALL_ID, mistral.ARGUMENTS), new_id=short_call_id
+    ),
+    ToolCallFormat("pythonic", pythonic.read, (*pythonic.TAGS, pythonic.END_TAG)),
+    ToolCallFormat("json", JsonTags("```json", "```", bare=True).read),
+)
+FORMATS = {one.name: one for one in _FORMATS}
+
+
+def tool_call_format(name: str) -> ToolCallFormat:
+    """The format of this name. Raises RequestError for an unknown one."""
+    if name not in FORMATS:
+        raise RequestError("tool_call_parser", name, f"must be one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def detect_format(chat_template: str) -> ToolCallFormat | None:
+    """The format that a chat template renders calls in, or asks for; None where none of FORMATS is recognised."""
+    if "[TOOL_CALLS]" in chat_template:
+        return FORMATS["mistral"]
+    if "<tool_call>" in chat_template:
+        # Qwen3-Coder and GLM write XML between these tags, not JSON.
+        others = ("<function=", "<arg_key>", "<parameter=")
+        return None if any(other in chat_template for other in others) else FORMATS["hermes"]
+    if "<|python_start|>" in chat_template or "[func_name1(" in chat_template:
+        return FORMATS["pythonic"]
+    if "<|python_tag|>" in chat_template or '{"name": function name, "parameters":' in chat_template:
+        return FORMATS["llama3_json"]
+    return None

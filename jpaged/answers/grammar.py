@@ -1,0 +1,102 @@
+"""Grammars of answers that must be calls, as fields of StructuredOutputsParams: so their arguments always parse."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jpaged.answers import mistral
+from jpaged.answers.definitions import Tool, ToolChoice, without_notes
+from jpaged.answers.formats import FORMATS, ToolCallFormat
+from jpaged.answers.reasoning import ReasoningTags
+
+# White space as templates and `json.dumps` write it: what models were trained on, and none that goes on for ever.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LIST_COMMA = '", "'
+
+
+def enforced_format(parser: ToolCallFormat | None) -> ToolCallFormat:
+    """The format that a forced call is written in: Python's syntax has no grammar made from a JSON schema."""
+    return FORMATS["json"] if parser is None or parser.name == "pythonic" else parser
+
+
+def tool_grammar(
+    tools: Sequence[Tool],
+    tool_choice: ToolChoice,
+    parser: ToolCallFormat,
+    *,
+    parallel: bool = True,
+    reasoning: ReasoningTags | None = None,
+    reasoning_opened: bool = False,
+    special_tokens: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """`{"grammar": ...}` (Lark, as llguidance reads it) for a forced call; nothing where none is forced.
+
+    parser:   an `enforced_format`: what it reads is what the grammar writes.
+    parallel: whether there may be several calls.
+    reasoning, reasoning_opened: what may stand before the call, as of `AnswerReader`.
+    special_tokens: ids of the tokenizer's special tokens: as these, and not as their letters, a format's tags are known
+        to the model.
+    """
+    if not tool_choice.forced:
+        return {}
+    special = special_tokens or {}
+    chosen = [tool for tool in tools if tool_choice.mode == "required" or tool.name == tool_choice.name]
+    several = parallel and tool_choice.mode == "required"
+    rules: list[str] = []
+    start = _calls(parser, several, special)
+    if reasoning is not None:
+        start = _reasoning(reasoning, reasoning_opened, special, rules) + f" {start}"
+    key = "parameters" if parser.name == "llama3_json" else "arguments"
+    named = parser.name == "mistral" and mistral.ARGUMENTS in special
+    alternatives = []
+    for i, tool in enumerate(chosen):
+        schema = json.dumps({**without_notes(tool.parameters), "x-guidance": SPACING})
+        rules.append(f"arguments_{i}: %json {schema}")
+        if named:
+            alternatives.append(f"{_text(tool.name)} {_token(mistral.ARGUMENTS, special)} arguments_{i}")
+        else:
+            head = f'{{"name": "{tool.name}", "{key}": '
+            alternatives.append(f'{_text(head)} arguments_{i} "}}"')
+    lines = [f"start: {start}", f"call: {' | '.join(f'call_{i}' for i in range(len(chosen)))}"]
+    lines += [f"call_{i}: {alternative}" for i, alternative in enumerate(alternatives)]
+    return {"grammar": "\n".join([*lines, *rules]) + "\n"}
+
+
+def _calls(parser: ToolCallFormat, several: bool, special: Mapping[str, int]) -> str:
+    """One call or several, with a format's tags around them."""
+    match parser.name:
+        case "hermes":
+            begin, end = (_token(tag, special) for tag in parser.markers)
+            return _repeated(f'{begin} "\\n" call "\\n" {end}', '"\\n"', several)
+        case "llama3_json":
+            return _repeated("call", '"; "', several)
+        case "mistral":
+            begin = _token(mistral.BEGIN, special)
+            if mistral.ARGUMENTS in special:
+                return _repeated(f"{begin} call", "", several)
+            return f'{begin} " [" {_repeated("call", LIST_COMMA, several)} "]"'
+        case _:
+            return f'"[" {_repeated("call", LIST_COMMA, several)} "]"'
+
+
+def _repeated(one: str, between: str, several: bool) -> str:
+    return f"{one} ({between} {one})*" if several else one
+
+
+def _reasoning(tags: ReasoningTags, opened: bool, special: Mapping[str, int], rules: list[str]) -> str:
+    """What may stand before a call: reasoning that the prompt has opened, or some or none."""
+    if tags.end in special:
+        rules.append(f"thought: /(.|\\n)*/ {_token(tags.end, special)}")
+    else:
+        rules.append(f"thought[suffix={_text(tags.end)}]: /(.|\\n)*/")
+    rules.append("reasoning: thought /\\n{0,2}/")
+    return "reasoning" if opened else f"({_token(tags.start, special)} reasoning)?"
+
+
+def _token(tag: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[tag]}]>" if tag in special else _text(tag)
+
+
+def _text(literal: str) -> str:
+    """A literal of a grammar: its strings are JSON's."""
+    return json.dumps(literal, ensure_ascii=False)

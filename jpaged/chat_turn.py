@@ -1,0 +1,156 @@
+"""One turn of a conversation: the prompt, and how its answer is read; the same for `LLM.chat` and for the server."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jpaged.answers.definitions import Tool, ToolChoice
+from jpaged.answers.formats import ToolCallFormat, detect_format, tool_call_format
+from jpaged.answers.grammar import enforced_format, tool_grammar
+from jpaged.answers.parser import AnswerReader
+from jpaged.answers.reasoning import REASONING_PARSERS, ReasoningTags
+from jpaged.chat_prompt import chat_prompt, template_text
+from jpaged.errors import RequestError
+from jpaged.sampling_params import SamplingParams
+
+# What templates mean their callers to switch (Qwen3, DeepSeek V3.1, gpt-oss). Other variables may reach what is the
+# operator's to say: dates, built-in tools, whole system prompts.
+DEFAULT_TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort")
+PROMPT_END = 64  # tokens at a prompt's end that tell whether it opens reasoning
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatFormats:
+    """How a model's answers are to be read: what the operator says of it.
+
+    chat_template: Jinja, in place of the tokenizer's own.
+    tool_calls:    None: as the chat template tells.
+    reasoning:     None: answers are not split.
+    """
+
+    chat_template: str | None = None
+    tool_calls: ToolCallFormat | None = None
+    reasoning: ReasoningTags | None = None
+
+    @classmethod
+    def named(
+        cls,
+        chat_template: str | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        reasoning_tags: Sequence[str] | None = None,
+    ) -> "ChatFormats":
+        """By vLLM's names of parsers, or with tags of reasoning as (start, end). Raises RequestError for others."""
+        if reasoning_tags and reasoning_parser:
+            raise RequestError("reasoning_tags", tuple(reasoning_tags), "reasoning_parser has tags already: give one")
+        if reasoning_parser is not None and reasoning_parser not in REASONING_PARSERS:
+            accepted = f"must be one of {', '.join(REASONING_PARSERS)}; or give the tags as reasoning_tags"
+            raise RequestError("reasoning_parser", reasoning_parser, accepted)
+        reasoning = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
+        if reasoning_tags:
+            if isinstance(reasoning_tags, str) or len(reasoning_tags) != 2:
+                raise RequestError("reasoning_tags", reasoning_tags, "must be two: where reasoning starts and ends")
+            reasoning = ReasoningTags(reasoning_tags[0], reasoning_tags[1])
+        return cls(chat_template, tool_call_format(tool_call_parser) if tool_call_parser else None, reasoning)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """A turn, ready to run.
+
+    prompt:  `{"prompt_token_ids": ...}`.
+    reader:  of its answers.
+    grammar: fields of StructuredOutputsParams that the answer must follow; empty where it is free.
+    shows_special_tokens: whether the answer's text must have special tokens, since tags are among them.
+    """
+
+    prompt: dict[str, list[int]]
+    reader: AnswerReader
+    grammar: dict[str, Any]
+    shows_special_tokens: bool
+
+    def sampling_params(self, params: SamplingParams) -> SamplingParams:
+        """Sampling parameters with what this turn needs. Raises RequestError where they ask for something else."""
+        if self.shows_special_tokens:
+            params = dataclasses.replace(params, skip_special_tokens=False)
+        if not self.grammar:
+            return params
+        if params.structured_outputs is not None:
+            accepted = "the answer must be a call of a tool: it cannot follow another format too"
+            raise RequestError("tool_choice", "required or named", accepted)
+        try:
+            return dataclasses.replace(params, structured_outputs=self.grammar)
+        except RequestError as error:
+            raise RequestError("tool_choice", "required or named", error.accepted) from None
+
+
+def chat_turn(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    formats: ChatFormats,
+    *,
+    tools: Sequence[Tool] = (),
+    tool_choice: ToolChoice | None = None,
+    parallel_tool_calls: bool = True,
+    **rendering: Any,
+) -> ChatTurn:
+    """Render a conversation and make ready to read its answers. rendering: options of `chat_prompt`.
+
+    With tool_choice none the template does not see the tools: a model that does not know them calls none.
+    Raises RequestError.
+    """
+    choice = tool_choice or ToolChoice("auto" if tools else "none")
+    if choice.mode == "named" and choice.name not in [tool.name for tool in tools]:
+        names = ", ".join(tool.name for tool in tools) or "(there are none)"
+        raise RequestError("tool_choice.function.name", choice.name, f"must be one of the tools {names}")
+    if choice.mode == "required" and not tools:
+        raise RequestError("tool_choice", "required", "goes with tools")
+    offered = () if choice.mode == "none" else tools
+    prompt = chat_prompt(tokenizer, messages, formats.chat_template, tools=offered, **rendering)
+    tool_format = _tool_format(tokenizer, formats, choice) if offered else None
+    opened = False
+    if formats.reasoning is not None:
+        opened = formats.reasoning.opened_by(tokenizer.decode(prompt["prompt_token_ids"][-PROMPT_END:]))
+    reader = AnswerReader(
+        tool_format=tool_format,
+        tool_names=frozenset(tool.name for tool in offered),
+        parallel=parallel_tool_calls,
+        reasoning=formats.reasoning,
+        reasoning_opened=opened,
+    )
+    tags = tool_format.markers if tool_format else ()
+    if formats.reasoning is not None:
+        tags = (*tags, formats.reasoning.start, formats.reasoning.end)
+    special = _special_tokens(tokenizer) if tags else {}
+    grammar = {}
+    if tool_format is not None:
+        grammar = tool_grammar(
+            offered,
+            choice,
+            tool_format,
+            parallel=parallel_tool_calls,
+            reasoning=formats.reasoning,
+            reasoning_opened=opened,
+            special_tokens=special,
+        )
+    return ChatTurn(prompt, reader, grammar, any(tag in special for tag in tags))
+
+
+def _tool_format(tokenizer: Any, formats: ChatFormats, choice: ToolChoice) -> ToolCallFormat:
+    template = template_text(tokenizer, formats.chat_template, with_tools=True)
+    found = formats.tool_calls or detect_format(template)
+    if choice.forced:
+        return enforced_format(found)
+    if found is None:
+        accepted = (
+            "the chat template does not tell how this model writes calls: start with --tool-call-parser NAME, or ask "
+            "for tool_choice required"
+        )
+        raise RequestError("tools", "tool_choice auto", accepted)
+    return found
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Ids of the tokens that are left out of text unless it is asked for."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {str(token): int(token_id) for token_id, token in added.items() if getattr(token, "special", False)}

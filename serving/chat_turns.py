@@ -1,0 +1,77 @@
+"""A chat request as a turn: its messages, its tools, and what it may set in the template."""
+
+from typing import Any
+
+import msgspec
+
+from jpaged.answers.definitions import ToolChoice, checked_tools
+from jpaged.chat_prompt import template_text, template_variables
+from jpaged.chat_turn import ChatTurn, chat_turn
+from jpaged.errors import RequestError
+from jpaged.serving.generation import Server
+from jpaged.serving.request_schema import ChatMessage, ChatRequest, NamedToolChoice
+
+MAX_KWARG_CHARACTERS = 1_000
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
+
+
+def turn_of(server: Server, body: ChatRequest) -> ChatTurn:
+    """Render the request's conversation. Raises RequestError that names the field."""
+    tokenizer = server.engine.get_tokenizer()
+    tools = checked_tools(body.tools or [])
+    return chat_turn(
+        tokenizer,
+        [_message(message) for message in body.messages],
+        server.chat,
+        tools=tools,
+        tool_choice=_choice(body, bool(tools)),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        documents=body.documents,
+        chat_template_kwargs=_template_kwargs(server, tokenizer, body, bool(tools)),
+    )
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    given = {name: getattr(message, name) for name in MESSAGE_FIELDS}
+    return {name: msgspec.to_builtins(value) for name, value in given.items() if value is not None}
+
+
+def _choice(body: ChatRequest, has_tools: bool) -> ToolChoice:
+    if isinstance(body.tool_choice, NamedToolChoice):
+        return ToolChoice("named", body.tool_choice.function.name)
+    if body.tool_choice is None or (body.tool_choice == "auto" and not has_tools):
+        return ToolChoice("auto" if has_tools else "none")
+    return ToolChoice(body.tool_choice)
+
+
+def _template_kwargs(server: Server, tokenizer: Any, body: ChatRequest, has_tools: bool) -> dict[str, Any]:
+    """Variables of the template that the request sets."""
+    given = dict(body.chat_template_kwargs or {})
+    for name, value in given.items():
+        if name not in server.template_kwargs:
+            names = ", ".join(server.template_kwargs) or "none"
+            accepted = f"requests may set {names} (of --chat-template-kwargs)"
+            raise RequestError(f"chat_template_kwargs.{name}", value, accepted)
+        if isinstance(value, str) and len(value) > MAX_KWARG_CHARACTERS:
+            accepted = f"must have at most {MAX_KWARG_CHARACTERS} characters"
+            raise RequestError(f"chat_template_kwargs.{name}", value, accepted)
+    if body.reasoning_effort is not None:
+        read = template_variables(template_text(tokenizer, server.chat.chat_template, with_tools=has_tools))
+        name, value = _effort(body.reasoning_effort, read)
+        if given.setdefault(name, value) != value:
+            accepted = f"chat_template_kwargs says {name}={given[name]!r}: give one of them"
+            raise RequestError("reasoning_effort", body.reasoning_effort, accepted)
+    return given
+
+
+def _effort(effort: str, read: frozenset[str]) -> tuple[str, Any]:
+    """The variable that an effort sets: its own, or of templates that only switch thinking on and off, that one."""
+    if "reasoning_effort" in read:
+        return "reasoning_effort", effort
+    for name in ("enable_thinking", "thinking"):
+        if name in read:
+            return name, effort != "none"
+    accepted = "the model's chat template reads no such thing: leave it out"
+    raise RequestError("reasoning_effort", effort, accepted)

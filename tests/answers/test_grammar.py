@@ -1,0 +1,104 @@
+"""Grammars of forced calls: what they write is read by the format's parser, and nothing else can be written."""
+
+import json
+
+import pytest
+
+from jpaged.answers.definitions import ToolChoice, checked_tools
+from jpaged.answers.formats import FORMATS
+from jpaged.answers.grammar import enforced_format, tool_grammar
+from jpaged.answers.parser import AnswerReader
+from jpaged.answers.reasoning import REASONING_PARSERS
+
+NUMBER = {"$ref": "#/$defs/number"}
+SEARCH = {"properties": {"n": NUMBER}, "required": ["n"], "$defs": {"number": {"type": "integer"}}}
+TOOLS = checked_tools([
+    {"type": "function", "function": {"name": "search", "parameters": {**SEARCH, "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "now"}},
+])
+REQUIRED, NAMED = ToolChoice("required"), ToolChoice("named", "search")
+THINK = REASONING_PARSERS["qwen3"]
+ONE = {
+    "hermes": '<tool_call>\n{"name": "search", "arguments": {"n": 1}}\n</tool_call>',
+    "llama3_json": '{"name": "search", "parameters": {"n": 1}}',
+    "mistral": '[TOOL_CALLS] [{"name": "search", "arguments": {"n": 1}}]',
+    "json": '[{"name": "search", "arguments": {"n": 1}}]',
+}
+TWO = {
+    "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3_json": ONE["llama3_json"] + '; {"name": "now", "parameters": {}}',
+    "mistral": ONE["mistral"][:-1] + ', {"name": "now", "arguments": {}}]',
+    "json": ONE["json"][:-1] + ', {"name": "now", "arguments": {}}]',
+}
+
+
+def accepts(fields: dict, text: str) -> bool:
+    """Whether llguidance lets a text be written to its end; a token is a byte."""
+    llguidance = pytest.importorskip("llguidance")
+    assert set(fields) == {"grammar"}
+    matcher = llguidance.LLMatcher(
+        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(fields["grammar"]), log_level=0
+    )
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and (matcher.is_accepting() or matcher.is_stopped())
+
+
+def test_nothing_is_forced_where_nothing_is_asked():
+    for mode in ("none", "auto"):
+        assert tool_grammar(TOOLS, ToolChoice(mode), FORMATS["hermes"]) == {}
+
+
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("choice", [REQUIRED, NAMED])
+@pytest.mark.parametrize(
+    ("opened", "before"), [(None, ""), (True, "Hm.</think>"), (False, ""), (False, "<think>Hm.</think>\n\n")]
+)
+def test_what_can_be_written_is_read(name, choice, opened, before):
+    thinking = {} if opened is None else {"reasoning": THINK, "reasoning_opened": opened}
+    fields = tool_grammar(TOOLS, choice, FORMATS[name], **thinking)
+    assert accepts(fields, before + ONE[name])
+    assert accepts(fields, before + TWO[name]) == (choice is REQUIRED)
+    assert not accepts(tool_grammar(TOOLS, choice, FORMATS[name], parallel=False, **thinking), before + TWO[name])
+    for wrong in ("", ONE[name].replace("1", '"1"'), ONE[name].replace("search", "rm"), "Hello", ONE[name] + "x"):
+        assert not accepts(fields, before + wrong)
+    made = AnswerReader(tool_format=FORMATS[name], tool_names=frozenset(("search", "now")), **thinking)
+    answer = made.parse(before + TWO[name])
+    assert answer.content is None
+    calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
+    assert calls == [("search", {"n": 1}), ("now", {})]
+
+
+def test_a_named_tool_is_the_only_one():
+    assert "now" not in tool_grammar(TOOLS, NAMED, FORMATS["json"])["grammar"]
+
+
+def test_notes_for_readers_are_left_out():
+    """Properties of these names stay, and what a schema only says of itself goes: grammars are limited to 64 KiB."""
+    properties = {"title": {"type": "string", "title": "T"}, "default": {"items": [{"description": "D"}]}}
+    schema = {"description": "x", "properties": properties, "anyOf": [{"title": "U", "required": ["title"]}]}
+    (tool,) = checked_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    line = tool_grammar([tool], REQUIRED, FORMATS["json"])["grammar"].splitlines()[-1]
+    written = json.loads(line.removeprefix("arguments_0: %json "))
+    del written["x-guidance"]
+    assert written == {
+        "type": "object",
+        "properties": {"title": {"type": "string"}, "default": {"items": [{}]}},
+        "anyOf": [{"required": ["title"]}],
+    }
+
+
+def test_tags_that_are_special_tokens_are_written_as_these():
+    special = {"[TOOL_CALLS]": 5, "[ARGS]": 32, "<think>": 7, "</think>": 8}
+    grammar = tool_grammar(
+        TOOLS, REQUIRED, FORMATS["mistral"], reasoning=THINK, reasoning_opened=False, special_tokens=special
+    )["grammar"]
+    assert grammar.startswith("start: (<[7]> reasoning)? <[5]> call")
+    assert '"search" <[32]> arguments_0' in grammar
+    assert "<[8]>" in grammar
+    assert "TOOL_CALLS" not in grammar
+
+
+def test_python_is_not_enforced_and_an_unknown_format_is_json():
+    assert enforced_format(FORMATS["pythonic"]) is enforced_format(None) is FORMATS["json"]
+    assert enforced_format(FORMATS["hermes"]) is FORMATS["hermes"]

@@ -1,0 +1,268 @@
+"""Answers as models write them, cut everywhere: calls, content and reasoning are the same however the text came."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.answers.answer import ParsedAnswer
+from jpaged.answers.formats import FORMATS
+from jpaged.answers.parser import AnswerReader
+from jpaged.answers.reasoning import REASONING_PARSERS, ReasoningTags
+
+TOOLS = frozenset({"get_weather", "search", "now", "send.mail-1"})
+QWEN3 = REASONING_PARSERS["qwen3"]
+
+
+def reader(format_name: str | None, **options) -> AnswerReader:
+    """With ids that count."""
+    made = FORMATS[format_name] if format_name else None
+    return AnswerReader(tool_format=made, tool_names=options.pop("tool_names", TOOLS), new_id=lambda: "id", **options)
+
+
+def told(answer: ParsedAnswer) -> tuple:
+    return answer.reasoning, answer.content, [(call.name, call.arguments) for call in answer.tool_calls]
+
+
+# Format, what the model wrote, its content, its calls.
+RECORDED = [
+    ("hermes",
+     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "São Paulo", "days": 3}}\n</tool_call>', None,
+     [("get_weather", '{"city": "São Paulo", "days": 3}')]),
+    ("hermes",
+     'Both, then.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+     "Both, then.", [("get_weather", '{"city": "Oslo"}'), ("now", "{}")]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>\n\nDone. 🎉 \n', "Done. 🎉 \n", [("now", "{}")]),
+    ("hermes", 'First.\n<tool_call>{"name": "now"}</tool_call>\nThen.', "First.\nThen.", [("now", "{}")]),
+    ("hermes", '<tool_call>{"arguments": {"q": "a\\"b\\u00e9\\\\"}, "name": "search"}</tool_call>',
+     None, [("search", '{"q": "a\\"b\\u00e9\\\\"}')]),
+    # What small models get wrong: braces, a raw line break, arguments as a string or null, no end tag.
+    ("hermes", '<tool_call>\n{"name": "search", "arguments": {"q": 1}\n</tool_call>',
+     None, [("search", '{"q": 1}')]),
+    ("hermes", '<tool_call>\n{"name": "search", "arguments": {"q": 1}}}\n</tool_call>',
+     None, [("search", '{"q": 1}')]),
+    ("hermes", '<tool_call>{"name": "search", "arguments": {"q": "a\nb"}}', None, [("search", '{"q": "a\\nb"}')]),
+    ("hermes", '<tool_call>{"name": "search", "arguments": "{\\"q\\": [1, {}]}"}</tool_call>',
+     None, [("search", '{"q": [1, {}]}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', None, [("now", "{}")]),
+    ("hermes", '<tool_call>[{"name": "now", "arguments": {}}, {"name": "search", "arguments": {"q":[-1.5e3,true]}}]'
+     "</tool_call>", None, [("now", "{}"), ("search", '{"q": [-1.5e3, true]}')]),
+    # No calls: an unknown tool, no name, no object, no JSON, only half a tag.
+    ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', ..., []),
+    ("hermes", 'See <tool_call>{"arguments": {}}</tool_call>.', ..., []),
+    ("hermes", '<tool_call>{"name": "search", "arguments": [1]}</tool_call>', ..., []),
+    ("hermes", "<tool_call> nothing </tool_call>", ..., []),
+    ("hermes", "a < b <tool_cal", ..., []),
+    ("hermes", "  two lines\n\n", ..., []),
+    # Cut off by max_tokens: what there is of the arguments is kept.
+    ("hermes", '<tool_call>{"name": "search", "arguments": {"q": "hel', None, [("search", '{"q": "hel')]),
+    ("hermes", '<tool_call>{"name": "search", "arguments": {"q": tr', None, [("search", '{"q": tr')]),
+    ("hermes", '<tool_call>{"name": "search", "argu', ..., []),
+    # Broken after it was announced: what follows is content, and the next call is read.
+    ("hermes",
+     '<tool_call>{"name": "search", "arguments": {"q": oops}}</tool_call><tool_call>{"name": "now"}</tool_call>',
+     "oops}}</tool_call>", [("search", '{"q": '), ("now", "{}")]),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', None,
+     [("get_weather", '{"city": "Paris"}')]),
+    ("llama3_json", '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}', None, [("now", "{}")]),
+    ("llama3_json", '{"name": "now", "parameters": {}}; {"name": "search", "parameters": {"q": "x; y"}}', None,
+     [("now", "{}"), ("search", '{"q": "x; y"}')]),
+    ("llama3_json", '{"name": "Ada", "born": 1815}', ..., []),
+    ("llama3_json", "<|python_tag|>print(1)", ..., []),
+    ("llama3_json", "Here it is: {}", ..., []),
+    ("mistral",
+     '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Nice"}}, {"name": "now", "arguments": {}}]',
+     None, [("get_weather", '{"city": "Nice"}'), ("now", "{}")]),
+    ("mistral", 'Wait.[TOOL_CALLS]search[ARGS]{"q": "a [ARGS] b"}[TOOL_CALLS]now[CALL_ID]Ab3dEf7hI[ARGS]{}',
+     "Wait.", [("search", '{"q": "a [ARGS] b"}'), ("now", "{}")]),
+    ("mistral", '[TOOL_CALLS]search{"q": 1}', None, [("search", '{"q": 1}')]),
+    ("mistral", "[TOOL_CALLS]rm[ARGS]{}", ..., []),
+    ("pythonic", "[get_weather(city='New York', days=2), now()]", None,
+     [("get_weather", '{"city": "New York", "days": 2}'), ("now", "{}")]),
+    ("pythonic", """[search(q="it's \\"ok\\"", opts={'deep': True, "n": [1, -2.5, None,],}, tags=[])]""", None,
+     [("search", '{"q": "it\'s \\"ok\\"", "opts": {"deep": true, "n": [1, -2.5, null]}, "tags": []}')]),
+    ("pythonic", "<|python_start|>[send.mail-1(to='a\\x41\\u00e9\\'\\n')]<|python_end|>", None,
+     [("send.mail-1", '{"to": "aA\\u00e9\'\\n"}')]),
+    ("pythonic", "[search('x')]", ..., []),
+    ("pythonic", "[1, 2]", ..., []),
+    ("pythonic", "[search(q=__import__('os'))]", "__import__('os'))]", [("search", '{"q": ')]),
+    ("json", '[{"name": "now", "arguments": {}}, {"name": "search", "parameters": {"q": 0}}]', None,
+     [("now", "{}"), ("search", '{"q": 0}')]),
+    ("json", 'Sure:\n```json\n{"name": "now", "arguments": {}}\n```\n', "Sure:", [("now", "{}")]),
+    ("json", '```json\n{"answer": 42}\n```', ..., []),
+    ("json", '{"name": {"first": "Ada"}}', ..., []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format_name", "text", "content", "calls"), RECORDED)
+@pytest.mark.parametrize("before", ["", "<think>\nHm: <tool_call>? [x]\n</think>\n\n"])
+def test_recorded_answers_cut_everywhere(format_name, text, content, calls, before):
+    thinking = reader(format_name, reasoning=QWEN3)
+    reasoning = "Hm: <tool_call>? [x]" if before else None
+    content = text.lstrip() if before and content is ... else text if content is ... else content
+    whole = thinking.parse(before + text)
+    assert told(whole) == (reasoning, content, calls)
+    text = before + text
+    assert thinking.parse_pieces(text) == whole  # a character at a time
+    for cut in range(len(text) + 1):
+        assert thinking.parse_pieces([text[:cut], text[cut:]]) == whole, cut
+
+
+def test_arguments_stream():
+    """Each piece of the arguments is told when it is there, name and id once, before all of them."""
+    parser = reader("hermes").new()
+    pieces = ['<tool_call>{"name": "search"', ', "arguments": {"q": "a', 'b"', "}}</tool_call>"]
+    deltas = [parser.feed(piece).tool_calls for piece in pieces]
+    assert deltas[0] == []
+    assert [[(one.index, one.id, one.name, one.arguments) for one in delta] for delta in deltas[1:]] == [
+        [(0, "id", "search", '{"q": "a')],
+        [(0, None, None, 'b"')],
+        [(0, None, None, "}")],
+    ]
+    assert not parser.finish()
+    assert parser.called
+
+
+def test_content_is_held_back_only_where_a_tag_may_begin():
+    parser = reader("hermes").new()
+    assert parser.feed("a < b").content == "a < b"
+    assert parser.feed(" <tool_").content == ""
+    assert parser.feed("box>").content == " <tool_box>"
+
+
+def test_one_call_where_parallel_ones_are_not_wanted():
+    text = '<tool_call>{"name": "now"}</tool_call>\n<tool_call>{"name": "search", "arguments": {"q": 1}}</tool_call> x'
+    assert told(reader("hermes", parallel=False).parse(text)) == (None, "x", [("now", "{}")])
+
+
+def test_ids_are_as_the_models_need_them():
+    text = "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}"
+    ids = [call.id for call in AnswerReader(tool_format=FORMATS["mistral"], tool_names=TOOLS).parse(text).tool_calls]
+    assert len(set(ids)) == 2
+    assert all(len(one) == 9 and one.isalnum() for one in ids)
+    other = AnswerReader(tool_format=FORMATS["json"], tool_names=TOOLS).parse('{"name": "now"}').tool_calls[0]
+    assert other.id.startswith("call_")
+
+
+# -- reasoning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tags", "prompt", "text", "reasoning", "content"),
+    [
+        (QWEN3, "<user>hi<assistant>", "<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello."),
+        (QWEN3, "<assistant><think>\n", "Hm.\n</think>\n\nHello.", "Hm.", "Hello."),
+        (QWEN3, "<assistant><think>\n", "<think>Hm.</think>Hello.", "Hm.", "Hello."),
+        (QWEN3, "<assistant><think>\n\n</think>\n\n", "Hello </think>", None, "Hello </think>"),
+        (QWEN3, "", "Hello <think>not this</think>", None, "Hello <think>not this</think>"),
+        (QWEN3, "", "<think>cut off ", "cut off ", None),
+        (QWEN3, "", "<think></think>\n", None, None),
+        (QWEN3, "", "<thin", None, "<thin"),
+        (REASONING_PARSERS["deepseek_r1"], "<user>", "Hm.</think>Hello.", "Hm.", "Hello."),
+        (REASONING_PARSERS["deepseek_r1"], "<think></think>", "Hello.", None, "Hello."),
+        (ReasoningTags("[THINK]", "[/THINK]"), "", "[THINK]a[/THI[/THINK] b", "a[/THI", "b"),
+    ],
+)
+def test_reasoning(tags, prompt, text, reasoning, content):
+    made = reader(None, reasoning=tags, reasoning_opened=tags.opened_by(prompt))
+    assert told(made.parse(text)) == (reasoning, content, [])
+    for cut in range(len(text) + 1):
+        assert told(made.parse_pieces([text[:cut], text[cut:]])) == (reasoning, content, [])
+
+
+# -- any text ---------------------------------------------------------------------------------------------------------
+
+PARTS = st.sampled_from([
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "```",
+    "```json", "<think>", "</think>", '{"name": "now", "arguments": {', '{"name": "search", "parameters": {"q": ',
+    '[TOOL_CALLS]search[ARGS]{"q": "', "[now(), search(q='", "search(", "q=", "now", "}", "}}", "[", "]", "{", "1",
+    '"', "'", ",", ":", ";", ")", "\\", "\\u00", "\\n", " ", "\n", "-1.5", "tr", "None", "\x00", "é",
+])  # fmt: skip
+TEXTS = st.lists(PARTS | st.text(max_size=3), max_size=25).map("".join)
+
+
+def cut_at(text: str, places: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[low:high] for low, high in itertools.pairwise(edges)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, places=st.lists(st.integers(0, 400), max_size=12), name=st.sampled_from(sorted(FORMATS)))
+def test_any_text_reads_the_same_however_it_is_cut(text, places, name):
+    made = reader(name, reasoning=QWEN3)
+    whole = made.parse(text)
+    assert made.parse_pieces(cut_at(text, places)) == whole
+    assert made.parse_pieces(text) == whole
+    parser = made.new()
+    parser.feed(text)
+    parser.finish()
+    if parser.called and len(whole.tool_calls) == 1:
+        assert isinstance(json.loads(whole.tool_calls[0].arguments), dict)
+    # Without tools on offer nothing is a call, and every character is content.
+    assert reader(name, tool_names=frozenset()).parse_pieces(cut_at(text, places)).content == (text or None)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**18), 10**18) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+ARGUMENTS = st.dictionaries(st.from_regex(r"[a-z_]{1,6}", fullmatch=True), VALUES, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    calls=st.lists(st.tuples(st.sampled_from(["now", "search"]), ARGUMENTS), min_size=1, max_size=3),
+    places=st.lists(st.integers(0, 400), max_size=6),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 1]),
+)
+def test_what_was_written_is_read_back(calls, places, ascii_only, indent):
+    """Any arguments, written by Python itself: json.dumps for the JSON formats, repr for the pythonic one."""
+
+    def dumped(name, arguments, key="arguments"):
+        return json.dumps({"name": name, key: arguments}, ensure_ascii=ascii_only, indent=indent)
+
+    keywords = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
+    written = {
+        "hermes": "\n".join(f"<tool_call>\n{dumped(*call)}\n</tool_call>" for call in calls),
+        "llama3_json": "; ".join(dumped(*call, "parameters") for call in calls),
+        "mistral": "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given, indent=indent)}" for name, given in calls),
+        "json": f"[{', '.join(dumped(*call) for call in calls)}]",
+        "pythonic": f"[{', '.join(keywords)}]",
+    }
+    for name, text in written.items():
+        answer = reader(name).parse_pieces(cut_at(text, places))
+        assert answer.content is None, name
+        assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == calls, name
+
+
+HOSTILE = {
+    "tags": "<tool_call>", "half tags": "<tool_cal", "brackets": "[]", "nesting": "[", "objects": '{"a":',
+    "numbers": "1,", "digits": "1", "quotes": '"', "backslashes": "\\", "escapes": "\\n", "controls": "\n\x01",
+    "blanks": " ", "python": "f(a=", "whole calls": '<tool_call>{"name":"now"}</tool_call>', "tuples": "now(),",
+    "named calls": "[TOOL_CALLS]now[ARGS]{}", "open calls": '<tool_call>{"name": "now", "arguments": {"a": [',
+    "fences": "```json", "apostrophes": "'",
+}  # fmt: skip
+OPENINGS = {
+    "hermes": '<tool_call>{"name": "now", "arguments": {"a": [', "llama3_json": '{"name": "now", "parameters": {"a": [',
+    "mistral": '[TOOL_CALLS]now[ARGS]{"a": [', "pythonic": "[now(a=[", "json": '[{"name": "now", "arguments": {"a": [',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_hostile_text_costs_a_bounded_number_of_steps(name):
+    """A parser takes as many turns as there are pieces, and as many tokens of syntax as its share, whatever comes."""
+    for text in HOSTILE.values():
+        for opening in ("", OPENINGS[name], OPENINGS[name] + '"'):
+            hostile = opening + text * (20_000 // len(text))
+            parser = reader(name, reasoning=QWEN3).new()
+            for start in range(0, len(hostile), 1_000):
+                parser.feed(hostile[start : start + 1_000])
+                assert len(parser._scanner.text) - parser._scanner.pos <= 1_100  # what is held back is not read again
+            parser.finish()
+            assert parser._scanner.pos == len(parser._scanner.text)

@@ -1,0 +1,314 @@
+"""Tools and reasoning over HTTP: what the engine says, a byte a token, as the official client's own types."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from jpaged import sampling_params
+from jpaged.answers.formats import FORMATS
+from jpaged.answers.parser import AnswerReader
+from jpaged.chat_turn import ChatFormats
+from jpaged.serving.application import create_app
+from jpaged.serving.chat_answers import ChatAnswers
+from jpaged.serving.generation import Server
+
+from ..answers.test_parsers import RECORDED, TOOLS, reader
+from .conftest import running
+from .test_openai_client import events
+
+TEMPLATES = {
+    "hermes": "{{ tools }} {{ enable_thinking }} {{ documents }} <tool_call>", "mistral": "{{ tools }} [TOOL_CALLS]",
+    "llama3_json": "{{ tools }} <|python_tag|>", "pythonic": "{{ tools }} <|python_start|>", "json": "{{ tools }}",
+}  # fmt: skip
+PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}}
+OFFERED = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in sorted(TOOLS)]
+CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
+REASONING = {"reasoning", "reasoning_content"}
+
+
+@pytest.fixture
+def formats(request) -> ChatFormats:
+    return ChatFormats()
+
+
+@pytest.fixture
+def url(engine, formats):
+    engine.step_seconds = 0
+    engine.tokenizer.chat_template = TEMPLATES["hermes"]
+    with running(create_app(Server(engine=engine, model_names=("echo",), chat=formats))) as base:
+        yield base
+
+
+def strict(model, raw: str):
+    """Validated as the client's own type, with no field that it does not know but reasoning's two names."""
+    made = model.model_validate_json(raw, strict=True)
+
+    def no_extras(value):
+        if hasattr(value, "model_extra"):
+            assert set(value.model_extra or {}) <= REASONING
+            for name in type(value).model_fields:
+                no_extras(getattr(value, name))
+        elif isinstance(value, list):
+            for item in value:
+                no_extras(item)
+
+    no_extras(made)
+    return made
+
+
+def whole(url: str, **body):
+    response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | body, timeout=20)
+    assert response.status_code == 200, response.text
+    choice = strict(ChatCompletion, response.text).choices[0]
+    message = choice.message
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    extra = message.model_extra or {}
+    assert extra.get("reasoning") == extra.get("reasoning_content")
+    return extra.get("reasoning"), message.content, calls, choice.finish_reason
+
+
+def streamed(url: str, **body):
+    """The deltas put together as clients do; names, ids and the role come once, the finish reason at the end."""
+    response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | body | {"stream": True}, timeout=20)
+    chunks = [strict(ChatCompletionChunk, event).choices[0] for event in events(response)]
+    assert [chunk.delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    content = reasoning = ""
+    calls: dict[int, list[str]] = {}
+    for chunk in chunks:
+        content += chunk.delta.content or ""
+        reasoning += (chunk.delta.model_extra or {}).get("reasoning", "")
+        for call in chunk.delta.tool_calls or []:
+            if call.id:
+                assert call.index not in calls
+                assert call.type == "function"
+                calls[call.index] = [call.function.name, ""]
+            else:
+                assert call.function.name is None
+            calls[call.index][1] += call.function.arguments
+    assert list(calls) == list(range(len(calls)))
+    made = [tuple(call) for call in calls.values()]
+    return reasoning or None, content or None, made, chunks[-1].finish_reason
+
+
+@pytest.mark.parametrize("format_name", sorted(FORMATS))
+def test_recorded_answers_a_byte_at_a_time(url, engine, format_name):
+    """Every recorded answer, whole and streamed: what its parser reads of it."""
+    engine.tokenizer.chat_template = TEMPLATES[format_name]
+    for name, text, content, calls in RECORDED:
+        if name != format_name or format_name == "json":
+            continue
+        engine.says = text
+        expected = (None, text if content is ... else content, calls)
+        *got, reason = whole(url, tools=OFFERED)
+        assert tuple(got) == expected, text
+        assert streamed(url, tools=OFFERED) == (*expected, reason), text
+        called = any(json_or_none(arguments) is not None for _, arguments in calls)
+        assert reason == ("tool_calls" if called else "stop"), text
+
+
+def json_or_none(text: str):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("formats", [ChatFormats.named(tool_call_parser="json")])
+def test_a_parser_that_the_operator_names(url, engine):
+    engine.tokenizer.chat_template = TEMPLATES["json"]
+    for name, text, content, calls in RECORDED:
+        if name == "json":
+            engine.says = text
+            expected = (None, text if content is ... else content, calls)
+            reason = "tool_calls" if calls else "stop"
+            assert whole(url, tools=OFFERED) == streamed(url, tools=OFFERED) == (*expected, reason), text
+
+
+def test_a_conversation_with_the_official_client(url, client, engine):
+    """The client's own objects go back as they came; the template gets arguments as objects, and the results."""
+    engine.says = 'Look:\n<tool_call>\n{"name": "search", "arguments": {"q": "é"}}\n</tool_call>'
+    answer = client.chat.completions.create(**CHAT, tools=OFFERED)
+    call = answer.choices[0].message.tool_calls[0]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "search", {"q": "é"})
+    tool = engine.tokenizer.seen_options["tools"][-2]["function"]
+    assert tool == {"name": "search", "description": "", "parameters": PARAMETERS}
+    engine.says = "Found."
+    result = {"role": "tool", "tool_call_id": call.id, "content": "42"}
+    messages = [*CHAT["messages"], answer.choices[0].message, result]
+    again = client.chat.completions.create(model="echo", messages=messages, tools=OFFERED)
+    assert (again.choices[0].message.content, again.choices[0].finish_reason) == ("Found.", "stop")
+    assert again.choices[0].message.tool_calls is None
+    _, said, told = engine.tokenizer.seen_messages
+    assert said["tool_calls"] == [
+        {"id": call.id, "type": "function", "function": {"name": "search", "arguments": {"q": "é"}}}
+    ]
+    assert told == result
+    # The stream helper of the client puts the same together.
+    engine.says = '<tool_call>{"name": "now"}</tool_call>'
+    with client.chat.completions.stream(**CHAT, tools=OFFERED) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert (final.finish_reason, final.message.tool_calls[0].function.arguments) == ("tool_calls", "{}")
+
+
+def test_cut_off_by_max_tokens(url, engine):
+    engine.says = '<tool_call>{"name": "search", "arguments": {"q": "hello"}}</tool_call>'
+    for ask in (whole, streamed):
+        assert ask(url, tools=OFFERED, max_tokens=52) == (None, None, [("search", '{"q": "he')], "length")
+
+
+def test_no_tools_no_calls(url, engine):
+    """tool_choice none hides the tools from the template; without them everything is content."""
+    engine.says = '<tool_call>{"name": "now"}</tool_call>'
+    for ask in (whole, streamed):
+        for body in ({}, {"tools": []}, {"tools": OFFERED, "tool_choice": "none"}):
+            assert ask(url, **body) == (None, engine.says, [], "stop")
+            assert engine.tokenizer.seen_options["tools"] is None
+
+
+def test_parallel_calls(url, engine):
+    engine.says = '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "search"}</tool_call>'
+    both = [("now", "{}"), ("search", "{}")]
+    for ask in (whole, streamed):
+        assert ask(url, tools=OFFERED)[2] == ask(url, tools=OFFERED, parallel_tool_calls=True)[2] == both
+        assert ask(url, tools=OFFERED, parallel_tool_calls=False)[2] == both[:1]
+
+
+def test_several_answers_are_parsed_apart(url, client, engine):
+    engine.says = 'A<tool_call>{"name": "now"}</tool_call>'
+    answers = client.chat.completions.create(**CHAT, tools=OFFERED, n=3).choices
+    assert [(one.message.content, len(one.message.tool_calls)) for one in answers] == [("A", 1)] * 3
+    assert len({one.message.tool_calls[0].id for one in answers}) == 3
+    contents, calls = [""] * 3, [0] * 3
+    for chunk in client.chat.completions.create(**CHAT, tools=OFFERED, n=3, stream=True):
+        contents[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        calls[chunk.choices[0].index] += sum(bool(call.id) for call in chunk.choices[0].delta.tool_calls or [])
+    assert (contents, calls) == (["A"] * 3, [1] * 3)
+
+
+def test_logprobs_come_with_every_token(url, client, engine):
+    engine.says = '<tool_call>{"name": "now"}</tool_call>'
+    chunks = client.chat.completions.create(**CHAT, tools=OFFERED, stream=True, logprobs=True)
+    told = [one for chunk in chunks for one in chunk.choices[0].logprobs.content]
+    assert "".join(one.token for one in told) == engine.says
+
+
+def test_a_named_call_ends_with_stop():
+    """As OpenAI's API ends it; with auto and required it is tool_calls."""
+    text = '[{"name": "now", "arguments": {}}]'
+    for named, reason in ((True, "stop"), (False, "tool_calls")):
+        answers = ChatAnswers(reader("json"), named=named)
+        assert answers.message(0, text).tool_calls[0].function.name == "now"
+        assert answers.finish_reason(0, "stop") == reason
+        assert answers.finish_reason(0, "length") == "length"
+    assert ChatAnswers(AnswerReader(), named=False).message(0, "").content == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [*OFFERED, OFFERED[0]]}, f"tools[{len(OFFERED)}].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "text"}}}]},
+         "tools[0].function.parameters"),
+        ({"tools": OFFERED * 33}, "tools"),
+        ({"tools": OFFERED, "tool_choice": {"type": "function", "function": {"name": "rm"}}},
+         "tool_choice.function.name"),
+        ({"tools": OFFERED, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]},
+         "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
+        ({"messages": [{"role": "tool"}]}, "messages[0].content"),
+        ({"chat_template_kwargs": {"tools": "x"}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": {"a": 1}}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": "x" * 1_001}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}, "reasoning_effort"),
+        ({"reasoning_effort": "a lot"}, "reasoning_effort"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_by_name(url, body, param):
+    for stream in (False, True):
+        refused = httpx.post(f"{url}/v1/chat/completions", json=CHAT | body | {"stream": stream}, timeout=20)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == param, refused.text
+
+
+def test_tools_for_a_model_that_knows_none(url, client, engine):
+    engine.tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(openai.BadRequestError, match="no place for tools"):
+        client.chat.completions.create(**CHAT, tools=OFFERED)
+    engine.tokenizer.chat_template = "{{ tools }} <tool_call> <function="
+    with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+        client.chat.completions.create(**CHAT, tools=OFFERED)
+    assert client.chat.completions.create(**CHAT, tools=OFFERED, tool_choice="none", max_tokens=1)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_forced_calls_reach_the_engine_as_a_grammar(url, engine, choice):
+    """Or are refused by name, while answers cannot be made to follow one."""
+    engine.says = '<tool_call>{"name": "now"}</tool_call>'
+    asked = CHAT | {"tools": OFFERED, "tool_choice": choice}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=20)
+    if not hasattr(sampling_params, "StructuredOutputsParams"):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tool_choice"
+        return
+    assert answer.status_code == 200
+    grammar = engine.seen_params[-1].structured_outputs.grammar
+    assert ("search" in grammar) == (choice == "required")
+    assert answer.json()["choices"][0]["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+
+
+def test_what_a_request_may_set_in_the_template(url, client, engine):
+    for body, expected in (
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ):
+        client.chat.completions.create(**CHAT, max_tokens=1, extra_body=body)
+        assert engine.tokenizer.seen_options["enable_thinking"] is expected
+    engine.tokenizer.chat_template += "{{ reasoning_effort }}"
+    client.chat.completions.create(**CHAT, max_tokens=1, reasoning_effort="low")
+    assert engine.tokenizer.seen_options["reasoning_effort"] == "low"
+    extra = {"documents": [{"title": "a", "text": "b"}], "add_generation_prompt": False, "continue_final_message": True}
+    client.chat.completions.create(**CHAT, max_tokens=1, extra_body=extra)
+    assert extra.items() <= engine.tokenizer.seen_options.items()
+
+
+# -- reasoning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("formats", [ChatFormats.named(reasoning_parser="qwen3")])
+def test_reasoning_is_split_out(url, engine):
+    thought = "<think>\nLet me sée.\n</think>\n\n"
+    for opening in ("", "<think>\n"):
+        engine.tokenizer.opening = opening
+        text = thought.removeprefix(opening)
+        for ask in (whole, streamed):
+            engine.says = text + "Hello."
+            assert ask(url) == ("Let me sée.", "Hello.", [], "stop")
+            engine.says = text + 'Wait.\n<tool_call>{"name": "now"}</tool_call>'
+            assert ask(url, tools=OFFERED) == ("Let me sée.", "Wait.", [("now", "{}")], "tool_calls")
+            cut = 14 - len(thought) + len(text)
+            assert ask(url, max_tokens=cut) == ("Let me", None, [], "length")
+    engine.tokenizer.opening = "<think>\n\n</think>\n\n"
+    engine.says = "Hello."
+    assert whole(url) == streamed(url) == (None, "Hello.", [], "stop")
+
+
+@pytest.mark.parametrize("formats", [ChatFormats.named(reasoning_tags=("[THINK]", "[/THINK]"))])
+def test_reasoning_comes_back_to_the_template(url, client, engine):
+    engine.says = "[THINK]Hm.[/THINK]Hello."
+    answer = client.chat.completions.create(**CHAT).choices[0].message
+    assert (answer.reasoning, answer.reasoning_content, answer.content) == ("Hm.", "Hm.", "Hello.")
+    client.chat.completions.create(model="echo", messages=[*CHAT["messages"], answer, CHAT["messages"][0]])
+    said = engine.tokenizer.seen_messages[1]
+    assert (said["content"], said["reasoning_content"]) == ("Hello.", "Hm.")
+    assert "reasoning" not in said

@@ -1,0 +1,99 @@
+"""`LLM.chat`: the prompt is the server's, and answers come as messages where there are tools or reasoning."""
+
+import pathlib
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import jpaged
+from jpaged import LLM, SamplingParams
+from jpaged.build import BuiltEngine, engine_config
+from jpaged.engine.engine import Engine
+from jpaged.errors import RequestError
+from tests.engine.fake_runner import FakeRunner
+
+USER = {"role": "user", "content": "def read_json(path):"}
+TOOL = {"type": "function", "function": {"name": "now"}}
+BODY = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+TOOLS = "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
+PARAMS = SamplingParams(temperature=0, max_tokens=None)
+END = 0  # <|endoftext|>
+
+
+class Scripted(FakeRunner):
+    """Answers every prompt with the same tokens, as far as they have come, and then the end."""
+
+    script: list[int]
+
+    def _attend(self, row: int, sampler: int) -> int:
+        super()._attend(row, sampler)  # which checks what lies in the pages
+        seen = self._seen(row, 0, int(self.lengths[row]))[1].tolist()
+        said = max(k for k in range(len(self.script) + 1) if seen[len(seen) - k :] == self.script[:k])
+        return [*self.script, END][said]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(pathlib.Path(jpaged.__file__).parent / "demo_model")
+
+
+@pytest.fixture
+def runner() -> Scripted:
+    return Scripted(vocab_size=4096, max_model_len=256)
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch, runner: Scripted, tokenizer: Any) -> LLM:
+    def build(model: Any, params: Any, options: Any, **how: Any) -> BuiltEngine:
+        engine = Engine(runner, tokenizer=tokenizer, eos_token_ids=(END,), eos_token_id=END)
+        return BuiltEngine(engine, engine_config(model, options), None, tokenizer, SamplingParams(temperature=0))
+
+    monkeypatch.setattr("jpaged.llm.build_engine", build)
+    return LLM("model")
+
+
+def test_calls_come_as_a_message(llm, runner, tokenizer):
+    """The template sees the tools, each answer its own message; without tools there is only text."""
+    said = 'Wait.\n<tool_call>\n{"name": "now", "arguments": {"zone": "é"}}\n</tool_call>'
+    runner.script = tokenizer.encode(said)
+    asked = {"use_tqdm": False, "chat_template": TOOLS + BODY + "{# <tool_call> #}"}
+    conversations = [[USER], [USER, USER]]
+    for output, times in zip(llm.chat(conversations, PARAMS, tools=[TOOL], **asked), (1, 2), strict=True):
+        assert tokenizer.decode(output.prompt_token_ids) == "# now\n" + f"{USER['content']}\n" * times
+        answer = output.outputs[0]
+        assert (answer.text, answer.finish_reason) == (said, "stop")
+        (call,) = answer.message.tool_calls
+        assert (answer.message.content, call.name, call.arguments) == ("Wait.", "now", '{"zone": "é"}')
+    (plain,) = llm.chat([USER], PARAMS, **asked)
+    assert tokenizer.decode(plain.prompt_token_ids) == f"{USER['content']}\n"
+    assert (plain.outputs[0].text, plain.outputs[0].message) == (said, None)
+
+
+def test_parsers_by_name(llm, runner, tokenizer):
+    runner.script = tokenizer.encode("Hm.\n</think>\n\n[now(n=1)]")
+    (output,) = llm.chat(
+        [USER], PARAMS, use_tqdm=False, chat_template=TOOLS + BODY + "{{ opening + '<think>\\n' }}", tools=[TOOL],
+        chat_template_kwargs={"opening": "# "}, tool_call_parser="pythonic", reasoning_parser="qwen3",
+    )  # fmt: skip
+    assert tokenizer.decode(output.prompt_token_ids).endswith("# <think>\n")
+    message = output.outputs[0].message
+    assert (message.reasoning, message.content) == ("Hm.", None)
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("now", '{"n": 1}')]
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"name": "now"}]}, "tools[0]"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        ({"tool_call_parser": "qwen9"}, "tool_call_parser"),
+        ({"reasoning_parser": "qwen9"}, "reasoning_parser"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_what_the_demo_model_cannot_do_is_refused_by_name(llm, options, parameter):
+    with pytest.raises(RequestError) as caught:
+        llm.chat([USER], PARAMS, use_tqdm=False, **options)
+    assert caught.value.parameter == parameter
