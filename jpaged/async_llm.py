@@ -184,6 +184,8 @@ class AsyncLLM:
         try:
             self._check_open()
             request = await loop.run_in_executor(self._tokenising, self._process, request_id, prompt, params, priority)
+            if request.grammar is not None:
+                await asyncio.wrap_future(request.grammar, loop=loop)
             self._submit(_Add(request, stream))
             added = True
             if stream.aborted:

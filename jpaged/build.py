@@ -14,9 +14,11 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, SchedulingOptions
+from jpaged.engine.grammar import GrammarLimits
 from jpaged.engine.pooling import Pooling, activation_of
 from jpaged.engine.waiting_queue import POLICIES
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.logits_processors import logits_processors
 from jpaged.pooling_params import TASKS
 from jpaged.sampling_params import SamplingParams
 
@@ -194,6 +196,8 @@ def build_engine(
         runner,
         known_ids=mask,
         processors=processors,
+        grammar_limits=GrammarLimits.from_options(config),
+        jump_forward=config.jump_forward,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
         eos_token_id=next(iter(loaded.eos_token_ids), None) if main_eos is None else main_eos,

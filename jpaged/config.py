@@ -106,6 +106,9 @@ class EngineConfig:
     grammar_compile_timeout: float = 5.0
     """Seconds after which a grammar that does not compile is refused. Others go on meanwhile."""
 
+    jump_forward: bool = True
+    """Take tokens that a grammar forces without sampling them. The answer is the same either way."""
+
     grammar_cache_size: int = 64
     """Compiled grammars that are kept in memory for requests that ask for the same."""
 

@@ -116,6 +116,8 @@ class LLM:
                 for index, (prompt, param, priority) in enumerate(zip(each, params, priorities, strict=True))
             ]
             ids = {request.request_id for request in requests}
+            for index, request in enumerate(requests):
+                _await_grammar(request, index, len(requests))
             try:
                 for request in requests:
                     engine.add(request)
@@ -284,9 +286,7 @@ class LLM:
             engine.check_fits(group)
             return group
         except RequestError as error:
-            if count == 1:
-                raise
-            raise RequestError(error.parameter, error.value, f"{error.accepted} (prompt {index} of {count})") from None
+            raise _of_prompt(error, index, count) from None
 
     def _run(
         self, engine: Engine, ids: set[str], bar: Any | None, interrupt: DeferredInterrupt
@@ -360,6 +360,22 @@ def generate(
                     raise RequestError("prompts", prompt, "live arrays come without a tokenizer: name one (tokenizer=)")
     with LLM(model, params=params, **engine_options) as llm:
         return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+
+def _await_grammar(group: RequestGroup, index: int, count: int) -> None:
+    """Wait for what a prompt's answer must match to be compiled. Raises RequestError where it cannot be."""
+    if group.grammar is not None:
+        try:
+            group.grammar.result()
+        except RequestError as error:
+            raise _of_prompt(error, index, count) from None
+
+
+def _of_prompt(error: RequestError, index: int, count: int) -> RequestError:
+    """An error that says whose it is."""
+    if count == 1:
+        return error
+    return RequestError(error.parameter, error.value, f"{error.accepted} (prompt {index} of {count})")
 
 
 def _tokens(engine: Engine) -> int:

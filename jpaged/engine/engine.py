@@ -22,6 +22,7 @@ import numpy as np
 from jpaged.engine import beams
 from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.block_pool import prefix_root
+from jpaged.engine.grammar import GrammarCompiler, GrammarLimits
 from jpaged.engine.input_processor import InputProcessor, ModelLimits, Prompt
 from jpaged.engine.inspect import EngineCapture, capture
 from jpaged.engine.kv_cache_manager import KVCacheManager
@@ -66,6 +67,8 @@ class _StepInFlight:
     step: ScheduledStep
     handle: Any
     began: float  # seconds of time.monotonic()
+    # Requests whose sample is not used: their grammar forces what they go on with.
+    unused: set[Request] = dataclasses.field(default_factory=set)
 
 
 class Engine:
@@ -84,11 +87,17 @@ class Engine:
         scheduling: SchedulingOptions = SchedulingOptions(),
         known_ids: np.ndarray | None = None,
         processors: tuple[LogitsProcessor, ...] = (),
+        grammar_limits: GrammarLimits | None = None,
+        jump_forward: bool = True,
     ):
         """known_ids: bool[vocab_size], ids that the runner ever samples; None = all. processors: those it has."""
         self.runner = runner
         self.scheduling = scheduling
         self.generated_tokens = 0
+        self._jumps = jump_forward
+        self._compiler = None
+        if tokenizer is not None and pooling is None:
+            self._compiler = GrammarCompiler(tokenizer, runner.vocab_size, eos_token_ids, grammar_limits)
         self.inputs = InputProcessor(
             ModelLimits(
                 vocab_size=runner.vocab_size,
@@ -102,6 +111,7 @@ class Engine:
                 priorities=scheduling.scheduling_policy == "priority",
             ),
             tokenizer,
+            self._compiler,
         )
         self._prefix_cacheable = runner.prefix_cacheable if enable_prefix_caching else _never
         self._scheduler = self._new_scheduler()
@@ -143,9 +153,9 @@ class Engine:
         self.add(self.inputs.process(request_id, prompt, params, stream=stream, priority=priority))
 
     def add(self, group: RequestGroup) -> None:
-        """Put a request that `inputs.process` made into the queue.
+        """Put a request that `inputs.process` made into the queue; waits for its grammar, if it has one.
 
-        Raises RequestError if its id is in use, or its answers can never fit.
+        Raises RequestError if its id is in use, or its answers can never fit, or what its grammar's compiler raises.
         """
         if group.request_id in self._groups:
             raise RequestError("request_id", group.request_id, "is in use by a running request: choose another")
@@ -164,6 +174,11 @@ class Engine:
             beams.begin(group)
         else:
             group.first.followers = group.requests[1:]
+        if group.grammar is not None:
+            grammar = group.grammar.result()
+            for request in group.requests:
+                request.matcher = grammar.matcher()
+                request.jumps = self._jumps and not (group.params.needs_logprobs or group.params.has_penalties)
         self._groups[group.request_id] = group
         self._outputs.add(group)
         self._scheduler.add(group.first)
@@ -229,9 +244,9 @@ class Engine:
             if not isinstance(error, Exception):
                 raise  # somebody stops the program, or thinks better of it: the engine can go on either way
             raise StepError(failed, error) from error
-        outputs = [] if previous is None or result is None else self._take(previous.step, result)
+        outputs = [] if previous is None or result is None else self._take(previous, result)
         if self._in_flight is not None and self._in_flight.step.plan.waits_for_masks:
-            self._sample(self._in_flight)
+            outputs += self._sample(self._in_flight)
         if step is None and previous is None and self._groups:
             raise EngineError(f"{len(self._groups)} requests wait and none can be scheduled")
         if not self._groups and self._manager.pool.num_used:
@@ -330,6 +345,8 @@ class Engine:
         """End all requests and give the device memory back."""
         self.start_over()
         self.runner.close()
+        if self._compiler is not None:
+            self._compiler.close()
 
     def _new_scheduler(self) -> Scheduler:
         runner = self.runner
@@ -347,13 +364,26 @@ class Engine:
             target_step_ms=self.scheduling.target_step_ms,
         )  # fmt: skip
 
-    def _sample(self, waiting: _StepInFlight) -> None:
-        """Tell the step that runs what may be sampled, now that the tokens before are known."""
-        masks = [
-            RowMask(request.row, request.extras.mask(request.output_token_ids, request.num_output_tokens))
-            for request in waiting.step.requests
-            if request.extras is not None and request.extras.follows_tokens and request.row >= 0
-        ]
+    def _sample(self, waiting: _StepInFlight) -> list[Output]:
+        """Tell the step that runs what may be sampled, now that the tokens before are known.
+
+        Gives the last outputs of requests that this ends, whose grammar turns out to allow nothing or to cost too much.
+        """
+        masks, ended = [], []
+        for request, samples in zip(waiting.step.requests, waiting.step.plan.samples.tolist(), strict=True):
+            extras = request.extras
+            if not samples or extras is None or not extras.follows_tokens or request.row < 0:
+                continue
+            if request in waiting.unused:
+                continue
+            try:
+                masks.append(RowMask(request.row, request.mask()))
+            except Exception as error:  # others go on
+                group = self._groups[request.request_id]
+                _log_failed_output(group, error)
+                self._scheduler.finish(request, RequestStatus.FAILED)
+                if group.has_ended:
+                    ended.append(group)
         try:
             handle = self.runner.sample(waiting.handle, masks)
         except BaseException as error:
@@ -362,6 +392,7 @@ class Engine:
                 raise
             raise StepError(failed, error) from error
         self._in_flight = dataclasses.replace(waiting, handle=handle)
+        return [self._last_output(group) for group in ended]
 
     def _collect(self, previous: _StepInFlight) -> Any:
         """What a step gave. The time since the last one's end tells what it cost, as long as the device is busy."""
@@ -372,11 +403,12 @@ class Engine:
         self._last_collect = now
         return result
 
-    def _take(self, step: ScheduledStep, result: Any) -> list[Output]:
+    def _take(self, previous: _StepInFlight, result: Any) -> list[Output]:
+        step = previous.step
         news: dict[RequestGroup, None] = {}  # groups of which something is to be told, in order
         now, token_ids = time.monotonic(), result.token_ids.tolist()
         for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
-            if not samples or request.status.is_end:
+            if not samples or request.status.is_end or request in previous.unused:
                 continue
             group = self._groups[request.request_id]
             self.generated_tokens += request.pooling is None
@@ -385,10 +417,12 @@ class Engine:
                     end = self._outputs.take_pooled(request, result, index)
                 elif group.search is None:
                     end = self._outputs.take(request, token_ids[index], now, result, index)
+                    if end is None and request.jumps:
+                        end = self._jump(request, now)
                 else:
                     end = self._take_beam(group, group.search, request, result, index)
-            except Exception:  # whatever one request's text or log-probabilities do, the others go on
-                _log_failed_output(group)
+            except Exception as error:  # whatever one request's text or log-probabilities do, the others go on
+                _log_failed_output(group, error)
                 end = RequestStatus.FAILED
             if end is not None:
                 for ended in [request] if group.search is None else group.requests:
@@ -402,6 +436,22 @@ class Engine:
             elif self._outputs.streams(group):
                 outputs.append(self._outputs.output(group))
         return outputs
+
+    def _jump(self, request: Request, now: float) -> RequestStatus | None:
+        """Take the tokens that a request's grammar forces: it goes on from the last of them. Its end, if that is it."""
+        forced = [] if request.matcher is None else request.matcher.forced_tokens()
+        if len(forced) < 2:
+            return None
+        for token_id in forced:
+            self.generated_tokens += 1
+            end = self._outputs.append(request, token_id, now)
+            if end is not None:
+                return end
+        if request.num_in_flight and self._in_flight is not None:
+            self._in_flight.unused.add(request)
+            request.num_in_flight = 0
+        self._scheduler.take_known(request)
+        return None
 
     def _take_beam(
         self, group: RequestGroup, search: BeamSearch, request: Request, result: Any, index: int
@@ -422,8 +472,8 @@ class Engine:
         self._finished_requests += 1
         try:
             output = self._outputs.output(group)
-        except Exception:  # the end of its text could not be decoded
-            _log_failed_output(group)
+        except Exception as error:  # the end of its text could not be decoded
+            _log_failed_output(group, error)
             for request in group.requests:
                 request.status = RequestStatus.FAILED
             output = self._outputs.output(group)
@@ -456,8 +506,11 @@ class Engine:
                 logger.debug("a step that was dropped has failed: %s", error)
 
 
-def _log_failed_output(group: RequestGroup) -> None:
-    logger.exception("request %s ends: its output could not be processed", group.request_id)
+def _log_failed_output(group: RequestGroup, error: Exception) -> None:
+    if isinstance(error, RequestError):  # of a grammar, in one line
+        logger.warning("request %s ends: %s", group.request_id, error)
+    else:
+        logger.exception("request %s ends: its output could not be processed", group.request_id)
 
 
 def _never(prompt_len: int) -> bool:

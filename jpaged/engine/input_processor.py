@@ -8,11 +8,13 @@ import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import numpy as np
 
 from jpaged.engine.beam_search import BeamSearch
+from jpaged.engine.grammar import Grammar, GrammarCompiler
 from jpaged.engine.pooling import Pooling, check_task
 from jpaged.engine.request import Request
 from jpaged.engine.request_group import RequestGroup
@@ -53,8 +55,10 @@ class ModelLimits:
 class InputProcessor:
     """Makes requests of prompts. `tokenizer` is a transformers tokenizer, or None: then only token ids are taken."""
 
-    def __init__(self, limits: ModelLimits, tokenizer: Any = None):
+    def __init__(self, limits: ModelLimits, tokenizer: Any = None, compiler: GrammarCompiler | None = None):
+        """compiler: of grammars; None where the engine takes none."""
         self.limits = limits
+        self._compiler = compiler
         self._tokenizer = tokenizer
         self._told_of_beams = False
         self._eos_token_ids = frozenset(limits.eos_token_ids)
@@ -107,9 +111,17 @@ class InputProcessor:
         ]
         salt = parts.get("cache_salt") or ""
         group = RequestGroup(request_id, text, token_ids, params, requests, metrics, pooling, stream, salt)
+        if params.structured_outputs is not None:
+            group.grammar = self._grammar(params)
         if params.use_beam_search:
             group.search = self._search(params, longest - len(token_ids), end_token_ids)
         return group
+
+    def _grammar(self, params: SamplingParams) -> Future[Grammar]:
+        if self._tokenizer is None or self._compiler is None:
+            accepted = "the model has no tokenizer: start with the option tokenizer"
+            raise RequestError("structured_outputs", params.structured_outputs, accepted)
+        return self._compiler.submit(cast(Any, params.structured_outputs))
 
     def _extras(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> SamplingExtras | None:
         """What the request's sampling needs beside numbers. Raises RequestError where nothing could be sampled."""

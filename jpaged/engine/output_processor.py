@@ -59,15 +59,26 @@ class OutputProcessor:
         string comes before a stop token, and both before the length. now: seconds of `time.monotonic()`.
         """
         request.num_in_flight -= 1
-        request.token_ids.append(token_id)
-        note_token(request.metrics, now)
         if request.params.needs_logprobs:
             self._add_logprobs(request, token_id, result, index)
+        return self.append(request, token_id, now)
+
+    def append(self, request: Request, token_id: int, now: float) -> RequestStatus | None:
+        """Append a token, sampled or forced; the request's end, if that ends it."""
+        request.token_ids.append(token_id)
+        note_token(request.metrics, now)
+        matcher = request.matcher
         stops = token_id in request.stop_ids
         ends = stops or len(request.token_ids) >= request.max_total_tokens
+        if matcher is not None and not stops:
+            if not matcher.accept(token_id):
+                raise EngineError(f"request {request.request_id}: its grammar does not allow token {token_id}")
+            ends |= matcher.is_finished
         stop_string = self._add_text(request, token_id, stops=stops, ends=ends)
         if stops or stop_string is not None:
             request.stop_reason = _stop_reason(request, token_id) if stop_string is None else stop_string
+            return RequestStatus.STOPPED
+        if matcher is not None and matcher.is_finished:
             return RequestStatus.STOPPED
         return RequestStatus.LENGTH if ends else None
 

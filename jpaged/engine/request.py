@@ -8,9 +8,13 @@ import enum
 import hashlib
 import sys
 
+import numpy as np
+
 from jpaged.engine.block_pool import BlockName
+from jpaged.engine.grammar import GrammarMatcher
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestMetrics
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
@@ -78,6 +82,8 @@ class Request:
     priority: int = 0              # lower comes first, where the scheduling policy is "priority"
     index: int = 0                 # which of its group's answers this is
     extras: SamplingExtras | None = None  # what its sampling needs beside numbers
+    matcher: GrammarMatcher | None = None  # where it stands in its grammar
+    jumps: bool = False            # tokens that its grammar forces are taken without sampling
     steered: bool = False          # a beam: the host chooses each of its tokens, once it has seen what all beams gave
     followers: list["Request"] = dataclasses.field(default_factory=list)  # fork from this one when its prompt is done
     rank: tuple[float, int] = (0.0, 0)  # place in the policy's order, lowest first; set when it begins to wait
@@ -149,6 +155,21 @@ class Request:
         self.rope_len = len(self.token_ids)
         self.prefix_root = hashlib.sha256(b"outgrown" + self.prefix_root).digest()
         self.block_names = []
+
+    def mask(self) -> np.ndarray:
+        """uint32[words]: what may be sampled behind its known tokens. Raises RequestError where that is nothing."""
+        if self.extras is None:
+            raise EngineError(f"request {self.request_id} has no mask")
+        words = self.extras.mask(self.output_token_ids, self.num_output_tokens)
+        if self.matcher is None:
+            return words
+        allowed = np.empty_like(words)
+        self.matcher.mask_into(allowed)
+        allowed &= words
+        if not allowed.any():
+            raise RequestError("structured_outputs", self.params.structured_outputs, "allows only tokens here that "
+                               "others of the request's parameters forbid")  # fmt: skip
+        return allowed
 
     @property
     def num_tokens(self) -> int:

@@ -1,10 +1,12 @@
 """What a user asked: one prompt, and the requests that are its answers."""
 
 import dataclasses
+from concurrent.futures import Future
 
 import numpy as np
 
 from jpaged.engine.beam_search import BeamSearch
+from jpaged.engine.grammar import Grammar
 from jpaged.engine.request import Request
 from jpaged.outputs import RequestMetrics
 from jpaged.pooling_params import PoolingParams
@@ -28,6 +30,7 @@ class RequestGroup:
     pooling: PoolingParams | None = None
     stream: bool = False           # give out every token as it comes, not only the end
     cache_salt: str = ""           # requests share blocks only where it is equal
+    grammar: Future[Grammar] | None = None  # what the answers must match; it is done when the request is added
     search: BeamSearch | None = None
     beams: list[Request] = dataclasses.field(default_factory=list)  # of a search: those that live, in its order
     given: dict[Request, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)  # in this step

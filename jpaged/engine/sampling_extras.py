@@ -68,12 +68,13 @@ class SamplingExtras:
             self.processors |= 1 << index
             custom[index][:] = [parameters[parameter] for parameter in wanted]
         self._custom = np.concatenate(custom) if asked else None
-        self.masks = bool(self._sequences) or self._min_tokens > 0 or not self._always.all()
+        self.has_grammar = params.structured_outputs is not None
+        self.masks = self.has_grammar or bool(self._sequences) or self._min_tokens > 0 or not self._always.all()
 
     @property
     def follows_tokens(self) -> bool:
         """Whether what may be sampled depends on which tokens were."""
-        return bool(self._sequences)
+        return self.has_grammar or bool(self._sequences)
 
     @property
     def is_needed(self) -> bool:

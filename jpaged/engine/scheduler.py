@@ -149,6 +149,12 @@ class Scheduler:
         if request.status is RequestStatus.PREEMPTED and request not in self.waiting:
             self.waiting.add(request)
 
+    def take_known(self, request: Request) -> None:
+        """Have a request that decodes go on from known tokens: what a step samples for it meanwhile is not used."""
+        if request.decoding:
+            request.decoding = False
+            self._num_decoding[request.sampler] -= 1
+
     def schedule(self) -> ScheduledStep | None:
         """Decide the next step; None when there is nothing to compute until tokens on their way arrive."""
         self.manager.pool.step += 1
@@ -486,7 +492,7 @@ class Scheduler:
             if extras is None or (place >= num_decodes and not samples[place - num_decodes]):
                 continue
             on_their_way = request.num_in_flight - 1  # without the one that this step samples
-            waits |= on_their_way > 0 and extras.follows_tokens
+            waits |= extras.has_grammar or (on_their_way > 0 and extras.follows_tokens)
             count = request.num_output_tokens + on_their_way
             if extras.changes_at(count):
                 masks.append(RowMask(request.row, extras.mask(request.output_token_ids, count)))
