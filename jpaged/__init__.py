@@ -13,6 +13,7 @@ from jpaged.outputs import (
     PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
+    ScoreOutput,
 )
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -32,6 +33,7 @@ __all__ = [
     "RequestOutput",
     "CompletionOutput",
     "PoolingRequestOutput",
+    "ScoreOutput",
     "EmbeddingOutput",
     "ClassificationOutput",
     "Logprob",

@@ -22,7 +22,14 @@ from jpaged.engine.pooling import check_task
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError, RequestError
 from jpaged.interrupts import DeferredInterrupt, call_at_exit
-from jpaged.outputs import ClassificationOutput, EmbeddingOutput, EngineStats, PoolingRequestOutput, RequestOutput
+from jpaged.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    EngineStats,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoreOutput,
+)
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import SamplingParams
 from jpaged.snapshot import EngineSnapshot
@@ -126,6 +133,24 @@ class LLM:
                 engine.start_over()  # an interrupt may have come from anywhere, in the middle of anything
                 raise
         return [finals[request.request_id] for request in requests]
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[ScoreOutput]:
+        """How likely the model finds each token of texts, behind those before it; one output each, in their order.
+
+        The model's own log-probabilities, whatever sampling would do to them, computed as in generation: in float32 on
+        CPU they are those of `generate` to the bit. A text has at most max_model_len - 1 tokens. Errors as of
+        `generate`.
+        """
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = []
+        for output in self.generate(prompts, params, use_tqdm=use_tqdm):
+            pairs = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
+            told = [entries[token_id] for token_id, entries in pairs if entries is not None]
+            scores = [entry.logprob for entry in told], [entry.rank or 0 for entry in told]
+            outputs.append(ScoreOutput(output.prompt_token_ids, *scores))
+        return outputs
 
     def embed(
         self,

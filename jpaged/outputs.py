@@ -78,7 +78,11 @@ class RequestMetrics:
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its answers so far. `num_cached_tokens` of the prompt were not computed: a prefix hit."""
+    """A prompt and its answers so far. `num_cached_tokens` of the prompt were not computed: a prefix hit.
+
+    prompt_logprobs: where they were asked for one entry a token of the prompt, as `CompletionOutput.logprobs`; None for
+                     the first, which nothing predicts.
+    """
 
     request_id: str
     prompt: str | None  # None where the prompt was given as token ids
@@ -87,6 +91,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def followed_by(self, later: "RequestOutput") -> "RequestOutput":
         """This and a later one, both with output_kind DELTA, as one: for a reader who was not there for this one."""
@@ -95,6 +100,20 @@ class RequestOutput:
             before = answers.get(answer.index)
             answers[answer.index] = answer if before is None else before.followed_by(answer)
         return dataclasses.replace(later, outputs=[answers[index] for index in sorted(answers)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """How likely the model finds a text: of each token but the first, behind all tokens before it."""
+
+    prompt_token_ids: list[int]
+    logprobs: list[float]  # natural logarithms, of prompt_token_ids[1:]
+    ranks: list[int]       # 1 = the model's own choice
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Of the whole text behind its first token."""
+        return sum(self.logprobs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ class RequestOutputKind(enum.Enum):
 
 # Fields that are not built yet, each with the values besides its default that mean "off" as well.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
     "prompt_logprob_token_ids": (),
     "prompt_logprob_start": (),
     "logprob_token_ids": (),
@@ -149,6 +148,10 @@ class SamplingParams:
     logprobs: int | None = None
     """For each generated token, the log-probabilities of so many most likely tokens, and of the token itself."""
 
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first: its log-probability, those of so many most likely ones in
+    its place, and ranks. Always of the model itself: nothing is done to a prompt's logits."""
+
     detokenize: bool = True
     """Turn the tokens into text."""
 
@@ -177,7 +180,6 @@ class SamplingParams:
     """What the text must match: a JSON schema, a regular expression, a grammar. Stored as StructuredOutputsParams."""
 
     # Known by name, not built yet: only the default, or what means the same (NOT_BUILT), is accepted.
-    prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
@@ -229,6 +231,8 @@ class SamplingParams:
         self._check_processors()
         if self.logprobs is not None:
             integer("logprobs", low=0, accepted="an integer from 0 to the engine's max_logprobs, or None")
+        if self.prompt_logprobs is not None:
+            integer("prompt_logprobs", low=0, accepted="an integer from 0 to the engine's max_logprobs, or None")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             self._boolean(name)
         if self.skip_reading_prefix_cache is not None:
@@ -266,6 +270,12 @@ class SamplingParams:
     def needs_logprobs(self) -> bool:
         """Whether log-probabilities of the sampled tokens are needed, asked for or not."""
         return self.logprobs is not None or self.chooses
+
+    @property
+    def skips_prefix_cache(self) -> bool:
+        """Whether the whole prompt is computed, whatever of it there is already."""
+        skips = self.skip_reading_prefix_cache
+        return self.prompt_logprobs is not None if skips is None else skips
 
     @property
     def has_penalties(self) -> bool:

@@ -52,4 +52,12 @@ def check_writable(path: pathlib.Path | None, parameter: str = "output_json") ->
 def write_json(path: pathlib.Path | None, data: Any) -> None:
     """Write results, if a file was asked for."""
     if path is not None:
-        path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(data, indent=2, ensure_ascii=False, default=_bytes_as_numbers)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _bytes_as_numbers(value: Any) -> list[int]:
+    """Of a token that is part of a character only, as OpenAI's API has them."""
+    if isinstance(value, bytes):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")

@@ -407,6 +407,7 @@ class Engine:
         step = previous.step
         news: dict[RequestGroup, None] = {}  # groups of which something is to be told, in order
         now, token_ids = time.monotonic(), result.token_ids.tolist()
+        self._take_scores(step, result)
         for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
             if not samples or request.status.is_end or request in previous.unused:
                 continue
@@ -436,6 +437,13 @@ class Engine:
             elif self._outputs.streams(group):
                 outputs.append(self._outputs.output(group))
         return outputs
+
+    def _take_scores(self, step: ScheduledStep, result: Any) -> None:
+        first = 0
+        for request, count in step.scored:
+            if not request.status.is_end:
+                self._outputs.take_scores(request, result.scores, slice(first, first + count))
+            first += count
 
     def _jump(self, request: Request, now: float) -> RequestStatus | None:
         """Take the tokens that a request's grammar forces: it goes on from the last of them. Its end, if that is it."""

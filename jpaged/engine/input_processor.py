@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 Prompt = str | Mapping[str, Any] | Sequence[int] | np.ndarray
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 ACCEPTED = "must be a text, a list of token ids, or a dict with prompt or prompt_token_ids"
+MAX_PROMPT_LOGPROBS = 2**20  # of one request: about 100 MB of Python objects
 MAX_PRIORITY = 2**31 - 1
 MAX_TRUNCATED = 4_000_000  # characters of a text that is to be truncated: about a second of tokenising
 _DEFAULTS = SamplingParams()
@@ -84,6 +85,7 @@ class InputProcessor:
         parts = self._parts(prompt)
         text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
         token_ids = self._encode(text or "", params) if ids is None else self._checked_ids(ids, params)
+        self._check_prompt_logprobs(params, len(token_ids))
         longest = self.limits.max_model_len
         if pooling is not None:
             longest = len(token_ids) + 1  # the token that is not sampled is none of the model's
@@ -116,6 +118,14 @@ class InputProcessor:
         if params.use_beam_search:
             group.search = self._search(params, longest - len(token_ids), end_token_ids)
         return group
+
+    def _check_prompt_logprobs(self, params: SamplingParams, prompt_len: int) -> None:
+        asked = params.prompt_logprobs
+        if asked is not None and (asked + 1) * prompt_len > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                "prompt_logprobs", asked, f"with a prompt of {prompt_len:,} tokens they are more than "
+                f"{MAX_PROMPT_LOGPROBS:,}: at most {MAX_PROMPT_LOGPROBS // prompt_len - 1} for this prompt",
+            )  # fmt: skip
 
     def _grammar(self, params: SamplingParams) -> Future[Grammar]:
         if self._tokenizer is None or self._compiler is None:
@@ -184,10 +194,10 @@ class InputProcessor:
         limits = self.limits
         if not isinstance(params, SamplingParams):
             raise RequestError("sampling_params", params, "must be a jpaged.SamplingParams")
-        if params.logprobs is not None and params.logprobs > limits.max_logprobs:
-            raise RequestError(
-                "logprobs", params.logprobs, f"at most {limits.max_logprobs}, which the option max_logprobs sets"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > limits.max_logprobs:
+                accepted = f"at most {limits.max_logprobs}, which the option max_logprobs sets"
+                raise RequestError(name, getattr(params, name), accepted)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= limits.vocab_size:

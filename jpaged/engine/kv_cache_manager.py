@@ -84,6 +84,8 @@ class KVCacheManager:
         the beginning sees. It never covers all tokens: the last known one is always computed, because the next one is
         sampled from it. Blocks of the host tier count where fetching them takes less time than computing them.
         """
+        if request.computes_all:
+            return self.no_prefix
         if self.pool.host_tier is None:
             return self._find(request, self.pool.find)
         both = self._find(request, self._find_in_both_tiers)

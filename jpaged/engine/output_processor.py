@@ -10,7 +10,7 @@ from jpaged.engine.detokenizer import TextDecoder, text_decoder
 from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
-from jpaged.engine.step_plan import StepResult
+from jpaged.engine.step_plan import Scores, StepResult
 from jpaged.errors import EngineError
 from jpaged.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestMetrics, RequestOutput
 from jpaged.pooling_params import PoolingParams
@@ -62,6 +62,21 @@ class OutputProcessor:
         if request.params.needs_logprobs:
             self._add_logprobs(request, token_id, result, index)
         return self.append(request, token_id, now)
+
+    def take_scores(self, request: Request, scores: Scores, places: slice) -> None:
+        """Keep what a step tells about the next tokens of a prompt."""
+        if request.prompt_logprobs is None:
+            raise EngineError(f"request {request.request_id} did not ask for prompt_logprobs")
+        count = request.params.prompt_logprobs or 0
+        columns = (scores.logprobs, scores.ranks, scores.top_ids[:, :count], scores.top_logprobs[:, :count])
+        rows = zip(*(column[places].tolist() for column in columns), strict=True)
+        for (logprob, rank, top_ids, top_logprobs) in rows:
+            token_id = request.prompt_token_ids[len(request.prompt_logprobs)]
+            entries = {token_id: self._entry(request, token_id, logprob, rank)}
+            for place, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
+                if top_id != token_id:
+                    entries[top_id] = self._entry(request, top_id, value, place)
+            request.prompt_logprobs.append(entries)
 
     def append(self, request: Request, token_id: int, now: float) -> RequestStatus | None:
         """Append a token, sampled or forced; the request's end, if that ends it."""
@@ -140,6 +155,7 @@ class OutputProcessor:
             finished=finished,
             metrics=group.metrics,
             num_cached_tokens=group.first.num_cached_tokens,
+            prompt_logprobs=None if group.first.prompt_logprobs is None else list(group.first.prompt_logprobs),
         )
 
     def _completions(self, group: RequestGroup) -> list[CompletionOutput]:

@@ -97,6 +97,7 @@ class Request:
     rope_len: int = 0              # length that a rope which depends on it goes by at least: the prompt's, or more
     # where it found no room to start: the blocks there were, and the step from which it looks again even so
     no_room: tuple[int, int] | None = None
+    num_scored: int = 0            # tokens of the prompt that are told about, or will be: with prompt_logprobs
     num_lost: int = 0              # computed tokens that the last preemption threw away
 
     row: int = NO_ROW
@@ -115,6 +116,7 @@ class Request:
     sampler: SamplerVariant = dataclasses.field(init=False)  # what it needs of a step that samples for it
     stop_ids: frozenset[int] = dataclasses.field(init=False)  # tokens that end it, the model's and the caller's
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cumulative_logprob: float | None = None
     pooled: EmbeddingOutput | ClassificationOutput | None = None
 
@@ -123,6 +125,8 @@ class Request:
         self.rope_len = self.prompt_len
         if self.params.logprobs is not None:
             self.logprobs = []
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs, self.num_scored = [None], 1
         if self.params.needs_logprobs:
             self.cumulative_logprob = 0.0
         self.sampler = _sampler_need(self.params)
@@ -155,6 +159,19 @@ class Request:
         self.rope_len = len(self.token_ids)
         self.prefix_root = hashlib.sha256(b"outgrown" + self.prefix_root).digest()
         self.block_names = []
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether it is to start without anybody's KV, whatever there is."""
+        if self.prompt_logprobs is not None and self.num_scored < self.prompt_len:
+            return True
+        return self.status is RequestStatus.WAITING and self.params.skips_prefix_cache
+
+    def to_score(self, count: int) -> list[tuple[int, int]]:
+        """Of its next `count` tokens those whose successor in the prompt is to be told about: (place, successor)."""
+        first = self.num_computed
+        last = min(first + count, self.prompt_len - 1)
+        return [(i - first, self.prompt_token_ids[i + 1]) for i in range(max(first, self.num_scored - 1), last)]
 
     def mask(self) -> np.ndarray:
         """uint32[words]: what may be sampled behind its known tokens. Raises RequestError where that is nothing."""

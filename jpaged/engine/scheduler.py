@@ -60,6 +60,7 @@ class ScheduledStep:
 
     plan: StepPlan
     requests: tuple[Request, ...]  # in the plan's order
+    scored: tuple[tuple[Request, int], ...] = ()  # of whom how many of the plan's `scored` are, in its order
 
 
 @dataclasses.dataclass(slots=True)
@@ -434,11 +435,19 @@ class Scheduler:
         sampler = self._largest_sampler(draft)
         requests = draft.decodes
         prompt_tokens: list[int] = []
+        scored: list[tuple[int, int]] = []
+        scorers: list[tuple[Request, int]] = []
         inits: list[RowInit] = []
         forks: list[tuple[Request, int]] = []
         if draft.num_tokens:
             for request, count in draft.num_tokens.items():
                 end = request.num_computed + count
+                if request.prompt_logprobs is not None:
+                    first, told = num_decodes + len(prompt_tokens), request.to_score(count)
+                    scored += [(first + place, successor) for place, successor in told]
+                    request.num_scored += len(told)
+                    if told:
+                        scorers.append((request, len(told)))
                 prompt_tokens += request.token_ids[request.num_computed : end]
                 if request.row_is_new:
                     inits.append(row_init(request, self._vocab_size))
@@ -478,9 +487,10 @@ class Scheduler:
             forked_from=_int32(forked_from),
             moves=self._moves(),
             masks=masks,
+            scored=_int32(itertools.chain.from_iterable(scored)).reshape(-1, 2).T,
             waits_for_masks=waits,
         )
-        return ScheduledStep(plan, tuple(requests))
+        return ScheduledStep(plan, tuple(requests), tuple(scorers))
 
     def _masks(
         self, requests: Sequence[Request], num_decodes: int, samples: Sequence[bool]

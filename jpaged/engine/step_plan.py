@@ -104,6 +104,9 @@ class StepPlan:
     # int32[M, 3]  (BlockMove, from, to): done before the step, in this order
     moves: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), np.int32))
     masks: tuple[RowMask, ...] = ()  # that change in this step
+    # int32[2, S]  tokens whose successor is known and is to be told about: their place among the step's tokens, and the
+    # successor's id
+    scored: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0), np.int32))
     # What may be sampled follows from tokens that are on their way: nothing is, until `Runner.sample` is called.
     waits_for_masks: bool = False
 
@@ -111,6 +114,16 @@ class StepPlan:
     def total_tokens(self) -> int:
         """Tokens that the step computes."""
         return int(self.num_tokens.sum())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """What there is to say of known tokens; fields as of StepResult."""
+
+    logprobs: np.ndarray      # float32[S]
+    ranks: np.ndarray         # int32[S]
+    top_ids: np.ndarray       # int32[S, K]
+    top_logprobs: np.ndarray  # float32[S, K]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +136,8 @@ class StepResult:
     ranks: np.ndarray | None = None         # int32[R]       1 = most likely
     top_ids: np.ndarray | None = None       # int32[R, K]    most likely first; K = max_logprobs
     top_logprobs: np.ndarray | None = None  # float32[R, K]
+    # Of a plan's `scored`: float32[S], int32[S], int32[S, K], float32[S, K], as the four above
+    scores: "Scores | None" = None
     # Only from a step that pools: of each row's last token, its hidden state after the final norm, or its scores.
     pooled: np.ndarray | None = None        # float32[R, size]
 

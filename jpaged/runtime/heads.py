@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, WeightLayout
-from jpaged.runtime.sampler import Sampled, SamplerOptions, sample
+from jpaged.runtime.sampler import Sampled, SamplerOptions, describe, sample
 from jpaged.runtime.state import DeviceState, Field, SamplingState
 
 # Leaves of the parameter tree that `decoder.head` reads.
@@ -32,10 +32,13 @@ class HeadShape:
     """Shapes of one compiled head: a key of the program table."""
 
     rows: int                       # places
-    variant: SamplerVariant | None  # None: it pools
+    variant: SamplerVariant | None  # None: it pools, or scores
+    scores: bool = False            # it says how likely known tokens are
 
     def __str__(self) -> str:
-        return f"{'pool' if self.variant is None else f'sample {self.variant.name.lower()}'} {self.rows} rows"
+        if self.variant is not None:
+            return f"sample {self.variant.name.lower()} {self.rows} rows"
+        return f"{'score' if self.scores else 'pool'} {self.rows} {'tokens' if self.scores else 'rows'}"
 
 
 def head_params(spec: DecoderSpec, params: Any) -> Any:
@@ -72,9 +75,11 @@ def apply_head(
     """The request table and the sampling state with the sampled tokens, and what was sampled; or what was pooled.
 
     Donate `table` and `sampling`. params: of `head_params`. Places that are padding get something, too, which goes
-    nowhere.
+    nowhere. A shape that scores finds the tokens that are scored where others have rows.
     """
     output = decoder.head(spec, params, jnp.take(hidden, packed[1], axis=0, mode="clip"), layout=layout)
+    if shape.scores:
+        return table, sampling, describe(output, packed[0], options=options)
     if shape.variant is None:
         return table, sampling, output
     # a negative index would count from the end

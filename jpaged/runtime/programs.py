@@ -63,8 +63,8 @@ def bucket_shapes(
     """The programs of an engine's steps, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
 
     Forward programs: one for decodes alone a row bucket, one for everything else a token bucket with rows at the
-    maximum. Heads: one a row bucket and kind of sampling, few of the one that can do everything. A model that pools has
-    no decodes.
+    maximum. Heads: one a row bucket and kind of sampling, few of the one that can do everything, and one for prompts'
+    log-probabilities. A model that pools has no decodes.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
@@ -83,7 +83,8 @@ def bucket_shapes(
     decodes = [ForwardShape(True, n, n, block_size, num_groups) for n in rows]
     heads = [HeadShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
     full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
-    return [*decodes, *mixed, *heads, *(HeadShape(n, SamplerVariant.FULL) for n in full)]
+    score = HeadShape(rows[-1], None, scores=True)
+    return [*decodes, *mixed, *heads, *(HeadShape(n, SamplerVariant.FULL) for n in full), score]
 
 
 def _powers(low: int, high: int) -> list[int]:
@@ -121,12 +122,14 @@ class ProgramTable:
 
     def __init__(self, forwards: Sequence[Program[ForwardShape]], heads: Sequence[Program[HeadShape]]):
         self.forwards = sorted(forwards, key=lambda p: (not p.shape.is_decode, p.shape.tokens))
-        self.heads = sorted(heads, key=lambda p: (p.shape.variant or 0, p.shape.rows))
+        sampling = [program for program in heads if not program.shape.scores]
+        self.heads = sorted(sampling, key=lambda p: (p.shape.variant or 0, p.shape.rows))
+        self.scoring = next((p for p in heads if p.shape.scores), None)
 
     @property
     def programs(self) -> list[Program[Any]]:
         """All of them."""
-        return [*self.forwards, *self.heads]
+        return [*self.forwards, *self.heads, *([] if self.scoring is None else [self.scoring])]
 
     @classmethod
     def compile(

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import RowMask, StepPlan, StepResult, TransferCosts
+from jpaged.engine.step_plan import RowMask, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.logits_processors import LogitsProcessor
 from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
@@ -25,7 +25,7 @@ from jpaged.runtime import memory
 from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.blueprint import Blueprint
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
-from jpaged.runtime.heads import head_params, pack_places
+from jpaged.runtime.heads import HeadShape, head_params, pack_places
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.programs import Program, ProgramTable
 from jpaged.runtime.row_extras import ExtrasUploader
@@ -43,6 +43,7 @@ class Handle:
 
     plan: StepPlan
     computed: jax.Array                  # int32[]     there when the forward pass is done
+    scores: tuple[Sampled, ...]          # of the plan's `scored`, a chunk each
     given: Sampled | jax.Array | None    # a row a row that samples, and padding; of a model that pools: float32[, size]
 
 
@@ -196,9 +197,10 @@ class ModelRunner:
                 if init.extras is not None and self._uploader is not None:
                     self._state = self._uploader.start(self._live_state, init)
             self._state, computed = forward.run(self._params, self._live_state, packed)
+            scores = self._score(plan.scored)
             given = None if plan.waits_for_masks else self._apply_head(plan, plan.masks)
-        jax.tree.map(lambda x: x.copy_to_host_async(), (computed, given))
-        return Handle(plan, computed, given)
+        jax.tree.map(lambda x: x.copy_to_host_async(), (computed, scores, given))
+        return Handle(plan, computed, scores, given)
 
     def sample(self, handle: Handle, masks: Sequence[RowMask]) -> Handle:
         """Sample for a step whose plan waits for masks; returns at once. Raises EngineError when the device fails."""
@@ -207,6 +209,18 @@ class ModelRunner:
         jax.tree.map(lambda x: x.copy_to_host_async(), given)
         return dataclasses.replace(handle, given=given)
 
+    def _score(self, scored: np.ndarray) -> tuple[Sampled, ...]:
+        """Log-probabilities of known tokens, in chunks: no more logits are there at a time than a step samples from."""
+        chunks, program = [], self.programs.scoring
+        if program is None:
+            return ()  # it pools: nobody asks
+        for first in range(0, scored.shape[1], program.shape.rows):
+            part = scored[:, first : first + program.shape.rows]
+            places = np.zeros((2, program.shape.rows), np.int32)
+            places[1, : part.shape[1]], places[0, : part.shape[1]] = part
+            chunks.append(self._run_head(program, places))
+        return tuple(chunks)
+
     def _apply_head(self, plan: StepPlan, masks: Sequence[RowMask]) -> Sampled | jax.Array | None:
         """Sample for the rows of a plan that have reached their end, or pool; None where there are none."""
         count = int(np.count_nonzero(plan.samples))
@@ -214,11 +228,15 @@ class ModelRunner:
             return None
         if masks and self._uploader is not None:
             self._state = self._uploader.set_masks(self._live_state, masks)
-        head, state = self.programs.head(count, plan.sampler), self._live_state
-        places = jax.device_put(pack_places(plan, head.shape), self._device)
+        head = self.programs.head(count, plan.sampler)
+        return self._run_head(head, pack_places(plan, head.shape))
+
+    def _run_head(self, head: Program[HeadShape], places: np.ndarray) -> Any:
+        state = self._live_state
         table, sampling, given = head.run(
-            self._head_params, self._allowed, state.table, state.sampling, state.hidden, places
-        )
+            self._head_params, self._allowed, state.table, state.sampling, state.hidden,
+            jax.device_put(places, self._device),
+        )  # fmt: skip
         self._state = state.replace(table=table, sampling=sampling)
         return given
 
@@ -227,12 +245,13 @@ class ModelRunner:
         samples = handle.plan.samples
         with pinned(), self._counter.watching(), self._recovering():
             np.asarray(handle.computed)
+            scores = _joined(handle.scores, handle.plan.scored.shape[1])
             if handle.given is None:
-                return StepResult(np.zeros(len(samples), np.int32))
+                return StepResult(np.zeros(len(samples), np.int32), scores=scores)
             host = jax.tree.map(lambda x: _spread(np.asarray(x), samples), handle.given)
         if self.spec.pools:
             return StepResult(np.zeros(0, np.int32), pooled=host)
-        return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs)
+        return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs, scores)
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
         """Whether KV of such a prompt may be shared: with dynamic rope, keys beyond the first range depend on it."""
@@ -291,6 +310,16 @@ class ModelRunner:
         if self._state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
             with pinned():
                 self._state = self._make_state()
+
+
+def _joined(chunks: Sequence[Sampled], count: int) -> Scores | None:
+    """Scores in the order of the plan; None where there are none."""
+    if not chunks:
+        return None
+    names = [field.name for field in dataclasses.fields(Scores)]
+    return Scores(**{
+        name: np.concatenate([np.asarray(getattr(chunk, name)) for chunk in chunks])[:count] for name in names
+    })  # fmt: skip
 
 
 def _spread(given: np.ndarray, samples: np.ndarray) -> np.ndarray:

@@ -14,7 +14,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant, StepPlan, StepResult, TransferCosts
+from jpaged.engine.step_plan import (
+    BlockMove,
+    RowInit,
+    RowMask,
+    SamplerVariant,
+    Scores,
+    StepPlan,
+    StepResult,
+    TransferCosts,
+)
 
 UNWRITTEN = -1
 
@@ -244,14 +253,20 @@ class FakeRunner:
         return _hash(np.concatenate(seen).tolist(), self.vocab_size, seed)
 
     def _result(self, plan: StepPlan, tokens: np.ndarray) -> StepResult:
+        places, successors = plan.scored
+        assert ((places >= 0) & (places < plan.total_tokens)).all()
+        scores = Scores(
+            -successors / 10, np.ones_like(successors), (successors[:, None] + np.arange(self.max_logprobs)) % 97,
+            -(successors[:, None] + np.arange(self.max_logprobs)) / 10,
+        )  # fmt: skip
         if plan.sampler is not SamplerVariant.FULL:
-            return StepResult(tokens)
+            return StepResult(tokens, scores=scores)
         top = tokens[:, None] + np.arange(self.max_logprobs)
         top_ids, top_logprobs = top % self.vocab_size, (-top / 10).astype(np.float32)
         for index, row in enumerate(plan.rows):
             if plan.samples[index] and self.inits[row].beam_temperature > 0:
                 top_ids[index], top_logprobs[index] = candidates(int(tokens[index]), self.vocab_size, self.max_logprobs)
-        return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top_ids, top_logprobs)
+        return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top_ids, top_logprobs, scores)
 
 
 def next_allowed(token: int, mask: np.ndarray | None, vocab_size: int) -> int:

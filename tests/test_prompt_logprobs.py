@@ -1,0 +1,104 @@
+"""Log-probabilities of prompts: those of generation to the bit, in chunks of any size, and after preemption."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import LLM, SamplingParams
+from jpaged.errors import RequestError
+from jpaged.models import decoder
+from tests.tiny_engine import SPECS, VOCAB_SIZE, alone, make_engine, make_runner, run
+
+TOLERANCE = 1e-4  # float32, over logits of some tens
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def runner(request):
+    runner = make_runner(SPECS[request.param])
+    yield runner
+    assert runner.compiles_after_ready == 0
+    runner.close()
+
+
+PROMPTS = [np.random.default_rng(i).integers(0, VOCAB_SIZE, n).tolist() for i, n in enumerate((1, 2, 9, 40, 77, 100))]
+ASKED = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=4)
+
+
+def told(output):
+    """What there is about a prompt, floats to the bit."""
+    return output.prompt_logprobs
+
+
+@pytest.fixture(scope="module")
+def wanted(runner):
+    engine = make_engine(runner, caching=False)
+    return [told(run(engine, [(prompt, ASKED)], check=False)["0"]) for prompt in PROMPTS]
+
+
+def test_they_are_the_models(runner, wanted):
+    """Against one dense pass over the prompt, without pages."""
+    spec = runner.spec
+    if len(runner.windows) > 1:
+        pytest.skip("the dense pass of all families is compared elsewhere")
+    params = runner._params
+    for prompt, entries in zip(PROMPTS, wanted, strict=True):
+        shape = jnp.zeros((1, len(prompt)), jnp.int32)
+        hidden, _ = decoder.decode(
+            spec, params, jnp.array(prompt), jnp.arange(len(prompt)), [None] * spec.num_layers, shape,
+            decoder.dense_causal_attend,
+        )  # fmt: skip
+        exact = np.asarray(jax.nn.log_softmax(decoder.head(spec, params, hidden).astype(jnp.float32), axis=-1))
+        assert entries[0] is None
+        assert len(entries) == len(prompt)
+        for before, token_id, entry in zip(exact, prompt[1:], entries[1:], strict=False):
+            assert next(iter(entry)) == token_id
+            assert set(np.argsort(-before, kind="stable")[:4]) <= set(entry)
+            for other, value in entry.items():
+                assert value.logprob == pytest.approx(before[other], abs=TOLERANCE)
+                assert value.rank == 1 + (before > before[other]).sum()
+
+
+@pytest.mark.parametrize("budget", [64, 20, 8])
+def test_chunks_of_any_size_beside_others_over_a_full_cache(runner, wanted, budget):
+    engine = make_engine(runner, budget=budget)
+    others = [(prompt, SamplingParams(max_tokens=12, temperature=1, seed=1)) for prompt in PROMPTS]
+    run(engine, others)  # all prompts are cached: they are computed all the same
+    done = run(engine, [*((prompt, ASKED) for prompt in PROMPTS), *others])
+    assert [told(done[str(i)]) for i in range(len(PROMPTS))] == wanted
+    assert all(done[str(i)].num_cached_tokens == 0 for i in range(len(PROMPTS)))
+    assert sum(done[str(i)].num_cached_tokens for i in range(len(PROMPTS), 2 * len(PROMPTS))) > 0
+
+
+def test_preempted(runner, wanted):
+    engine = make_engine(runner, num_blocks=16 if len(runner.windows) == 1 else 26, budget=20)
+    work = [(prompt, SamplingParams(max_tokens=28, temperature=0, prompt_logprobs=4)) for prompt in PROMPTS]
+    done = run(engine, work)
+    assert engine.stats().preemptions > 0
+    assert [told(done[str(i)]) for i in range(len(PROMPTS))] == wanted
+
+
+def test_scoring_an_answer_gives_what_generation_gave(runner):
+    params = SamplingParams(max_tokens=30, temperature=0.9, seed=3, logprobs=2)
+    for prompt in PROMPTS[1:5]:
+        [[(token_ids, _, _, logprobs)]] = alone(make_engine(runner), [(prompt, params)])
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)
+        output = run(make_engine(runner, budget=25), [(prompt + token_ids, asked)])["0"]
+        assert output.prompt_logprobs[len(prompt) :] == logprobs
+
+
+def test_llm_score():
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
+    text = "def area(width, height):\n    return width * height\n"
+    with LLM("demo", max_model_len=128, max_logprobs=5, **options) as llm:
+        good, bad = llm.score([text, text[::-1]], use_tqdm=False)
+        assert good.prompt_token_ids == llm.get_tokenizer().encode(text)
+        assert len(good.logprobs) == len(good.ranks) == len(good.prompt_token_ids) - 1
+        assert good.cumulative_logprob / len(good.logprobs) > bad.cumulative_logprob / len(bad.logprobs) + 2
+        assert good.ranks.count(1) > len(good.ranks) / 3
+        [output] = llm.generate(text, SamplingParams(max_tokens=1, prompt_logprobs=3), use_tqdm=False)
+        names = [next(iter(entry.values())).decoded_token for entry in output.prompt_logprobs[1:]]
+        assert "".join(names) == text[len(text) - sum(map(len, names)) :]
+        with pytest.raises(RequestError, match=r"prompt_logprobs=6.*at most 5"):
+            llm.generate(text, SamplingParams(prompt_logprobs=6), use_tqdm=False)
+        assert llm.stats().compiles_after_ready == 0
