@@ -21,6 +21,7 @@ from jpaged.serving.response_schema import CachedTokens, Usage
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # of several prompts, each with its prompt's index
 
+FAILED = "the answer could not be processed; the server's log has more"
 ABORTED = "the request was aborted: the server is stopping"
 
 
@@ -175,9 +176,14 @@ def _tokens_to_tell(output: CompletionOutput) -> int:
 
 
 def check_finished_well(output: CompletionOutput) -> None:
-    """Raises APIError for an answer that the engine broke off (it is closing): OpenAI's API has no such reason."""
-    if output.finish_reason == "abort":
+    """Raises APIError for an answer that the engine broke off: OpenAI's API has no such reasons."""
+    if output.finish_reason == "abort":  # it is closing
         raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, ABORTED, code="aborted")
+    if output.finish_reason == "error" and output.stop_reason is not None:
+        message = f"the grammar that the answer is to match {output.stop_reason}"
+        raise APIError(HTTPStatus.BAD_REQUEST, message, param="response_format", code="grammar_error")
+    if output.finish_reason == "error":
+        raise APIError(HTTPStatus.INTERNAL_SERVER_ERROR, FAILED, code="engine_error")
 
 
 def usage(finals: dict[int, RequestOutput]) -> Usage:

@@ -45,6 +45,7 @@ SHARED = {
     "jpaged.errors",
     "jpaged.interrupts",
     "jpaged.kv_groups",
+    "jpaged.logits_processors",
     "jpaged.outputs",
     "jpaged.pooling_params",
     "jpaged.prompt_streams",

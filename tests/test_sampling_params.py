@@ -64,7 +64,7 @@ def test_unknown_fields_are_refused_by_name():
         SamplingParams(temprature=0.5)
     assert caught.value.parameter == "temprature"
     with pytest.raises(RequestError, match="unknown sampling parameter"):
-        SamplingParams(logits_processors=[print])
+        SamplingParams(mirostat=2)
     with pytest.raises(ValueError, match="unknown"):
         SamplingParams(xyz=1)
 

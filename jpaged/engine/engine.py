@@ -380,7 +380,7 @@ class Engine:
                 masks.append(RowMask(request.row, request.mask()))
             except Exception as error:  # others go on
                 group = self._groups[request.request_id]
-                _log_failed_output(group, error)
+                _note_failed_output(request, error)
                 self._scheduler.finish(request, RequestStatus.FAILED)
                 if group.has_ended:
                     ended.append(group)
@@ -423,7 +423,7 @@ class Engine:
                 else:
                     end = self._take_beam(group, group.search, request, result, index)
             except Exception as error:  # whatever one request's text or log-probabilities do, the others go on
-                _log_failed_output(group, error)
+                _note_failed_output(request, error)
                 end = RequestStatus.FAILED
             if end is not None:
                 for ended in [request] if group.search is None else group.requests:
@@ -481,8 +481,8 @@ class Engine:
         try:
             output = self._outputs.output(group)
         except Exception as error:  # the end of its text could not be decoded
-            _log_failed_output(group, error)
             for request in group.requests:
+                _note_failed_output(request, error)
                 request.status = RequestStatus.FAILED
             output = self._outputs.output(group)
         self._outputs.forget(group)
@@ -514,11 +514,12 @@ class Engine:
                 logger.debug("a step that was dropped has failed: %s", error)
 
 
-def _log_failed_output(group: RequestGroup, error: Exception) -> None:
-    if isinstance(error, RequestError):  # of a grammar, in one line
-        logger.warning("request %s ends: %s", group.request_id, error)
+def _note_failed_output(request: Request, error: Exception) -> None:
+    if isinstance(error, RequestError):  # of a grammar: told to whoever asked for it
+        request.stop_reason = error.accepted
+        logger.warning("request %s ends: %s", request.request_id, error)
     else:
-        logger.exception("request %s ends: its output could not be processed", group.request_id)
+        logger.error("request %s ends: its output could not be processed", request.request_id, exc_info=error)
 
 
 def _never(prompt_len: int) -> bool:

@@ -2,7 +2,7 @@
 
 In the order of vLLM: ids that may not be sampled, logit_bias, custom processors, penalties; then, for rows that are not
 greedy, temperature, min_p, top_k, top_p, and typical_p last. Which ids stay is exact, and found without a sort of the
-vocabulary: the most likely 128 (the largest of the blocks that have the largest maxima) settle nearly every row; where
+vocabulary: the most likely 64 (the largest of the blocks that have the largest maxima) settle nearly every row; where
 they do not, bisection on the bits of the logits finds the threshold itself. Ids as likely as the last that stays stay.
 
 A random row takes one uniform number, from a key made of the request's seed, the sample's index and the token's
@@ -28,7 +28,7 @@ from jpaged.runtime.state import Field, Flag, SamplingState
 BLOCK = 512
 SMALLEST_BLOCK = 32
 # The most likely ids of a row that are looked at first.
-CANDIDATES = 128
+CANDIDATES = 64
 # Temperatures up to this one are greedy: dividing by less overflows float32 (vLLM draws the line here, too).
 GREEDY_BELOW = 1e-5
 
@@ -92,21 +92,28 @@ def sample(
     temperature = _float(fields[:, Field.TEMPERATURE])
     is_random = temperature > GREEDY_BELOW
     scaled = work / jnp.where(is_random, temperature, 1.0)[:, None]
+    rows = len(greedy)
 
     def less_its_peak() -> Float[Array, "rows vocab"]:
         return scaled - jnp.take_along_axis(scaled, greedy[:, None], axis=1)
+
+    def draw() -> tuple[Int[Array, " rows"], _Kept]:
+        return _draw(
+            x, greedy, fields, _uniforms(fields, positions), is_random, typical=variant is SamplerVariant.FULL,
+            can_skip=options.can_skip,
+        )  # fmt: skip
 
     # Computed once, and kept: where XLA computes it again for another use it may round otherwise (a fused
     # multiply-add), and what is compared with a threshold must be what the threshold was found among. On CPU a barrier
     # is gone before that happens; a branch is not.
     if options.can_skip:
-        x = lax.cond(jnp.any(is_random), less_its_peak, lambda: jnp.zeros_like(work))
+        any_random = jnp.any(is_random)
+        x = lax.cond(any_random, less_its_peak, lambda: jnp.zeros_like(work))
+        everything = _Kept(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.full(rows, jnp.inf))
+        token_ids, kept = lax.cond(any_random, draw, lambda: (greedy, everything))
     else:
         x = lax.optimization_barrier(less_its_peak())
-    token_ids, kept = _draw(
-        x, greedy, fields, _uniforms(fields, positions), is_random,
-        typical=variant is SamplerVariant.FULL, can_skip=options.can_skip,
-    )  # fmt: skip
+        token_ids, kept = draw()
     if variant is SamplerVariant.RANDOM:
         return Sampled(token_ids)
 
@@ -215,19 +222,24 @@ def _draw(
     floor = jnp.log(_float(fields[:, Field.MIN_P]))
     top_k, top_p = fields[:, Field.TOP_K], _float(fields[:, Field.TOP_P])
     typical_p = _float(fields[:, Field.TYPICAL_P]) if typical else jnp.ones(rows)
-    values, ids = likeliest(x, min(CANDIDATES, vocab))
+    cut = top_p < 1
+    limited = is_random & ((top_k > 0) | cut | (floor > -jnp.inf) | (typical_p < 1))
+    count = min(CANDIDATES, vocab)
+    values, ids = _if_any(
+        limited, lambda: likeliest(x, count),
+        lambda: (jnp.zeros((rows, count)), jnp.zeros((rows, count), jnp.int32)), can_skip,
+    )  # fmt: skip
     last = values[:, -1]
-    whole = values.shape[1] == vocab
+    whole = count == vocab
 
     # top_k: the k-th value of those that min_p leaves; nothing where there are not so many
     place = jnp.clip(top_k - 1, 0, values.shape[1] - 1)
     kth = jnp.take_along_axis(values, place[:, None], axis=1)[:, 0]
     threshold = jnp.where((top_k > 0) & (top_k <= values.shape[1]), jnp.maximum(kth, floor), floor)
-    settled = (threshold > last) | whole
+    settled = limited & ((threshold > last) | whole)
     # top_p: of the mass that is left, which only the candidates have where they are settled so far
     kept = values >= threshold[:, None]
     weights = jnp.where(kept, jnp.exp(values), 0.0)
-    cut = top_p < 1
     needs_mass = is_random & cut & ~settled & (top_k == 0)
     mass = jnp.where(settled, weights.sum(axis=1), jnp.inf)
     mass = _where_needed(
@@ -235,12 +247,14 @@ def _draw(
     )
     reached = jnp.cumsum(weights, axis=1) >= (top_p * mass)[:, None]
     edge = jnp.take_along_axis(values, jnp.argmax(reached, axis=1)[:, None], axis=1)[:, 0]
-    threshold = jnp.where(cut & reached[:, -1], jnp.maximum(edge, threshold), threshold)
-    settled = jnp.where(cut & ~settled, reached[:, -1] & (threshold > last), settled)
+    cut_off = jnp.where(cut & reached[:, -1], jnp.maximum(edge, threshold), threshold)
+    settled = jnp.where(cut & ~settled, limited & reached[:, -1] & (cut_off > last), settled)
+    threshold = jnp.where(settled, cut_off, threshold)
 
-    unlimited = (top_k == 0) & ~cut
+    counted = is_random & ~settled & (top_k > 0)
+    threshold = _where_needed(counted, lambda: jnp.maximum(_search_kth(x, top_k), floor), threshold, can_skip)
     threshold = _where_needed(
-        is_random & ~settled & ~unlimited, lambda: _search_thresholds(x, floor, top_k, top_p), threshold, can_skip
+        is_random & ~settled & cut, lambda: _search_mass(x, threshold, top_p), threshold, can_skip
     )
     found = _Kept(threshold, jnp.zeros(rows), jnp.full(rows, jnp.inf))
     if typical:
@@ -271,17 +285,25 @@ def _where_needed(needed: Bool[Array, " rows"], compute: Callable[[], Any], othe
     def computed() -> Any:
         return jax.tree.map(lambda new, old: jnp.where(needed, new, old), compute(), otherwise)
 
-    return lax.cond(jnp.any(needed), computed, lambda: otherwise) if can_skip else computed()
+    return _if_any(needed, computed, lambda: otherwise, can_skip)
 
 
-def _search_thresholds(
-    x: Float[Array, "rows vocab"], floor: Float[Array, " rows"], top_k: Int[Array, " rows"],
-    top_p: Float[Array, " rows"],
-) -> Float[Array, " rows"]:  # fmt: skip
-    """The smallest value of x that min_p, top_k and top_p keep, by bisection over all of it."""
+def _if_any(
+    needed: Bool[Array, " rows"], compute: Callable[[], Any], otherwise: Callable[[], Any], can_skip: bool
+) -> Any:
+    return lax.cond(jnp.any(needed), compute, otherwise) if can_skip else compute()
+
+
+def _search_kth(x: Float[Array, "rows vocab"], top_k: Int[Array, " rows"]) -> Float[Array, " rows"]:
+    """The k-th largest value of x <= 0, by bisection over all of it."""
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, x.shape[1]), x.shape[1])
-    kth = -_smallest_bound(-x, lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= wanted)
-    threshold = jnp.maximum(kth, floor)
+    return -_smallest_bound(-x, lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= wanted)
+
+
+def _search_mass(
+    x: Float[Array, "rows vocab"], threshold: Float[Array, " rows"], top_p: Float[Array, " rows"]
+) -> Float[Array, " rows"]:
+    """The smallest value that top_p keeps of those x <= 0 that are at the threshold or above."""
     weights = jnp.where(x >= threshold[:, None], jnp.exp(x), 0.0)
     mass = top_p * weights.sum(axis=1)
     edge = -_smallest_bound(-x, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=1) >= mass)

@@ -333,4 +333,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=80, stateful_step_count=40)
+TestEngine.settings = settings(max_examples=60, stateful_step_count=40)

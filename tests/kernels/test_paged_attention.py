@@ -124,7 +124,9 @@ COMPANY = {
 }
 
 
-@pytest.mark.parametrize("name", COMPANY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("32-bf16", "64", "group-20"))) for name in COMPANY]
+)
 def test_a_query_gets_the_same_bits_in_any_company(name):
     """All of a prompt at once, in chunks, token by token, and among other rows: equal to the bit on CPU."""
     shape, length = COMPANY[name], 150

@@ -85,8 +85,15 @@ def test_all_tokens_at_one_expert() -> None:
     np.testing.assert_array_equal(groups.token_of_row.ravel()[groups.row_of_choice[:, 0]], np.arange(40))
 
 
-@pytest.mark.parametrize("num", [7, 60, 128])
-@pytest.mark.parametrize("scoring", Scoring)
+@pytest.mark.parametrize(
+    ("num", "scoring"),
+    [
+        (60, Scoring.SOFTMAX),
+        (7, Scoring.SIGMOID),
+        *(pytest.param(n, s, marks=pytest.mark.slow) for n, s in ((7, Scoring.SOFTMAX), (60, Scoring.SIGMOID))),
+        *(pytest.param(128, scoring, marks=pytest.mark.slow) for scoring in Scoring),
+    ],
+)
 def test_bits_do_not_depend_on_the_number_of_tokens(num: int, scoring: Scoring) -> None:
     experts = Experts(num, 4, INTER, (True,), scoring=scoring, renormalise=True)
     matrices = layer(experts)
