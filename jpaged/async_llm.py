@@ -106,6 +106,7 @@ class AsyncLLM:
         self.spec = built.spec
         self.default_sampling_params = built.default_sampling_params
         self._tokenizer = built.tokenizer
+        built.engine.prepare_grammars()
         self._start(built.engine)
 
     def _start(self, engine: "Engine") -> None:

@@ -221,6 +221,14 @@ class Engine:
                 f"KV cache, there are {manager.pool.num_blocks:,}: ask for fewer, or a smaller max_tokens",
             )
 
+    def prepare_grammars(self) -> None:
+        """Read the tokenizer for grammars now: the first request for one would do it, while all streams stand still."""
+        if self._compiler is not None:
+            try:
+                self._compiler.warm_up().result()
+            except Exception as error:  # a tokenizer that no grammar can be made for: such requests are told so
+                logger.warning("no structured output with this tokenizer: %s", error)
+
     def abort(self, request_ids: Iterable[str]) -> list[Output]:
         """End requests now, in whatever state; their last outputs. Ids of requests that have ended are passed over."""
         live = [self._groups[request_id] for request_id in request_ids if request_id in self._groups]

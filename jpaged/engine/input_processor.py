@@ -150,14 +150,12 @@ class InputProcessor:
         return extras
 
     def _bad_word(self, word: str) -> list[list[int]]:
-        """The ids of a text, and where they are as many but begin otherwise, those of it behind a blank."""
+        """The ids of a text, and of it behind a blank. (vLLM takes these only where they are as many.)"""
         if self._tokenizer is None:
             raise RequestError("bad_words", word, "the model has no tokenizer: use logit_bias")
-        plain, behind_blank = (
-            self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " ")
-        )
-        differs = behind_blank[0] != plain[0] and len(behind_blank) == len(plain)
-        return [plain, behind_blank] if differs else [plain]
+        texts = (word.lstrip(), " " + word.lstrip())
+        sequences = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [ids for ids in sequences if ids]
 
     def _search(self, params: SamplingParams, max_new_tokens: int, eos_token_ids: frozenset[int]) -> BeamSearch:
         """The search of a request for one. Raises RequestError where the device gives it too few candidates."""

@@ -1,0 +1,159 @@
+"""What requests may ask of their answers, through the whole engine on the demo model."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from jpaged import LLM, RequestOutput, SamplingParams
+from jpaged.errors import ModelLoadError, RequestError
+from jpaged.sampling_params import StructuredOutputsParams
+
+SIZES = {
+    "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
+}  # fmt: skip
+PROMPT = "def read_settings(path):\n    return "
+SCHEMA = {
+    "type": "object", "required": ["name", "tags", "description"], "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string", "maxLength": 8}, "description": {"const": "what it is for, in a few words"},
+        "tags": {"type": "array", "items": {"enum": ["first", "second"]}, "maxItems": 2},
+    },
+}  # fmt: skip
+
+
+def only(logits, first, count):
+    """A processor: of all ids those from `first`, so many."""
+    import jax.numpy as jnp
+
+    ids = jnp.arange(len(logits))
+    return jnp.where((ids >= first) & (ids < first + count), logits, -jnp.inf)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", logits_processors={"only": only}, **SIZES) as made:
+        yield made
+        assert made.stats().compiles_after_ready == 0
+
+
+def answers(llm: LLM, *params: SamplingParams) -> list[RequestOutput]:
+    return llm.generate([PROMPT] * len(params), list(params), use_tqdm=False)
+
+
+def test_jumping_over_forced_tokens_changes_nothing(llm: LLM):
+    params = [
+        SamplingParams(max_tokens=120, temperature=t, seed=i, structured_outputs=StructuredOutputsParams(json=SCHEMA))
+        for i, t in enumerate((0.0, 1.0, 1.0, 1.5))
+    ]
+    beside = SamplingParams(max_tokens=60, temperature=1.0, seed=9)
+
+    def tokens(llm: LLM) -> tuple[list[list[int]], int]:
+        llm.reset_stats()
+        outputs = answers(llm, *params, beside)
+        return [output.outputs[0].token_ids for output in outputs], llm.stats().steps
+
+    jumping, steps = tokens(llm)
+    alone = [answers(llm, each)[0].outputs[0].token_ids for each in params]
+    assert jumping[:-1] == alone
+    with LLM("demo", jump_forward=False, **SIZES) as other:
+        stepping, more = tokens(other)
+    assert jumping == stepping
+    assert more > steps
+    told = answers(llm, *(dataclasses.replace(each, logprobs=1) for each in params))  # these do not jump
+    assert [output.outputs[0].token_ids for output in told] == alone
+    for output in told:
+        assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids)
+
+
+def test_a_grammar_that_turns_out_impossible_ends_its_own_request_only(llm: LLM):
+    """Too much work for the grammar's parser, which shows after some tokens."""
+    hostile = StructuredOutputsParams(regex="a{1,1000}{1,1000}")
+    good = SamplingParams(max_tokens=100, temperature=1.0, seed=1)
+    bad = SamplingParams(max_tokens=200, temperature=1, seed=1, structured_outputs=hostile)
+    outputs = answers(llm, good, bad, good)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert "cannot go on after" in outputs[1].outputs[0].stop_reason
+    assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
+    assert outputs[0].outputs[0].token_ids == answers(llm, good)[0].outputs[0].token_ids
+    assert llm.stats().used_blocks == 0
+
+
+def test_a_grammar_and_other_parameters_that_leave_nothing(llm: LLM):
+    digits = StructuredOutputsParams(regex="[0-9]+")
+    letters = llm.get_tokenizer().encode("abc", add_special_tokens=False)
+    params = SamplingParams(max_tokens=9, structured_outputs=digits, allowed_token_ids=letters)
+    [output] = answers(llm, params)
+    assert output.outputs[0].finish_reason == "error"
+    assert "forbid" in output.outputs[0].stop_reason
+
+
+def test_bad_words_are_not_in_the_answer(llm: LLM):
+    usual = SamplingParams(max_tokens=40, temperature=0)
+    text = answers(llm, usual)[0].outputs[0].text
+    tokenizer = llm.get_tokenizer()
+    words = text.split()[:3]
+    forbidden = [tokenizer.encode(blank + word, add_special_tokens=False) for word in words for blank in ("", " ")]
+    assert any(len(ids) > 1 for ids in forbidden)
+
+    def has_some(token_ids: list[int]) -> bool:
+        return any(token_ids[i : i + len(ids)] == ids for ids in forbidden for i in range(len(token_ids)))
+
+    several = SamplingParams(max_tokens=40, temperature=0, bad_words=words)
+    single = SamplingParams(max_tokens=40, temperature=0, bad_words=[text.strip()[0]])
+    without, other, again = answers(llm, several, single, usual)
+    assert not has_some(without.outputs[0].token_ids)
+    assert has_some(again.outputs[0].token_ids)
+    assert text.strip()[0] != other.outputs[0].text.strip()[0]
+    assert again.outputs[0].text == text
+
+
+def test_min_tokens_keeps_an_answer_from_ending(llm: LLM):
+    first = answers(llm, SamplingParams(max_tokens=1, temperature=0))[0].outputs[0].token_ids[0]
+    ends = {"temperature": 0, "max_tokens": 20, "stop_token_ids": [first]}
+    [short, long] = answers(llm, SamplingParams(**ends), SamplingParams(**ends, min_tokens=7))
+    assert short.outputs[0].token_ids == [first]
+    assert len(long.outputs[0].token_ids) > 7
+    assert first not in long.outputs[0].token_ids[:7]
+
+
+def test_custom_processors(llm: LLM):
+    plain = SamplingParams(max_tokens=20, temperature=1.0, seed=2)
+    asked = dataclasses.replace(plain, logits_processors={"only": {"first": 700, "count": 50}})
+    restricted, usual = answers(llm, asked, plain)
+    assert all(700 <= token_id < 750 for token_id in restricted.outputs[0].token_ids)
+    assert usual.outputs[0].token_ids == answers(llm, plain)[0].outputs[0].token_ids
+    refused = (({"nothing": {}}, "not started with it"), ({"only": {"first": 1.0}}, "takes the parameters"))
+    for wrong, message in refused:
+        with pytest.raises(RequestError, match=message):
+            answers(llm, SamplingParams(logits_processors=wrong))
+
+
+@pytest.mark.parametrize("wrong", [{"x": 3}, [only], {"x": lambda: 0}, {"x": lambda logits, *rest: 0}], ids=str)
+def test_processors_that_are_none_are_refused_before_anything_is_loaded(wrong):
+    with pytest.raises(RequestError, match="logits_processors"):
+        LLM("nowhere", logits_processors=wrong)
+
+
+def test_processed_log_probabilities_are_of_what_was_sampled_from():
+    with pytest.raises(ModelLoadError, match="logprobs_mode='all': there are raw_logprobs"):
+        LLM("demo", logprobs_mode="all", **SIZES)
+    with LLM("demo", logprobs_mode="processed_logprobs", max_logprobs=5, **SIZES) as llm:
+        params = SamplingParams(max_tokens=10, temperature=2.0, top_k=3, seed=4, logprobs=5)
+        for entries in answers(llm, params)[0].outputs[0].logprobs:
+            finite = [entry.logprob for entry in entries.values() if entry.logprob > float("-inf")]
+            assert len(finite) == 3
+            assert sum(2.718281828459045**value for value in finite) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter"),
+    [
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"), ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2}, "min_tokens"),
+    ],
+)  # fmt: skip
+def test_what_the_model_cannot_do_is_refused(llm: LLM, params: dict, parameter: str):
+    with pytest.raises(RequestError) as refused:
+        answers(llm, SamplingParams(**params))
+    assert refused.value.parameter == parameter
