@@ -20,7 +20,7 @@ import pytest
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Experts, Rope, WeightLayout, param_shapes
 from jpaged.runtime.block_moves import HOST_BUCKET, BlockMover
-from jpaged.runtime.state import create_state, state_shapes
+from jpaged.runtime.state import StateSizes, create_state, state_shapes
 from jpaged.runtime.step import ForwardShape, compile_forward
 from tests.deviceless import H200, V5E, marks
 
@@ -48,6 +48,11 @@ def dtype_of(target):
     return jnp.dtype("float32" if target == "cpu" and old else "bfloat16")
 
 
+def sizes(blocks):
+    """Of the state."""
+    return StateSizes(blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens)
+
+
 def state_of(target, blocks):
     """The state's shapes for a target, and the sharding that it has there."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -56,9 +61,8 @@ def state_of(target, blocks):
     elif target != "cpu":
         sharding = H200.sharding()
     return state_shapes(
-        SPEC, group_layers(SPEC.windows, SPEC.max_position), num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS,
-        width=SPEC.max_position // BLOCK_SIZE, tokens=PREFILL.tokens, dtype=dtype_of(target), sharding=sharding,
-    ), sharding  # fmt: skip
+        SPEC, group_layers(SPEC.windows, SPEC.max_position), sizes(blocks), dtype=dtype_of(target), sharding=sharding
+    ), sharding
 
 
 @functools.cache
@@ -71,11 +75,7 @@ def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), e
         sharding, mesh = V5E.sharding(), V5E.tracing()
     elif target != "cpu":
         sharding, mesh = H200.sharding(), H200.tracing()
-    width = spec.max_position // BLOCK_SIZE
-    state = state_shapes(
-        spec, groups, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, tokens=PREFILL.tokens,
-        dtype=dtype, sharding=sharding,
-    )  # fmt: skip
+    state = state_shapes(spec, groups, sizes(blocks), dtype=dtype, sharding=sharding)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), param_shapes(spec, dtype)
     )
@@ -248,12 +248,8 @@ def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
         packed[shape.cuts["prompt_tokens"]] = 7
     states, times = {}, {}
     for blocks in (BLOCKS, 10 * BLOCKS):
-        width = SPEC.max_position // BLOCK_SIZE
         groups = group_layers(SPEC.windows, SPEC.max_position)
-        states[blocks] = create_state(
-            SPEC, groups, num_blocks=blocks, block_size=BLOCK_SIZE, rows=ROWS, width=width, tokens=PREFILL.tokens,
-            dtype=dtype,
-        )  # fmt: skip
+        states[blocks] = create_state(SPEC, groups, sizes(blocks), dtype=dtype)
         states[blocks] = states[blocks].replace(blocks=states[blocks].blocks.at[:].set(_scattered_tables(blocks)))
     for _ in range(3):
         for blocks in states:
