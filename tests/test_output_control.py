@@ -129,7 +129,11 @@ def test_custom_processors(llm: LLM):
             answers(llm, SamplingParams(logits_processors=wrong))
 
 
-@pytest.mark.parametrize("wrong", [{"x": 3}, [only], {"x": lambda: 0}, {"x": lambda logits, *rest: 0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"x": 3}, [only], {"x": lambda: 0}, {"x": lambda logits, *rest: 0}],
+    ids=["a number", "a list", "no logits", "unnamed parameters"],
+)
 def test_processors_that_are_none_are_refused_before_anything_is_loaded(wrong):
     with pytest.raises(RequestError, match="logits_processors"):
         LLM("nowhere", logits_processors=wrong)
