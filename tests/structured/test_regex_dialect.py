@@ -40,7 +40,8 @@ BYTES: dict[int, int] = {}
 def byte_model() -> Iterator[Model]:
     """A token for every byte."""
     backend = byte_level()
-    table = ByteLevelDecoder(backend).token_bytes
+    decoder = ByteLevelDecoder(backend)
+    table = [decoder.token_bytes(token_id) for token_id in range(backend.get_vocab_size())]
     BYTES.update({text[0]: token_id for token_id, text in enumerate(table) if len(text) == 1})
     assert len(BYTES) == 256
     made = Model(GrammarCompiler(Wrapped(backend), len(table), (0,)), len(table), (0,), backend.decode, table)
