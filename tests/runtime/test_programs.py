@@ -103,7 +103,8 @@ def test_tiny_models_get_larger_buckets_on_cpu():
 
 def test_buckets_that_a_caller_names():
     assert set(shapes_of(8, 64, row_buckets=(8,), token_buckets=(64,))) == {
-        ForwardShape(True, 8, 8, 16), ForwardShape(False, 64, 8, 16), *(HeadShape(8, v) for v in SamplerVariant)
+        ForwardShape(True, 8, 8, 16), ForwardShape(False, 64, 8, 16), *(HeadShape(8, v) for v in SamplerVariant),
+        HeadShape(8, None, scores=True),
     }  # fmt: skip
     with pytest.raises(ValueError, match="no program"):
         table(8, 64).forward(make_plan(0, 65))
