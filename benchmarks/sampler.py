@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import RowExtras, RowInit, SamplerVariant, StepPlan
+from jpaged.engine.step_plan import RowExtras, RowInit, SamplerVariant, StepPlan, mask_words
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
 from jpaged.runtime.blueprint import Blueprint
 from jpaged.runtime.heads import HeadShape, head_params
 from jpaged.runtime.row_extras import ExtrasUploader
-from jpaged.runtime.state import create_state, mask_words, row_values
+from jpaged.runtime.state import create_state, row_values
 from jpaged.runtime.step import ForwardShape, pack
 
 NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 1}

@@ -16,6 +16,11 @@ class SamplerVariant(enum.IntEnum):
     FULL = 2      # everything
 
 
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a mask of ids: bit i % 32 of word i // 32 says whether id i may be sampled."""
+    return -(-vocab_size // 32)
+
+
 class BlockMove(enum.IntEnum):
     """What is done to a block's content before a step."""
 

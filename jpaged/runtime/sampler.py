@@ -23,14 +23,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.logits_processors import LogitsProcessor
 from jpaged.runtime.state import Field, Flag, SamplingState
+from jpaged.sampling_params import GREEDY_BELOW
 
 # Vocabulary entries in one block of the two-level searches, at most; less where that divides the vocabulary.
 BLOCK = 512
 SMALLEST_BLOCK = 32
 # The most likely ids of a row that are looked at first.
 CANDIDATES = 64
-# Temperatures up to this one are greedy: dividing by less overflows float32 (vLLM draws the line here, too).
-GREEDY_BELOW = 1e-5
 
 
 @flax.struct.dataclass

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.engine.step_plan import RowExtras, RowInit
+from jpaged.engine.step_plan import RowExtras, RowInit, mask_words
 from jpaged.kv_groups import KVGroups
 from jpaged.models.spec import DecoderSpec
 from jpaged.sampling_params import MAX_LOGIT_BIAS
@@ -133,11 +133,6 @@ def create_state(
 def beside_pages(state: DeviceState) -> int:
     """Bytes of all but the KV pages, of a state or its shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.replace(pages=())))
-
-
-def mask_words(vocab_size: int) -> int:
-    """32-bit words of a mask of ids."""
-    return -(-vocab_size // 32)
 
 
 def formats(state: DeviceState) -> Any:

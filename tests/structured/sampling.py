@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jpaged.engine.grammar import GrammarMatcher, mask_words
+from jpaged.engine.grammar import GrammarMatcher
+from jpaged.engine.step_plan import mask_words
 
 WORDS = [
     "name", "value", "true", "false", "null", "the", "a", "of", "and", "to", "0", "1", "2024-05-06", "12:30", "[1,",

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.grammar import GrammarMatcher, mask_words
+from jpaged.engine.grammar import GrammarMatcher
+from jpaged.engine.step_plan import mask_words
 from jpaged.errors import RequestError
 from jpaged.loading.tokenizer import load_tokenizer
 from tests.structured import corpus

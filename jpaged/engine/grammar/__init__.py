@@ -8,6 +8,6 @@
 
 from jpaged.engine.grammar.compiler import Grammar, GrammarCompiler
 from jpaged.engine.grammar.limits import GrammarLimits
-from jpaged.engine.grammar.matcher import GrammarMatcher, mask_words
+from jpaged.engine.grammar.matcher import GrammarMatcher
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarLimits", "GrammarMatcher", "mask_words"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarLimits", "GrammarMatcher"]

@@ -17,10 +17,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from jpaged.engine.grammar.limits import GRAMMAR_STEP_LIMITS, STEP_LIMITS, GrammarLimits
-from jpaged.engine.grammar.matcher import GrammarMatcher, first_line, mask_words
+from jpaged.engine.grammar.matcher import GrammarMatcher, first_line
 from jpaged.engine.grammar.probe_process import ProbeProcess, ProbeTimeout
 from jpaged.engine.grammar.translate import Source
 from jpaged.engine.grammar.vocabulary import grammar_tokenizer
+from jpaged.engine.step_plan import mask_words
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.structured_outputs import StructuredOutputsParams
 

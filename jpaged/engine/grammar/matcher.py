@@ -8,12 +8,8 @@ at once and one that samples them one by one come to the same tokens.
 import numpy as np
 from llguidance import LLMatcher
 
+from jpaged.engine.step_plan import mask_words
 from jpaged.errors import RequestError
-
-
-def mask_words(vocab_size: int) -> int:
-    """32-bit words of a mask: bit t % 32 of word t // 32 says whether token t may come next."""
-    return (vocab_size + 31) // 32
 
 
 def first_line(error: str) -> str:
