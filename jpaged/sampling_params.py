@@ -283,6 +283,15 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
+    def needs_extras(self) -> bool:
+        """Whether sampling needs more than numbers: what there has been, or what may be."""
+        others = (
+            self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens, self.logits_processors,
+            self.structured_outputs,
+        )  # fmt: skip
+        return self.has_penalties or any(others)
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW

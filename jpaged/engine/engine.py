@@ -125,6 +125,7 @@ class Engine:
         self._seeds = random.Random(seed)
         self._groups: dict[str, RequestGroup] = {}
         self._in_flight: _StepInFlight | None = None
+        self._failure: StepError | None = None  # of a step whose sampling failed, to be raised
         self._num_arrived = 0
         self._weight_version = 0
         self._last_collect = 0.0
@@ -138,7 +139,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a call of `step` would do anything."""
-        return bool(self._groups) or self._in_flight is not None
+        return bool(self._groups) or self._in_flight is not None or self._failure is not None
 
     def add_request(
         self,
@@ -241,6 +242,9 @@ class Engine:
         free, nothing computed before is reused, and the waiting requests go on with the next call.
         """
         previous = self._in_flight
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         try:
             step = self._scheduler.schedule()
             self._left_waiting = len(self._scheduler.waiting)
@@ -345,7 +349,7 @@ class Engine:
         fresh.counters = old.counters
         fresh.manager.pool.peak_used = old.manager.pool.peak_used
         self._finished_requests += len(self._groups)
-        self._scheduler, self._groups, self._left_waiting = fresh, {}, 0
+        self._scheduler, self._groups, self._left_waiting, self._failure = fresh, {}, 0, None
         self._outputs.forget_all()
         self._drop_step_in_flight()
 
@@ -392,15 +396,18 @@ class Engine:
                 self._scheduler.finish(request, RequestStatus.FAILED)
                 if group.has_ended:
                     ended.append(group)
+        outputs = [self._last_output(group) for group in ended]
         try:
             handle = self.runner.sample(waiting.handle, masks)
         except BaseException as error:
             failed = self._fail_running()
             if not isinstance(error, Exception):
                 raise
-            raise StepError(failed, error) from error
+            self._failure = StepError(failed, error)  # raised by the next call: first this one's outputs are given
+            self._failure.__cause__ = error
+            return outputs
         self._in_flight = dataclasses.replace(waiting, handle=handle)
-        return [self._last_output(group) for group in ended]
+        return outputs
 
     def _collect(self, previous: _StepInFlight) -> Any:
         """What a step gave. The time since the last one's end tells what it cost, as long as the device is busy."""
@@ -415,7 +422,8 @@ class Engine:
         step = previous.step
         news: dict[RequestGroup, None] = {}  # groups of which something is to be told, in order
         now, token_ids = time.monotonic(), result.token_ids.tolist()
-        self._take_scores(step, result)
+        for request in self._take_scores(step, result):
+            news[self._groups[request.request_id]] = None
         for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
             if not samples or request.status.is_end or request in previous.unused:
                 continue
@@ -446,12 +454,20 @@ class Engine:
                 outputs.append(self._outputs.output(group))
         return outputs
 
-    def _take_scores(self, step: ScheduledStep, result: Any) -> None:
-        first = 0
+    def _take_scores(self, step: ScheduledStep, result: Any) -> list[Request]:
+        """Keep what a step tells about prompts; the requests that this ends, whose log-probabilities have no text."""
+        first, ended = 0, []
         for request, count in step.scored:
             if not request.status.is_end:
-                self._outputs.take_scores(request, result.scores, slice(first, first + count))
+                try:
+                    self._outputs.take_scores(request, result.scores, slice(first, first + count))
+                except Exception as error:  # the others go on
+                    ended.append(request)
+                    _note_failed_output(request, error)
+                    for each in self._groups[request.request_id].requests:
+                        self._scheduler.finish(each, RequestStatus.FAILED)
             first += count
+        return ended
 
     def _jump(self, request: Request, now: float) -> RequestStatus | None:
         """Take the tokens that a request's grammar forces: it goes on from the last of them. Its end, if that is it."""

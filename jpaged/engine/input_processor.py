@@ -135,6 +135,8 @@ class InputProcessor:
 
     def _extras(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> SamplingExtras | None:
         """What the request's sampling needs beside numbers. Raises RequestError where nothing could be sampled."""
+        if not params.needs_extras:
+            return None
         extras = SamplingExtras(
             params,
             self.limits.vocab_size,

@@ -69,14 +69,9 @@ class OutputProcessor:
             raise EngineError(f"request {request.request_id} did not ask for prompt_logprobs")
         count = request.params.prompt_logprobs or 0
         columns = (scores.logprobs, scores.ranks, scores.top_ids[:, :count], scores.top_logprobs[:, :count])
-        rows = zip(*(column[places].tolist() for column in columns), strict=True)
-        for (logprob, rank, top_ids, top_logprobs) in rows:
+        for told in zip(*(column[places].tolist() for column in columns), strict=True):
             token_id = request.prompt_token_ids[len(request.prompt_logprobs)]
-            entries = {token_id: self._entry(request, token_id, logprob, rank)}
-            for place, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
-                if top_id != token_id:
-                    entries[top_id] = self._entry(request, top_id, value, place)
-            request.prompt_logprobs.append(entries)
+            request.prompt_logprobs.append(self._entries(request, token_id, *told))
 
     def append(self, request: Request, token_id: int, now: float) -> RequestStatus | None:
         """Append a token, sampled or forced; the request's end, if that ends it."""
@@ -227,20 +222,18 @@ class OutputProcessor:
         return text
 
     def _beam_logprobs(self, group: RequestGroup, found: Hypothesis) -> list[dict[int, Logprob]] | None:
-        """The chosen token first, then the most likely ones that were asked for, of the beam it was a candidate of."""
+        """As `_entries`, of the beam that a token was a candidate of."""
         count = group.params.logprobs
         if count is None:
             return None
         entries = []
         steps = zip(found.token_ids, found.logprobs, found.beam_indices, group.candidates, strict=False)
         for token_id, logprob, beam, (ids, values) in steps:
-            top = dict(zip(ids[beam].tolist(), values[beam].tolist(), strict=True))
-            rank = list(top).index(token_id) + 1
-            chosen = {token_id: self._entry(group.first, token_id, logprob, rank)}
-            for place, (top_id, value) in enumerate(list(top.items())[:count], start=1):
-                if top_id != token_id:
-                    chosen[top_id] = self._entry(group.first, top_id, value, place)
-            entries.append(chosen)
+            top_ids, top_logprobs = ids[beam].tolist(), values[beam].tolist()
+            rank = top_ids.index(token_id) + 1
+            entries.append(
+                self._entries(group.first, token_id, logprob, rank, top_ids[:count], top_logprobs[:count])
+            )
         return entries
 
     def forget_all(self) -> None:
@@ -256,7 +249,6 @@ class OutputProcessor:
         return RequestStatus.STOPPED
 
     def _add_logprobs(self, request: Request, token_id: int, result: StepResult, index: int) -> None:
-        """The sampled token first, then the most likely ones that were asked for."""
         if result.logprobs is None or result.ranks is None or result.top_ids is None or result.top_logprobs is None:
             raise EngineError(f"request {request.request_id} needs log-probabilities, the step gave none")
         sampled = float(result.logprobs[index])
@@ -264,12 +256,19 @@ class OutputProcessor:
         if request.logprobs is None:
             return
         count = request.params.logprobs or 0
-        entries = {token_id: self._entry(request, token_id, sampled, int(result.ranks[index]))}
-        top = zip(result.top_ids[index, :count].tolist(), result.top_logprobs[index, :count].tolist(), strict=True)
-        for rank, (top_id, logprob) in enumerate(top, start=1):
+        top_ids, top_logprobs = result.top_ids[index, :count].tolist(), result.top_logprobs[index, :count].tolist()
+        rank = int(result.ranks[index])
+        request.logprobs.append(self._entries(request, token_id, sampled, rank, top_ids, top_logprobs))
+
+    def _entries(
+        self, request: Request, token_id: int, logprob: float, rank: int, top_ids: list[int], top_logprobs: list[float]
+    ) -> dict[int, Logprob]:
+        """The token itself first, then the most likely ones that were asked for."""
+        entries = {token_id: self._entry(request, token_id, logprob, rank)}
+        for place, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
             if top_id != token_id:
-                entries[top_id] = self._entry(request, top_id, logprob, rank)
-        request.logprobs.append(entries)
+                entries[top_id] = self._entry(request, top_id, value, place)
+        return entries
 
     def _entry(self, request: Request, token_id: int, logprob: float, rank: int) -> Logprob:
         decoder = self._decoder if request.params.detokenize else None

@@ -177,7 +177,7 @@ class Request:
         """uint32[words]: what may be sampled behind its known tokens. Raises RequestError where that is nothing."""
         if self.extras is None:
             raise EngineError(f"request {self.request_id} has no mask")
-        words = self.extras.mask(self.output_token_ids, self.num_output_tokens)
+        words = self.extras.mask(self.token_ids, self.num_output_tokens)
         if self.matcher is None:
             return words
         allowed = np.empty_like(words)

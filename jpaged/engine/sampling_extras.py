@@ -35,7 +35,6 @@ class SamplingExtras:
 
         processors: the engine's. Raises RequestError where the request names another, or other parameters.
         """
-        self._vocab_size = vocab_size
         self._counts = params.has_penalties
         self._bias = None
         if params.logit_bias:
@@ -69,6 +68,7 @@ class SamplingExtras:
             custom[index][:] = [parameters[parameter] for parameter in wanted]
         self._custom = np.concatenate(custom) if asked else None
         self.has_grammar = params.structured_outputs is not None
+        self._packed = pack_mask(self._always)
         self.masks = self.has_grammar or bool(self._sequences) or self._min_tokens > 0 or not self._always.all()
 
     @property
@@ -92,20 +92,25 @@ class SamplingExtras:
             prompt_len=request.prompt_len,
             bias_ids=None if self._bias is None else self._bias[0],
             bias=None if self._bias is None else self._bias[1],
-            mask=self.mask(request.output_token_ids, request.num_output_tokens) if self.masks else None,
+            mask=self.mask(request.token_ids, request.num_output_tokens) if self.masks else None,
             custom=self._custom,
         )
 
-    def mask(self, output_token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
-        """uint32[words]: what may be sampled behind so many tokens, which end with these."""
-        allowed = self._always
-        if num_output_tokens < self._min_tokens or self._sequences:
-            allowed = allowed.copy()
-        if num_output_tokens < self._min_tokens:
+    def mask(self, token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
+        """uint32[words], not to be changed: what may be sampled behind tokens of which the last so many are output."""
+        forbidden = [
+            token_id
+            for length in self._lengths
+            if length <= num_output_tokens
+            for token_id in self._sequences.get(tuple(token_ids[-length:]), ())
+        ]
+        is_early = num_output_tokens < self._min_tokens
+        if not forbidden and not is_early:
+            return self._packed
+        allowed = self._always.copy()
+        allowed[forbidden] = False
+        if is_early:
             allowed[self._ends] = False
-        for length in self._lengths:
-            if length <= len(output_token_ids):
-                allowed[self._sequences.get(tuple(output_token_ids[-length:]), [])] = False
         return pack_mask(allowed)
 
     def allows_some(self, known_ids: np.ndarray | None) -> bool:

@@ -505,7 +505,7 @@ class Scheduler:
             waits |= extras.has_grammar or (on_their_way > 0 and extras.follows_tokens)
             count = request.num_output_tokens + on_their_way
             if extras.changes_at(count):
-                masks.append(RowMask(request.row, extras.mask(request.output_token_ids, count)))
+                masks.append(RowMask(request.row, extras.mask(request.token_ids, count)))
         return tuple(masks), waits
 
     def _largest_sampler(self, draft: StepDraft) -> SamplerVariant:
