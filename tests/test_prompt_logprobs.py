@@ -39,8 +39,6 @@ def wanted(runner):
 def test_they_are_the_models(runner, wanted):
     """Against one dense pass over the prompt, without pages."""
     spec = runner.spec
-    if len(runner.windows) > 1:
-        pytest.skip("the dense pass of all families is compared elsewhere")
     params = runner._params
     for prompt, entries in zip(PROMPTS, wanted, strict=True):
         shape = jnp.zeros((1, len(prompt)), jnp.int32)

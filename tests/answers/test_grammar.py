@@ -2,6 +2,7 @@
 
 import json
 
+import llguidance
 import pytest
 
 from jpaged.answers.definitions import ToolChoice, checked_tools
@@ -34,7 +35,6 @@ TWO = {
 
 def accepts(fields: dict, text: str) -> bool:
     """Whether llguidance lets a text be written to its end; a token is a byte."""
-    llguidance = pytest.importorskip("llguidance")
     assert set(fields) == {"grammar"}
     matcher = llguidance.LLMatcher(
         llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(fields["grammar"]), log_level=0

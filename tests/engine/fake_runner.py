@@ -44,7 +44,7 @@ class FakeHandle:
 
 @dataclasses.dataclass
 class FakeRunner:
-    """See `jpaged.engine.step_plan.Runner`. Calls in `fail_at`, ("dispatch" or "collect", step number), raise."""
+    """See `jpaged.engine.step_plan.Runner`. Calls in `fail_at`, ("dispatch", "sample" or "collect", step), raise."""
 
     num_blocks: int = 64
     block_size: int = 4
@@ -139,6 +139,8 @@ class FakeRunner:
         """Give each row its token, or the next one that its mask allows."""
         assert handle.result is None, "sampled twice"
         plan = handle.plan
+        if plan.waits_for_masks and ("sample", handle.number) in self.fail_at:
+            self._fail("sample")
         for mask in (*plan.masks, *masks):
             self.masks[mask.row] = mask.words
         tokens = handle.tokens.copy()

@@ -10,7 +10,6 @@ import openai
 import pytest
 
 import jpaged
-from jpaged import sampling_params
 from jpaged.chat_turn import ChatFormats
 from jpaged.cli import main
 from jpaged.serving.application import create_app
@@ -229,9 +228,6 @@ TOOLS = [
 ]
 
 
-@pytest.mark.skipif(
-    not hasattr(sampling_params, "StructuredOutputsParams"), reason="answers cannot be made to follow a grammar yet"
-)
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral", "pythonic", "json"])
 def test_forced_calls_always_parse(engine, idle, parser):
     """A model that knows nothing of tools calls them, since it must: by name, and one of several; streamed as well."""
