@@ -12,7 +12,7 @@ import time
 
 from jpaged.answers.formats import FORMATS
 from jpaged.answers.parser import AnswerReader
-from jpaged.answers.reasoning import REASONING_PARSERS
+from jpaged.reasoning_tags import REASONING_PARSERS
 
 SIZE = 2**20
 PIECE = 4  # characters of a token, about

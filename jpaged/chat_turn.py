@@ -8,15 +8,14 @@ from jpaged.answers.definitions import Tool, ToolChoice
 from jpaged.answers.formats import ToolCallFormat, detect_format, tool_call_format
 from jpaged.answers.grammar import enforced_format, tool_grammar
 from jpaged.answers.parser import AnswerReader
-from jpaged.answers.reasoning import REASONING_PARSERS, ReasoningTags
 from jpaged.chat_prompt import chat_prompt, template_text
 from jpaged.errors import RequestError
+from jpaged.reasoning_tags import PROMPT_END, REASONING_PARSERS, ReasoningTags
 from jpaged.sampling_params import SamplingParams
 
 # What templates mean their callers to switch (Qwen3, DeepSeek V3.1, gpt-oss). Other variables may reach what is the
 # operator's to say: dates, built-in tools, whole system prompts.
 DEFAULT_TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort")
-PROMPT_END = 64  # tokens at a prompt's end that tell whether it opens reasoning
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +72,8 @@ class ChatTurn:
         """Sampling parameters with what this turn needs. Raises RequestError where they ask for something else."""
         if self.shows_special_tokens:
             params = dataclasses.replace(params, skip_special_tokens=False)
+        if params.reasoning_tags is None and self.reader.reasoning is not None:
+            params = dataclasses.replace(params, reasoning_tags=self.reader.reasoning)
         if not self.grammar:
             return params
         if params.structured_outputs is not None:
@@ -129,8 +130,6 @@ def chat_turn(
             choice,
             tool_format,
             parallel=parallel_tool_calls,
-            reasoning=formats.reasoning,
-            reasoning_opened=opened,
             special_tokens=special,
         )
     return ChatTurn(prompt, reader, grammar, any(tag in special for tag in tags))

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from jpaged.errors import RequestError
+from jpaged.reasoning_tags import ReasoningTags
 from jpaged.structured_outputs import StructuredOutputsParams
 
 MAX_N = 64
@@ -19,7 +20,7 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # texts, characters of one
 NOT_WITH_BEAMS = (
     "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
-    "bad_words", "min_tokens", "logits_processors",
+    "bad_words", "min_tokens", "logits_processors", "thinking_token_budget",
 )  # fmt: skip
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_STOP_STRINGS = 256
@@ -41,7 +42,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (),
     "flat_logprobs": (),
     "repetition_detection": (),
-    "thinking_token_budget": (),
     "watermarking": (False,),
     "skip_clone": (),
     "output_text_buffer_length": (),
@@ -179,13 +179,21 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """What the text must match: a JSON schema, a regular expression, a grammar. Stored as StructuredOutputsParams."""
 
+    reasoning_tags: ReasoningTags | Sequence[str] | None = None
+    """The tags (start, end) between which the model may think before it answers, for the two fields that have to know:
+    `structured_outputs` begins behind the end tag, `thinking_token_budget` counts up to it. `LLM.chat` and the server
+    know them by their reasoning_parser. Stored as ReasoningTags."""
+
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning: when the answer has so many and goes on, the end tag is what comes next. Needs
+    reasoning_tags."""
+
     # Known by name, not built yet: only the default, or what means the same (NOT_BUILT), is accepted.
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
     repetition_detection: Any = None
-    thinking_token_budget: int | None = None
     watermarking: bool | None = None
     skip_clone: bool = False
     output_text_buffer_length: int = 0
@@ -243,6 +251,7 @@ class SamplingParams:
         self._check_streaming()
         self._check_truncation()
         self._token_ids("stop_token_ids")
+        self._check_reasoning()
         if self.structured_outputs is not None:
             structured = StructuredOutputsParams.from_fields(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", structured)
@@ -289,7 +298,7 @@ class SamplingParams:
             self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens, self.logits_processors,
             self.structured_outputs,
         )  # fmt: skip
-        return self.has_penalties or any(others)
+        return self.has_penalties or any(others) or self.thinking_token_budget is not None
 
     @property
     def greedy(self) -> bool:
@@ -387,6 +396,15 @@ class SamplingParams:
             raise RequestError("output_kind", self.output_kind, "must be a RequestOutputKind of jpaged.sampling_params")
         if self.stream_interval is not None:
             self._integer("stream_interval", low=1, accepted="an integer from 1, or None")
+
+    def _check_reasoning(self) -> None:
+        tags = self.reasoning_tags
+        if tags is not None and not isinstance(tags, ReasoningTags):
+            if isinstance(tags, str) or not isinstance(tags, Sequence) or len(tags) != 2:
+                raise RequestError("reasoning_tags", tags, "must be two texts: where reasoning starts and ends")
+            object.__setattr__(self, "reasoning_tags", ReasoningTags(*tags))
+        if self.thinking_token_budget is not None:
+            self._integer("thinking_token_budget", low=0, accepted="an integer from 0, or None for no limit")
 
     def _check_truncation(self) -> None:
         side = self.truncation_side

@@ -37,6 +37,7 @@ SAMPLING_FIELDS = (
     "truncate_prompt_tokens",
     "truncation_side",
     "stream_interval",
+    "thinking_token_budget",
 )
 
 
@@ -197,6 +198,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    thinking_token_budget: int | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, str | float | bool | None] | None = None
     documents: list[dict[str, str]] | None = None

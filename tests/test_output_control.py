@@ -1,8 +1,10 @@
 """What requests may ask of their answers, through the whole engine on the demo model."""
 
 import dataclasses
+import json
 from collections.abc import Iterator
 
+import jsonschema
 import pytest
 
 from jpaged import LLM, RequestOutput, SamplingParams
@@ -64,6 +66,32 @@ def test_jumping_over_forced_tokens_changes_nothing(llm: LLM):
     assert [output.outputs[0].token_ids for output in told] == alone
     for output in told:
         assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids)
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ '<think>\n' }}"
+
+
+@pytest.mark.parametrize("budget", [0, 5, None])
+def test_a_model_may_think_before_a_grammar_and_only_so_long(llm: LLM, budget: int | None):
+    """The answer behind its reasoning follows the schema; of the demo model, which knows of neither."""
+    params = [
+        SamplingParams(max_tokens=150, temperature=1.0, seed=seed, thinking_token_budget=budget,
+                       structured_outputs=StructuredOutputsParams(json=SCHEMA))
+        for seed in range(4)
+    ]  # fmt: skip
+    talks = [[{"role": "user", "content": PROMPT}]] * len(params)
+    outputs = llm.chat(talks, params, use_tqdm=False, chat_template=TEMPLATE, reasoning_parser="qwen3")
+    tokenizer = llm.get_tokenizer()
+    for output in outputs:
+        answer = output.outputs[0]
+        if budget is None:
+            assert answer.finish_reason == "length"  # the demo model has never seen the tag
+            continue
+        assert answer.finish_reason == "stop"
+        end = len(tokenizer.encode("</think>", add_special_tokens=False))
+        assert tokenizer.decode(answer.token_ids[budget : budget + end]) == "</think>"
+        jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+        assert len(answer.message.reasoning or "") <= len(tokenizer.decode(answer.token_ids[:budget]))
 
 
 def test_a_grammar_that_turns_out_impossible_ends_its_own_request_only(llm: LLM):

@@ -1,29 +1,35 @@
 """Every sampling parameter at once, and a seed: the same answers to the bit whatever happens beside and before."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jpaged import SamplingParams
 from jpaged.engine.step_plan import TransferCosts
+from jpaged.sampling_params import RequestOutputKind
 from tests.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, run
 
+ROWS = 32
+LENGTHS = (3, 8, 17, 24, 33, 40, 12, 21, 35, 16, 9, 38)
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
 
 @pytest.fixture(scope="module")
 def runner():
-    runner = make_runner(SPECS["full"])
+    runner = make_runner(SPECS["full"], max_num_seqs=ROWS, row_buckets=(8, ROWS))
     yield runner
     assert runner.compiles_after_ready == 0
     runner.close()
 
 
 def requests():
-    """Twelve with each parameter often, in different company; prompts that begin alike, so that blocks are shared."""
+    """A batch of 32 answers, each parameter in different company; prompts that begin alike, so they share blocks."""
     rng = np.random.default_rng(3)
     beginning = rng.integers(0, VOCAB_SIZE, 40).tolist()
     made = []
-    for i, length in enumerate((3, 8, 17, 24, 33, 40, 12, 21, 35, 16, 9, 38)):
+    for i in range(28):
+        length = LENGTHS[i % len(LENGTHS)]
         sampling = {
             "temperature": (0.0, 0.8, 1.4)[i % 3],
             "top_k": (0, 40)[i % 2],
@@ -40,6 +46,8 @@ def requests():
             "logprobs": (None, 3)[i // 2 % 2],
             "n": (1, 1, 1, 2)[i % 4] if i % 3 else 1,
         }
+        if sampling["n"] > 1 and sum(params.n for _, params in made) + 28 - i > ROWS - 1:
+            sampling["n"] = 1
         made.append((beginning[:length], SamplingParams(max_tokens=24, seed=i, ignore_eos=True, **sampling)))
     return made
 
@@ -55,6 +63,7 @@ def answers(engine, work):
 
 
 def test_the_parameters_do_something(wanted):
+    assert sum(params.n for _, params in requests()) == ROWS
     for (_, params), answer in zip(requests(), wanted, strict=True):
         for output in answer:
             token_ids = output[0]
@@ -64,7 +73,7 @@ def test_the_parameters_do_something(wanted):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("budget", [64, 23, 9])
+@pytest.mark.parametrize("budget", [64, 41, ROWS])
 def test_in_a_batch_cached_or_not_in_chunks_of_any_size(runner, wanted, caching, budget):
     engine = make_engine(runner, caching=caching, budget=budget)
     assert answers(engine, requests()) == wanted
@@ -78,6 +87,25 @@ def test_preempted(runner, wanted, host):
     engine = make_engine(runner, num_blocks=20, **options)
     assert answers(engine, requests()) == wanted
     assert engine.stats().preemptions > 0
+
+
+def test_streamed(runner, wanted):
+    """Put together from what is new in each output; every other one every two tokens."""
+    engine, parts = make_engine(runner), {}
+    for number, (prompt, params) in enumerate(requests()):
+        asked = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA, stream_interval=1 + number % 2)
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, asked, stream=True)
+    while engine.has_work:
+        for output in engine.step():
+            for answer in output.outputs:
+                parts.setdefault((int(output.request_id), answer.index), []).append(answer)
+    for (number, index), pieces in parts.items():
+        token_ids, finish_reason, cumulative, logprobs = wanted[number][index]
+        assert len(pieces) > 1 or len(token_ids) <= 2
+        assert [token_id for piece in pieces for token_id in piece.token_ids] == token_ids
+        assert (pieces[-1].finish_reason, pieces[-1].cumulative_logprob) == (finish_reason, cumulative)
+        assert (None if logprobs is None else [one for piece in pieces for one in piece.logprobs]) == logprobs
+    assert len(parts) == ROWS
 
 
 def test_sample_0_of_several_is_the_answer_alone(runner):

@@ -7,7 +7,6 @@ from typing import Any
 from jpaged.answers import mistral
 from jpaged.answers.definitions import Tool, ToolChoice, without_notes
 from jpaged.answers.formats import FORMATS, ToolCallFormat
-from jpaged.answers.reasoning import ReasoningTags
 
 # White space as templates and `json.dumps` write it: what models were trained on, and none that goes on for ever.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -25,15 +24,12 @@ def tool_grammar(
     parser: ToolCallFormat,
     *,
     parallel: bool = True,
-    reasoning: ReasoningTags | None = None,
-    reasoning_opened: bool = False,
     special_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """`{"grammar": ...}` (Lark, as llguidance reads it) for a forced call; nothing where none is forced.
 
     parser:   an `enforced_format`: what it reads is what the grammar writes.
     parallel: whether there may be several calls.
-    reasoning, reasoning_opened: what may stand before the call, as of `AnswerReader`.
     special_tokens: ids of the tokenizer's special tokens: as these, and not as their letters, a format's tags are known
         to the model.
     """
@@ -44,8 +40,6 @@ def tool_grammar(
     several = parallel and tool_choice.mode == "required"
     rules: list[str] = []
     start = _calls(parser, several, special)
-    if reasoning is not None:
-        start = _reasoning(reasoning, reasoning_opened, special, rules) + f" {start}"
     key = "parameters" if parser.name == "llama3_json" else "arguments"
     named = parser.name == "mistral" and mistral.ARGUMENTS in special
     alternatives = []
@@ -81,16 +75,6 @@ def _calls(parser: ToolCallFormat, several: bool, special: Mapping[str, int]) ->
 
 def _repeated(one: str, between: str, several: bool) -> str:
     return f"{one} ({between} {one})*" if several else one
-
-
-def _reasoning(tags: ReasoningTags, opened: bool, special: Mapping[str, int], rules: list[str]) -> str:
-    """What may stand before a call: reasoning that the prompt has opened, or some or none."""
-    if tags.end in special:
-        rules.append(f"thought: /(.|\\n)*/ {_token(tags.end, special)}")
-    else:
-        rules.append(f"thought[suffix={_text(tags.end)}]: /(.|\\n)*/")
-    rules.append("reasoning: thought /\\n{0,2}/")
-    return "reasoning" if opened else f"({_token(tags.start, special)} reasoning)?"
 
 
 def _token(tag: str, special: Mapping[str, int]) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 from jpaged.answers.answer import AnswerDelta, AnswerSink, ParsedAnswer
 from jpaged.answers.formats import ToolCallFormat
-from jpaged.answers.reasoning import ReasoningTags, read_reasoning
+from jpaged.answers.reasoning import read_reasoning
 from jpaged.answers.scanner import Scanner, Steps
+from jpaged.reasoning_tags import ReasoningTags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

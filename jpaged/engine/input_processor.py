@@ -14,16 +14,18 @@ from typing import Any, cast
 import numpy as np
 
 from jpaged.engine.beam_search import BeamSearch
-from jpaged.engine.grammar import Grammar, GrammarCompiler
+from jpaged.engine.grammar import Grammar, GrammarCompiler, Thought
 from jpaged.engine.pooling import Pooling, check_task
 from jpaged.engine.request import Request
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.stop_strings import stop_automaton
+from jpaged.engine.thinking_budget import ThinkingBudget, ThinkingTags
 from jpaged.errors import RequestError
 from jpaged.logits_processors import LogitsProcessor
 from jpaged.outputs import RequestMetrics
 from jpaged.pooling_params import PoolingParams
+from jpaged.reasoning_tags import PROMPT_END, ReasoningTags
 from jpaged.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -113,8 +115,14 @@ class InputProcessor:
         ]
         salt = parts.get("cache_salt") or ""
         group = RequestGroup(request_id, text, token_ids, params, requests, metrics, pooling, stream, salt)
+        tags = params.reasoning_tags
+        opened = tags is not None and self._has_opened(tags, token_ids, params)
+        if params.thinking_token_budget is not None:
+            for request in requests:
+                request.thinking = self._thinking(params, opened=opened)
         if params.structured_outputs is not None:
-            group.grammar = self._grammar(params)
+            thought = None if tags is None else Thought(tags.start, tags.end, opened)
+            group.grammar = self._grammar(params, thought)
         if params.use_beam_search:
             group.search = self._search(params, longest - len(token_ids), end_token_ids)
         return group
@@ -127,11 +135,31 @@ class InputProcessor:
                 f"{MAX_PROMPT_LOGPROBS:,}: at most {MAX_PROMPT_LOGPROBS // prompt_len - 1} for this prompt",
             )  # fmt: skip
 
-    def _grammar(self, params: SamplingParams) -> Future[Grammar]:
+    def _grammar(self, params: SamplingParams, thought: Thought | None) -> Future[Grammar]:
         if self._tokenizer is None or self._compiler is None:
             accepted = "the model has no tokenizer: start with the option tokenizer"
             raise RequestError("structured_outputs", params.structured_outputs, accepted)
-        return self._compiler.submit(cast(Any, params.structured_outputs))
+        return self._compiler.submit(cast(Any, params.structured_outputs), thought)
+
+    def _has_opened(self, tags: ReasoningTags, token_ids: list[int], params: SamplingParams) -> bool:
+        """Whether the answer to a prompt goes on with reasoning."""
+        if params.structured_outputs is None and params.thinking_token_budget is None:
+            return False
+        if self._tokenizer is None:
+            accepted = "are texts, and the model has no tokenizer: start with the option tokenizer"
+            raise RequestError("reasoning_tags", (tags.start, tags.end), accepted)
+        return tags.opened_by(self._tokenizer.decode(token_ids[-PROMPT_END:]))
+
+    def _thinking(self, params: SamplingParams, *, opened: bool) -> ThinkingBudget:
+        tags, budget = params.reasoning_tags, params.thinking_token_budget
+        if tags is None or budget is None:
+            raise RequestError("thinking_token_budget", budget, "needs the tags of reasoning: give reasoning_tags, or "
+                               "start with a reasoning_parser")  # fmt: skip
+        start, end = (tuple(self._tokenizer.encode(tag, add_special_tokens=False)) for tag in (tags.start, tags.end))
+        for tag, ids in ((tags.start, start), (tags.end, end)):
+            if not ids or max(ids) >= self.limits.vocab_size:
+                raise RequestError("reasoning_tags", tag, "the model has no tokens for this tag")
+        return ThinkingBudget(ThinkingTags(start, end), budget, opened=opened)
 
     def _extras(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> SamplingExtras | None:
         """What the request's sampling needs beside numbers. Raises RequestError where nothing could be sampled."""

@@ -78,6 +78,8 @@ class OutputProcessor:
         request.token_ids.append(token_id)
         note_token(request.metrics, now)
         matcher = request.matcher
+        if request.thinking is not None:
+            request.thinking.take(token_id)
         stops = token_id in request.stop_ids
         ends = stops or len(request.token_ids) >= request.max_total_tokens
         if matcher is not None and not stops:

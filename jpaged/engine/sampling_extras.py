@@ -67,14 +67,15 @@ class SamplingExtras:
             self.processors |= 1 << index
             custom[index][:] = [parameters[parameter] for parameter in wanted]
         self._custom = np.concatenate(custom) if asked else None
-        self.has_grammar = params.structured_outputs is not None
+        # what the request itself knows of its tokens: where it stands in its grammar, and in its reasoning
+        self.asks_the_request = params.structured_outputs is not None or params.thinking_token_budget is not None
         self._packed = pack_mask(self._always)
-        self.masks = self.has_grammar or bool(self._sequences) or self._min_tokens > 0 or not self._always.all()
+        self.masks = self.follows_tokens or self._min_tokens > 0 or not self._always.all()
 
     @property
     def follows_tokens(self) -> bool:
         """Whether what may be sampled depends on which tokens were."""
-        return self.has_grammar or bool(self._sequences)
+        return self.asks_the_request or bool(self._sequences)
 
     @property
     def is_needed(self) -> bool:

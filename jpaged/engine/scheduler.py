@@ -95,6 +95,9 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ):
         """policy: a name in `waiting_queue.POLICIES`. clock: seconds, the same as of the requests' arrival times."""
+        if max_num_batched_tokens < max_num_seqs:
+            raise EngineError(f"max_num_batched_tokens={max_num_batched_tokens}: every one of {max_num_seqs} rows must "
+                              "find room for its token in a step")  # fmt: skip
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.counters = SchedulerCounters()
@@ -502,7 +505,7 @@ class Scheduler:
             if extras is None or (place >= num_decodes and not samples[place - num_decodes]):
                 continue
             on_their_way = request.num_in_flight - 1  # without the one that this step samples
-            waits |= extras.has_grammar or (on_their_way > 0 and extras.follows_tokens)
+            waits |= extras.asks_the_request or (on_their_way > 0 and extras.follows_tokens)
             count = request.num_output_tokens + on_their_way
             if extras.changes_at(count):
                 masks.append(RowMask(request.row, extras.mask(request.token_ids, count)))

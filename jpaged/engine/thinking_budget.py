@@ -5,14 +5,11 @@ is that of a new one which took the same tokens again.
 """
 
 import dataclasses
-from collections.abc import Sequence
-
-PROMPT_END = 64  # tokens at a prompt's end among which a template's start tag stands
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ThinkingTags:
-    """The tags around reasoning, as token ids."""
+    """The tags around reasoning, as token ids: those that the tokenizer writes them with."""
 
     start: tuple[int, ...]
     end: tuple[int, ...]
@@ -22,15 +19,14 @@ class ThinkingBudget:
     """Follows one answer.
 
     budget: tokens of reasoning, tags not counted; 0 ends it at once.
-    prompt_token_ids: may have opened the reasoning already.
+    opened: whether the prompt has opened the reasoning.
     """
 
-    def __init__(self, tags: ThinkingTags, budget: int, prompt_token_ids: Sequence[int]):
+    def __init__(self, tags: ThinkingTags, budget: int, *, opened: bool):
         self._tags = tags
         self._left = budget
-        before = tuple(prompt_token_ids[-PROMPT_END:])
         self._recent: tuple[int, ...] = ()  # the last tokens: where a tag may be ending
-        self._thinking = _last(before, tags.start) > _last(before, tags.end)
+        self._thinking = opened
         self._ended = False
         self._written = 0  # tokens of the end tag that stand at the answer's end
 
@@ -57,11 +53,6 @@ class ThinkingBudget:
             return
         # What looked like the beginning of the end tag and was none has been reasoning after all.
         self._left -= before + 1 - self._written
-
-
-def _last(tokens: tuple[int, ...], tag: tuple[int, ...]) -> int:
-    """Where a tag stands last; -1 for nowhere."""
-    return max((i for i in range(len(tokens) - len(tag) + 1) if tokens[i : i + len(tag)] == tag), default=-1)
 
 
 def _overlap(recent: tuple[int, ...], tag: tuple[int, ...]) -> int:

@@ -9,7 +9,6 @@ from jpaged.answers.definitions import ToolChoice, checked_tools
 from jpaged.answers.formats import FORMATS
 from jpaged.answers.grammar import enforced_format, tool_grammar
 from jpaged.answers.parser import AnswerReader
-from jpaged.answers.reasoning import REASONING_PARSERS
 
 NUMBER = {"$ref": "#/$defs/number"}
 SEARCH = {"properties": {"n": NUMBER}, "required": ["n"], "$defs": {"number": {"type": "integer"}}}
@@ -18,7 +17,6 @@ TOOLS = checked_tools([
     {"type": "function", "function": {"name": "now"}},
 ])
 REQUIRED, NAMED = ToolChoice("required"), ToolChoice("named", "search")
-THINK = REASONING_PARSERS["qwen3"]
 ONE = {
     "hermes": '<tool_call>\n{"name": "search", "arguments": {"n": 1}}\n</tool_call>',
     "llama3_json": '{"name": "search", "parameters": {"n": 1}}',
@@ -51,19 +49,15 @@ def test_nothing_is_forced_where_nothing_is_asked():
 
 @pytest.mark.parametrize("name", ONE)
 @pytest.mark.parametrize("choice", [REQUIRED, NAMED])
-@pytest.mark.parametrize(
-    ("opened", "before"), [(None, ""), (True, "Hm.</think>"), (False, ""), (False, "<think>Hm.</think>\n\n")]
-)
-def test_what_can_be_written_is_read(name, choice, opened, before):
-    thinking = {} if opened is None else {"reasoning": THINK, "reasoning_opened": opened}
-    fields = tool_grammar(TOOLS, choice, FORMATS[name], **thinking)
-    assert accepts(fields, before + ONE[name])
-    assert accepts(fields, before + TWO[name]) == (choice is REQUIRED)
-    assert not accepts(tool_grammar(TOOLS, choice, FORMATS[name], parallel=False, **thinking), before + TWO[name])
+def test_what_can_be_written_is_read(name, choice):
+    fields = tool_grammar(TOOLS, choice, FORMATS[name])
+    assert accepts(fields, ONE[name])
+    assert accepts(fields, TWO[name]) == (choice is REQUIRED)
+    assert not accepts(tool_grammar(TOOLS, choice, FORMATS[name], parallel=False), TWO[name])
     for wrong in ("", ONE[name].replace("1", '"1"'), ONE[name].replace("search", "rm"), "Hello", ONE[name] + "x"):
-        assert not accepts(fields, before + wrong)
-    made = AnswerReader(tool_format=FORMATS[name], tool_names=frozenset(("search", "now")), **thinking)
-    answer = made.parse(before + TWO[name])
+        assert not accepts(fields, wrong)
+    made = AnswerReader(tool_format=FORMATS[name], tool_names=frozenset(("search", "now")))
+    answer = made.parse(TWO[name])
     assert answer.content is None
     calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
     assert calls == [("search", {"n": 1}), ("now", {})]
@@ -89,13 +83,10 @@ def test_notes_for_readers_are_left_out():
 
 
 def test_tags_that_are_special_tokens_are_written_as_these():
-    special = {"[TOOL_CALLS]": 5, "[ARGS]": 32, "<think>": 7, "</think>": 8}
-    grammar = tool_grammar(
-        TOOLS, REQUIRED, FORMATS["mistral"], reasoning=THINK, reasoning_opened=False, special_tokens=special
-    )["grammar"]
-    assert grammar.startswith("start: (<[7]> reasoning)? <[5]> call")
+    special = {"[TOOL_CALLS]": 5, "[ARGS]": 32}
+    grammar = tool_grammar(TOOLS, REQUIRED, FORMATS["mistral"], special_tokens=special)["grammar"]
+    assert grammar.startswith("start: <[5]> call")
     assert '"search" <[32]> arguments_0' in grammar
-    assert "<[8]>" in grammar
     assert "TOOL_CALLS" not in grammar
 
 

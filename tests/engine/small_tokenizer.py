@@ -35,13 +35,15 @@ class SmallTokenizer:
     def __len__(self) -> int:
         return UNUSED
 
-    def encode(self, text: str, *, verbose: bool = True) -> list[int]:
+    def encode(self, text: str, *, verbose: bool = True, add_special_tokens: bool = True) -> list[int]:
         return [self.ids[letter] for letter in text]
 
     def get_vocab(self) -> dict[str, int]:
         return self.backend_tokenizer.get_vocab()
 
-    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False) -> str:
+    def decode(
+        self, ids: list[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
         return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:

@@ -9,5 +9,6 @@
 from jpaged.engine.grammar.compiler import Grammar, GrammarCompiler
 from jpaged.engine.grammar.limits import GrammarLimits
 from jpaged.engine.grammar.matcher import GrammarMatcher
+from jpaged.engine.grammar.thought import Thought
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarLimits", "GrammarMatcher"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarLimits", "GrammarMatcher", "Thought"]

@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from jpaged.engine.grammar.limits import GRAMMAR_STEP_LIMITS, STEP_LIMITS, GrammarLimits
 from jpaged.engine.grammar.matcher import GrammarMatcher, first_line
 from jpaged.engine.grammar.probe_process import ProbeProcess, ProbeTimeout
+from jpaged.engine.grammar.thought import Thought
 from jpaged.engine.grammar.translate import Source
 from jpaged.engine.grammar.vocabulary import grammar_tokenizer
 from jpaged.engine.step_plan import mask_words
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 QUICK_SECONDS = 0.5
 MAX_SLOW = 8  # compiles that wait in the slow lane
+
+_Key = tuple[StructuredOutputsParams, Thought | None]
 
 
 class Grammar:
@@ -75,37 +78,38 @@ class GrammarCompiler:
         self._special_ids: dict[str, int] = {}
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._cache: collections.OrderedDict[StructuredOutputsParams, Grammar] = collections.OrderedDict()
-        self._under_way: dict[StructuredOutputsParams, Future[Grammar]] = {}
+        self._cache: collections.OrderedDict[_Key, Grammar] = collections.OrderedDict()
+        self._under_way: dict[_Key, Future[Grammar]] = {}
         self._lanes: dict[str, _Lane] = {}
         self._num_slow = 0
         self._closed = False
 
-    def submit(self, params: StructuredOutputsParams) -> "Future[Grammar]":
-        """Begin to compile, unless it is known or under way. Returns at once.
+    def submit(self, params: StructuredOutputsParams, thought: Thought | None = None) -> "Future[Grammar]":
+        """Begin to compile, unless it is known or under way. Returns at once. thought: what may stand before it.
 
         Raises RequestError, within 50 ms, for what is beyond the limits or not supported. The future's exception is a
         RequestError for what shows in compiling, also when it takes longer than grammar_compile_timeout, or a
         CapacityError when too many slow ones wait. Nobody may cancel it: others can wait for the same.
         """
+        key = params, thought
         with self._lock:
             if self._closed:
                 raise EngineError("the engine is closed")
-            if params in self._cache:
-                self._cache.move_to_end(params)
+            if key in self._cache:
+                self._cache.move_to_end(key)
                 done: Future[Grammar] = Future()
-                done.set_result(self._cache[params])
+                done.set_result(self._cache[key])
                 return done
-            if params in self._under_way:
-                return self._under_way[params]
-        source = Source(params, self.limits)
+            if key in self._under_way:
+                return self._under_way[key]
+        source = Source(params, self.limits, thought)
         with self._lock:
-            if params in self._under_way:
-                return self._under_way[params]
+            if key in self._under_way:
+                return self._under_way[key]
             future: Future[Grammar] = Future()
             future.set_running_or_notify_cancel()
-            self._under_way[params] = future
-            self._start("quick", params, source, future)
+            self._under_way[key] = future
+            self._start("quick", key, source, future)
         return future
 
     def warm_up(self) -> "Future[None]":
@@ -136,12 +140,12 @@ class GrammarCompiler:
             self._lanes[name] = _Lane(name)
         return self._lanes[name]
 
-    def _start(self, name: str, params: StructuredOutputsParams, source: Source, future: "Future[Grammar]") -> None:
+    def _start(self, name: str, key: _Key, source: Source, future: "Future[Grammar]") -> None:
         lane = self._lane(name)
-        lane.executor.submit(self._work, lane, name == "quick", params, source, future)
+        lane.executor.submit(self._work, lane, name == "quick", key, source, future)
 
     def _work(
-        self, lane: _Lane, quick: bool, params: StructuredOutputsParams, source: Source, future: "Future[Grammar]"
+        self, lane: _Lane, quick: bool, key: _Key, source: Source, future: "Future[Grammar]"
     ) -> None:
         # Half of the time is the probe's: what it has compiled is compiled again here, in about the same time.
         allowed = self.limits.grammar_compile_timeout / 2
@@ -151,37 +155,37 @@ class GrammarCompiler:
             grammar = self._compile(lane.probe, source, seconds)
         except ProbeTimeout:
             if quick and allowed > QUICK_SECONDS:
-                self._go_on_slowly(params, source, future)
+                self._go_on_slowly(key, source, future)
                 return
             limit = self.limits.grammar_compile_timeout
             accepted = f"takes too long to compile within {limit:g} s (grammar_compile_timeout): make it simpler"
             error: Exception = RequestError(source.parameter, source.value, accepted)
-            self._end(params, future, quick, error)
+            self._end(key, future, quick, error)
         except Exception as cause:
-            self._end(params, future, quick, cause)
+            self._end(key, future, quick, cause)
         except BaseException as cause:  # a panic of the compiler: the request that waits for it must hear of it
-            self._end(params, future, quick, EngineError(f"compiling a grammar failed: {cause!r}"))
+            self._end(key, future, quick, EngineError(f"compiling a grammar failed: {cause!r}"))
         else:
-            self._end(params, future, quick, grammar)
+            self._end(key, future, quick, grammar)
 
-    def _go_on_slowly(self, params: StructuredOutputsParams, source: Source, future: "Future[Grammar]") -> None:
+    def _go_on_slowly(self, key: _Key, source: Source, future: "Future[Grammar]") -> None:
         with self._lock:
             full = self._num_slow >= MAX_SLOW
             if not full and not self._closed:
                 self._num_slow += 1
-                self._start("slow", params, source, future)
+                self._start("slow", key, source, future)
         if full:
             seconds = self.limits.grammar_compile_timeout
-            self._end(params, future, True, CapacityError("too many grammars that take long to compile", seconds))
+            self._end(key, future, True, CapacityError("too many grammars that take long to compile", seconds))
 
     def _end(
-        self, params: StructuredOutputsParams, future: "Future[Grammar]", quick: bool, result: Grammar | Exception
+        self, key: _Key, future: "Future[Grammar]", quick: bool, result: Grammar | Exception
     ) -> None:
         with self._lock:
             self._num_slow -= not quick
-            self._under_way.pop(params, None)
+            self._under_way.pop(key, None)
             if isinstance(result, Grammar):
-                self._cache[params] = result
+                self._cache[key] = result
                 while len(self._cache) > self.limits.grammar_cache_size:
                     self._cache.popitem(last=False)
         if isinstance(result, Grammar):
@@ -199,6 +203,8 @@ class GrammarCompiler:
             assert self._tokenizer is not None
             if not source.is_context_free:
                 text = source.text(self._special_ids.get)
+            if source.thought is not None:
+                text = source.thought.before(text, self._special_ids.get)
             began = time.monotonic()
             matcher = LLMatcher(self._tokenizer, text, limits=LLParserLimits(**limits), log_level=0)
             if not matcher.is_error():

@@ -1,0 +1,85 @@
+"""Reasoning before a grammar: what may stand there is what a reader of answers takes away; the rest is the answer."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken
+
+from jpaged.answers.parser import AnswerReader
+from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher, Thought
+from jpaged.loading.tokenizer import load_tokenizer
+from jpaged.reasoning_tags import ReasoningTags
+from jpaged.structured_outputs import StructuredOutputsParams
+from tests.structured import sampling
+from tests.structured.conftest import DEMO, SECONDS, Model, model
+
+TAGS = ReasoningTags("<think>", "</think>")
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+TAG = {
+    "type": "structural_tag",
+    "triggers": ["<f>"],
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+}
+KINDS = {
+    "json": ({"json": SCHEMA}, '{"n":7}'),
+    "json_object": ({"json_object": True}, '{"a": [1]}'),
+    "regex": ({"regex": "[0-9]+ days"}, "12 days"),
+    "choice": ({"choice": ["yes", "no"]}, "no"),
+    "lark": ({"grammar": 'start: "a" /[0-9]/+\n'}, "a17"),
+    "gbnf": ({"grammar": 'root ::= "a" [0-9]+\n'}, "a17"),
+    "structural_tag": ({"structural_tag": TAG}, 'So: <f>{"n":7}</f>.'),
+}
+
+
+def matcher(made: Model, fields: dict, opened: bool) -> GrammarMatcher:
+    thought = Thought(TAGS.start, TAGS.end, opened)
+    return made.compiler.submit(StructuredOutputsParams(**fields), thought).result(SECONDS).matcher()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("opened", "before", "accepted"),
+    [
+        (True, "Hm {1}\n< </thin.</think>", True),
+        (True, "</think>\n\n", True),
+        (True, "", False),
+        (False, "", True),
+        (False, "<think>Hm.</think>\n\n", True),
+        (False, "<think></think>", True),
+    ],
+)
+def test_an_answer_may_begin_with_reasoning(demo: Model, kind, opened, before, accepted):
+    fields, answer = KINDS[kind]
+    tokenizer = load_tokenizer(DEMO)
+    at = matcher(demo, fields, opened)
+    takes = all(at.accept(token_id) for token_id in tokenizer.encode(before + answer, add_special_tokens=False))
+    assert (takes and (at.is_finished or at.is_accepting)) == accepted
+    read = AnswerReader(reasoning=TAGS, reasoning_opened=opened).parse(before + answer)
+    assert (read.content == answer) == accepted
+
+
+def test_a_compiled_grammar_is_kept_apart_from_the_one_without(demo: Model):
+    fields = {"json": SCHEMA}
+    plain = demo.compiler.submit(StructuredOutputsParams(**fields)).result(SECONDS)
+    assert demo.compiler.submit(StructuredOutputsParams(**fields)).result(SECONDS) is plain
+    thought = Thought(TAGS.start, TAGS.end, True)
+    thinks = demo.compiler.submit(StructuredOutputsParams(**fields), thought).result(SECONDS)
+    assert thinks is not plain
+    assert demo.compiler.submit(StructuredOutputsParams(**fields), thought).result(SECONDS) is thinks
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_tags_that_are_special_tokens(opened):
+    """They are accepted as these tokens, and not as their letters."""
+    backend = sampling.byte_level()
+    backend.add_special_tokens([AddedToken(tag, special=True) for tag in (TAGS.start, TAGS.end)])
+    eos = backend.token_to_id("<|end|>")
+    made = model(sampling.Wrapped(backend), backend.get_vocab_size(), (eos,), backend.decode)
+    assert isinstance(made.compiler, GrammarCompiler)
+    start, end = (backend.token_to_id(tag) for tag in (TAGS.start, TAGS.end))
+    hm, answer = (backend.encode(text, add_special_tokens=False).ids for text in ("Hm.", json.dumps({"n": 7})))
+    at = matcher(made, {"json": SCHEMA}, opened)
+    for token_id in [*([] if opened else [start]), *hm, end, *answer]:
+        assert at.accept(token_id)
+    assert at.is_finished or at.is_accepting
+    made.compiler.close()
