@@ -402,7 +402,7 @@ class SamplingParams:
         if tags is not None and not isinstance(tags, ReasoningTags):
             if isinstance(tags, str) or not isinstance(tags, Sequence) or len(tags) != 2:
                 raise RequestError("reasoning_tags", tags, "must be two texts: where reasoning starts and ends")
-            object.__setattr__(self, "reasoning_tags", ReasoningTags(*tags))
+            object.__setattr__(self, "reasoning_tags", ReasoningTags(tags[0], tags[1]))
         if self.thinking_token_budget is not None:
             self._integer("thinking_token_budget", low=0, accepted="an integer from 0, or None for no limit")
 

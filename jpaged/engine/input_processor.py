@@ -115,11 +115,11 @@ class InputProcessor:
         ]
         salt = parts.get("cache_salt") or ""
         group = RequestGroup(request_id, text, token_ids, params, requests, metrics, pooling, stream, salt)
-        tags = params.reasoning_tags
+        tags = cast(ReasoningTags | None, params.reasoning_tags)
         opened = tags is not None and self._has_opened(tags, token_ids, params)
         if params.thinking_token_budget is not None:
             for request in requests:
-                request.thinking = self._thinking(params, opened=opened)
+                request.thinking = self._thinking(tags, params.thinking_token_budget, opened=opened)
         if params.structured_outputs is not None:
             thought = None if tags is None else Thought(tags.start, tags.end, opened)
             group.grammar = self._grammar(params, thought)
@@ -150,9 +150,8 @@ class InputProcessor:
             raise RequestError("reasoning_tags", (tags.start, tags.end), accepted)
         return tags.opened_by(self._tokenizer.decode(token_ids[-PROMPT_END:]))
 
-    def _thinking(self, params: SamplingParams, *, opened: bool) -> ThinkingBudget:
-        tags, budget = params.reasoning_tags, params.thinking_token_budget
-        if tags is None or budget is None:
+    def _thinking(self, tags: ReasoningTags | None, budget: int, *, opened: bool) -> ThinkingBudget:
+        if tags is None:
             raise RequestError("thinking_token_budget", budget, "needs the tags of reasoning: give reasoning_tags, or "
                                "start with a reasoning_parser")  # fmt: skip
         start, end = (tuple(self._tokenizer.encode(tag, add_special_tokens=False)) for tag in (tags.start, tags.end))
