@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ SCHEMA = {
     "required": ["name", "age", "email", "role"],
     "additionalProperties": False,
 }
-PARAMS = {
+PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature 0.8, top_p 0.9": {"temperature": 0.8, "top_p": 0.9, "seed": 1},
 }
@@ -78,7 +79,7 @@ def write_tokenizer(folder: str) -> None:
 
 def engine(model: str | None, tokenizer: str, *, jump_forward: bool) -> LLM:
     """An engine that runs all requests at once."""
-    options = {
+    options: dict[str, Any] = {
         "max_model_len": 256, "max_num_seqs": REQUESTS, "row_buckets": (REQUESTS,), "token_buckets": (512,),
         "max_num_batched_tokens": 512, "jump_forward": jump_forward, "enable_prefix_caching": False,
     }  # fmt: skip

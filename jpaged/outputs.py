@@ -20,8 +20,8 @@ class Logprob:
 class CompletionOutput:
     """One answer to a prompt, as far as it has come.
 
-    finish_reason: None while it runs, then 'stop', 'length', 'abort', or 'error': its text or its grammar could not be
-                   gone on with.
+    finish_reason: None while it runs, then 'stop', 'length', 'repetition', 'abort', or 'error': its text or its grammar
+                   could not be gone on with.
     stop_reason:   the string out of `stop`, or the id out of `stop_token_ids`, that ended it; None at the model's own
                    end-of-sequence id and at a grammar's end. Of an error that the request's grammar made: what it is.
     logprobs:      one dict a token, from token id to Logprob: the most likely ones asked for, and the token itself.

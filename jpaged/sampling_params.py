@@ -12,6 +12,7 @@ import numpy as np
 
 from jpaged.errors import RequestError
 from jpaged.reasoning_tags import ReasoningTags
+from jpaged.repetition_detection import RepetitionDetectionParams
 from jpaged.structured_outputs import StructuredOutputsParams
 
 MAX_N = 64
@@ -20,7 +21,7 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # texts, characters of one
 NOT_WITH_BEAMS = (
     "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
-    "bad_words", "min_tokens", "logits_processors", "thinking_token_budget",
+    "bad_words", "min_tokens", "logits_processors", "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_STOP_STRINGS = 256
@@ -41,7 +42,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_start": (),
     "logprob_token_ids": (),
     "flat_logprobs": (),
-    "repetition_detection": (),
     "watermarking": (False,),
     "skip_clone": (),
     "output_text_buffer_length": (),
@@ -152,6 +152,10 @@ class SamplingParams:
     """The same for each token of the prompt but the first: its log-probability, those of so many most likely ones in
     its place, and ranks. Always of the model itself: nothing is done to a prompt's logits."""
 
+    repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
+    """End an answer that repeats itself, with finish_reason "repetition"; not before min_tokens. Stored as
+    RepetitionDetectionParams."""
+
     detokenize: bool = True
     """Turn the tokens into text."""
 
@@ -193,7 +197,6 @@ class SamplingParams:
     prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
-    repetition_detection: Any = None
     watermarking: bool | None = None
     skip_clone: bool = False
     output_text_buffer_length: int = 0
@@ -252,6 +255,9 @@ class SamplingParams:
         self._check_truncation()
         self._token_ids("stop_token_ids")
         self._check_reasoning()
+        if self.repetition_detection is not None:
+            repetition = RepetitionDetectionParams.from_fields(self.repetition_detection)
+            object.__setattr__(self, "repetition_detection", repetition if repetition.max_pattern_size else None)
         if self.structured_outputs is not None:
             structured = StructuredOutputsParams.from_fields(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", structured)

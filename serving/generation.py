@@ -76,7 +76,7 @@ class Update:
 
     @property
     def finish_reason(self) -> str | None:
-        """'stop' or 'length' at the end, None before."""
+        """'stop', 'length' or 'repetition' at the end, None before."""
         return self.output.finish_reason
 
 

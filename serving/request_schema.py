@@ -38,6 +38,7 @@ SAMPLING_FIELDS = (
     "truncation_side",
     "stream_interval",
     "thinking_token_budget",
+    "repetition_detection",
 )
 
 
@@ -79,6 +80,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     stream_interval: int | None = None
+    repetition_detection: dict[str, int] | None = None
     response_format: dict[str, Any] | None = None     # see output_format.py
     structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None

@@ -34,7 +34,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None  # stop, length
+    finish_reason: str | None  # stop, length, repetition
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -104,7 +104,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None  # stop, length, tool_calls
+    finish_reason: str | None  # stop, length, tool_calls, repetition
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -150,7 +150,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None  # stop, length, tool_calls
+    finish_reason: str | None  # stop, length, tool_calls, repetition
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):

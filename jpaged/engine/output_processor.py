@@ -81,18 +81,25 @@ class OutputProcessor:
         if request.thinking is not None:
             request.thinking.take(token_id)
         stops = token_id in request.stop_ids
-        ends = stops or len(request.token_ids) >= request.max_total_tokens
+        is_full = len(request.token_ids) >= request.max_total_tokens
+        ends = stops or is_full
         if matcher is not None and not stops:
             if not matcher.accept(token_id):
                 raise EngineError(f"request {request.request_id}: its grammar does not allow token {token_id}")
             ends |= matcher.is_finished
+        repeats = request.repetition is not None and request.repetition.take(token_id)
+        repeats &= request.num_output_tokens >= request.params.min_tokens
+        ends |= repeats
         stop_string = self._add_text(request, token_id, stops=stops, ends=ends)
         if stops or stop_string is not None:
             request.stop_reason = _stop_reason(request, token_id) if stop_string is None else stop_string
             return RequestStatus.STOPPED
         if matcher is not None and matcher.is_finished:
             return RequestStatus.STOPPED
-        return RequestStatus.LENGTH if ends else None
+        if repeats and not is_full:
+            request.stop_reason = "repetition_detected"
+            return RequestStatus.REPETITION
+        return RequestStatus.LENGTH if is_full else None
 
     def _add_text(self, request: Request, token_id: int, *, stops: bool, ends: bool) -> str | None:
         """The stop string that is complete with a token, the end of the answer's text included if it ends."""

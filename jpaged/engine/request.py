@@ -7,17 +7,20 @@ import dataclasses
 import enum
 import hashlib
 import sys
+from typing import cast
 
 import numpy as np
 
 from jpaged.engine.block_pool import BlockName
 from jpaged.engine.grammar import GrammarMatcher
+from jpaged.engine.repetition import RepetitionWatch
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.engine.thinking_budget import ThinkingBudget
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestMetrics
 from jpaged.pooling_params import PoolingParams
+from jpaged.repetition_detection import RepetitionDetectionParams
 from jpaged.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -35,13 +38,14 @@ class RequestStatus(enum.Enum):
     PREEMPTED = "preempted"    # gave both back; waits for them, and for tokens still on their way
     STOPPED = "stop"           # end: a stop token
     LENGTH = "length"          # end: max_tokens or max_model_len
+    REPETITION = "repetition"  # end: it goes round in circles
     ABORTED = "abort"          # end: by the caller
     FAILED = "error"           # end: the step it was part of failed
 
     is_end: bool  # whether nothing more happens to the request
 
     def __init__(self, value: str):
-        self.is_end = value in ("stop", "length", "abort", "error")
+        self.is_end = value in ("stop", "length", "repetition", "abort", "error")
 
 
 GIVEN_BACK = -1
@@ -85,6 +89,7 @@ class Request:
     extras: SamplingExtras | None = None  # what its sampling needs beside numbers
     matcher: GrammarMatcher | None = None  # where it stands in its grammar
     thinking: ThinkingBudget | None = None  # where it stands in its reasoning, where that is limited
+    repetition: RepetitionWatch | None = None
     jumps: bool = False            # tokens that its grammar forces are taken without sampling
     steered: bool = False          # a beam: the host chooses each of its tokens, once it has seen what all beams gave
     followers: list["Request"] = dataclasses.field(default_factory=list)  # fork from this one when its prompt is done
@@ -131,6 +136,8 @@ class Request:
             self.prompt_logprobs, self.num_scored = [None], 1
         if self.params.needs_logprobs:
             self.cumulative_logprob = 0.0
+        if self.params.repetition_detection is not None:
+            self.repetition = RepetitionWatch(cast(RepetitionDetectionParams, self.params.repetition_detection))
         self.sampler = _sampler_need(self.params)
         if self.extras is not None:
             self.sampler = SamplerVariant.FULL
