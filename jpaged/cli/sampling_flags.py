@@ -4,12 +4,15 @@
 """
 
 import dataclasses
-from typing import Annotated, Literal
+import pathlib
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from jpaged.cli.flags import read_text
 from jpaged.errors import RequestError
 from jpaged.sampling_params import SamplingParams
+from jpaged.structured_outputs import StructuredOutputsParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,14 +49,47 @@ class SamplingFlags:
     min_p: float = 0.0
     """Only tokens at least this share as likely as the most likely one."""
 
+    typical_p: float = 1.0
+    """Only the tokens whose surprise is nearest to the expected one and that together have this probability."""
+
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that the answer has."""
+
+    frequency_penalty: float = 0.0
+    """Taken from the logit of every token as often as the answer has it."""
+
+    repetition_penalty: float = 1.0
+    """Makes every token that the prompt or the answer has less likely, above 1."""
+
     sampling_seed: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Seed of each request's own draws. Default: drawn from --seed."""
 
     max_tokens: int = 64
     """Most tokens of each answer."""
 
+    min_tokens: int = 0
+    """Fewest tokens of each answer."""
+
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence token."""
+
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]", help_behavior_hint="")] = ()
+    """Texts that end an answer; it is cut before them."""
+
+    bad_words: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]", help_behavior_hint="")] = ()
+    """Texts that no answer may have."""
+
+    json_schema: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Answers are JSON that this schema takes."""
+
+    grammar: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Answers follow this grammar, Lark or GBNF."""
+
+    regex: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
+    """Answers match this regular expression, each as a whole."""
+
+    choice: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]", help_behavior_hint="")] = ()
+    """Answers are one of these texts."""
 
     logprobs: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Log-probabilities of so many most likely tokens in each place; --output-json holds them."""
@@ -71,6 +107,14 @@ class SamplingFlags:
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
+            typical_p=self.typical_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+            bad_words=self.bad_words or None,
+            structured_outputs=self._structured_outputs(),
             seed=self.sampling_seed,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
@@ -80,3 +124,16 @@ class SamplingFlags:
             accepted = "every answer would be the same: use a higher one for several, or --use-beam-search"
             raise RequestError("temperature", self.temperature, accepted)
         return params
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        flags = {
+            "json": read_text("json_schema", self.json_schema),
+            "grammar": read_text("grammar", self.grammar),
+            "regex": self.regex,
+            "choice": self.choice or None,
+        }
+        given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+        if len(given) > 1:
+            accepted = "give one of json_schema, grammar, regex and choice"
+            raise RequestError("structured_outputs", list(given), accepted)
+        return StructuredOutputsParams(**given) if given else None

@@ -52,6 +52,16 @@ def test_generate_several_answers(tmp_path):
     assert found[0]["cumulative_logprob"] >= found[1]["cumulative_logprob"]
 
 
+def test_generate_json(tmp_path):
+    path, schema = tmp_path / "answers.json", tmp_path / "schema.json"
+    numbers = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}
+    schema.write_text(json.dumps(numbers | {"additionalProperties": False}))
+    flags = ["--json-schema", str(schema), "--stop", "zebra", "--max-tokens", "60", "--output-json", str(path)]
+    jpaged("generate", "demo", "A number: ", *flags)
+    (answer,) = json.loads(path.read_text())["outputs"]
+    assert json.loads(answer["text"])["n"] in (1, 22)
+
+
 def test_generate_refuses_a_bad_prompt():
     command = [sys.executable, "-m", "jpaged", "generate", "--model", "demo", "x", "", "y", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -1,0 +1,60 @@
+"""Each flag of `generate` reaches the field of its name."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import tyro
+
+from jpaged import RequestError, SamplingParams
+from jpaged.cli.sampling_flags import SamplingFlags
+from jpaged.structured_outputs import StructuredOutputsParams
+
+FLAGS = {
+    "n": "3", "best_of": "4", "temperature": "0.5", "top_p": "0.9", "top_k": "7", "min_p": "0.1", "typical_p": "0.8",
+    "presence_penalty": "0.5", "frequency_penalty": "-0.5", "repetition_penalty": "1.5", "max_tokens": "9",
+    "min_tokens": "2", "logprobs": "4",
+}  # fmt: skip
+
+
+def given(*words: str) -> SamplingParams:
+    return tyro.cli(SamplingFlags, args=list(words)).sampling_params()
+
+
+def test_numbers():
+    words = [word for name, value in FLAGS.items() for word in ("--" + name.replace("_", "-"), value)]
+    params = given(*words, "--sampling-seed", "5", "--ignore-eos")
+    fields: dict[str, Any] = {name: float(value) if "." in value else int(value) for name, value in FLAGS.items()}
+    assert params == SamplingParams(**fields, seed=5, ignore_eos=True)
+
+
+def test_texts(tmp_path: pathlib.Path):
+    assert given("--stop", "a", "b c", "--bad-words", "x") == SamplingParams(
+        temperature=0, max_tokens=64, stop=["a", "b c"], bad_words=["x"]
+    )
+    schema, lark = tmp_path / "a.json", tmp_path / "a.lark"
+    schema.write_text('{"type":"object"}')
+    lark.write_text('start: "é"')
+    cases: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+        (("--json-schema", str(schema)), {"json": '{"type":"object"}'}),
+        (("--grammar", str(lark)), {"grammar": 'start: "é"'}),
+        (("--regex", "[ab]+"), {"regex": "[ab]+"}),
+        (("--choice", "yes", "no"), {"choice": ("yes", "no")}),
+    )
+    for words, wanted in cases:
+        assert given(*words).structured_outputs == StructuredOutputsParams(**wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "parameter"),
+    [
+        (("--regex", "a", "--choice", "b"), "structured_outputs"),
+        (("--json-schema", "/no/such/file"), "json_schema"),
+        (("--typical-p", "0"), "typical_p"),
+        (("--n", "2"), "temperature"),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...], parameter: str):
+    with pytest.raises(RequestError) as caught:
+        given(*words)
+    assert caught.value.parameter == parameter
