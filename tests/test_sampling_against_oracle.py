@@ -63,6 +63,7 @@ class Row:
     bad_word_ids: Sequence[Sequence[int]]
     known_ids: np.ndarray | None       # bool[vocab] what the tokenizer has; None is all
     scale_by: float | None             # the row asks for the processor `scale` with this; None does not
+    seed: int = 11                     # of its draws
 
     @functools.cached_property
     def oracle(self) -> Oracle:
@@ -140,7 +141,7 @@ def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
             params, vocab, end_token_ids=row.stop_ids, bad_words=row.bad_word_ids, processors=(PROCESSOR,)
         )
         request = Request(
-            request_id="", prompt_token_ids=list(row.prompt_ids), params=params, max_total_tokens=64, seed=place + 11,
+            request_id="", prompt_token_ids=list(row.prompt_ids), params=params, max_total_tokens=64, seed=row.seed,
             eos_token_ids=frozenset(), eos_token_id=None, metrics=RequestMetrics(0.0), extras=extras,
         )  # fmt: skip
         request.row = place
@@ -312,8 +313,8 @@ def answers(alone: list[Row], mixed: list[Row]) -> list[tuple[Row, DeviceRow]]:
 
 @pytest.fixture(scope="module")
 def drawn(alone: list[Row], mixed: list[Row]) -> list[tuple[Row, DeviceRow]]:
-    """Of the mixed rows and of some others, NUM_DRAWS each."""
-    rows = [*mixed, *alone[::24]]
+    """Of the mixed rows and of some others, NUM_DRAWS each, every row with a seed of its own."""
+    rows = [dataclasses.replace(row, seed=seed) for seed, row in enumerate([*mixed, *alone[::24]], 11)]
     return list(zip(rows, device_distribution(rows, NUM_DRAWS), strict=True))
 
 
