@@ -30,6 +30,8 @@ BLOCK = 512
 SMALLEST_BLOCK = 32
 # The most likely ids of a row that are looked at first.
 CANDIDATES = 64
+# Rows that are searched at a time where these do not settle them.
+PART = 8
 
 
 @flax.struct.dataclass
@@ -251,18 +253,16 @@ def _draw(
     threshold = jnp.where(settled, cut_off, threshold)
 
     counted = is_random & ~settled & (top_k > 0)
-    threshold = _where_needed(counted, lambda: jnp.maximum(_search_kth(x, top_k), floor), threshold, can_skip)
-    threshold = _where_needed(
-        is_random & ~settled & cut, lambda: _search_mass(x, threshold, top_p), threshold, can_skip
-    )
+    kth = _search_rows(counted, _search_kth, (x, top_k), threshold, can_skip)
+    threshold = jnp.where(counted, jnp.maximum(kth, floor), threshold)
+    threshold = _search_rows(is_random & ~settled & cut, _search_mass, (x, threshold, top_p), threshold, can_skip)
     found = _Kept(threshold, jnp.zeros(rows), jnp.full(rows, jnp.inf))
     if typical:
         among = _centre(values, values >= threshold[:, None], typical_p)
         found = found.replace(centre=among[0], reach=among[1])
-        centre, reach = _where_needed(
-            is_random & ~settled & (typical_p < 1),
-            lambda: _centre(x, x >= threshold[:, None], typical_p, search=True), among, can_skip,
-        )  # fmt: skip
+        centre, reach = _search_rows(
+            is_random & ~settled & (typical_p < 1), _search_centre, (x, threshold, typical_p), among, can_skip
+        )
         unneeded = typical_p >= 1
         found = found.replace(centre=jnp.where(unneeded, 0.0, centre), reach=jnp.where(unneeded, jnp.inf, reach))
     weights = jnp.where(found.holds(values), jnp.exp(values), 0.0)
@@ -271,10 +271,7 @@ def _draw(
     some = weights > 0
     at = jnp.clip(at, jnp.argmax(some, axis=1), values.shape[1] - 1 - jnp.argmax(some[:, ::-1], axis=1))
     drawn = jnp.take_along_axis(ids, at[:, None], axis=1)[:, 0]
-    drawn = _where_needed(
-        is_random & ~settled,
-        lambda: _invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms), drawn, can_skip,
-    )  # fmt: skip
+    drawn = _search_rows(is_random & ~settled, _draw_of_all, (x, found, uniforms), drawn, can_skip)
     return jnp.where(is_random, drawn, greedy), found
 
 
@@ -291,6 +288,41 @@ def _if_any(
     needed: Bool[Array, " rows"], compute: Callable[[], Any], otherwise: Callable[[], Any], can_skip: bool
 ) -> Any:
     return lax.cond(jnp.any(needed), compute, otherwise) if can_skip else compute()
+
+
+def _search_rows(
+    needed: Bool[Array, " rows"], search: Callable[..., Any], arrays: Any, otherwise: Any, can_skip: bool
+) -> Any:
+    """What `search` gives of rows of arrays, for the rows that need it; where the device decides, of a few at a time.
+
+    So a row with a flat distribution costs what it takes, and not that for the whole batch.
+    """
+    if not can_skip:
+        return jax.tree.map(lambda new, old: jnp.where(needed, new, old), search(*arrays), otherwise)
+    rows, part = len(needed), min(PART, len(needed))
+    count = jnp.sum(needed)
+    order = jnp.concatenate([jnp.argsort(~needed), jnp.zeros(part, jnp.int32)])  # those that need it first
+
+    def some(state: tuple[Array, Any]) -> tuple[Array, Any]:
+        start, found = state
+        chosen = lax.dynamic_slice(order, (start,), (part,))
+        places = jnp.where(start + jnp.arange(part) < count, chosen, rows)  # a row that needs nothing is dropped
+        new = search(*jax.tree.map(lambda array: jnp.take(array, chosen, axis=0), arrays))
+        return start + part, jax.tree.map(lambda old, new: old.at[places].set(new, mode="drop"), found, new)
+
+    return lax.while_loop(lambda state: state[0] < count, some, (jnp.int32(0), otherwise))[1]
+
+
+def _draw_of_all(
+    x: Float[Array, "rows vocab"], found: _Kept, uniforms: Float[Array, " rows"]
+) -> Int[Array, " rows"]:
+    return _invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms)
+
+
+def _search_centre(
+    x: Float[Array, "rows vocab"], threshold: Float[Array, " rows"], typical_p: Float[Array, " rows"]
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    return _centre(x, x >= threshold[:, None], typical_p, search=True)
 
 
 def _search_kth(x: Float[Array, "rows vocab"], top_k: Int[Array, " rows"]) -> Float[Array, " rows"]:
