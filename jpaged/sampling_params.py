@@ -123,7 +123,7 @@ class SamplingParams:
     """Sample no end of the answer (the model's own, `stop_token_ids`) before so many tokens."""
 
     seed: int | None = None
-    """Makes the request's draws its own: the same tokens whoever runs beside it. Reduced to 64 bits."""
+    """Makes the request's draws its own: the same tokens whoever runs beside it. Reduced to 64 bits; -1 is None."""
 
     max_tokens: int | None = 16
     """Most tokens to generate; None, and whatever does not fit, means as many as `max_model_len` leaves room for."""
@@ -234,7 +234,7 @@ class SamplingParams:
         object.__setattr__(self, "top_k", max(top_k, 0))
         if self.seed is not None:
             seed = integer("seed", low=-(2**63), high=2**64 - 1, accepted="an integer in [-2**63, 2**64), or None")
-            object.__setattr__(self, "seed", seed % 2**64)
+            object.__setattr__(self, "seed", None if seed == -1 else seed % 2**64)
         if self.max_tokens is not None:
             integer("max_tokens", low=1, accepted="an integer from 1, or None for as many as fit")
         integer("min_tokens", low=0, high=self.max_tokens, accepted="an integer from 0 to max_tokens")

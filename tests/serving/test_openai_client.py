@@ -1,12 +1,16 @@
 """The official client against the server, on a real socket; every body and every event is validated strictly."""
 
 import json
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from jpaged.sampling_params import RepetitionDetectionParams
+from jpaged.serving.request_schema import SAMPLING_FIELDS
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -180,6 +184,41 @@ def test_sampling_fields_reach_the_engine(client, engine):
     assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 7, 5)  # the model's own defaults
     assert (params.top_p, params.seed, params.min_p, params.ignore_eos) == (0.5, 3, 0.1, True)
     assert params.stop_token_ids == (4,)
+
+
+# A value of each, what it is stored as where that is another, and what it needs beside it.
+FIELD_VALUES: dict[str, Any] = {
+    "n": 2, "best_of": 3, "use_beam_search": True, "beam_width": 3, "length_penalty": 0.5, "early_stopping": "never",
+    "temperature": 0.7, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "typical_p": 0.9, "seed": 6, "stop": ["a", "b"],
+    "stop_token_ids": [4], "ignore_eos": True, "min_tokens": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5, "logit_bias": {"5": 1.0}, "allowed_token_ids": [5, 6], "bad_words": ["x"],
+    "logits_processors": {"scale": {"by": 0.5}}, "skip_special_tokens": False,
+    "spaces_between_special_tokens": False, "include_stop_str_in_output": True, "truncate_prompt_tokens": 1,
+    "truncation_side": "right", "stream_interval": 3, "thinking_token_budget": 7,
+    "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
+}  # fmt: skip
+STORED: dict[str, Any] = {
+    "stop": ("a", "b"), "stop_token_ids": (4,), "logit_bias": {5: 1.0}, "allowed_token_ids": (5, 6),
+    "bad_words": ("x",), "repetition_detection": RepetitionDetectionParams(3, 1, 2),
+}  # fmt: skip
+BESIDE: dict[str, Any] = {
+    **{key: {"use_beam_search": True, "n": 2} for key in ("beam_width", "length_penalty", "early_stopping")},
+    "use_beam_search": {"n": 2}, "truncation_side": {"truncate_prompt_tokens": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLING_FIELDS)
+def test_each_sampling_field_reaches_the_engine(url, engine, name):
+    for path, prompt in (
+        ("completions", {"prompt": "x"}), ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ):  # fmt: skip
+        body = prompt | BESIDE.get(name, {}) | {name: FIELD_VALUES[name], "max_tokens": 3}
+        answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=20)
+        if name == ("best_of" if path.startswith("chat") else "thinking_token_budget"):
+            assert answer.status_code == 400
+            continue
+        assert answer.status_code == 200, answer.text
+        assert getattr(engine.seen_params[-1], name) == STORED.get(name, FIELD_VALUES[name])
 
 
 def test_service_routes(url, engine):
