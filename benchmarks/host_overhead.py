@@ -38,6 +38,7 @@ class NoDevice:
     outgrown_after = None
     host_slots = 0
     transfer_costs = None
+    jump_after = 0.0
 
     def __init__(self, max_num_seqs: int, windows: tuple[int | None, ...]):
         self.max_num_seqs = max_num_seqs

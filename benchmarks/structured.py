@@ -80,8 +80,8 @@ def write_tokenizer(folder: str) -> None:
 def engine(model: str | None, tokenizer: str, *, jump_forward: bool) -> LLM:
     """An engine that runs all requests at once."""
     options: dict[str, Any] = {
-        "max_model_len": 256, "max_num_seqs": REQUESTS, "row_buckets": (REQUESTS,), "token_buckets": (512,),
-        "max_num_batched_tokens": 512, "jump_forward": jump_forward, "enable_prefix_caching": False,
+        "max_model_len": 256, "max_num_seqs": REQUESTS, "row_buckets": (REQUESTS,), "max_num_batched_tokens": 512,
+        "token_buckets": (64, 128, 256, 512), "jump_forward": jump_forward, "enable_prefix_caching": False,
     }  # fmt: skip
     if model is not None:
         return LLM(model, **options)
@@ -115,14 +115,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or name of a model with its tokenizer")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--jump-forward", choices=("on", "off", "both"), default="both")
     args = parser.parse_args()
     print(f"{machine()}\n{args.model or 'Qwen2-0.5B shape'}, {REQUESTS} requests of {NEW_TOKENS} tokens")
     print(f"{'':28}{'jump-forward':14}{'tokens/s without':>18}{'with':>10}{'costs':>8}")
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             write_tokenizer(folder)
-        for jump_forward in (False, True):
-            with engine(args.model, folder, jump_forward=jump_forward) as llm:
+        for jumps in ("off", "on") if args.jump_forward == "both" else (args.jump_forward,):
+            with engine(args.model, folder, jump_forward=jumps == "on") as llm:
                 for name, fields in PARAMS.items():
                     plain = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **fields)
                     asked = StructuredOutputsParams(json=SCHEMA)
@@ -133,7 +134,6 @@ def main() -> None:
                     ][1:]  # the first reads the tokenizer, and compiles the schema
                     without, with_it = (1 / statistics.median(times) for times in zip(*runs, strict=True))
                     cost = 1 - statistics.median(one / other for one, other in runs)
-                    jumps = "on" if jump_forward else "off"
                     print(f"{name:28}{jumps:14}{without:18.1f}{with_it:10.1f}{cost:8.1%}", flush=True)
 
 

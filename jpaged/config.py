@@ -107,7 +107,8 @@ class EngineConfig:
     """Seconds after which a grammar that does not compile is refused. Others go on meanwhile."""
 
     jump_forward: bool = True
-    """Take tokens that a grammar forces without sampling them. The answer is the same either way."""
+    """Take tokens that a grammar forces without sampling them; on CPU, where a step costs what it computes, only
+    stretches longer than there are requests running. The answer is the same either way."""
 
     grammar_cache_size: int = 64
     """Compiled grammars that are kept in memory for requests that ask for the same."""

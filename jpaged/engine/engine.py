@@ -472,7 +472,8 @@ class Engine:
     def _jump(self, request: Request, now: float) -> RequestStatus | None:
         """Take the tokens that a request's grammar forces: it goes on from the last of them. Its end, if that is it."""
         forced = [] if request.matcher is None else request.matcher.forced_tokens()
-        if len(forced) < 2:
+        # one of them is sampled as fast; beyond that it pays if what it adds to the step is less than what it saves
+        if len(forced) < 2 or len(forced) - 1 <= self.runner.jump_after * len(self._scheduler.running):
             return None
         for token_id in forced:
             self.generated_tokens += 1

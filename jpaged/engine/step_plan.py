@@ -165,6 +165,9 @@ class Runner(Protocol):
     host_slots: int                        # blocks that the host tier has room for; 0 = there is none
     transfer_costs: TransferCosts | None   # there where host_slots are
 
+    # What a jump over forced tokens costs all: of so many for each running request it must be longer.
+    jump_after: float
+
     @property
     def compiles_after_ready(self) -> int:
         """Programs compiled after ready: 0, or something is wrong."""

@@ -59,6 +59,7 @@ class FakeRunner:
     outgrown_after: int | None = None
     host_slots: int = 0
     transfer_costs: TransferCosts | None = None
+    jump_after: float = 0.0
     fail_at: frozenset[tuple[str, int]] = frozenset()
     weights: int = 0                                 # which ones it has
     salt_of: Callable[[int], str] = lambda row: ""   # of the request in a row, whom a test knows

@@ -1,0 +1,100 @@
+"""Forced tokens are taken without sampling where that is worth a longer step; the answer is the same either way."""
+
+import dataclasses
+from concurrent.futures import Future
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from jpaged import SamplingParams
+from jpaged.engine.engine import Engine
+from jpaged.engine.sampling_extras import SamplingExtras, pack_mask
+from tests.engine.fake_runner import FakeRunner, next_token
+
+VOCAB = 97
+FREE, FORCED = 5, 4  # tokens in turn that the model chooses, and that it cannot
+LENGTH = 27
+PROMPTS = [[3, 10, 17], [5], [60, 61, 62], [1, 2], [90], [11, 7]]
+
+
+def forced_at(place: int) -> int | None:
+    """What must be token `place` of an answer."""
+    turn, step = divmod(place, FREE + FORCED)
+    return None if step < FREE else (7 * turn + step) % VOCAB
+
+
+@dataclasses.dataclass
+class Stretches:
+    """Stands for a grammar and its matcher."""
+
+    taken: int = 0
+    is_finished: bool = False
+
+    def matcher(self) -> "Stretches":
+        return Stretches()
+
+    def forced_tokens(self) -> list[int]:
+        tokens, place = [], self.taken
+        while (token := forced_at(place)) is not None:
+            tokens.append(token)
+            place += 1
+        return tokens
+
+    def mask_into(self, words: np.ndarray) -> None:
+        allowed = np.ones(VOCAB, bool)
+        if (token := forced_at(self.taken)) is not None:
+            allowed[:] = False
+            allowed[token] = True
+        words[:] = pack_mask(allowed)
+
+    def accept(self, token_id: int) -> bool:
+        self.taken += 1
+        return forced_at(self.taken - 1) in (None, token_id)
+
+
+def wanted(prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for place in range(LENGTH):
+        token = forced_at(place)
+        tokens.append(next_token(tokens, VOCAB) if token is None else token)
+    return tokens[len(prompt) :]
+
+
+def run(prompts: list[list[int]], *, jump_after: float, jumps: bool = True, **options: Any) -> int:
+    """Steps that the answers took; they are checked."""
+    engine = Engine(FakeRunner(jump_after=jump_after, **options), jump_forward=jumps)
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    follows = dataclasses.replace(params, structured_outputs={"json_object": True})
+    for number, prompt in enumerate(prompts):
+        group = engine.inputs.process(str(number), {"prompt_token_ids": prompt}, params)
+        group.grammar = cast(Any, Future())
+        cast(Any, group.grammar).set_result(Stretches())
+        for request in group.requests:
+            request.extras = SamplingExtras(follows, VOCAB)
+            request.__post_init__()
+        engine.add(group)
+    done = {}
+    while engine.has_work:
+        done |= {int(output.request_id): output.outputs[0].token_ids for output in engine.step()}
+        engine.check_integrity()
+    assert done == {number: wanted(prompt) for number, prompt in enumerate(prompts)}
+    return engine.stats().steps
+
+
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 10, "max_model_len": 32}])
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_answers_are_the_same(count, options):
+    for jump_after in (0.0, 1.0):
+        run(PROMPTS[:count], jump_after=jump_after, **options)
+
+
+def test_it_saves_steps_where_it_is_worth_them():
+    alone, several = PROMPTS[:1], PROMPTS
+    stepping = run(alone, jump_after=0.0, jumps=False)
+    assert run(alone, jump_after=0.0) == run(alone, jump_after=1.0) < stepping
+    assert run(alone, jump_after=FORCED - 1) == stepping  # a stretch must be longer
+    rows = {"max_num_seqs": 6, "max_num_batched_tokens": 64}
+    together = run(several, jump_after=0.0, jumps=False, **rows)
+    assert run(several, jump_after=0.0, **rows) < together
+    assert run(several, jump_after=1.0, **rows) == together  # four tokens for one are not worth it to six
