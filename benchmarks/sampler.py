@@ -36,11 +36,12 @@ CASES = {
     "temperature, top_k 50, top_p 0.9": (SamplerVariant.RANDOM, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
     "top_p 0.9, flat": (SamplerVariant.RANDOM, {"temperature": 0.8, "top_p": 0.9}),
     "top_p 0.9, one row in 8 flat": (SamplerVariant.RANDOM, {"temperature": 0.8, "top_p": 0.9}),
-    "log-probabilities of greedy": (SamplerVariant.FULL, {}),
+    "log-probabilities of greedy": (SamplerVariant.FULL, {"logprobs": True}),
+    "mask of greedy": (SamplerVariant.FULL, {}),
     "penalties, bias, mask of greedy": (SamplerVariant.FULL, PENALTIES),
     "everything": (
         SamplerVariant.FULL,
-        {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, **PENALTIES},
+        PENALTIES | {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "logprobs": True},
     ),
 }
 
@@ -91,11 +92,14 @@ def main() -> None:
     states = {}
     for name, (variant, fields) in CASES.items():
         extras = None
-        if variant is SamplerVariant.FULL and fields:
+        mask = np.full(mask_words(args.vocab), 0xFFFFFFFF, np.uint32)
+        if name == "mask of greedy":
+            extras = RowExtras(mask=mask)
+        if "bias" in name or name == "everything":
             extras = RowExtras(
                 token_ids=rng.integers(0, args.vocab, context).astype(np.int32), prompt_len=context // 2,
                 bias_ids=np.arange(20, dtype=np.int32), bias=np.ones(20, np.float32),
-                mask=np.full(mask_words(args.vocab), 0xFFFFFFFF, np.uint32),
+                mask=mask,
             )  # fmt: skip
         table = np.zeros(state.table.shape, np.int32)
         each = state

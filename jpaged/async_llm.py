@@ -19,7 +19,8 @@ import uuid
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from jpaged.build import build_engine
 from jpaged.engine.engine import Output, StepError
@@ -98,7 +99,10 @@ _Command = _Add | _Abort | _Inspect | _Reset
 
 
 class AsyncLLM:
-    """A model, ready to serve requests on asyncio. Arguments and errors as of `jpaged.LLM`; making it blocks."""
+    """A model, ready to serve requests on asyncio. Arguments and errors as of `jpaged.LLM`; making it blocks.
+
+    Use it as an asynchronous context manager, or call `close`, to give the device memory back.
+    """
 
     def __init__(self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Any):
         built = build_engine(model, params, engine_options, layout=layout, progress=True)
@@ -259,6 +263,14 @@ class AsyncLLM:
     def reset_stats(self) -> None:
         """Begin counters and peaks anew."""
         self._engine.reset_stats()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """Abort what runs (last outputs with finish_reason 'abort') and give the device memory back."""

@@ -163,9 +163,14 @@ def build_engine(
     import jax
 
     from jpaged.loading import load_model, valid_token_mask
-    from jpaged.models.spec import WeightLayout
+    from jpaged.models.spec import DecoderSpec, WeightLayout
     from jpaged.runtime.memory import claim_gpu_memory
     from jpaged.runtime.runner import ModelRunner
+    from jpaged.runtime.sampler import check_processors
+
+    def check(spec: DecoderSpec, dtype: Any) -> None:
+        ModelRunner.check(spec, dtype, config)
+        check_processors(processors, spec.vocab_size)
 
     claim_gpu_memory(config)
     if layout is not None and (params is None or not isinstance(layout, WeightLayout)):
@@ -176,7 +181,7 @@ def build_engine(
         params,
         model_config=None if isinstance(model, str) else model,
         layout=layout,
-        check=lambda spec, dtype: ModelRunner.check(spec, dtype, config),
+        check=check,
     )
     pooling = _pooling(loaded)
     defaults = SamplingParams() if pooling else generation_defaults(loaded.generation_config)

@@ -29,6 +29,9 @@ def has_chat_template(tokenizer: Any) -> bool:
 def template_text(tokenizer: Any, chat_template: str | None = None, *, with_tools: bool = False) -> str:
     """The template that is used: a given one, or the tokenizer's; of several, the one for tools where there are any."""
     own = getattr(tokenizer, "chat_template", None) or ""
+    if chat_template and not (isinstance(own, Mapping) and chat_template in own) and "{" not in chat_template:
+        accepted = "has no Jinja in it, so that every prompt would be this text: give the template's text, not its path"
+        raise RequestError("chat_template", chat_template, accepted)
     if not isinstance(own, Mapping):
         return chat_template or own
     if chat_template is not None:

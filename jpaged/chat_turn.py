@@ -108,7 +108,7 @@ def chat_turn(
         raise RequestError("tool_choice", "required", "goes with tools")
     offered = () if choice.mode == "none" else tools
     prompt = chat_prompt(tokenizer, messages, formats.chat_template, tools=offered, **rendering)
-    tool_format = _tool_format(tokenizer, formats, choice) if offered else None
+    tool_format = _tool_format(tokenizer, formats, choice, offered) if offered else None
     opened = False
     if formats.reasoning is not None:
         opened = formats.reasoning.opened_by(tokenizer.decode(prompt["prompt_token_ids"][-PROMPT_END:]))
@@ -135,17 +135,19 @@ def chat_turn(
     return ChatTurn(prompt, reader, grammar, any(tag in special for tag in tags))
 
 
-def _tool_format(tokenizer: Any, formats: ChatFormats, choice: ToolChoice) -> ToolCallFormat:
+def _tool_format(
+    tokenizer: Any, formats: ChatFormats, choice: ToolChoice, offered: Sequence[Tool]
+) -> ToolCallFormat:
     template = template_text(tokenizer, formats.chat_template, with_tools=True)
     found = formats.tool_calls or detect_format(template)
     if choice.forced:
         return enforced_format(found)
     if found is None:
         accepted = (
-            "the chat template does not tell how this model writes calls: start with --tool-call-parser NAME, or ask "
-            "for tool_choice required"
+            "the chat template does not tell how this model writes calls: name it with tool_call_parser (of the server "
+            "a flag: --tool-call-parser), or ask for tool_choice required"
         )
-        raise RequestError("tools", "tool_choice auto", accepted)
+        raise RequestError("tools", f"{len(offered)} tools, tool_choice auto", accepted)
     return found
 
 

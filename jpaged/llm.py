@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
-from jpaged.answers.definitions import checked_tools
+from jpaged.answers.definitions import checked_tool_choice, checked_tools
 from jpaged.build import build_engine, refuse_tracing
 from jpaged.chat_turn import ChatFormats, chat_turn
 from jpaged.engine.engine import Engine, Output
@@ -192,17 +192,22 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        reasoning_tags: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them; rendered by the tokenizer's chat template, or by another one.
 
         messages: dicts with role and content; an assistant's may have tool_calls, a tool's answer has the role tool.
         tools: functions that the model may call, as OpenAI's API defines them.
+        tool_choice: none, auto, required, or {"type": "function", "function": {"name": ...}}. Default: auto with tools.
+        chat_template: its text.
         chat_template_kwargs: further variables of the template, such as enable_thinking.
         tool_call_parser, reasoning_parser: how the model writes calls and reasoning, by vLLM's names: hermes,
             llama3_json, mistral, pythonic, json; deepseek_r1, qwen3. Calls are read as the template tells by default.
+        reasoning_tags: (start, end), for models that no reasoning_parser names.
 
         With tools or a reasoning parser each answer has a `message`: its content, reasoning and tool calls. Raises as
         `generate` does.
@@ -210,13 +215,15 @@ class LLM:
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         one = not is_list or (bool(messages) and isinstance(messages[0], Mapping))
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
-        formats = ChatFormats.named(chat_template, tool_call_parser, reasoning_parser)
+        formats = ChatFormats.named(chat_template, tool_call_parser, reasoning_parser, reasoning_tags)
+        choice = checked_tool_choice(tool_choice)
         turns = [
             chat_turn(
                 self._tokenizer,
                 conversation,
                 formats,
                 tools=checked_tools(tools or ()),
+                tool_choice=choice,
                 chat_template_kwargs=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -210,6 +210,8 @@ class SamplingParams:
             if name not in cls.__dataclass_fields__:
                 close = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else "see the fields of jpaged.SamplingParams"
+                if name.startswith("guided_") or name == "response_format":
+                    hint = "what the answer must match is told as structured_outputs"
                 raise RequestError(name, fields[name], f"unknown sampling parameter; {hint}")
         return super().__new__(cls)
 
@@ -237,7 +239,8 @@ class SamplingParams:
             object.__setattr__(self, "seed", None if seed == -1 else seed % 2**64)
         if self.max_tokens is not None:
             integer("max_tokens", low=1, accepted="an integer from 1, or None for as many as fit")
-        integer("min_tokens", low=0, high=self.max_tokens, accepted="an integer from 0 to max_tokens")
+        most = self.max_tokens
+        integer("min_tokens", low=0, high=most, accepted=f"an integer from 0 to max_tokens ({most})")
         self._check_ids()
         self._check_processors()
         if self.logprobs is not None:
@@ -292,6 +295,10 @@ class SamplingParams:
         skips = self.skip_reading_prefix_cache
         return self.prompt_logprobs is not None if skips is None else skips
 
+    def clone(self) -> Self:
+        """Itself: it is frozen, so nobody changes it. `dataclasses.replace(params, top_p=0.9)` gives a changed one."""
+        return self
+
     @property
     def has_penalties(self) -> bool:
         """Whether it matters which tokens there have been."""
@@ -335,23 +342,23 @@ class SamplingParams:
             if len(self.bad_words) > MAX_BAD_WORDS:
                 raise RequestError("bad_words", f"{len(self.bad_words):,} texts", f"at most {MAX_BAD_WORDS:,}")
             for word in self.bad_words:
-                if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD:
-                    raise RequestError("bad_words", word, f"texts of 1 to {MAX_BAD_WORD} characters, not only blanks")
+                if not isinstance(word, str) or not word or len(word) > MAX_BAD_WORD:
+                    raise RequestError("bad_words", word, f"must be texts of 1 to {MAX_BAD_WORD} characters")
             object.__setattr__(self, "bad_words", tuple(self.bad_words) or None)
 
     def _check_processors(self) -> None:
         given = self.logits_processors
         if given is None:
             return
-        accepted = "must be a dict from names of processors to dicts of their parameters, finite numbers"
+        accepted = "must be a dict from names of processors to dicts of their parameters"
         if not isinstance(given, Mapping):
             raise RequestError("logits_processors", given, accepted)
-        for parameters in given.values():
+        for name, parameters in given.items():
             if not isinstance(parameters, Mapping):
                 raise RequestError("logits_processors", given, accepted)
-            for value in parameters.values():
+            for key, value in parameters.items():
                 if not _is_number(value) or not abs(value) <= FLOAT32_MAX:
-                    raise RequestError("logits_processors", value, accepted)
+                    raise RequestError(f"logits_processors.{name}.{key}", value, "must be a finite number")
         copied = {name: {key: float(value) for key, value in parameters.items()} for name, parameters in given.items()}
         object.__setattr__(self, "logits_processors", copied or None)
 

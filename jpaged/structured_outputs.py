@@ -21,6 +21,15 @@ _WITH_JSON = ("json", "json_object", "structural_tag")  # kinds that have white 
 _BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|0[9aAdD]))"
 _WHITESPACE = re.compile(rf"(?:{_BLANK}|\[{_BLANK}+\]|\(\?:|[()|?*+]|\{{\d*,?\d*\}})*")
 
+# Keywords of JSON schemas, draft 4 to 2020-12, that restrict and are not enforced.
+REFUSED_KEYWORDS = frozenset(
+    {
+        "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
+        "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames",
+        "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-guidance",
+    }
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:

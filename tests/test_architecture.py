@@ -50,6 +50,8 @@ SHARED = {
     "jpaged.pooling_params",
     "jpaged.prompt_streams",
     "jpaged.prompts",
+    "jpaged.reasoning_tags",
+    "jpaged.repetition_detection",
     "jpaged.sampling_params",
     "jpaged.snapshot",
     "jpaged.structured_outputs",

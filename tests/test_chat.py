@@ -82,9 +82,26 @@ def test_parsers_by_name(llm, runner, tokenizer):
     assert [(call.name, call.arguments) for call in message.tool_calls] == [("now", '{"n": 1}')]
 
 
+def test_a_call_may_be_asked_for_or_forbidden(llm, runner, tokenizer):
+    said = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    runner.script = tokenizer.encode(said)
+    asked = {"use_tqdm": False, "chat_template": TOOLS + BODY + "{# <tool_call> #}", "tools": [TOOL]}
+    named = {"type": "function", "function": {"name": "now"}}
+    for choice, called in (("none", False), ("auto", True), ("required", True), (named, True)):
+        (output,) = llm.chat([USER], PARAMS, tool_choice=choice, **asked)
+        assert ("# now" in tokenizer.decode(output.prompt_token_ids)) == called
+        assert bool(output.outputs[0].message.tool_calls) == called
+        assert runner.masks[0] is None or choice not in ("none", "auto")
+
+
 @pytest.mark.parametrize(
     ("options", "parameter"),
     [
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template": "template.jinja"}, "chat_template"),
+        ({"reasoning_tags": ("<a>", "<a>")}, "reasoning_tags"),
         ({"tools": [TOOL]}, "tools"),
         ({"tools": [{"name": "now"}]}, "tools[0]"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),

@@ -167,6 +167,29 @@ def test_processors_that_are_none_are_refused_before_anything_is_loaded(wrong):
         LLM("nowhere", logits_processors=wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (lambda logits: logits[:5], r"float32\(5,\), and must give"),
+        (lambda logits, by: logits if by > 0 else -logits, "TracerBoolConversionError"),
+        (lambda logits: None, "must give the row's new logits"),
+        (lambda logits: logits > 0, r"bool\(4096,\)"),
+    ],
+)
+def test_processors_that_cannot_run_are_refused_by_name_before_weights_are_read(wrong, why):
+    with pytest.raises(RequestError, match=why) as caught:
+        LLM("demo", logits_processors={"good": only, "bad": wrong})
+    assert caught.value.parameter == "logits_processors.bad"
+
+
+def test_line_breaks_may_be_forbidden(llm: LLM):
+    plain = SamplingParams(max_tokens=40, temperature=0)
+    [usual, single] = answers(llm, plain, dataclasses.replace(plain, bad_words=["\n"]))
+    assert "\n" in usual.outputs[0].text
+    [line_break] = llm.get_tokenizer().encode("\n", add_special_tokens=False)
+    assert line_break not in single.outputs[0].token_ids
+
+
 def test_processed_log_probabilities_are_of_what_was_sampled_from():
     with pytest.raises(ModelLoadError, match="logprobs_mode='all': there are raw_logprobs"):
         LLM("demo", logprobs_mode="all", **SIZES)

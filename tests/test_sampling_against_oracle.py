@@ -136,7 +136,7 @@ def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
     fields = np.zeros((BATCH, NUM_FIELDS), np.int32)
     for place, row in enumerate(rows):
         processors = None if row.scale_by is None else {"scale": {"by": row.scale_by}}
-        params = SamplingParams(**row.params, max_tokens=64, logits_processors=processors)
+        params = SamplingParams(**row.params, max_tokens=64, logits_processors=processors, logprobs=1)
         extras = SamplingExtras(
             params, vocab, end_token_ids=row.stop_ids, bad_words=row.bad_word_ids, processors=(PROCESSOR,)
         )

@@ -166,6 +166,17 @@ def test_good_values_are_stored_as_plain_python(name: str, given: object, stored
     assert type(value) is type(stored)
 
 
+@pytest.mark.parametrize("name", ["guided_json", "guided_decoding", "response_format"])
+def test_what_others_call_structured_outputs(name: str):
+    with pytest.raises(RequestError, match="structured_outputs"):
+        SamplingParams(**{name: {}})
+
+
+def test_a_clone_is_equal():
+    params = SamplingParams(temperature=0.5)
+    assert params.clone() == params
+
+
 def test_greedy():
     assert SamplingParams(temperature=0).greedy
     assert SamplingParams(temperature=1e-9).greedy

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jpaged.errors import RequestError
+from jpaged.structured_outputs import REFUSED_KEYWORDS
 
 MAX_TOOLS = 128
 MAX_PARAMETER_BYTES = 64 * 1024
@@ -69,6 +70,38 @@ def checked_tools(tools: Any) -> tuple[Tool, ...]:
             raise RequestError(f"tools[{i}].function.name", made.name, "must differ from the other tools' names")
         checked.append(made)
     return tuple(checked)
+
+
+def checked_tool_choice(given: Any) -> ToolChoice | None:
+    """OpenAI's `tool_choice`: none, auto, required, or the definition of a function with its name. None stays None."""
+    if given is None or isinstance(given, ToolChoice):
+        return given
+    if isinstance(given, str) and given in ("none", "auto", "required"):
+        return ToolChoice(given)
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        accepted = 'must be none, auto, required, or {"type": "function", "function": {"name": ...}}'
+        raise RequestError("tool_choice", given, accepted)
+    return ToolChoice("named", function["name"])
+
+
+def check_enforced(where: str, schema: Mapping[str, Any]) -> None:
+    """Raise RequestError for a checked schema with a keyword that a forced call cannot be made to follow."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping):
+            continue
+        for key, value in one.items():
+            if key in REFUSED_KEYWORDS and (key != "uniqueItems" or value is not False):
+                accepted = f"a forced call cannot be made to follow {key}: leave it out, or do not force the call"
+                raise RequestError(where, {key: value}, accepted)
+            if key in _MAPPINGS:
+                waiting += value.values()
+            elif key in _LISTS or key == "items":
+                waiting += value if isinstance(value, list) else [value]
+            elif key in _ONE:
+                waiting.append(value)
 
 
 def without_notes(schema: Any) -> Any:

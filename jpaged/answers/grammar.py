@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.answers import mistral
-from jpaged.answers.definitions import Tool, ToolChoice, without_notes
+from jpaged.answers.definitions import Tool, ToolChoice, check_enforced, without_notes
 from jpaged.answers.formats import FORMATS, ToolCallFormat
 
 # White space as templates and `json.dumps` write it: what models were trained on, and none that goes on for ever.
@@ -28,6 +28,8 @@ def tool_grammar(
 ) -> dict[str, Any]:
     """`{"grammar": ...}` (Lark, as llguidance reads it) for a forced call; nothing where none is forced.
 
+    Raises RequestError for a schema that cannot be enforced.
+
     parser:   an `enforced_format`: what it reads is what the grammar writes.
     parallel: whether there may be several calls.
     special_tokens: ids of the tokenizer's special tokens: as these, and not as their letters, a format's tags are known
@@ -36,14 +38,19 @@ def tool_grammar(
     if not tool_choice.forced:
         return {}
     special = special_tokens or {}
-    chosen = [tool for tool in tools if tool_choice.mode == "required" or tool.name == tool_choice.name]
+    chosen = [
+        (f"tools[{i}].function.parameters", tool)
+        for i, tool in enumerate(tools)
+        if tool_choice.mode == "required" or tool.name == tool_choice.name
+    ]
     several = parallel and tool_choice.mode == "required"
     rules: list[str] = []
     start = _calls(parser, several, special)
     key = "parameters" if parser.name == "llama3_json" else "arguments"
     named = parser.name == "mistral" and mistral.ARGUMENTS in special
     alternatives = []
-    for i, tool in enumerate(chosen):
+    for i, (where, tool) in enumerate(chosen):
+        check_enforced(where, tool.parameters)
         schema = json.dumps({**without_notes(tool.parameters), "x-guidance": SPACING})
         rules.append(f"arguments_{i}: %json {schema}")
         if named:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import json
 import pathlib
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,9 @@ from jpaged.cli.flags import read_text
 from jpaged.errors import RequestError
 from jpaged.sampling_params import SamplingParams
 from jpaged.structured_outputs import StructuredOutputsParams
+
+# One text for each time the flag is given: a list behind it would take the prompts as well.
+Texts = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,11 +77,11 @@ class SamplingFlags:
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence token."""
 
-    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]", help_behavior_hint="")] = ()
-    """Texts that end an answer; it is cut before them."""
+    stop: Texts = ()
+    """A text that ends an answer; it is cut before it. Once for each."""
 
-    bad_words: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]", help_behavior_hint="")] = ()
-    """Texts that no answer may have."""
+    bad_words: Texts = ()
+    """A text that no answer may have. Once for each."""
 
     json_schema: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Answers are JSON that this schema takes."""
@@ -88,8 +92,8 @@ class SamplingFlags:
     regex: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
     """Answers match this regular expression, each as a whole."""
 
-    choice: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]", help_behavior_hint="")] = ()
-    """Answers are one of these texts."""
+    choice: Texts = ()
+    """Answers are this text or another that is given so. Once for each."""
 
     logprobs: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Log-probabilities of so many most likely tokens in each place; --output-json holds them."""
@@ -126,8 +130,14 @@ class SamplingFlags:
         return params
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
+        schema = read_text("json_schema", self.json_schema)
+        if schema is not None:
+            try:
+                json.loads(schema)
+            except ValueError as error:
+                raise RequestError("json_schema", str(self.json_schema), f"must be a file of JSON: {error}") from None
         flags = {
-            "json": read_text("json_schema", self.json_schema),
+            "json": schema,
             "grammar": read_text("grammar", self.grammar),
             "regex": self.regex,
             "choice": self.choice or None,

@@ -152,8 +152,11 @@ class InputProcessor:
 
     def _thinking(self, tags: ReasoningTags | None, budget: int, *, opened: bool) -> ThinkingBudget:
         if tags is None:
-            raise RequestError("thinking_token_budget", budget, "needs the tags of reasoning: give reasoning_tags, or "
-                               "start with a reasoning_parser")  # fmt: skip
+            accepted = (
+                "needs the tags of reasoning: give reasoning_tags beside it, or a reasoning_parser to LLM.chat, or to "
+                "the server when it starts"
+            )
+            raise RequestError("thinking_token_budget", budget, accepted)
         start, end = (tuple(self._tokenizer.encode(tag, add_special_tokens=False)) for tag in (tags.start, tags.end))
         for tag, ids in ((tags.start, start), (tags.end, end)):
             if not ids or max(ids) >= self.limits.vocab_size:
@@ -179,10 +182,13 @@ class InputProcessor:
         return extras
 
     def _bad_word(self, word: str) -> list[list[int]]:
-        """The ids of a text, and of it behind a blank. (vLLM takes these only where they are as many.)"""
+        """The ids of a text, and of it behind a blank. (vLLM takes these only where they are as many.)
+
+        Of blanks, such as a line break, their own ids only.
+        """
         if self._tokenizer is None:
             raise RequestError("bad_words", word, "the model has no tokenizer: use logit_bias")
-        texts = (word.lstrip(), " " + word.lstrip())
+        texts = (word.lstrip(), " " + word.lstrip()) if word.strip() else (word,)
         sequences = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return [ids for ids in sequences if ids]
 

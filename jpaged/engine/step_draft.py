@@ -67,5 +67,6 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         processors=0 if request.extras is None else request.extras.processors,
+        logprobs=params.needs_logprobs,
         extras=None if request.extras is None else request.extras.of_row(request),
     )

@@ -88,6 +88,7 @@ class RowInit:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     processors: int = 0            # bit i: custom processor i is asked for
+    logprobs: bool = False         # its tokens' log-probabilities are told; without, what comes for them is nothing
     extras: RowExtras | None = None
 
 

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import RequestError
 from jpaged.logits_processors import LogitsProcessor
 from jpaged.runtime.state import Field, Flag, SamplingState
 from jpaged.sampling_params import GREEDY_BELOW
@@ -63,6 +64,22 @@ class SamplerOptions:
         return self.logprobs_mode.endswith("logprobs")
 
 
+def check_processors(processors: tuple[LogitsProcessor, ...], vocab_size: int) -> None:
+    """Trace them. Raises RequestError for one that JAX cannot, or that gives something else than a row's logits."""
+    row, number = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((vocab_size,), ()))
+    for each in processors:
+        try:
+            made = jax.eval_shape(each, row, *[number] * len(each.parameters))
+        except Exception as error:  # whatever a user's function fails with
+            reason = str(error).partition("\n")[0]
+            accepted = f"must be a pure function of JAX arrays: tracing it fails with {type(error).__name__}: {reason}"
+            raise RequestError(f"logits_processors.{each.name}", each.function, accepted) from error
+        shape, dtype = getattr(made, "shape", None), getattr(made, "dtype", None)
+        if shape != row.shape or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            accepted = f"gives {dtype}{shape}, and must give the row's new logits: float32({vocab_size},)"
+            raise RequestError(f"logits_processors.{each.name}", each.function, accepted)
+
+
 def sample(
     logits: Float[Array, "rows vocab"],
     fields: Int[Array, "rows num_fields"],
@@ -85,7 +102,7 @@ def sample(
     """
     work = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
     if variant is SamplerVariant.FULL and extras is not None:
-        work = _process(work, fields, extras, options.processors)
+        work = _process(work, fields, extras, options.processors, options.can_skip)
     greedy = _argmax(work)
     if variant is SamplerVariant.GREEDY:
         return Sampled(greedy)
@@ -118,15 +135,22 @@ def sample(
     if variant is SamplerVariant.RANDOM:
         return Sampled(token_ids)
 
-    told = logits
-    if options.logprobs_mode.startswith("processed"):
-        told = jnp.where(kept.holds(x) | ~is_random[:, None], scaled, -jnp.inf)
-    # A beam is scored by what may be chosen, at its temperature.
-    beam_temperature = _float(fields[:, Field.BEAM_TEMPERATURE])[:, None]
-    is_beam = beam_temperature > 0
-    told = jnp.where(is_beam, work / jnp.where(is_beam, beam_temperature, 1.0), told)
-    normalised = is_beam | options.normalises
-    return _describe(told, token_ids, normalised, options.num_logprobs)
+    def say() -> Sampled:
+        told = logits
+        if options.logprobs_mode.startswith("processed"):
+            told = jnp.where(kept.holds(x) | ~is_random[:, None], scaled, -jnp.inf)
+        # A beam is scored by what may be chosen, at its temperature.
+        beam_temperature = _float(fields[:, Field.BEAM_TEMPERATURE])[:, None]
+        is_beam = beam_temperature > 0
+        told = jnp.where(is_beam, work / jnp.where(is_beam, beam_temperature, 1.0), told)
+        return _describe(told, token_ids, is_beam | options.normalises, options.num_logprobs)
+
+    def say_nothing() -> Sampled:
+        return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(say)).replace(
+            token_ids=token_ids
+        )
+
+    return _if_any((fields[:, Field.FLAGS] & Flag.LOGPROBS) > 0, say, say_nothing, options.can_skip)
 
 
 def describe(
@@ -163,31 +187,38 @@ def _process(
     fields: Int[Array, "rows num_fields"],
     extras: SamplingState,
     processors: tuple[LogitsProcessor, ...],
+    can_skip: bool,
 ) -> Float[Array, "rows vocab"]:
     """Masks, logit_bias, custom processors and penalties, of the rows that have them."""
     rows, vocab = logits.shape
 
-    def has(flag: Flag) -> Bool[Array, "rows 1"]:
-        return (fields[:, Field.FLAGS] & flag)[:, None] > 0
+    def where_flagged(flag: Flag, change: Callable[[Array], Array], work: Array) -> Array:
+        asked = (fields[:, Field.FLAGS] & flag) > 0
+        return _if_any(asked, lambda: jnp.where(asked[:, None], change(work), work), lambda: work, can_skip)
 
-    bits = (extras.masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    masked = has(Flag.MASK) & (bits.reshape(rows, -1)[:, :vocab] == 0)
-    work = jnp.where(masked, -jnp.inf, logits)
-    bias = jnp.where(has(Flag.BIAS), extras.bias, 0.0)
-    work = work.at[jnp.arange(rows)[:, None], extras.bias_ids].add(bias, mode="drop")
+    def mask(work: Array) -> Array:
+        bits = (extras.masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        return jnp.where(bits.reshape(rows, -1)[:, :vocab] == 0, -jnp.inf, work)
+
+    def add_bias(work: Array) -> Array:
+        return work.at[jnp.arange(rows)[:, None], extras.bias_ids].add(extras.bias, mode="drop")
+
+    # CTRL's repetition penalty (Keskar et al. 2019) over prompt and output, OpenAI's other two over the output
+    def penalise(work: Array) -> Array:
+        times = (extras.counts >> 1).astype(jnp.float32)
+        repetition = _float(fields[:, Field.REPETITION])[:, None]
+        work = jnp.where(extras.counts > 0, jnp.where(work > 0, work / repetition, work * repetition), work)
+        work -= _float(fields[:, Field.FREQUENCY])[:, None] * times
+        return work - _float(fields[:, Field.PRESENCE])[:, None] * (times > 0)
+
+    work = where_flagged(Flag.BIAS, add_bias, where_flagged(Flag.MASK, mask, logits))
     column = 0
     for number, process in enumerate(processors):
         count = len(process.parameters)
         asked = (fields[:, Field.PROCESSORS] >> number & 1)[:, None] > 0
         processed = jax.vmap(process)(work, *extras.custom[:, column : column + count].T)
         work, column = jnp.where(asked, processed, work), column + count
-    # CTRL's repetition penalty (Keskar et al. 2019) over prompt and output, OpenAI's other two over the output
-    counts = jnp.where(has(Flag.COUNTS), extras.counts, 0)
-    times = (counts >> 1).astype(jnp.float32)
-    repetition = _float(fields[:, Field.REPETITION])[:, None]
-    work = jnp.where(counts > 0, jnp.where(work > 0, work / repetition, work * repetition), work)
-    work -= _float(fields[:, Field.FREQUENCY])[:, None] * times
-    return work - _float(fields[:, Field.PRESENCE])[:, None] * (times > 0)
+    return where_flagged(Flag.COUNTS, penalise, work)
 
 
 # -- what stays, and the draw -------------------------------------------------------------------------------------

@@ -42,11 +42,12 @@ NUM_FIELDS = len(Field)
 
 
 class Flag(enum.IntFlag):
-    """What of `SamplingState` a row has; the rest of its entries there are left over from others."""
+    """What of `SamplingState` a row has: what else stands there is left over from others. And what it is told."""
 
     COUNTS = 1
     BIAS = 2
     MASK = 4
+    LOGPROBS = 8
 
 
 @flax.struct.dataclass
@@ -150,7 +151,7 @@ def row_values(init: RowInit) -> np.ndarray:
     values[Field.ROPE_LEN] = init.rope_len
     values[Field.TOP_K] = init.top_k
     values[Field.SAMPLE_INDEX] = init.sample_index
-    values[Field.FLAGS] = _flags(init.extras)
+    values[Field.FLAGS] = _flags(init.extras) | (Flag.LOGPROBS if init.logprobs else 0)
     values[Field.PROCESSORS] = init.processors
     floats = values.view(np.float32)
     floats[Field.TEMPERATURE] = init.temperature

@@ -9,6 +9,7 @@ from jpaged.answers.definitions import ToolChoice, checked_tools
 from jpaged.answers.formats import FORMATS
 from jpaged.answers.grammar import enforced_format, tool_grammar
 from jpaged.answers.parser import AnswerReader
+from jpaged.errors import RequestError
 
 NUMBER = {"$ref": "#/$defs/number"}
 SEARCH = {"properties": {"n": NUMBER}, "required": ["n"], "$defs": {"number": {"type": "integer"}}}
@@ -61,6 +62,17 @@ def test_what_can_be_written_is_read(name, choice):
     assert answer.content is None
     calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
     assert calls == [("search", {"n": 1}), ("now", {})]
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_by_its_place():
+    schemas = ({"properties": {}}, {"properties": {"v": {"type": "array", "uniqueItems": True}}})
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i, schema in enumerate(schemas)
+    ]
+    with pytest.raises(RequestError, match="made to follow uniqueItems") as caught:
+        tool_grammar(checked_tools(tools), REQUIRED, FORMATS["hermes"])
+    assert caught.value.parameter == "tools[1].function.parameters"
+    assert tool_grammar(checked_tools(tools), ToolChoice("named", "f0"), FORMATS["hermes"])
 
 
 def test_a_named_tool_is_the_only_one():

@@ -29,7 +29,7 @@ def test_numbers():
 
 
 def test_texts(tmp_path: pathlib.Path):
-    assert given("--stop", "a", "b c", "--bad-words", "x") == SamplingParams(
+    assert given("--stop", "a", "--stop", "b c", "--bad-words", "x") == SamplingParams(
         temperature=0, max_tokens=64, stop=["a", "b c"], bad_words=["x"]
     )
     schema, lark = tmp_path / "a.json", tmp_path / "a.lark"
@@ -39,7 +39,7 @@ def test_texts(tmp_path: pathlib.Path):
         (("--json-schema", str(schema)), {"json": '{"type":"object"}'}),
         (("--grammar", str(lark)), {"grammar": 'start: "é"'}),
         (("--regex", "[ab]+"), {"regex": "[ab]+"}),
-        (("--choice", "yes", "no"), {"choice": ("yes", "no")}),
+        (("--choice", "yes", "--choice", "no"), {"choice": ("yes", "no")}),
     )
     for words, wanted in cases:
         assert given(*words).structured_outputs == StructuredOutputsParams(**wanted)

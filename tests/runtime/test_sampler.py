@@ -17,7 +17,7 @@ VOCAB = 1200  # not a multiple of the CDF's block
 
 def fields(*rows):
     """Request-table rows with the given sampling parameters."""
-    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0, "sample_index": 0}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0, "logprobs": True}
     inits = [RowInit(0, 0, 1, np.zeros(1, np.int32), **(neutral | row)) for row in rows]
     return jnp.asarray(np.stack([row_values(init) for init in inits]))
 

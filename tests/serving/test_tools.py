@@ -268,6 +268,8 @@ def test_what_a_request_may_set_in_the_template(url, client, engine):
     ):
         client.chat.completions.create(**CHAT, max_tokens=1, extra_body=body)
         assert engine.tokenizer.seen_options["enable_thinking"] is expected
+    client.chat.completions.create(**CHAT, max_tokens=1, extra_body={"chat_template_kwargs": {"enable_thinking": 512}})
+    assert repr(engine.tokenizer.seen_options["enable_thinking"]) == "512"  # and not 512.0
     engine.tokenizer.chat_template += "{{ reasoning_effort }}"
     client.chat.completions.create(**CHAT, max_tokens=1, reasoning_effort="low")
     assert engine.tokenizer.seen_options["reasoning_effort"] == "low"

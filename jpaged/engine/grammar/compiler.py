@@ -214,6 +214,8 @@ class GrammarCompiler:
             logger.debug("compiled %s in %.3f s", source.parameter, time.monotonic() - began)
         if "NoExtension" in error:
             error = "nothing matches it, or only what never ends (a reference to itself)"
+        if "coerce_one_of" in error:
+            error = "oneOf whose branches may overlap is not supported: write anyOf"
         if error:
             raise RequestError(source.parameter, source.value, f"cannot be compiled: {first_line(error)}")
         return Grammar(matcher, self.vocab_size, source)

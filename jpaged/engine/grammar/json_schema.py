@@ -12,15 +12,7 @@ from typing import Any
 from jpaged.engine.grammar.limits import GrammarLimits
 from jpaged.engine.grammar.regex_dialect import to_rust
 from jpaged.errors import RequestError
-
-# Of draft 4 to 2020-12: they restrict, and are not enforced.
-REFUSED_KEYWORDS = frozenset(
-    {
-        "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
-        "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames",
-        "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-guidance",
-    }
-)  # fmt: skip
+from jpaged.structured_outputs import REFUSED_KEYWORDS
 
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 
