@@ -305,6 +305,16 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
+    def samples_forced_tokens(self) -> bool:
+        """Whether a token must be sampled even where a grammar allows one only: something is told of it, counts it, or
+        may forbid it."""
+        others = (
+            self.needs_logprobs, self.has_penalties, self.bad_words, self.allowed_token_ids, self.min_tokens,
+            self.logits_processors,
+        )  # fmt: skip
+        return any(others) or self.thinking_token_budget is not None
+
+    @property
     def needs_extras(self) -> bool:
         """Whether sampling needs more than numbers: what there has been, or what may be."""
         others = (

@@ -34,9 +34,17 @@ def only(logits, first, count):
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", logits_processors={"only": only}, **SIZES) as made:
+    with LLM("demo", logits_processors={"only": only, "broken": broken}, **SIZES) as made:
         yield made
         assert made.stats().compiles_after_ready == 0
+
+
+def broken(logits, how):
+    """A processor that breaks its row: NaN, infinite, nothing left, or times 0."""
+    import jax.numpy as jnp
+
+    choices = [logits * jnp.nan, logits + jnp.inf, jnp.full_like(logits, -jnp.inf), logits * 0]
+    return jnp.stack(choices)[how.astype(int)]
 
 
 def answers(llm: LLM, *params: SamplingParams) -> list[RequestOutput]:
@@ -165,6 +173,55 @@ def test_custom_processors(llm: LLM):
 def test_processors_that_are_none_are_refused_before_anything_is_loaded(wrong):
     with pytest.raises(RequestError, match="logits_processors"):
         LLM("nowhere", logits_processors=wrong)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_that_breaks_its_row_ends_its_own_request(llm: LLM, temperature: float):
+    good = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
+    asked = [dataclasses.replace(good, logits_processors={"broken": {"how": how}}) for how in range(3)]
+    outputs = answers(llm, good, *asked, dataclasses.replace(good, logprobs=1))
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "error", "error", "length"]
+    assert all("not finite" in output.outputs[0].stop_reason for output in outputs[1:4])
+    assert outputs[0].outputs[0].token_ids == outputs[4].outputs[0].token_ids
+    assert llm.stats().used_blocks == 0
+
+
+def test_what_may_not_be_sampled_stays_so(llm: LLM):
+    """Through a processor that makes zeros of all logits, and through penalties of any size."""
+    ids = tuple(range(300, 320))
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True, allowed_token_ids=ids)
+    for change in (
+        {"logits_processors": {"broken": {"how": 3}}},
+        {"repetition_penalty": 1e-38}, {"repetition_penalty": 1e38},
+        {"repetition_penalty": 1e-34, "temperature": 2e-5}, {"repetition_penalty": 1e34, "temperature": 2e-5},
+    ):  # fmt: skip
+        [output] = answers(llm, dataclasses.replace(params, **change))
+        assert output.outputs[0].finish_reason == "length"
+        assert set(output.outputs[0].token_ids) <= set(ids)
+
+
+def test_forced_tokens_that_others_forbid(llm: LLM):
+    """A grammar's only continuation is no reason to take what bad_words, min_tokens or allowed ids say no to."""
+    only_one = StructuredOutputsParams(choice=["the configuration file of the server"])
+    plain = SamplingParams(max_tokens=30, temperature=0, structured_outputs=only_one)
+    whole = answers(llm, plain)[0].outputs[0]
+    assert whole.finish_reason == "stop"
+    for change in ({"bad_words": ["file of"]}, {"min_tokens": 6, "stop_token_ids": [whole.token_ids[2]]}):
+        asked = dataclasses.replace(plain, **change)
+        alone = answers(llm, asked)[0].outputs[0]
+        beside = answers(llm, asked, *[dataclasses.replace(plain, structured_outputs=None)] * 7)[0].outputs[0]
+        assert (alone.finish_reason, alone.text) == (beside.finish_reason, beside.text)
+        assert alone.finish_reason == "error"
+
+
+def test_the_best_of_several_has_not_failed(llm: LLM):
+    hostile = StructuredOutputsParams(regex="(yes|no)|a{1,1000}{1,1000}")
+    params = SamplingParams(max_tokens=120, temperature=1.5, seed=3, n=1, best_of=8, structured_outputs=hostile)
+    reasons = [answer.finish_reason for answer in answers(llm, dataclasses.replace(params, n=8))[0].outputs]
+    whole = len(reasons) - reasons.count("error")
+    assert 0 < whole < 8
+    best = answers(llm, dataclasses.replace(params, n=whole))[0].outputs
+    assert [answer.finish_reason for answer in best] == ["stop"] * whole
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Log-probabilities of prompts: those of generation to the bit, in chunks of any size, and after preemption."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,3 +102,15 @@ def test_llm_score():
         with pytest.raises(RequestError, match=r"prompt_logprobs=6.*at most 5"):
             llm.generate(text, SamplingParams(prompt_logprobs=6), use_tqdm=False)
         assert llm.stats().compiles_after_ready == 0
+
+
+def test_of_several_answers_one_tells_of_the_prompt(runner, wanted):
+    """However many, also where they wait for rows: the prompt is computed and scored once."""
+    prompt = PROMPTS[-1]
+    engine = make_engine(runner)
+    several = SamplingParams(max_tokens=4, n=3 * runner.max_num_seqs, seed=1, prompt_logprobs=2, ignore_eos=True)
+    one = run(make_engine(runner), [(prompt, dataclasses.replace(several, n=1))])["0"]
+    output = run(engine, [(prompt, several)])["0"]
+    assert output.prompt_logprobs == one.prompt_logprobs
+    assert output.outputs[0].token_ids == one.outputs[0].token_ids
+    assert engine.stats().prompt_tokens < 2 * len(prompt)

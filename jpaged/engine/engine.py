@@ -179,7 +179,7 @@ class Engine:
             grammar = group.grammar.result()
             for request in group.requests:
                 request.matcher = grammar.matcher()
-                request.jumps = self._jumps and not (group.params.needs_logprobs or group.params.has_penalties)
+                request.jumps = self._jumps and not group.params.samples_forced_tokens
         self._groups[group.request_id] = group
         self._outputs.add(group)
         self._scheduler.add(group.first)

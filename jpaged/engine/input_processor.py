@@ -157,11 +157,10 @@ class InputProcessor:
                 "the server when it starts"
             )
             raise RequestError("thinking_token_budget", budget, accepted)
-        start, end = (tuple(self._tokenizer.encode(tag, add_special_tokens=False)) for tag in (tags.start, tags.end))
-        for tag, ids in ((tags.start, start), (tags.end, end)):
-            if not ids or max(ids) >= self.limits.vocab_size:
-                raise RequestError("reasoning_tags", tag, "the model has no tokens for this tag")
-        return ThinkingBudget(ThinkingTags(start, end), budget, opened=opened)
+        end_ids = tuple(self._tokenizer.encode(tags.end, add_special_tokens=False))
+        if not end_ids or max(end_ids) >= self.limits.vocab_size:
+            raise RequestError("reasoning_tags", tags.end, "the model has no tokens for this tag")
+        return ThinkingBudget(ThinkingTags(tags.start.encode(), tags.end.encode(), end_ids), budget, opened=opened)
 
     def _extras(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> SamplingExtras | None:
         """What the request's sampling needs beside numbers. Raises RequestError where nothing could be sampled."""

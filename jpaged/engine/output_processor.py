@@ -11,7 +11,7 @@ from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.step_plan import Scores, StepResult
-from jpaged.errors import EngineError
+from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestMetrics, RequestOutput
 from jpaged.pooling_params import PoolingParams
 from jpaged.sampling_params import RequestOutputKind
@@ -59,6 +59,9 @@ class OutputProcessor:
         string comes before a stop token, and both before the length. now: seconds of `time.monotonic()`.
         """
         request.num_in_flight -= 1
+        if token_id < 0:
+            accepted = "leave no token to sample: logits that are not finite, or all -inf"
+            raise RequestError("logits_processors", request.params.logits_processors, accepted)
         if request.params.needs_logprobs:
             self._add_logprobs(request, token_id, result, index)
         return self.append(request, token_id, now)
@@ -79,7 +82,7 @@ class OutputProcessor:
         note_token(request.metrics, now)
         matcher = request.matcher
         if request.thinking is not None:
-            request.thinking.take(token_id)
+            request.thinking.take(token_id, self._token_bytes(token_id))
         stops = token_id in request.stop_ids
         is_full = len(request.token_ids) >= request.max_total_tokens
         ends = stops or is_full
@@ -100,6 +103,12 @@ class OutputProcessor:
             request.stop_reason = "repetition_detected"
             return RequestStatus.REPETITION
         return RequestStatus.LENGTH if is_full else None
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        if self._decoder is None:
+            raise EngineError("there is no tokenizer")
+        exact = self._decoder.token_bytes(token_id)
+        return self._decoder.token_text(token_id).encode() if exact is None else exact
 
     def _add_text(self, request: Request, token_id: int, *, stops: bool, ends: bool) -> str | None:
         """The stop string that is complete with a token, the end of the answer's text included if it ends."""
@@ -147,7 +156,8 @@ class OutputProcessor:
         search = group.search
         completions = self._completions(group) if search is None else self._beams(group, search)
         if group.params.chooses and search is None:
-            completions.sort(key=lambda completion: -(completion.cumulative_logprob or 0.0))
+            failed = RequestStatus.FAILED.value
+            completions.sort(key=lambda each: (each.finish_reason == failed, -(each.cumulative_logprob or 0.0)))
             completions = completions[: group.params.n]
             for index, completion in enumerate(completions):
                 completion.index = index

@@ -132,7 +132,7 @@ class Request:
         self.rope_len = self.prompt_len
         if self.params.logprobs is not None:
             self.logprobs = []
-        if self.params.prompt_logprobs is not None:
+        if self.params.prompt_logprobs is not None and self.index == 0:  # of the prompt, which all answers share
             self.prompt_logprobs, self.num_scored = [None], 1
         if self.params.needs_logprobs:
             self.cumulative_logprob = 0.0
@@ -174,7 +174,9 @@ class Request:
         """Whether it is to start without anybody's KV, whatever there is."""
         if self.prompt_logprobs is not None and self.num_scored < self.prompt_len:
             return True
-        return self.status is RequestStatus.WAITING and self.params.skips_prefix_cache
+        # only the first answer of several tells of the prompt: the others take what it has computed
+        skips = self.params.skip_reading_prefix_cache if self.index else self.params.skips_prefix_cache
+        return self.status is RequestStatus.WAITING and bool(skips)
 
     def to_score(self, count: int) -> list[tuple[int, int]]:
         """Of its next `count` tokens those whose successor in the prompt is to be told about: (place, successor)."""

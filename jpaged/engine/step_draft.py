@@ -7,6 +7,8 @@ import numpy as np
 from jpaged.engine.request import Request
 from jpaged.engine.step_plan import RowInit
 
+# A larger factor would make infinity of logits, at any temperature, and a smaller one of their quotients.
+MOST_REPETITION = 1e25
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 
 
@@ -65,7 +67,7 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
         typical_p=1.0 if greedy else max(params.typical_p, SMALLEST_FLOAT32),
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
+        repetition_penalty=min(max(params.repetition_penalty, 1 / MOST_REPETITION), MOST_REPETITION),
         processors=0 if request.extras is None else request.extras.processors,
         logprobs=params.needs_logprobs,
         extras=None if request.extras is None else request.extras.of_row(request),

@@ -2,6 +2,9 @@
 
 Host side. Whoever samples asks `forced` before a token and tells `take` of each that came; after a preemption the state
 is that of a new one which took the same tokens again.
+
+Where reasoning begins and ends is read from the text, as a parser of the answer and a grammar read it: a model writes a
+tag in other tokens than the tokenizer would, or begins and ends it inside of one.
 """
 
 import dataclasses
@@ -9,14 +12,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ThinkingTags:
-    """The tags around reasoning, as token ids: those that the tokenizer writes them with."""
+    """The tags around reasoning: their text in UTF-8, and the tokens that the end tag is written with."""
 
-    start: tuple[int, ...]
-    end: tuple[int, ...]
+    start: bytes
+    end: bytes
+    end_ids: tuple[int, ...]
 
 
 class ThinkingBudget:
-    """Follows one answer.
+    """Follows one answer. Reasoning stands at its beginning, or nowhere.
 
     budget: tokens of reasoning, tags not counted; 0 ends it at once.
     opened: whether the prompt has opened the reasoning.
@@ -25,7 +29,8 @@ class ThinkingBudget:
     def __init__(self, tags: ThinkingTags, budget: int, *, opened: bool):
         self._tags = tags
         self._left = budget
-        self._recent: tuple[int, ...] = ()  # the last tokens: where a tag may be ending
+        self._recent: tuple[int, ...] = ()  # the last tokens: where the end tag may be under way
+        self._text = b""                    # of the answer, as far as a tag may still be in it
         self._thinking = opened
         self._ended = False
         self._written = 0  # tokens of the end tag that stand at the answer's end
@@ -35,24 +40,38 @@ class ThinkingBudget:
         """The token that must come next; None where the model is free."""
         if not self._thinking or self._left > self._written:
             return None
-        return self._tags.end[self._written]
+        return self._tags.end_ids[self._written]
 
-    def take(self, token_id: int) -> None:
-        """One more token of the answer."""
+    def take(self, token_id: int, text: bytes) -> None:
+        """One more token of the answer, and what it stands for."""
         if self._ended:
             return
-        longest = max(len(self._tags.start), len(self._tags.end))
-        self._recent = (*self._recent, token_id)[-longest:]
-        if not self._thinking:
-            self._thinking = self._recent[-len(self._tags.start) :] == self._tags.start
+        self._text += text
+        if self._thinking:
+            self._think(token_id)
             return
+        begun, start = self._text.lstrip(), self._tags.start
+        if begun.startswith(start):
+            self._thinking, self._text = True, begun[len(start) :]
+            self._look_for_end()
+        elif not start.startswith(begun):
+            self._ended = True  # the answer has begun: what it says of tags is none of reasoning's
+
+    def _think(self, token_id: int) -> None:
         before = self._written
-        self._written = _overlap(self._recent, self._tags.end)
-        if self._written == len(self._tags.end):
+        self._recent = (*self._recent, token_id)[-len(self._tags.end_ids) :]
+        self._written = _overlap(self._recent, self._tags.end_ids)
+        self._look_for_end()
+        if not self._ended:
+            # What looked like the beginning of the end tag and was none has been reasoning after all.
+            self._left -= before + 1 - self._written
+
+    def _look_for_end(self) -> None:
+        end = self._tags.end
+        if end in self._text or self._written == len(self._tags.end_ids):
             self._thinking, self._ended = False, True
-            return
-        # What looked like the beginning of the end tag and was none has been reasoning after all.
-        self._left -= before + 1 - self._written
+        else:
+            self._text = self._text[len(self._text) - len(end) + 1 :] if len(self._text) >= len(end) else self._text
 
 
 def _overlap(recent: tuple[int, ...], tag: tuple[int, ...]) -> int:

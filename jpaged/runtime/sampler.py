@@ -31,6 +31,7 @@ BLOCK = 512
 SMALLEST_BLOCK = 32
 # The most likely ids of a row that are looked at first.
 CANDIDATES = 64
+NOT_A_TOKEN = -1
 # Rows that are searched at a time where these do not settle them.
 PART = 8
 
@@ -106,6 +107,10 @@ def sample(
     greedy = _argmax(work)
     if variant is SamplerVariant.GREEDY:
         return Sampled(greedy)
+    peak = jnp.take_along_axis(work, greedy[:, None], axis=1)[:, 0]
+    # A custom processor's doing: NaN, infinite, or nothing is left. The host ends the request.
+    has_processors = variant is SamplerVariant.FULL and bool(options.processors)
+    is_wrong = ~jnp.isfinite(peak) if has_processors else jnp.zeros(len(greedy), bool)
 
     temperature = _float(fields[:, Field.TEMPERATURE])
     is_random = temperature > GREEDY_BELOW
@@ -132,6 +137,7 @@ def sample(
     else:
         x = lax.optimization_barrier(less_its_peak())
         token_ids, kept = draw()
+    token_ids = jnp.where(is_wrong, NOT_A_TOKEN, token_ids)
     if variant is SamplerVariant.RANDOM:
         return Sampled(token_ids)
 
@@ -217,6 +223,7 @@ def _process(
         count = len(process.parameters)
         asked = (fields[:, Field.PROCESSORS] >> number & 1)[:, None] > 0
         processed = jax.vmap(process)(work, *extras.custom[:, column : column + count].T)
+        processed = jnp.where(work == -jnp.inf, -jnp.inf, processed)  # what may not be sampled stays so, times 0 too
         work, column = jnp.where(asked, processed, work), column + count
     return where_flagged(Flag.COUNTS, penalise, work)
 

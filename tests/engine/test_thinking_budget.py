@@ -10,76 +10,107 @@ from jpaged.engine.thinking_budget import ThinkingBudget, ThinkingTags
 from tests.engine.fake_runner import FakeRunner, next_token
 from tests.engine.small_tokenizer import SmallTokenizer
 
-ONE = ThinkingTags((1,), (2,))
-MANY = ThinkingTags((1, 5, 3), (2, 5, 2, 3))  # shares tokens with itself and with the start tag
-TOKENS = st.lists(st.sampled_from([1, 2, 3, 5, 5, 2, 9]), max_size=40)
+# Tokens of one letter, and some that hold the edge of a tag.
+TEXTS = {1: "<", 2: "t", 3: ">", 4: "/", 5: "x", 6: " ", 7: "x<", 8: "t>x", 9: "</", 10: "t>", 11: "<t>"}
+TAGS_OF = {
+    "letters": ThinkingTags(b"<t>", b"</t>", (1, 4, 2, 3)),
+    "pieces": ThinkingTags(b"<t>", b"</t>", (9, 10)),
+    "alike": ThinkingTags(b"tt", b"txtx", (2, 5, 2, 5)),
+}
+TOKENS = st.lists(st.sampled_from(list(TEXTS)), max_size=40)
 
 
-def find(tokens: list[int], tag: tuple[int, ...], start: int = 0) -> int | None:
-    places = range(start, len(tokens) - len(tag) + 1)
-    return next((i for i in places if tuple(tokens[i : i + len(tag)]) == tag), None)
+def text_of(tokens: list[int]) -> str:
+    return "".join(TEXTS[token] for token in tokens)
 
 
-@settings(max_examples=300, deadline=None)
-@given(wanted=TOKENS, budget=st.integers(0, 12), tags=st.sampled_from([ONE, MANY]), opened=st.booleans())
+def whole(tokens: list[int], tags: ThinkingTags, *, opened: bool) -> tuple[int, int | None] | None:
+    """From the whole answer: tokens up to where reasoning begins, and to where it has ended; None without reasoning."""
+    start, end = tags.start.decode(), tags.end.decode()
+    texts = [text_of(tokens[:count]) for count in range(len(tokens) + 1)]
+    begins, inside = 0, 0
+    if not opened:
+        lead = len(texts[-1]) - len(texts[-1].lstrip())
+        if not texts[-1].lstrip().startswith(start):
+            return None
+        inside = lead + len(start)
+        begins = next(count for count, text in enumerate(texts) if len(text) >= inside)
+    place = texts[-1].find(end, inside)
+    if place < 0:
+        return begins, None
+    return begins, next(count for count, text in enumerate(texts) if len(text) >= place + len(end))
+
+
+@settings(max_examples=600, deadline=None)
+@given(wanted=TOKENS, budget=st.integers(0, 12), tags=st.sampled_from(list(TAGS_OF.values())), opened=st.booleans())
 def test_against_a_search_through_the_answer(wanted, budget, tags, opened):
     followed = ThinkingBudget(tags, budget, opened=opened)
     said: list[int] = []
-    forced = 0
-    for token in wanted:
+    forced: list[int] = []
+    left = list(wanted)
+    while left or followed.forced is not None:
         must = followed.forced
-        forced += must is not None
-        said.append(token if must is None else must)
-        followed.take(said[-1])
-    while followed.forced is not None:
-        said.append(followed.forced)
-        followed.take(said[-1])
-        forced += 1
-    begins = 0 if opened else find(said, tags.start)
-    if begins is None:
+        token = left.pop(0) if must is None else must
+        if must is not None:
+            forced.append(len(said))
+            left = left[1:]
+        said.append(token)
+        followed.take(token, TEXTS[token].encode())
+    found = whole(said, tags, opened=opened)
+    if found is None:
         assert said == wanted
         return
-    begins += 0 if opened else len(tags.start)
-    ends = find(said, tags.end, begins)
-    thought = (len(said) if ends is None else ends) - begins
-    assert thought <= budget + (0 if forced else len(tags.end) - 1)
+    begins, ends = found
     if not forced:
         assert said == wanted
-        assert ends is not None or thought <= budget + len(tags.end)
-    else:
-        assert ends is not None
-        assert forced <= len(tags.end)
-        after = ends + len(tags.end)
-        assert said[after:] == wanted[after:]  # the model is free again
-        assert said[: after - forced] == wanted[: after - forced]
+        assert (len(said) if ends is None else ends) - begins <= budget + len(tags.end) - 1
+        return
+    # The end tag is forced as a whole or what is left of it, once, when the budget is used up; then all is free.
+    assert ends == forced[-1] + 1
+    assert forced == list(range(forced[0], ends))
+    assert tuple(said[forced[0] : ends]) == tags.end_ids[-len(forced) :]
+    assert ends - len(tags.end_ids) - begins <= budget
+    assert said[: forced[0]] == wanted[: forced[0]]
+    assert said[ends:] == wanted[ends:]
+
+
+def take(followed: ThinkingBudget, *tokens: int) -> ThinkingBudget:
+    for token in tokens:
+        followed.take(token, TEXTS[token].encode())
+    return followed
 
 
 def test_no_budget_ends_at_once():
-    followed = ThinkingBudget(MANY, 0, opened=True)
-    for token in MANY.end:
+    followed = ThinkingBudget(TAGS_OF["letters"], 0, opened=True)
+    for token in TAGS_OF["letters"].end_ids:
         assert followed.forced == token
-        followed.take(token)
+        take(followed, token)
     assert followed.forced is None
 
 
-def test_reasoning_that_the_answer_opens_itself():
-    followed = ThinkingBudget(ONE, 0, opened=False)
-    assert followed.forced is None
-    followed.take(9)
-    assert followed.forced is None
-    followed.take(1)
-    assert followed.forced == 2
+@pytest.mark.parametrize("start", [[11], [1, 2, 3], [6, 6, 1, 10], [1, 8]])
+def test_reasoning_that_the_answer_opens_itself_in_whatever_tokens(start):
+    assert take(ThinkingBudget(TAGS_OF["pieces"], 0, opened=False), *start).forced == 9
+
+
+@pytest.mark.parametrize("answer", [[5, 11], [6, 5, 6, 11], [1, 5, 11], [7, 10], [3]])
+def test_tags_inside_of_an_answer_are_the_answers(answer):
+    assert take(ThinkingBudget(TAGS_OF["pieces"], 0, opened=False), *answer, 5, 5).forced is None
+
+
+def test_an_end_tag_in_other_tokens_is_one():
+    assert take(ThinkingBudget(TAGS_OF["pieces"], 2, opened=True), 7, 4, 2, 3, 5, 5, 5).forced is None
+    assert take(ThinkingBudget(TAGS_OF["pieces"], 2, opened=True), 7, 4).forced == 9
 
 
 def test_the_same_tokens_again_give_the_same_state():
     """As after a preemption."""
-    tokens = [9, 1, 9, 9, 2, 2]
+    tokens = [11, 5, 5, 9, 10, 5]
     for count in range(len(tokens)):
-        first, second = (ThinkingBudget(ONE, 2, opened=False) for _ in range(2))
-        for token in tokens[:count]:
-            first.take(token)
-            second.take(token)
-        assert first.forced == second.forced == (2 if count == 4 else None)
+        first, second = (
+            take(ThinkingBudget(TAGS_OF["pieces"], 2, opened=False), *tokens[:count]) for _ in range(2)
+        )
+        assert first.forced == second.forced
 
 
 TOKENIZER = SmallTokenizer()

@@ -266,3 +266,38 @@ def test_what_costs_too_much_ends_with_one_line(demo: Model):
     assert caught.value.parameter == "structured_outputs.regex"
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 700
+
+
+def take(model: Model, matcher: GrammarMatcher, token_ids: list[int]) -> None:
+    words = np.zeros(mask_words(model.vocab_size), np.uint32)
+    for token_id in token_ids:
+        matcher.mask_into(words)
+        assert matcher.accept(token_id)
+
+
+def test_a_grammar_does_not_wear_out(demo: Model):
+    """The states of its lexer are limited, and shared by all answers: the twelfth of these has used them up."""
+    properties = {f"field_{i}": {"type": "string", "maxLength": 1000 + 100 * i} for i in range(16)}
+    schema = corpus.obj(properties)
+    tokenizer = load_tokenizer(DEMO)
+    begun = demo.matcher(json=schema)
+    said = tokenizer.encode('{"field_0": "alpha', add_special_tokens=False)
+    take(demo, begun, said)
+    for number in range(20):
+        text = json.dumps({f"field_{i}": ("alpha beta " * 90)[: 900 if i == number % 16 else 60] for i in range(16)})
+        take(demo, demo.matcher(json=schema), tokenizer.encode(text, add_special_tokens=False))
+    take(demo, begun, tokenizer.encode(' beta", "field_1": "', add_special_tokens=False))  # one that began long ago
+
+
+def test_an_answer_that_fails_leaves_the_grammar_to_others(demo: Model):
+    """Another that is under way, and those that begin later."""
+    hostile = {"regex": "a{1,1000}{1,1000}"}
+    letters = load_tokenizer(DEMO).encode("a", add_special_tokens=False)
+    other = demo.matcher(**hostile)
+    take(demo, other, letters * 5)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="cannot go on after"):
+            take(demo, demo.matcher(**hostile), letters * 200)
+        take(demo, other, letters)
+        take(demo, demo.matcher(**hostile), letters * 20)
+    assert len(other) == 7

@@ -6,10 +6,11 @@ schema takes 4 ms) never wait behind hostile ones. At most two children, both wi
 """
 
 import collections
+import functools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +30,7 @@ from jpaged.structured_outputs import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 
 QUICK_SECONDS = 0.5
+RENEW_SECONDS = 0.1  # what takes longer to compile is not compiled in the engine's thread, where all requests wait
 MAX_SLOW = 8  # compiles that wait in the slow lane
 
 _Key = tuple[StructuredOutputsParams, Thought | None]
@@ -37,12 +39,34 @@ _Key = tuple[StructuredOutputsParams, Thought | None]
 class Grammar:
     """A compiled grammar, shared by all requests that ask for the same."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, source: Source):
-        self._first = GrammarMatcher(matcher, vocab_size, source.parameter, source.value)
+    def __init__(self, make: Callable[[], LLMatcher], vocab_size: int, source: Source):
+        """make: compiles it. Raises RequestError where that fails."""
+        self._make, self._vocab_size, self._source = make, vocab_size, source
+        began = time.monotonic()
+        self._matcher = make()
+        self._seconds = time.monotonic() - began
+        self._generation = 0
 
     def matcher(self) -> GrammarMatcher:
         """For one answer, at its beginning. A copy takes 42 us, and begins with what others have computed."""
-        return self._first.copy()
+        parameter, value = self._source.parameter, self._source.value
+        copied = self._matcher.deep_copy()
+        return GrammarMatcher(copied, self._vocab_size, parameter, value, self._renewed, self._generation)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether those who ask for it from now on need it compiled anew."""
+        return self._generation < 0
+
+    def _renewed(self, generation: int) -> tuple[LLMatcher, int] | None:
+        """For an answer whose matcher of this generation has failed. Called by the engine's thread only."""
+        if generation == self._generation:
+            if self._seconds > RENEW_SECONDS:
+                self._generation = -1
+            else:
+                self._matcher = self._make()
+                self._generation += 1
+        return None if self._generation < 0 else (self._matcher.deep_copy(), self._generation)
 
 
 class _Lane:
@@ -95,6 +119,8 @@ class GrammarCompiler:
         with self._lock:
             if self._closed:
                 raise EngineError("the engine is closed")
+            if key in self._cache and self._cache[key].is_stale:
+                del self._cache[key]
             if key in self._cache:
                 self._cache.move_to_end(key)
                 done: Future[Grammar] = Future()
@@ -199,26 +225,23 @@ class GrammarCompiler:
         text, error = probe.compile(
             source.text(), context_free=source.is_context_free, limits=limits, seconds=seconds
         )
-        if not error:
-            assert self._tokenizer is not None
-            if not source.is_context_free:
-                text = source.text(self._special_ids.get)
-            if source.thought is not None:
-                text = source.thought.before(text, self._special_ids.get)
-            began = time.monotonic()
-            matcher = LLMatcher(self._tokenizer, text, limits=LLParserLimits(**limits), log_level=0)
-            if not matcher.is_error():
-                words = np.zeros(mask_words(self.vocab_size), np.uint32)
-                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            error = matcher.get_error()
-            logger.debug("compiled %s in %.3f s", source.parameter, time.monotonic() - began)
-        if "NoExtension" in error:
-            error = "nothing matches it, or only what never ends (a reference to itself)"
-        if "coerce_one_of" in error:
-            error = "oneOf whose branches may overlap is not supported: write anyOf"
         if error:
-            raise RequestError(source.parameter, source.value, f"cannot be compiled: {first_line(error)}")
-        return Grammar(matcher, self.vocab_size, source)
+            raise _not_compiled(source, error)
+        if not source.is_context_free:
+            text = source.text(self._special_ids.get)
+        if source.thought is not None:
+            text = source.thought.before(text, self._special_ids.get)
+        return Grammar(functools.partial(self._make, source, text, limits), self.vocab_size, source)
+
+    def _make(self, source: Source, text: str, limits: dict[str, Any]) -> LLMatcher:
+        assert self._tokenizer is not None
+        matcher = LLMatcher(self._tokenizer, text, limits=LLParserLimits(**limits), log_level=0)
+        if not matcher.is_error():
+            words = np.zeros(mask_words(self.vocab_size), np.uint32)
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise _not_compiled(source, matcher.get_error())
+        return matcher
 
     def _read_tokenizer(self) -> None:
         with self._tokenizer_lock:
@@ -233,6 +256,14 @@ class GrammarCompiler:
                 if token.special and token_id < self.vocab_size
             }
             logger.info("read the tokenizer for grammars in %.1f s", time.monotonic() - began)
+
+
+def _not_compiled(source: Source, error: str) -> RequestError:
+    if "NoExtension" in error:
+        error = "nothing matches it, or only what never ends (a reference to itself)"
+    if "coerce_one_of" in error:
+        error = "oneOf whose branches may overlap is not supported: write anyOf"
+    return RequestError(source.parameter, source.value, f"cannot be compiled: {first_line(error)}")
 
 
 def _fail(future: "Future[Grammar]", error: Exception) -> None:

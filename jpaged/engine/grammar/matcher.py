@@ -5,6 +5,10 @@ write for it (`GrammarMatcher.forced_tokens`), and a mask has the first of them 
 at once and one that samples them one by one come to the same tokens.
 """
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from llguidance import LLMatcher
 
@@ -14,17 +18,40 @@ from jpaged.errors import RequestError
 
 def first_line(error: str) -> str:
     """llguidance's messages in one line: without its parser's state, and without drawings of where."""
-    lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
+    error = error.partition("<backtrace>")[0].replace("<non-verbose/>", "")
+    lines = [line.strip() for line in error.splitlines()]
     reason = [line for line in lines if line.startswith("error: ")]  # of a regular expression, after all of its text
     text = " ".join(reason or [line for line in lines if line and not set(line) <= set("^~ -|")])
     return text if len(text) <= 200 else text[:200] + "…"
 
 
-class GrammarMatcher:
-    """One answer's place in its grammar. Used by one thread at a time."""
+REPLAY_SECONDS = 0.03  # of an answer's tokens, in which all other requests wait; a usual one's take 5 ms
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, parameter: str, value: object):
+# A new matcher for the grammar's beginning, and its generation; None where there can be none. Given the old one's.
+Renew = Callable[[int], tuple[LLMatcher, int] | None]
+
+
+class GrammarMatcher:
+    """One answer's place in its grammar. Used by one thread at a time.
+
+    Answers of one grammar share the states of its lexer, whose number is limited: others may have used them up (or, by
+    an error in the compiler, broken them). Then an answer goes on with a fresh matcher, which takes its tokens again.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        parameter: str,
+        value: object,
+        renew: Renew = lambda generation: None,
+        generation: int = 0,
+    ):
         self._matcher = matcher
+        self._renew = renew
+        self._generation = generation
+        self._renewed_at = -1         # tokens that there were when it last went on with another
+        self._tokens: list[int] = []  # accepted so far
         self._vocab_size = vocab_size
         self._parameter = parameter
         self._value = value
@@ -53,8 +80,7 @@ class GrammarMatcher:
         They may be taken without sampling, all or as many as there is room for. Raises RequestError as `mask_into`.
         """
         if self._taken == len(self._forced) and not self._asked:
-            forced = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
-            self._check()
+            forced = self._ask(lambda matcher: [] if matcher.is_stopped() else matcher.compute_ff_tokens())
             self._asked = True
             if forced:
                 self._forced, self._taken = forced, 0
@@ -73,18 +99,21 @@ class GrammarMatcher:
         if forced:
             words.view(np.uint32)[forced[0] // 32] = np.uint32(1 << (forced[0] % 32))
             return
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._check()
+        self._ask(lambda matcher: matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
         if not words.any():
             raise self._impossible("it allows no token that the tokenizer has")
 
     def accept(self, token_id: int) -> bool:
-        """Take the token that was sampled. False where the grammar does not allow it: nothing changes then."""
+        """Take the token that was sampled. False where the grammar does not allow it: nothing changes then.
+
+        Raises RequestError as `mask_into`.
+        """
         forced = self._forced[self._taken :]
         if self.is_finished or (forced and token_id != forced[0]):
             return False
-        if self._matcher.try_consume_tokens([token_id]) != 1:
+        if self._ask(lambda matcher: matcher.try_consume_tokens([token_id])) != 1:
             return False
+        self._tokens.append(token_id)
         self._history.append((self._forced, self._taken))
         if forced:
             self._taken += 1
@@ -97,21 +126,50 @@ class GrammarMatcher:
             raise ValueError(f"cannot go back by {num_tokens} of {len(self._history)} tokens")
         if num_tokens:
             self._matcher.rollback(num_tokens)
-            self._check()
+            if self._matcher.is_error():
+                raise self._impossible(first_line(self._matcher.get_error()))
             self._forced, self._taken = self._history[-num_tokens]
-            del self._history[-num_tokens:]
+            del self._history[-num_tokens:], self._tokens[-num_tokens:]
             self._asked = False
 
     def copy(self) -> "GrammarMatcher":
         """Another answer at the same place, which goes its own way from here."""
-        other = GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._parameter, self._value)
+        matcher = self._matcher.deep_copy()
+        other = GrammarMatcher(
+            matcher, self._vocab_size, self._parameter, self._value, self._renew, self._generation
+        )
+        other._tokens = list(self._tokens)
         other._forced, other._taken, other._asked = self._forced, self._taken, self._asked
         other._history = list(self._history)
         return other
 
-    def _check(self) -> None:
+    def _ask(self, ask: Callable[[LLMatcher], Any]) -> Any:
+        """What the matcher answers; or, where it has failed, a fresh one at the same place."""
+        answer = ask(self._matcher)
         if self._matcher.is_error():
-            raise self._impossible(first_line(self._matcher.get_error()))
+            error = first_line(self._matcher.get_error())
+            if not self._go_on_with_another():
+                raise self._impossible(error)
+            answer = ask(self._matcher)
+            if self._matcher.is_error():
+                self._go_on_with_another()  # not here again: the next answer to begin has a fresh one
+                raise self._impossible(first_line(self._matcher.get_error()))
+        return answer
+
+    def _go_on_with_another(self) -> bool:
+        """Take a fresh matcher to this place. False where it fails here, too, or on the way, or is too slow."""
+        made = self._renew(self._generation)
+        if made is None or self._renewed_at == len(self._tokens):
+            return False
+        self._renewed_at = len(self._tokens)
+        matcher, self._generation = made
+        until = time.monotonic() + REPLAY_SECONDS
+        for first in range(0, len(self._tokens), 8):
+            some = self._tokens[first : first + 8]
+            if matcher.try_consume_tokens(some) != len(some) or time.monotonic() > until:
+                return False
+        self._matcher = matcher
+        return True
 
     def _impossible(self, why: str) -> RequestError:
         return RequestError(self._parameter, self._value, f"cannot go on after {len(self)} tokens: {why}")
