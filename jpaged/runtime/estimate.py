@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jpaged.runtime.programs import Shape
 
 # float32 copies of the logits: the logits, what the sampler makes of them, and the sort of the most likely ones.
-LOGITS = {"gpu": 4.5, "tpu": 8.0, "cpu": 4.5}
+LOGITS = {"gpu": 4.5, "tpu": 10.0, "cpu": 4.5}
 HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, normed, and in float32
 TILE_ROWS, KEYS = 16, 128  # of the XLA attention
 
