@@ -1,6 +1,8 @@
 """The errors a user can meet. Every one says what to change."""
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 
 SHOWN = 200  # characters of a value that a message repeats
 
@@ -56,3 +58,11 @@ class ModelLoadError(JPagedError):
 
 class EngineError(JPagedError):
     """The engine cannot go on: a bug in jpaged, or a device that failed."""
+
+
+def unknown_field(parameter: str, name: object, value: object, known: Iterable[str]) -> RequestError:
+    """For a field that `parameter`, a mapping of fields, does not have; with the known one that is most alike."""
+    known = list(known)
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(known)
+    return RequestError(f"{parameter}.{name}", value, f"unknown field; {hint}")

@@ -1,11 +1,10 @@
 """RepetitionDetectionParams: when an answer that goes round in circles ends. Checked when made, frozen afterwards."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Self
 
-from jpaged.errors import RequestError
+from jpaged.errors import RequestError, unknown_field
 
 MAX_PATTERN = 1024  # tokens: each new one is compared with as many before it, 6 us
 
@@ -36,9 +35,7 @@ class RepetitionDetectionParams:
             raise RequestError("repetition_detection", fields, accepted)
         for name in fields:
             if name not in cls.__dataclass_fields__:
-                close = difflib.get_close_matches(str(name), cls.__dataclass_fields__, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(cls.__dataclass_fields__)
-                raise RequestError(f"repetition_detection.{name}", fields[name], f"unknown field; {hint}")
+                raise unknown_field("repetition_detection", name, fields[name], cls.__dataclass_fields__)
         return cls(**fields)
 
     def __post_init__(self) -> None:

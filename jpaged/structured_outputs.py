@@ -5,13 +5,12 @@ may contain are `jpaged.engine.grammar`'s business.
 """
 
 import dataclasses
-import difflib
 import json
 import re
 from collections.abc import Mapping
 from typing import Any, Self
 
-from jpaged.errors import RequestError
+from jpaged.errors import RequestError, unknown_field
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _WITH_JSON = ("json", "json_object", "structural_tag")  # kinds that have white space between the tokens of JSON
@@ -77,9 +76,7 @@ class StructuredOutputsParams:
             raise RequestError("structured_outputs", fields, "must be StructuredOutputsParams, or its fields as a dict")
         for name in fields:
             if name not in cls.__dataclass_fields__:
-                close = difflib.get_close_matches(str(name), cls.__dataclass_fields__, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(cls.__dataclass_fields__)
-                raise RequestError(f"structured_outputs.{name}", fields[name], f"unknown field; {hint}")
+                raise unknown_field("structured_outputs", name, fields[name], cls.__dataclass_fields__)
         return cls(**fields)
 
     def __post_init__(self) -> None:

@@ -50,11 +50,11 @@ class ThinkingBudget:
         if self._thinking:
             self._think(token_id)
             return
-        begun, start = self._text.lstrip(), self._tags.start
-        if begun.startswith(start):
-            self._thinking, self._text = True, begun[len(start) :]
+        self._text, start = self._text.lstrip(), self._tags.start
+        if self._text.startswith(start):
+            self._thinking, self._text = True, self._text[len(start) :]
             self._look_for_end()
-        elif not start.startswith(begun):
+        elif not start.startswith(self._text):
             self._ended = True  # the answer has begun: what it says of tags is none of reasoning's
 
     def _think(self, token_id: int) -> None:
@@ -71,7 +71,7 @@ class ThinkingBudget:
         if end in self._text or self._written == len(self._tags.end_ids):
             self._thinking, self._ended = False, True
         else:
-            self._text = self._text[len(self._text) - len(end) + 1 :] if len(self._text) >= len(end) else self._text
+            self._text = self._text[max(len(self._text) - len(end) + 1, 0) :]
 
 
 def _overlap(recent: tuple[int, ...], tag: tuple[int, ...]) -> int:
