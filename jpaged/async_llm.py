@@ -28,10 +28,10 @@ from jpaged.engine.input_processor import Prompt
 from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
-from jpaged.interrupts import call_at_exit
+from jpaged.frontend.interrupts import call_at_exit
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
-from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from jpaged.engine.grammar import GrammarLimits
 from jpaged.engine.pooling import Pooling, activation_of
 from jpaged.engine.waiting_queue import POLICIES
 from jpaged.errors import ModelLoadError, RequestError
-from jpaged.logits_processors import logits_processors
-from jpaged.pooling_params import TASKS
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.logits_processors import logits_processors
+from jpaged.params.pooling import TASKS
+from jpaged.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jpaged.loading import LoadedModel

@@ -14,14 +14,14 @@ import numpy as np
 
 from jpaged.answers.definitions import checked_tool_choice, checked_tools
 from jpaged.build import build_engine, refuse_tracing
-from jpaged.chat_turn import ChatFormats, chat_turn
+from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input_processor import Prompt, as_array
 from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.pooling import check_task
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError, RequestError
-from jpaged.interrupts import DeferredInterrupt, call_at_exit
+from jpaged.frontend.interrupts import DeferredInterrupt, call_at_exit
 from jpaged.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -30,8 +30,8 @@ from jpaged.outputs import (
     RequestOutput,
     ScoreOutput,
 )
-from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
 Message = Mapping[str, Any]  # role and content

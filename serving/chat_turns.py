@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from jpaged.answers.definitions import ToolChoice, checked_tools
-from jpaged.chat_prompt import template_text, template_variables
-from jpaged.chat_turn import ChatTurn, chat_turn
+from jpaged.chat.prompt import template_text, template_variables
+from jpaged.chat.turn import ChatTurn, chat_turn
 from jpaged.errors import RequestError
 from jpaged.serving.generation import Server
 from jpaged.serving.request_schema import ChatMessage, ChatRequest, NamedToolChoice

@@ -9,10 +9,10 @@ from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any
 
-from jpaged.chat_turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
+from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
 from jpaged.errors import RequestError
 from jpaged.outputs import CompletionOutput, RequestOutput
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.serving.engine_client import EngineClient, Prompt
 from jpaged.serving.error_responses import APIError
 from jpaged.serving.output_format import structured_outputs

@@ -9,9 +9,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jpaged.frontend.prompt_streams import merged
 from jpaged.outputs import EmbeddingOutput, PoolingRequestOutput
-from jpaged.pooling_params import PoolingParams
-from jpaged.prompt_streams import merged
+from jpaged.params.pooling import PoolingParams
 from jpaged.serving import generation
 from jpaged.serving.body import read_body
 from jpaged.serving.disconnect import until_disconnect

@@ -20,9 +20,8 @@ ALL = (*SHIPPED, "benchmarks", "tools", "examples", "tests")
 # What every part may import besides the shared modules below and itself.
 ALLOWED = {
     "pallas_kernels": set(),
-    "jpaged.models.check": {"jpaged.models", "jpaged.loading"},  # an entry point: nothing imports it
     "jpaged.models": {"pallas_kernels"},
-    "jpaged.loading": {"jpaged.models"},
+    "jpaged.loading": {"jpaged.models"},  # `loading.check` is an entry point: nothing imports it
     "jpaged.engine": set(),
     "jpaged.simulator": {"jpaged.engine"},
     "jpaged.runtime": {"jpaged.engine.step_plan", "jpaged.models", "pallas_kernels"},
@@ -39,22 +38,16 @@ ALLOWED = {
 # Leaves: plain data and helpers (jpaged.answers is a package of them) that import no part.
 SHARED = {
     "jpaged.answers",
-    "jpaged.chat_prompt",
-    "jpaged.chat_turn",
+    "jpaged.chat",
     "jpaged.config",
     "jpaged.errors",
-    "jpaged.interrupts",
+    "jpaged.frontend",
     "jpaged.kv_groups",
-    "jpaged.logits_processors",
     "jpaged.outputs",
+    "jpaged.params",
     "jpaged.pooling_params",
-    "jpaged.prompt_streams",
-    "jpaged.prompts",
-    "jpaged.reasoning_tags",
-    "jpaged.repetition_detection",
     "jpaged.sampling_params",
     "jpaged.snapshot",
-    "jpaged.structured_outputs",
     "jpaged.version",
 }
 PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}
@@ -125,7 +118,7 @@ def test_arrows_point_one_way():
 def test_nothing_imports_an_entry_point():
     for path in python_files(*SHIPPED):
         for name in imports_of(path):
-            assert not within(name, "jpaged.models.check"), f"{path.relative_to(ROOT)} imports {name}"
+            assert not within(name, "jpaged.loading.check"), f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_shared_modules_import_no_part():
@@ -158,10 +151,10 @@ def test_nobody_imports_bare_models_or_serving():
 def test_no_torch_outside_the_recorders():
     """Shipped code never imports torch; tests do so only where they skip without it, a benchmark as a peer.
 
-    models/check.py compares with torch where it is, and runs without it.
+    jpaged/loading/check.py compares with torch where it is, and runs without it.
     """
     for path in python_files(*ALL):
-        peers = (ROOT / "benchmarks/kernels.py", ROOT / "models/check.py")
+        peers = (ROOT / "benchmarks/kernels.py", ROOT / "jpaged/loading/check.py")
         if path in peers or (path.parent == ROOT / "tools" and path.name.startswith("record_")):
             continue
         for name in imports_of(path):

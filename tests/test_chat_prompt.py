@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jpaged
 from jpaged.answers.definitions import ToolChoice, checked_tools
-from jpaged.chat_prompt import chat_prompt, template_variables
-from jpaged.chat_turn import ChatFormats, chat_turn
+from jpaged.chat.prompt import chat_prompt, template_variables
+from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.errors import RequestError
 
 FOLDER = pathlib.Path(jpaged.__file__).parent / "demo_model"

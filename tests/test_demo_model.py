@@ -18,11 +18,11 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from jpaged import LLM, SamplingParams
+from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
 from jpaged.models import decoder
 from jpaged.models.spec import AttentionOptions
-from jpaged.prompts import BUILT_IN_PROMPTS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "jpaged" / "demo_model"

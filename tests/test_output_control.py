@@ -9,7 +9,7 @@ import pytest
 
 from jpaged import LLM, RequestOutput, SamplingParams
 from jpaged.errors import ModelLoadError, RequestError
-from jpaged.sampling_params import StructuredOutputsParams
+from jpaged.params.sampling import StructuredOutputsParams
 
 SIZES = {
     "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),

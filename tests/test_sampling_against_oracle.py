@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.config import EngineConfig
 from jpaged.engine.request import Request
 from jpaged.engine.sampling_extras import SamplingExtras
@@ -25,15 +26,14 @@ from jpaged.engine.step_draft import row_init
 from jpaged.engine.step_plan import RowMask, SamplerVariant
 from jpaged.kv_groups import group_layers
 from jpaged.loading import load_model
-from jpaged.logits_processors import LogitsProcessor
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec
 from jpaged.outputs import RequestMetrics
-from jpaged.prompts import BUILT_IN_PROMPTS
+from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.params.sampling import SamplingParams
 from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.sampler import SamplerOptions, sample
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, SamplingState, StateSizes, create_state, row_values
-from jpaged.sampling_params import SamplingParams
 from tests.covering import all_pairs
 from tests.sampling_oracle import MODES, Oracle, chi_square, distribution, logprobs, rank
 

@@ -41,9 +41,9 @@ from demo_folder import write_folder
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.models import decoder
 from jpaged.models.spec import AttentionOptions, DecoderSpec, Rope, param_shapes
-from jpaged.prompts import BUILT_IN_PROMPTS
 
 STDLIB = pathlib.Path(sysconfig.get_path("stdlib"))
 LOSS_WINDOW = 1024  # tokens of a window of the recorded held-out loss

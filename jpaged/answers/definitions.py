@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jpaged.errors import RequestError
-from jpaged.structured_outputs import REFUSED_KEYWORDS
+from jpaged.params.structured_outputs import REFUSED_KEYWORDS
 
 MAX_TOOLS = 128
 MAX_PARAMETER_BYTES = 64 * 1024

@@ -8,7 +8,7 @@ from jpaged.answers.answer import AnswerDelta, AnswerSink, ParsedAnswer
 from jpaged.answers.formats import ToolCallFormat
 from jpaged.answers.reasoning import read_reasoning
 from jpaged.answers.scanner import Scanner, Steps
-from jpaged.reasoning_tags import ReasoningTags
+from jpaged.params.reasoning_tags import ReasoningTags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from jpaged.answers.answer import AnswerSink
 from jpaged.answers.scanner import Scanner, Steps
-from jpaged.reasoning_tags import ReasoningTags
+from jpaged.params.reasoning_tags import ReasoningTags
 
 
 def read_reasoning(scanner: Scanner, sink: AnswerSink, tags: ReasoningTags, opened: bool) -> Steps[None]:

@@ -2,7 +2,7 @@
 
 from jpaged.engine.detokenizer import Detokenizer
 from jpaged.engine.stop_strings import StopText
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 
 class AnswerText:

@@ -22,11 +22,11 @@ from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.stop_strings import stop_automaton
 from jpaged.engine.thinking_budget import ThinkingBudget, ThinkingTags
 from jpaged.errors import RequestError
-from jpaged.logits_processors import LogitsProcessor
 from jpaged.outputs import RequestMetrics
-from jpaged.pooling_params import PoolingParams
-from jpaged.reasoning_tags import PROMPT_END, ReasoningTags
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.reasoning_tags import PROMPT_END, ReasoningTags
+from jpaged.params.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.step_plan import Scores, StepResult
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestMetrics, RequestOutput
-from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import RequestOutputKind
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import RequestOutputKind
 
 
 @dataclasses.dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jpaged.repetition_detection import RepetitionDetectionParams
+from jpaged.params.repetition_detection import RepetitionDetectionParams
 
 
 class RepetitionWatch:

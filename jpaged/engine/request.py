@@ -19,9 +19,9 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.engine.thinking_budget import ThinkingBudget
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestMetrics
-from jpaged.pooling_params import PoolingParams
-from jpaged.repetition_detection import RepetitionDetectionParams
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.repetition_detection import RepetitionDetectionParams
+from jpaged.params.sampling import SamplingParams
 
 NO_ROW = -1
 NEVER = sys.maxsize

@@ -12,8 +12,8 @@ import numpy as np
 
 from jpaged.engine.step_plan import RowExtras
 from jpaged.errors import RequestError
-from jpaged.logits_processors import LogitsProcessor
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jpaged.engine.request import Request

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jpaged.answers.answer import ParsedAnswer
 from jpaged.answers.formats import FORMATS
 from jpaged.answers.parser import AnswerReader
-from jpaged.reasoning_tags import REASONING_PARSERS, ReasoningTags
+from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 
 TOOLS = frozenset({"get_weather", "search", "now", "send.mail-1"})
 QWEN3 = REASONING_PARSERS["qwen3"]

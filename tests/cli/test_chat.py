@@ -11,7 +11,7 @@ from jpaged.cli.chat import Conversation
 from jpaged.cli.offline import outputs_as_they_come
 from jpaged.errors import RequestError
 from jpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 
 class Template:

@@ -15,7 +15,7 @@ from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.answer_text import AnswerText
 from jpaged.engine.engine import Engine
 from jpaged.engine.input_processor import InputProcessor, ModelLimits
-from jpaged.sampling_params import RequestOutputKind
+from jpaged.params.sampling import RequestOutputKind
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.engine.small_tokenizer import SPECIAL, SmallTokenizer
 

@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jpaged.answers.formats import FORMATS
 from jpaged.answers.parser import AnswerReader
-from jpaged.chat_turn import ChatFormats
+from jpaged.chat.turn import ChatFormats
 from jpaged.serving.application import create_app
 from jpaged.serving.chat_answers import ChatAnswers
 from jpaged.serving.generation import Server

@@ -12,7 +12,7 @@ import pytest
 import jpaged
 from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher
 from jpaged.loading.tokenizer import load_tokenizer
-from jpaged.structured_outputs import StructuredOutputsParams
+from jpaged.params.structured_outputs import StructuredOutputsParams
 from tests.structured import sampling
 
 DEMO = Path(jpaged.__file__).parent / "demo_model"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jpaged import LLM, RequestOutput, SamplingParams
-from jpaged.sampling_params import StructuredOutputsParams
+from jpaged.params.sampling import StructuredOutputsParams
 from tests.structured import corpus
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.engine.grammar import GrammarCompiler, GrammarLimits
 from jpaged.errors import EngineError, RequestError
-from jpaged.structured_outputs import StructuredOutputsParams
+from jpaged.params.structured_outputs import StructuredOutputsParams
 from tests.structured import corpus, sampling
 from tests.structured.conftest import SECONDS, Model
 

@@ -9,7 +9,7 @@ import pytest
 
 import jpaged
 from jpaged import RequestError, SamplingParams
-from jpaged.sampling_params import StructuredOutputsParams
+from jpaged.params.sampling import StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 GOOD = [

@@ -8,8 +8,8 @@ from tokenizers import AddedToken
 from jpaged.answers.parser import AnswerReader
 from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher, Thought
 from jpaged.loading.tokenizer import load_tokenizer
-from jpaged.reasoning_tags import ReasoningTags
-from jpaged.structured_outputs import StructuredOutputsParams
+from jpaged.params.reasoning_tags import ReasoningTags
+from jpaged.params.structured_outputs import StructuredOutputsParams
 from tests.structured import sampling
 from tests.structured.conftest import DEMO, SECONDS, Model, model
 

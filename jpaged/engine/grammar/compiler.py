@@ -25,7 +25,7 @@ from jpaged.engine.grammar.translate import Source
 from jpaged.engine.grammar.vocabulary import grammar_tokenizer
 from jpaged.engine.step_plan import mask_words
 from jpaged.errors import CapacityError, EngineError, RequestError
-from jpaged.structured_outputs import StructuredOutputsParams
+from jpaged.params.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 

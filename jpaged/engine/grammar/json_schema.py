@@ -12,7 +12,7 @@ from typing import Any
 from jpaged.engine.grammar.limits import GrammarLimits
 from jpaged.engine.grammar.regex_dialect import to_rust
 from jpaged.errors import RequestError
-from jpaged.structured_outputs import REFUSED_KEYWORDS
+from jpaged.params.structured_outputs import REFUSED_KEYWORDS
 
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 

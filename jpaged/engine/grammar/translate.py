@@ -11,7 +11,7 @@ from jpaged.engine.grammar.limits import GrammarLimits
 from jpaged.engine.grammar.regex_dialect import literal, to_rust
 from jpaged.engine.grammar.thought import Thought
 from jpaged.errors import RequestError
-from jpaged.structured_outputs import StructuredOutputsParams
+from jpaged.params.structured_outputs import StructuredOutputsParams
 
 # Between two tokens of JSON: nothing, one blank, or one line break with its indentation. Models that may write blanks
 # for ever do: 6 of 10 prompts ran to max_tokens in a report against another engine.

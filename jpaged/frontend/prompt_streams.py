@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any, Protocol, TypeVar
 
 from jpaged.outputs import RequestOutput
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 OutputT = TypeVar("OutputT")
 

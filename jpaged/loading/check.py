@@ -1,8 +1,8 @@
 """Is this checkpoint computed as Transformers computes it? If not, from which layer on?
 
-    python -m jpaged.models.check MODEL                        beside Transformers, where torch is installed
-    python -m jpaged.models.check MODEL --record answers.json  the same, and keep Transformers' values
-    python -m jpaged.models.check MODEL --answers answers.json beside kept values, without torch
+    python -m jpaged.loading.check MODEL                        beside Transformers, where torch is installed
+    python -m jpaged.loading.check MODEL --record answers.json  the same, and keep Transformers' values
+    python -m jpaged.loading.check MODEL --answers answers.json beside kept values, without torch
 
 1. Both run the same token ids in float32, with dense attention: what is compared is the model, not the engine.
 2. What goes into the first layer and what comes out of each is compared, then the logits of the last token; a
@@ -236,7 +236,7 @@ def _decode(values: dict[str, Any]) -> np.ndarray:
 def main(args: list[str] | None = None) -> int:
     """Run one command line."""
     try:
-        return tyro.cli(Check, prog="python -m jpaged.models.check", args=args).run()
+        return tyro.cli(Check, prog="python -m jpaged.loading.check", args=args).run()
     except JPagedError as error:
         print(f"{error}", file=sys.stderr)
         return 2

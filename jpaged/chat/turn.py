@@ -8,10 +8,10 @@ from jpaged.answers.definitions import Tool, ToolChoice
 from jpaged.answers.formats import ToolCallFormat, detect_format, tool_call_format
 from jpaged.answers.grammar import enforced_format, tool_grammar
 from jpaged.answers.parser import AnswerReader
-from jpaged.chat_prompt import chat_prompt, template_text
+from jpaged.chat.prompt import chat_prompt, template_text
 from jpaged.errors import RequestError
-from jpaged.reasoning_tags import PROMPT_END, REASONING_PARSERS, ReasoningTags
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.reasoning_tags import PROMPT_END, REASONING_PARSERS, ReasoningTags
+from jpaged.params.sampling import SamplingParams
 
 # What templates mean their callers to switch (Qwen3, DeepSeek V3.1, gpt-oss). Other variables may reach what is the
 # operator's to say: dates, built-in tools, whole system prompts.

@@ -1,0 +1,1 @@
+"""Chats: render a conversation as a prompt, and read the answer."""
