@@ -237,6 +237,7 @@ class TestGenerationDefaults:
             generation_defaults({"top_p": 1.5})
 
 
+@pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize("moment", range(12))
 def test_after_ctrl_c_the_next_call_is_served_as_if_nothing_had_happened(
     llm: LLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch, moment: int
@@ -262,6 +263,7 @@ def test_after_ctrl_c_the_next_call_is_served_as_if_nothing_had_happened(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_at_any_moment(llm: LLM):
     prompts, greedy = [[i] * 20 for i in range(1, 9)], SamplingParams(temperature=0, max_tokens=8)
     expected = [alone(prompt, 8, 97) for prompt in prompts]
@@ -293,6 +295,7 @@ def test_a_call_of_the_engine_that_is_cut_in_half(llm: LLM, monkeypatch: pytest.
     assert llm.generate([1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone([1], 6, 97)
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_during_a_call_that_fails_is_not_forgotten(llm: LLM, runner: FakeRunner):
     def fail(plan: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
