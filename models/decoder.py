@@ -4,7 +4,7 @@
    in one axis; only attention knows which belong together.
 2. Attention is handed in (`attend`): over KV pages when serving, dense and causal when training or checking. The
    decoder threads `pages` through it, and never looks inside: layers may share an entry (`jpaged.kv_groups`).
-3. `head` turns the hidden states that somebody wants logits of into logits; of a model that pools, into its result.
+3. `lm_head` turns the hidden states that somebody wants logits of into logits; of a model that pools, into its result.
 
 Every layer is the same jitted function, so tracing and lowering cost one layer whatever the depth.
 """
@@ -40,9 +40,9 @@ class Projection:
     Not done yet, because serving does it in one kernel with the write into the pages; `finish` does it in jnp.
     """
 
-    # [tokens, kv_heads, group + 2, head_dim]; or (q, k, v), bias added, where it cannot stay whole; latent: v is None
+    # [tokens, kv_heads, q_per_kv + 2, head_dim]; or (q, k, v), bias added. Latent attention: v is None
     product: Any
-    bias: Any     # [kv_heads, group + 2, head_dim] or None
+    bias: Any     # [kv_heads, q_per_kv + 2, head_dim] or None
     q_norm: Any   # [head_dim] or None; k_norm likewise
     k_norm: Any
     cos: Any      # float32[tokens, half] or None; sin likewise
@@ -87,7 +87,7 @@ def decode(
     real: Bool[Array, " tokens"] | None = None,
     places: Sequence[KVPlace] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Any, ...]]:
-    """Hidden states after the last layer (before the final norm: see `head`), and the pages with the new KV.
+    """Hidden states after the last layer (before the final norm: see `lm_head`), and the pages with the new KV.
 
     token_ids, positions: ids in [0, vocab_size) and places in their own sequences; checked by the caller.
     pages:     one entry a layer, whatever `attend` keeps there (None when it keeps nothing).
@@ -121,7 +121,7 @@ def decode(
     return x, tuple(new_pages)
 
 
-def head(
+def lm_head(
     spec: DecoderSpec,
     params: Params,
     hidden: Float[Array, "rows hidden"],
@@ -263,17 +263,17 @@ def _qkv(
     spec: DecoderSpec, layout: WeightLayout, matrices: Params, bias: Array | None, x: Float[Array, "tokens hidden"]
 ) -> tuple[Any, Array | None]:
     """A Projection's product, and the bias that it still needs."""
-    tokens, group = x.shape[0], spec.group
+    tokens, q_per_kv = x.shape[0], spec.q_per_kv
     if not layout.split_qkv:
         weight = matrices["qkv"]
         flat = product(x, weight.reshape(-1, weight.shape[-1]), transposed=False)
-        return flat.reshape(tokens, spec.num_kv_heads, group + 2, spec.head_dim), bias
+        return flat.reshape(tokens, spec.num_kv_heads, q_per_kv + 2, spec.head_dim), bias
     parts = [
         product(x, matrices[n], n in layout.transposed).reshape(tokens, spec.num_kv_heads, -1, spec.head_dim)
         for n in ("q", "k", "v")
     ]
     if bias is not None:
-        cuts = (slice(group), slice(group, group + 1), slice(group + 1, None))
+        cuts = (slice(q_per_kv), slice(q_per_kv, q_per_kv + 1), slice(q_per_kv + 1, None))
         parts = [add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
     return (parts[0].reshape(tokens, spec.num_heads, spec.head_dim), parts[1][:, :, 0], parts[2][:, :, 0]), None
 

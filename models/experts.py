@@ -1,7 +1,7 @@
 """Mixture of experts: a router chooses a few feed-forward layers a token, and only those are computed.
 
 1. `route` gives each token its experts and their weights.
-2. `group` sorts the chosen (token, expert) pairs into blocks of rows, each block of one expert.
+2. `blocks_by_expert` sorts the chosen (token, expert) pairs into blocks of rows, each block of one expert.
 3. Two grouped products, with the gate between them, compute all blocks; each token sums what its experts give.
 
 Padding tokens go to no expert. What a token gets does not depend on who shares its blocks: products have the same bits
@@ -21,7 +21,7 @@ from pallas_kernels import grouped_dot
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class ExpertBlocks:
     """Where the rows of every (token, expert) pair lie."""
 
     token_of_row: Int[Array, "blocks rows"]
@@ -41,23 +41,23 @@ def sparse_feed_forward(
     weights, choice = route(experts, matrices, x)
     if real is not None:
         choice = jnp.where(real[:, None], choice, experts.num)
-    groups = group(choice, experts.num, rows_per_block(x.shape[0], experts))
+    blocks = blocks_by_expert(choice, experts.num, rows_per_block(x.shape[0], experts))
 
     def grouped(rows: Array, name: str) -> Array:
         """A product of every block with its expert's matrix, and the expert's bias."""
         matrix = matrices[f"expert_{name}"]
         matrix = matrix.reshape(experts.num, -1, matrix.shape[-1])
-        out = grouped_dot(rows, matrix, groups.expert_of_block, groups.num_blocks_used)
+        out = grouped_dot(rows, matrix, blocks.expert_of_block, blocks.num_blocks_used)
         if not experts.bias:
             return out
-        return out + matrices[f"expert_{name}_bias"].reshape(experts.num, 1, -1)[groups.expert_of_block]
+        return out + matrices[f"expert_{name}_bias"].reshape(experts.num, 1, -1)[blocks.expert_of_block]
 
-    both = grouped(x[groups.token_of_row], "gate_up")
+    both = grouped(x[blocks.token_of_row], "gate_up")
     half = both.shape[-1] // 2
     out = grouped(gate(spec, both[..., :half], both[..., half:]), "down").reshape(-1, x.shape[1])
     total = jnp.zeros(x.shape, jnp.float32)
     for i in range(experts.per_token):
-        given = jnp.take(out, groups.row_of_choice[:, i], axis=0, mode="fill", fill_value=0)
+        given = jnp.take(out, blocks.row_of_choice[:, i], axis=0, mode="fill", fill_value=0)
         total += weights[:, i, None] * given.astype(jnp.float32)
     y = total.astype(x.dtype)
     return y if not experts.shared_size else y + _shared(spec, experts, matrices, x)
@@ -90,12 +90,12 @@ def route(
         scores = jnp.exp(logits - row_max(logits)[:, None])
         scores /= row_sum(scores)[:, None]
     ranking = scores + matrices["router_correction"] if experts.correction else scores
-    if experts.groups_per_token:
-        members = ranking.reshape(x.shape[0], experts.groups, -1)
-        best = lax.top_k(members, experts.group_top)[0]
+    if experts.expert_groups_per_token:
+        members = ranking.reshape(x.shape[0], experts.expert_groups, -1)
+        best = lax.top_k(members, experts.expert_group_top)[0]
         of_group = row_sum(best)
-        kept = lax.top_k(of_group, experts.groups_per_token)[1]
-        is_kept = (kept[:, :, None] == jnp.arange(experts.groups)).any(1)
+        kept = lax.top_k(of_group, experts.expert_groups_per_token)[1]
+        is_kept = (kept[:, :, None] == jnp.arange(experts.expert_groups)).any(1)
         ranking = jnp.where(is_kept[:, :, None], members, -jnp.inf).reshape(ranking.shape)
     choice = lax.top_k(ranking, experts.per_token)[1]
     weights = jnp.take_along_axis(scores, choice, axis=1)
@@ -115,7 +115,7 @@ def rows_per_block(tokens: int, experts: Experts) -> int:
     return min(64, max(8, 1 << average.bit_length()))
 
 
-def group(choice: Int[Array, "tokens per_token"], num_experts: int, rows: int) -> Groups:
+def blocks_by_expert(choice: Int[Array, "tokens per_token"], num_experts: int, rows: int) -> ExpertBlocks:
     """Sort the pairs by expert into blocks of `rows` rows. An expert of `num_experts` is none."""
     tokens, per_token = choice.shape
     pairs = tokens * per_token
@@ -130,7 +130,7 @@ def group(choice: Int[Array, "tokens per_token"], num_experts: int, rows: int) -
     row = jnp.where(expert < num_experts, (ends - blocks_of)[known] * rows + rank, blocks * rows)
     token_of_row = jnp.zeros(blocks * rows, jnp.int32).at[row].set(jnp.arange(pairs) // per_token, mode="drop")
     expert_of_block = jnp.searchsorted(ends, jnp.arange(blocks), side="right")
-    return Groups(
+    return ExpertBlocks(
         token_of_row.reshape(blocks, rows),
         jnp.minimum(expert_of_block, num_experts - 1).astype(jnp.int32),
         ends[-1],

@@ -108,9 +108,9 @@ class Experts:
     scale: float = 1.0           # and are multiplied by this
     bias: bool = False           # the router and the experts have biases (gpt-oss)
     correction: bool = False     # scores get a bias for the choice, not for the weights (DeepSeek-V3)
-    groups: int = 1              # neighbouring experts form groups, and a token chooses from the best of them only
-    groups_per_token: int = 0    # 0 = from all
-    group_top: int = 1           # a group is as good as so many of its best experts together
+    expert_groups: int = 1       # neighbouring experts form expert groups; a token uses experts of its best groups only
+    expert_groups_per_token: int = 0  # expert groups that a token chooses from; 0 = all
+    expert_group_top: int = 1    # an expert group's score is the sum of this many of its best experts' scores
     shared_size: int = 0         # width of the part that every token uses; 0 = none
     shared_gate: bool = False    # that part is weighted by a sigmoid (Qwen2-MoE)
 
@@ -177,13 +177,13 @@ class DecoderSpec:
 
     @property
     def output_size(self) -> int:
-        """Numbers that `decoder.head` gives of a hidden state."""
+        """Numbers that `decoder.lm_head` gives of a hidden state."""
         if not self.pools:
             return self.vocab_size
         return self.num_labels or self.embed_size or self.hidden_size
 
     @property
-    def group(self) -> int:
+    def q_per_kv(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
@@ -280,7 +280,7 @@ def param_shapes(spec: DecoderSpec, dtype: Any) -> dict[str, Any]:
     if s.norm is Norm.LAYER:
         tree |= {f"{name}_bias": shape for name, shape in norms.items()}
     if s.qkv_bias and s.latent is None:
-        tree["qkv_bias"] = leaf(layers, kv, s.group + 2, s.head_dim)
+        tree["qkv_bias"] = leaf(layers, kv, s.q_per_kv + 2, s.head_dim)
     if s.o_bias:
         tree["o_bias"] = leaf(layers, hidden)
     if s.up_bias:
@@ -316,8 +316,8 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
     """The matrices of one layer, and what its experts have beside matrices."""
     hidden, kv = s.hidden_size, s.num_kv_heads
     if s.latent is None:
-        # of each KV head: its `group` query heads, then k, then v
-        tree = {"qkv": leaf(kv, s.group + 2, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
+        # of each KV head: its `q_per_kv` query heads, then k, then v
+        tree = {"qkv": leaf(kv, s.q_per_kv + 2, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
     else:
         m = s.latent
         tree = {

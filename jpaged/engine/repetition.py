@@ -20,7 +20,7 @@ class RepetitionWatch:
         self._longest = params.max_pattern_size
         self._place = 0
 
-    def take(self, token_id: int) -> bool:
+    def append(self, token_id: int) -> bool:
         """One more token of the answer; whether it completes a repetition."""
         window = self._recent[self._place : self._place + self._longest]  # the last ones, the oldest first
         before = window[self._longest - self._sizes]

@@ -68,14 +68,14 @@ class SamplingExtras:
             custom[index][:] = [parameters[parameter] for parameter in wanted]
         self._custom = np.concatenate(custom) if asked else None
         # what the request itself knows of its tokens: where it stands in its grammar, and in its reasoning
-        self.asks_the_request = params.structured_outputs is not None or params.thinking_token_budget is not None
+        self.has_grammar_or_budget = params.structured_outputs is not None or params.thinking_token_budget is not None
         self._packed = pack_mask(self._always)
         self.masks = self.follows_tokens or self._min_tokens > 0 or not self._always.all()
 
     @property
     def follows_tokens(self) -> bool:
         """Whether what may be sampled depends on which tokens were."""
-        return self.asks_the_request or bool(self._sequences)
+        return self.has_grammar_or_budget or bool(self._sequences)
 
     @property
     def is_needed(self) -> bool:
@@ -86,7 +86,7 @@ class SamplingExtras:
         """Whether the mask of the token behind so many is another than that of the one before it."""
         return self._min_tokens > 0 and num_output_tokens == self._min_tokens
 
-    def of_row(self, request: "Request") -> RowExtras:
+    def row_extras(self, request: "Request") -> RowExtras:
         """What a row is given that starts, or goes on, with the request's known tokens."""
         return RowExtras(
             token_ids=np.array(request.token_ids, np.int32) if self._counts else None,

@@ -10,9 +10,9 @@ from pallas_kernels.write_qkv.reference import finish
 
 def write_qkv(
     pages: KVPages,
-    qkv: Float[Array, "tokens kv_heads group_plus_2 head_dim"],
+    qkv: Float[Array, "tokens kv_heads q_per_kv_plus_2 head_dim"],
     slot_mapping: Int[Array, " tokens"],
-    bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None,
+    bias: Float[Array, "kv_heads q_per_kv_plus_2 head_dim"] | None,
     cos: Float[Array, "tokens half"] | None,
     sin: Float[Array, "tokens half"] | None,
     q_norm: Float[Array, " head_dim"] | None,

@@ -73,16 +73,16 @@ def test_padding_goes_to_no_expert() -> None:
     x[~real] = np.nan
     got = moe.sparse_feed_forward(spec(experts), experts, matrices, jnp.asarray(x), jnp.asarray(real))
     np.testing.assert_allclose(np.asarray(got)[real], want, rtol=1e-3, atol=1e-3)
-    nowhere = moe.group(jnp.full((16, 2), 4), 4, 8)
+    nowhere = moe.blocks_by_expert(jnp.full((16, 2), 4), 4, 8)
     assert int(nowhere.num_blocks_used) == 0
 
 
 def test_all_tokens_at_one_expert() -> None:
-    groups = moe.group(jnp.full((40, 1), 2, jnp.int32), 4, 16)
-    assert int(groups.num_blocks_used) == 3
-    np.testing.assert_array_equal(groups.expert_of_block[:3], 2)
-    assert np.unique(groups.row_of_choice).size == 40
-    np.testing.assert_array_equal(groups.token_of_row.ravel()[groups.row_of_choice[:, 0]], np.arange(40))
+    blocks = moe.blocks_by_expert(jnp.full((40, 1), 2, jnp.int32), 4, 16)
+    assert int(blocks.num_blocks_used) == 3
+    np.testing.assert_array_equal(blocks.expert_of_block[:3], 2)
+    assert np.unique(blocks.row_of_choice).size == 40
+    np.testing.assert_array_equal(blocks.token_of_row.ravel()[blocks.row_of_choice[:, 0]], np.arange(40))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.loading import LoadedModel, load_model
-from jpaged.models.decoder import decode, dense_causal_attend, head
+from jpaged.models.decoder import decode, dense_causal_attend, lm_head
 from jpaged.models.spec import Activation, Norm, NormPlace, Rope, Scoring
 from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS, VARIANTS, Variant, write_checkpoint
 
@@ -33,7 +33,7 @@ def _log_probabilities(params, ids, positions, rope_lens, *, spec, layout):
         spec, params, ids.ravel(), positions.ravel(), [None] * spec.num_layers, shape, dense_causal_attend,
         layout=layout, rope_lens=rope_lens.ravel(),
     )  # fmt: skip
-    return jax.nn.log_softmax(head(spec, params, hidden, layout=layout)).reshape(*ids.shape, -1)
+    return jax.nn.log_softmax(lm_head(spec, params, hidden, layout=layout)).reshape(*ids.shape, -1)
 
 
 def answer_log_probabilities(model: LoadedModel, answers: list[dict]) -> list[np.ndarray]:
@@ -113,9 +113,12 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
             {"sinks": False}, {"swiglu_limit": None}, {"swiglu_limit": 7.0}, {"swiglu_alpha": 1.0},
             {"rope": Rope(theta=150000.0)}, {"sliding_window": ()}, ("bias", False), ("renormalise", False),
         ],
-        "deepseek-v2": [("groups_per_token", 0), ("scale", 1.0), ("group_top", 2), {"rope": Rope(theta=500.0)}],
+        "deepseek-v2": [
+            ("expert_groups_per_token", 0), ("scale", 1.0), ("expert_group_top", 2), {"rope": Rope(theta=500.0)},
+        ],
         "deepseek-v3": [
-            ("scoring", Scoring.SOFTMAX), ("correction", False), ("groups_per_token", 0), ("group_top", 1),
+            ("scoring", Scoring.SOFTMAX), ("correction", False), ("expert_groups_per_token", 0),
+            ("expert_group_top", 1),
             ("renormalise", False), ("scale", 1.0), {"attention_scale": 24**-0.5}, {"rope": Rope()},
         ],
         "deepseek-v3-halves": [{"rope": Rope(theta=500.0)}],

@@ -9,6 +9,6 @@
 from jpaged.engine.grammar.compiler import Grammar, GrammarCompiler
 from jpaged.engine.grammar.limits import GrammarLimits
 from jpaged.engine.grammar.matcher import GrammarMatcher
-from jpaged.engine.grammar.thought import Thought
+from jpaged.engine.grammar.reasoning_prefix import ReasoningPrefix
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarLimits", "GrammarMatcher", "Thought"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarLimits", "GrammarMatcher", "ReasoningPrefix"]

@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from jpaged.engine.grammar.limits import GRAMMAR_STEP_LIMITS, STEP_LIMITS, GrammarLimits
 from jpaged.engine.grammar.matcher import GrammarMatcher, first_line
 from jpaged.engine.grammar.probe_process import ProbeProcess, ProbeTimeout
-from jpaged.engine.grammar.thought import Thought
+from jpaged.engine.grammar.reasoning_prefix import ReasoningPrefix
 from jpaged.engine.grammar.translate import Source
 from jpaged.engine.grammar.vocabulary import grammar_tokenizer
 from jpaged.engine.step_plan import mask_words
@@ -33,7 +33,7 @@ QUICK_SECONDS = 0.5
 RENEW_SECONDS = 0.1  # what takes longer to compile is not compiled in the engine's thread, where all requests wait
 MAX_SLOW = 8  # compiles that wait in the slow lane
 
-_Key = tuple[StructuredOutputsParams, Thought | None]
+_Key = tuple[StructuredOutputsParams, ReasoningPrefix | None]
 
 
 class Grammar:
@@ -108,14 +108,14 @@ class GrammarCompiler:
         self._num_slow = 0
         self._closed = False
 
-    def submit(self, params: StructuredOutputsParams, thought: Thought | None = None) -> "Future[Grammar]":
+    def submit(self, params: StructuredOutputsParams, reasoning: ReasoningPrefix | None = None) -> "Future[Grammar]":
         """Begin to compile, unless it is known or under way. Returns at once. thought: what may stand before it.
 
         Raises RequestError, within 50 ms, for what is beyond the limits or not supported. The future's exception is a
         RequestError for what shows in compiling, also when it takes longer than grammar_compile_timeout, or a
         CapacityError when too many slow ones wait. Nobody may cancel it: others can wait for the same.
         """
-        key = params, thought
+        key = params, reasoning
         with self._lock:
             if self._closed:
                 raise EngineError("the engine is closed")
@@ -128,7 +128,7 @@ class GrammarCompiler:
                 return done
             if key in self._under_way:
                 return self._under_way[key]
-        source = Source(params, self.limits, thought)
+        source = Source(params, self.limits, reasoning)
         with self._lock:
             if key in self._under_way:
                 return self._under_way[key]
@@ -229,8 +229,8 @@ class GrammarCompiler:
             raise _not_compiled(source, error)
         if not source.is_context_free:
             text = source.text(self._special_ids.get)
-        if source.thought is not None:
-            text = source.thought.before(text, self._special_ids.get)
+        if source.reasoning is not None:
+            text = source.reasoning.prepend_to(text, self._special_ids.get)
         return Grammar(functools.partial(self._make, source, text, limits), self.vocab_size, source)
 
     def _make(self, source: Source, text: str, limits: dict[str, Any]) -> LLMatcher:

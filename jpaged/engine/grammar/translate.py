@@ -8,8 +8,8 @@ from llguidance import LLMatcher
 
 from jpaged.engine.grammar import json_schema
 from jpaged.engine.grammar.limits import GrammarLimits
+from jpaged.engine.grammar.reasoning_prefix import ReasoningPrefix
 from jpaged.engine.grammar.regex_dialect import literal, to_rust
-from jpaged.engine.grammar.thought import Thought
 from jpaged.errors import RequestError
 from jpaged.params.structured_outputs import StructuredOutputsParams
 
@@ -27,8 +27,10 @@ _TAG_FORM = (
 class Source:
     """The checked text of a grammar, for any tokenizer. Raises RequestError, within milliseconds, for a bad one."""
 
-    def __init__(self, params: StructuredOutputsParams, limits: GrammarLimits, thought: Thought | None = None):
-        self.thought = thought
+    def __init__(
+        self, params: StructuredOutputsParams, limits: GrammarLimits, reasoning: ReasoningPrefix | None = None
+    ):
+        self.reasoning = reasoning
         self.parameter = f"structured_outputs.{params.kind}"
         self.value = getattr(params, params.kind)
         self.is_context_free = params.kind == "grammar"  # Lark, or GBNF that the worker makes Lark of

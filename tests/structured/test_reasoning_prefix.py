@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken
 
 from jpaged.answers.parser import AnswerReader
-from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher, Thought
+from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher, ReasoningPrefix
 from jpaged.loading.tokenizer import load_tokenizer
 from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.params.structured_outputs import StructuredOutputsParams
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def matcher(made: Model, fields: dict, opened: bool) -> GrammarMatcher:
-    thought = Thought(TAGS.start, TAGS.end, opened)
+    thought = ReasoningPrefix(TAGS.start, TAGS.end, opened)
     return made.compiler.submit(StructuredOutputsParams(**fields), thought).result(SECONDS).matcher()
 
 
@@ -62,7 +62,7 @@ def test_a_compiled_grammar_is_kept_apart_from_the_one_without(demo: Model):
     fields = {"json": SCHEMA}
     plain = demo.compiler.submit(StructuredOutputsParams(**fields)).result(SECONDS)
     assert demo.compiler.submit(StructuredOutputsParams(**fields)).result(SECONDS) is plain
-    thought = Thought(TAGS.start, TAGS.end, True)
+    thought = ReasoningPrefix(TAGS.start, TAGS.end, True)
     thinks = demo.compiler.submit(StructuredOutputsParams(**fields), thought).result(SECONDS)
     assert thinks is not plain
     assert demo.compiler.submit(StructuredOutputsParams(**fields), thought).result(SECONDS) is thinks

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningPrefix:
     """What may come before an answer: any text between two tags, or none at all.
 
     opened: the prompt has the start tag already, so the answer begins inside.
@@ -16,7 +16,7 @@ class Thought:
     end: str
     opened: bool
 
-    def before(self, grammar: str, special_id: Callable[[str], int | None]) -> str:
+    def prepend_to(self, grammar: str, special_id: Callable[[str], int | None]) -> str:
         """A grammar of llguidance, Lark or JSON text, with this before it. `special_id`: as of `Source.text`."""
 
         def tag(text: str) -> str:
