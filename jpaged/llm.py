@@ -14,6 +14,7 @@ import numpy as np
 
 from jpaged.answers.definitions import checked_tool_choice, checked_tools
 from jpaged.build import build_engine, refuse_tracing
+from jpaged.chat.prompt import RenderOptions
 from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input_processor import Prompt, as_array
@@ -217,6 +218,11 @@ class LLM:
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
         formats = ChatFormats.named(chat_template, tool_call_parser, reasoning_parser, reasoning_tags)
         choice = checked_tool_choice(tool_choice)
+        options = RenderOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         turns = [
             chat_turn(
                 self._tokenizer,
@@ -224,9 +230,7 @@ class LLM:
                 formats,
                 tools=checked_tools(tools or ()),
                 tool_choice=choice,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                options=options,
             )
             for conversation in conversations
         ]
