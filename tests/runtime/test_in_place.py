@@ -40,6 +40,12 @@ DEVICELESS = marks(H200)
 IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton", "v5e kernels": "mosaic_tpu"}
 MARKS = {"cpu": (), "h200": DEVICELESS, "h200 kernels": DEVICELESS, "v5e kernels": marks(V5E)}
 TARGETS = [pytest.param(name, marks=MARKS[name]) for name in IMPLEMENTATIONS]
+# On CPU the default run compiles one of the two programs, and the gate both.
+ONE_ON_CPU = [
+    pytest.param(name, shape, id=f"{name}-{shape}", marks=[*MARKS[name], *[pytest.mark.slow] * (name == "cpu" and i)])
+    for name in IMPLEMENTATIONS
+    for i, shape in enumerate((PREFILL, DECODE))
+]
 
 
 def dtype_of(target):
@@ -112,8 +118,7 @@ def large_moves(text, least_bytes):
     return found
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_experts_are_read_where_they_lie(target, shape):
     """No copy of all experts of a layer, and on accelerators none of a single one; two kernels a layer multiply."""
     experts = Experts(num=16, per_token=2, intermediate_size=4096, layers=(True,) * SPEC.num_layers)
@@ -139,8 +144,7 @@ def test_nothing_as_large_as_a_layers_kv_or_weights_is_copied(target, shape):
     assert memory.alias_size_in_bytes >= SPEC.num_layers * pool_bytes(target)
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_pages_that_layers_of_several_kinds_share_are_not_copied(target, shape):
     program = compiled(target, shape, layers=len(MIXED), windows=MIXED)
     assert large_moves(program.as_text(), limit(target)) == []
@@ -204,8 +208,7 @@ def test_the_check_sees_a_copy():
     assert large_moves(program.as_text(), 4 << 20)
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_ten_times_the_pool_costs_nothing_but_the_pool(target, shape):
     small, large = compiled(target, shape), compiled(target, shape, 10 * BLOCKS)
     if target.startswith("v5e"):  # what XLA keeps in fast memory of activations and weights shifts a little
