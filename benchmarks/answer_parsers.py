@@ -12,7 +12,7 @@ import time
 
 from jpaged.answers.formats import FORMATS
 from jpaged.answers.parser import AnswerReader
-from jpaged.reasoning_tags import REASONING_PARSERS
+from jpaged.params.reasoning_tags import REASONING_PARSERS
 
 SIZE = 2**20
 PIECE = 4  # characters of a token, about

@@ -20,7 +20,7 @@ from jpaged.engine.detokenizer import TextDecoder, WindowDecoder, text_decoder
 from jpaged.engine.engine import Engine
 from jpaged.engine.inspect import capture
 from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 STOPPING = SamplingParams(stop=["\n\n", "rex"])
 

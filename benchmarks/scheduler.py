@@ -21,7 +21,7 @@ from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import Scheduler
 from jpaged.outputs import RequestMetrics
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 ROWS = (8, 32, 64, 128, 256, 512)
 STEPS = 600

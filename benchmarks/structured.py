@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from jpaged import LLM, SamplingParams
 from jpaged.cli.results import machine
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
-from jpaged.sampling_params import StructuredOutputsParams
+from jpaged.params.sampling import StructuredOutputsParams
 
 REQUESTS, PROMPT_TOKENS, NEW_TOKENS, VOCAB = 32, 64, 64, 151_936
 TRAINED_ON = 60_000_000  # characters

@@ -15,10 +15,10 @@ from jpaged.outputs import (
     RequestOutput,
     ScoreOutput,
 )
-from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import RequestOutputKind, SamplingParams
+from jpaged.params.structured_outputs import StructuredOutputsParams
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
-from jpaged.structured_outputs import StructuredOutputsParams
 from jpaged.version import __version__
 
 __all__ = [

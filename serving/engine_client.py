@@ -4,8 +4,8 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from jpaged.outputs import PoolingRequestOutput, RequestOutput
-from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
 Prompt = str | dict[str, Any]  # text, or {"prompt": text} or {"prompt_token_ids": [...]}, with a cache_salt or without

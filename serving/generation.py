@@ -9,10 +9,10 @@ from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any
 
-from jpaged.chat_turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
+from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
 from jpaged.errors import RequestError
 from jpaged.outputs import CompletionOutput, RequestOutput
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.serving.engine_client import EngineClient, Prompt
 from jpaged.serving.error_responses import APIError
 from jpaged.serving.output_format import structured_outputs
@@ -89,6 +89,9 @@ def sampling_params(
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
     if (structured := structured_outputs(request)) is not None:
         given["structured_outputs"] = structured
+    if request.use_beam_search:
+        # Of the model's defaults, a beam search cannot use this one. The client did not send it: no reason to refuse.
+        given.setdefault("repetition_penalty", 1.0)
     kind = RequestOutputKind.CUMULATIVE if request.stream else RequestOutputKind.FINAL_ONLY
     params = dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
     if request.stream and params.chooses:

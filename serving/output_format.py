@@ -4,8 +4,8 @@ import re
 from typing import Any
 
 from jpaged.errors import RequestError
+from jpaged.params.structured_outputs import StructuredOutputsParams
 from jpaged.serving.request_schema import GenerationRequest
-from jpaged.structured_outputs import StructuredOutputsParams
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")

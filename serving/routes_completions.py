@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.errors import RequestError
+from jpaged.frontend.prompt_streams import outputs_of
 from jpaged.outputs import CompletionOutput
-from jpaged.prompt_streams import outputs_of
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 from jpaged.serving import generation
 from jpaged.serving.body import read_body
 from jpaged.serving.disconnect import until_disconnect

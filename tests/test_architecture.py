@@ -20,41 +20,36 @@ ALL = (*SHIPPED, "benchmarks", "tools", "examples", "tests")
 # What every part may import besides the shared modules below and itself.
 ALLOWED = {
     "pallas_kernels": set(),
-    "jpaged.models.check": {"jpaged.models", "jpaged.loading"},  # an entry point: nothing imports it
     "jpaged.models": {"pallas_kernels"},
-    "jpaged.loading": {"jpaged.models"},
+    "jpaged.loading": {"jpaged.models"},  # `loading.check` is an entry point: nothing imports it
     "jpaged.engine": set(),
     "jpaged.simulator": {"jpaged.engine"},
     "jpaged.runtime": {"jpaged.engine.step_plan", "jpaged.models", "pallas_kernels"},
-    "jpaged.build": {"jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
-    "jpaged.planning": {"jpaged.build", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
-    "jpaged.llm": {"jpaged.build", "jpaged.engine"},
-    "jpaged.async_llm": {"jpaged.build", "jpaged.engine"},
-    "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli"},
+    "jpaged.frontend.build": {
+        "jpaged.frontend", "jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models",
+    },
+    "jpaged.frontend": {"jpaged.engine"},
+    "jpaged.planning": {"jpaged.frontend.engine_options", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
+    "jpaged.llm": {"jpaged.frontend", "jpaged.engine"},
+    "jpaged.async_llm": {"jpaged.frontend", "jpaged.engine"},
+    "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli", "jpaged.frontend"},
     "jpaged.cli": {
         "jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading.convert", "jpaged.planning",
-        "jpaged.build", "jpaged.simulator",
+        "jpaged.frontend", "jpaged.simulator",
     },
 }
 # Leaves: plain data and helpers (jpaged.answers is a package of them) that import no part.
 SHARED = {
     "jpaged.answers",
-    "jpaged.chat_prompt",
-    "jpaged.chat_turn",
+    "jpaged.chat",
     "jpaged.config",
     "jpaged.errors",
-    "jpaged.interrupts",
     "jpaged.kv_groups",
-    "jpaged.logits_processors",
     "jpaged.outputs",
+    "jpaged.params",
     "jpaged.pooling_params",
-    "jpaged.prompt_streams",
-    "jpaged.prompts",
-    "jpaged.reasoning_tags",
-    "jpaged.repetition_detection",
     "jpaged.sampling_params",
     "jpaged.snapshot",
-    "jpaged.structured_outputs",
     "jpaged.version",
 }
 PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}
@@ -125,7 +120,7 @@ def test_arrows_point_one_way():
 def test_nothing_imports_an_entry_point():
     for path in python_files(*SHIPPED):
         for name in imports_of(path):
-            assert not within(name, "jpaged.models.check"), f"{path.relative_to(ROOT)} imports {name}"
+            assert not within(name, "jpaged.loading.check"), f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_shared_modules_import_no_part():
@@ -158,10 +153,10 @@ def test_nobody_imports_bare_models_or_serving():
 def test_no_torch_outside_the_recorders():
     """Shipped code never imports torch; tests do so only where they skip without it, a benchmark as a peer.
 
-    models/check.py compares with torch where it is, and runs without it.
+    jpaged/loading/check.py compares with torch where it is, and runs without it.
     """
     for path in python_files(*ALL):
-        peers = (ROOT / "benchmarks/kernels.py", ROOT / "models/check.py")
+        peers = (ROOT / "benchmarks/kernels.py", ROOT / "jpaged/loading/check.py")
         if path in peers or (path.parent == ROOT / "tools" and path.name.startswith("record_")):
             continue
         for name in imports_of(path):
@@ -198,10 +193,11 @@ def test_nothing_evaluates_or_unpickles():
 
 
 def test_links_are_in_place():
-    for name in ("models", "serving"):
-        link = ROOT / "jpaged" / name
-        assert link.is_symlink(), f"jpaged/{name} must be a symbolic link to ../{name}"
-        assert link.resolve() == ROOT / name
+    for folder, names in {"jpaged": ("models", "serving"), ".editable": ("jpaged", "pallas_kernels")}.items():
+        for name in names:
+            link = ROOT / folder / name
+            assert link.is_symlink(), f"{folder}/{name} must be a symbolic link to ../{name}"
+            assert link.resolve() == ROOT / name
 
 
 @pytest.mark.parametrize("part", ["jpaged", "jpaged.engine.step_plan", "jpaged.simulator.simulation", "jpaged.cli"])

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.config import EngineConfig
 from jpaged.engine.request import Request
 from jpaged.engine.sampling_extras import SamplingExtras
@@ -25,15 +26,14 @@ from jpaged.engine.step_draft import row_init
 from jpaged.engine.step_plan import RowMask, SamplerVariant
 from jpaged.kv_groups import group_layers
 from jpaged.loading import load_model
-from jpaged.logits_processors import LogitsProcessor
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec
 from jpaged.outputs import RequestMetrics
-from jpaged.prompts import BUILT_IN_PROMPTS
+from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.params.sampling import SamplingParams
 from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.sampler import SamplerOptions, sample
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, SamplingState, StateSizes, create_state, row_values
-from jpaged.sampling_params import SamplingParams
 from tests.covering import all_pairs
 from tests.sampling_oracle import MODES, Oracle, chi_square, distribution, logprobs, rank
 
@@ -43,6 +43,7 @@ NUM_LOGPROBS = 5
 # How far off a probability may be. Logits here are up to 30, where float32 rounds by 1e-6, and a temperature below 1
 # multiplies that, as a repetition penalty does: at 0.25 either gives 1.02e-6, whatever the sampler does afterwards.
 PROBABILITY = 1e-6
+GRID = np.float32(2**18)  # of logits: float32 between 16 and 32 has steps of 2**-19
 LEAST_P = 1e-5  # of chi-square; some 70 rows, whose draws are always the same
 
 
@@ -214,7 +215,10 @@ def demo_logits() -> list[tuple[list[int], np.ndarray]]:
         model.spec, model.params, tokens.reshape(-1), jnp.tile(jnp.arange(8), len(prompts)),
         [None] * model.spec.num_layers, tokens, decoder.dense_causal_attend,
     )  # fmt: skip
-    logits = np.asarray(decoder.head(model.spec, model.params, hidden)).reshape(len(prompts), 8, -1)
+    logits = np.asarray(decoder.lm_head(model.spec, model.params, hidden)).reshape(len(prompts), 8, -1)
+    # On a grid: adding a bias of 16 is exact then. Off it, float32 rounds each sum by 1e-6, in other directions on
+    # other processors: at temperature 0.5 that made a probability 1.6e-6 wrong on one of two.
+    logits = np.round(logits * GRID) / GRID
     places = [(ids[: i + 1], logits[row, i]) for row, ids in enumerate(prompts) for i in range(8)]
     places.sort(key=lambda place: -float(place[1].max() - np.log(np.exp(place[1]).sum())))
     return [places[round(share * (len(places) - 1))] for share in (0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1)]

@@ -7,7 +7,7 @@ import pytest
 
 from jpaged import SamplingParams
 from jpaged.engine.step_plan import TransferCosts
-from jpaged.sampling_params import RequestOutputKind
+from jpaged.params.sampling import RequestOutputKind
 from tests.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, run
 
 ROWS = 32

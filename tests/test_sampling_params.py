@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged import RequestError, SamplingParams
-from jpaged.sampling_params import NOT_BUILT, RequestOutputKind
+from jpaged.params.sampling import NOT_BUILT, RequestOutputKind
 
 NAN, INF = float("nan"), float("inf")
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jpaged.chat_prompt import chat_prompt, has_chat_template
+from jpaged.chat.prompt import chat_prompt, has_chat_template
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, read_text
 from jpaged.cli.offline import outputs_as_they_come
 from jpaged.errors import RequestError
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jpaged.async_llm import AsyncLLM

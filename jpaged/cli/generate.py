@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import tyro
 
+from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, engine_options
 from jpaged.cli.offline import outputs_as_they_come
 from jpaged.cli.results import OutputJson, check_writable, machine, write_json
 from jpaged.cli.sampling_flags import SamplingFlags
 from jpaged.outputs import EngineStats, Logprob, RequestOutput
-from jpaged.prompts import BUILT_IN_PROMPTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from jpaged.frontend.prompt_streams import Generates, outputs_of
 from jpaged.outputs import RequestOutput
-from jpaged.prompt_streams import Generates, outputs_of
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 
 def outputs_as_they_come(

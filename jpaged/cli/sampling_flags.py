@@ -12,8 +12,8 @@ import tyro
 
 from jpaged.cli.flags import read_text
 from jpaged.errors import RequestError
-from jpaged.sampling_params import SamplingParams
-from jpaged.structured_outputs import StructuredOutputsParams
+from jpaged.params.sampling import SamplingParams
+from jpaged.params.structured_outputs import StructuredOutputsParams
 
 # One text for each time the flag is given: a list behind it would take the prompts as well.
 Texts = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from jpaged.chat_turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
+from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, read_text
 from jpaged.errors import RequestError
 

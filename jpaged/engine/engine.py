@@ -33,10 +33,10 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduler import ScheduledStep, Scheduler, SchedulerCounters
 from jpaged.engine.step_plan import RowMask, Runner
 from jpaged.errors import CapacityError, EngineError, RequestError
-from jpaged.logits_processors import LogitsProcessor
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
-from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput
-from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import SamplingParams
 
 
 class Activation(enum.Enum):

@@ -9,8 +9,8 @@ from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.grammar import Grammar
 from jpaged.engine.request import Request
 from jpaged.outputs import RequestMetrics
-from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import SamplingParams
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -12,8 +12,8 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.logits_processors import LogitsProcessor
 from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.runtime import memory
 from jpaged.runtime.estimate import estimate_temporaries
 from jpaged.runtime.heads import HeadShape, compile_head

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Int, UInt
 
 from jpaged.engine.step_plan import RowExtras, RowInit, RowMask
+from jpaged.params.sampling import MAX_LOGIT_BIAS
 from jpaged.runtime.state import DeviceState, SamplingState
-from jpaged.sampling_params import MAX_LOGIT_BIAS
 
 MASKS_AT_ONCE = 8
 

@@ -19,8 +19,8 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowMask, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
-from jpaged.logits_processors import LogitsProcessor
 from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
+from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.runtime import memory
 from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.blueprint import Blueprint

@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import RequestError
-from jpaged.logits_processors import LogitsProcessor
+from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.params.sampling import GREEDY_BELOW
 from jpaged.runtime.state import Field, Flag, SamplingState
-from jpaged.sampling_params import GREEDY_BELOW
 
 # Vocabulary entries in one block of the two-level searches, at most; less where that divides the vocabulary.
 BLOCK = 512

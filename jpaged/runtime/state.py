@@ -12,7 +12,7 @@ import numpy as np
 from jpaged.engine.step_plan import RowExtras, RowInit, mask_words
 from jpaged.kv_groups import KVGroups
 from jpaged.models.spec import DecoderSpec
-from jpaged.sampling_params import MAX_LOGIT_BIAS
+from jpaged.params.sampling import MAX_LOGIT_BIAS
 from pallas_kernels import KVPages
 
 

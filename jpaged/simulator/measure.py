@@ -18,7 +18,7 @@ import numpy as np
 from jpaged.engine.engine import Engine
 from jpaged.engine.step_plan import StepPlan, StepResult
 from jpaged.errors import RequestError
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 from jpaged.simulator.cost import MeasuredStep
 from jpaged.simulator.step_load import FEATURES, EngineShape, LoadMeter, StepLoad
 

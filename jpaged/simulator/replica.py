@@ -28,7 +28,7 @@ from jpaged.engine.scheduler import ScheduledStep, Scheduler
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import RequestMetrics
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 from jpaged.simulator.cost import CostModel
 from jpaged.simulator.load import Arrival
 from jpaged.simulator.records import Records

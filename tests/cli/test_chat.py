@@ -11,7 +11,7 @@ from jpaged.cli.chat import Conversation
 from jpaged.cli.offline import outputs_as_they_come
 from jpaged.errors import RequestError
 from jpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 
 class Template:
@@ -90,6 +90,7 @@ def test_a_broken_off_answer_is_remembered_as_far_as_it_came():
     assert engine.running == 0
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_interrupt_aborts_and_comes_out():
     engine = ScriptedEngine("Hello.", Template(), interrupt_at=4)
     pieces = conversation(engine).answer("hi")

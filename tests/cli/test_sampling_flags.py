@@ -8,7 +8,7 @@ import tyro
 
 from jpaged import RequestError, SamplingParams
 from jpaged.cli.sampling_flags import SamplingFlags
-from jpaged.structured_outputs import StructuredOutputsParams
+from jpaged.params.structured_outputs import StructuredOutputsParams
 
 FLAGS = {
     "n": "3", "best_of": "4", "temperature": "0.5", "top_p": "0.9", "top_k": "7", "min_p": "0.1", "typical_p": "0.8",

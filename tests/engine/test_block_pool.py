@@ -14,7 +14,7 @@ from jpaged.engine.request import Request
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
 from jpaged.outputs import RequestMetrics
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 ROOT = prefix_root()
 

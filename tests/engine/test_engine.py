@@ -9,7 +9,7 @@ from jpaged.engine.engine import Engine, SchedulingOptions, StepError
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.outputs import RequestOutput
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 from tests.engine.fake_runner import FakeRunner, alone
 
 

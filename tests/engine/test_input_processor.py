@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.engine.input_processor import InputProcessor, ModelLimits
 from jpaged.errors import RequestError
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=16, max_logprobs=5, eos_token_ids=(7, 8), eos_token_id=9)
 

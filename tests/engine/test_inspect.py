@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.engine.engine import Engine
 from jpaged.engine.inspect import EngineCapture
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 from tests.engine.fake_runner import FakeRunner
 

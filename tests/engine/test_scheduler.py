@@ -9,7 +9,7 @@ from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.step_pace import StepPace
 from jpaged.errors import EngineError
 from jpaged.outputs import RequestMetrics
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 from tests.engine.fake_runner import FakeRunner, alone
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.engine.engine import Engine
 from jpaged.outputs import EngineStats
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 from tests.engine.fake_runner import FakeRunner
 
 PROMPT = [(7 * i + 3) % 97 for i in range(1024)]

@@ -14,7 +14,7 @@ from jpaged.engine.request import RequestStatus
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import RequestError
 from jpaged.kv_groups import most_blocks
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.sampling import SamplingParams
 from tests.engine.fake_runner import DeviceFailure, FakeRunner, candidates, next_token, sample_seed
 
 VOCAB_SIZE = 31

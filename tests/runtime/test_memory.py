@@ -12,10 +12,10 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Rope
+from jpaged.params.sampling import MAX_LOGIT_BIAS
 from jpaged.runtime import memory
 from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import NUM_FIELDS
-from jpaged.sampling_params import MAX_LOGIT_BIAS
 
 SPEC = DecoderSpec(
     vocab_size=1000, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,

@@ -19,8 +19,8 @@ from jpaged.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from jpaged.pooling_params import PoolingParams
-from jpaged.sampling_params import SamplingParams
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot
 
 VOCAB = 256

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 import jpaged
-from jpaged.chat_turn import ChatFormats
+from jpaged.chat.turn import ChatFormats
 from jpaged.cli import main
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server

@@ -9,7 +9,7 @@ import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jpaged.sampling_params import RepetitionDetectionParams
+from jpaged.params.sampling import RepetitionDetectionParams
 from jpaged.serving.request_schema import SAMPLING_FIELDS
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}

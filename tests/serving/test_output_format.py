@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from jpaged.errors import RequestError
+from jpaged.params.structured_outputs import StructuredOutputsParams
 from jpaged.serving.application import create_app
 from jpaged.serving.body import decode_body
 from jpaged.serving.generation import Server, named_as_sent
 from jpaged.serving.output_format import names_as_sent
 from jpaged.serving.request_schema import ChatRequest, CompletionRequest
-from jpaged.structured_outputs import StructuredOutputsParams
 
 from .conftest import fake_engine, running
 

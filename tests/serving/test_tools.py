@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jpaged.answers.formats import FORMATS
 from jpaged.answers.parser import AnswerReader
-from jpaged.chat_turn import ChatFormats
+from jpaged.chat.turn import ChatFormats
 from jpaged.serving.application import create_app
 from jpaged.serving.chat_answers import ChatAnswers
 from jpaged.serving.generation import Server
@@ -240,7 +240,7 @@ def test_what_is_refused_by_name(url, body, param):
 
 def test_tools_for_a_model_that_knows_none(url, client, engine):
     engine.tokenizer.chat_template = "{{ messages }}"
-    with pytest.raises(openai.BadRequestError, match="no place for tools"):
+    with pytest.raises(openai.BadRequestError, match="does not read tools"):
         client.chat.completions.create(**CHAT, tools=OFFERED)
     engine.tokenizer.chat_template = "{{ tools }} <tool_call> <function="
     with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):

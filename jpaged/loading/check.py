@@ -1,8 +1,8 @@
 """Is this checkpoint computed as Transformers computes it? If not, from which layer on?
 
-    python -m jpaged.models.check MODEL                        beside Transformers, where torch is installed
-    python -m jpaged.models.check MODEL --record answers.json  the same, and keep Transformers' values
-    python -m jpaged.models.check MODEL --answers answers.json beside kept values, without torch
+    python -m jpaged.loading.check MODEL                        beside Transformers, where torch is installed
+    python -m jpaged.loading.check MODEL --record answers.json  the same, and keep Transformers' values
+    python -m jpaged.loading.check MODEL --answers answers.json beside kept values, without torch
 
 1. Both run the same token ids in float32, with dense attention: what is compared is the model, not the engine.
 2. What goes into the first layer and what comes out of each is compared, then the logits of the last token; a
@@ -26,7 +26,7 @@ import tyro
 from jpaged.config import EngineConfig
 from jpaged.errors import JPagedError, ModelLoadError, RequestError
 from jpaged.loading import LoadedModel, load_model
-from jpaged.models.decoder import decode, dense_causal_attend, head
+from jpaged.models.decoder import decode, dense_causal_attend, lm_head
 
 NUM_TOKENS = 24  # more than the sliding windows of the tests' models; a 7B's answers are a file of 18 MB
 
@@ -134,7 +134,7 @@ def output_after(model: LoadedModel, token_ids: list[int], layers: int) -> np.nd
 
 def last_logits(model: LoadedModel, hidden: np.ndarray) -> np.ndarray:
     """float32[1, output]: our logits of the last token, or what is pooled, from the states after the last layer."""
-    return np.asarray(head(model.spec, model.params, jnp.asarray(hidden[-1:])))
+    return np.asarray(lm_head(model.spec, model.params, jnp.asarray(hidden[-1:])))
 
 
 def compare(model: LoadedModel, expected: Answers, tolerance: float) -> int:
@@ -236,7 +236,7 @@ def _decode(values: dict[str, Any]) -> np.ndarray:
 def main(args: list[str] | None = None) -> int:
     """Run one command line."""
     try:
-        return tyro.cli(Check, prog="python -m jpaged.models.check", args=args).run()
+        return tyro.cli(Check, prog="python -m jpaged.loading.check", args=args).run()
     except JPagedError as error:
         print(f"{error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""`python -m jpaged.models.check` finds the first layer that differs, beside recorded answers and beside torch."""
+"""`python -m jpaged.loading.check` finds the first layer that differs, beside recorded answers and beside torch."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
-from jpaged.models.check import Answers, fixed_token_ids, last_logits, main, output_after
+from jpaged.loading.check import Answers, fixed_token_ids, last_logits, main, output_after
 from tests.golden.checkpoints import BY_NAME, VARIANTS, write_checkpoint, write_safetensors
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER
 from tests.loading.test_load_model import change_config, tensors_of
@@ -120,7 +120,7 @@ def test_without_torch_the_message_says_so(llama: Path, capsys) -> None:
 
 def test_it_runs_as_a_program(llama: Path, tmp_path: Path) -> None:
     answers = own_answers(llama, tmp_path / "answers.json")
-    command = [sys.executable, "-m", "jpaged.models.check", str(llama), "--answers", str(answers)]
+    command = [sys.executable, "-m", "jpaged.loading.check", str(llama), "--answers", str(answers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("agrees") == 5

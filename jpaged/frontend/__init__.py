@@ -1,0 +1,1 @@
+"""Code shared by `LLM`, `AsyncLLM`, the server and the command line."""

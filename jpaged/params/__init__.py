@@ -1,0 +1,1 @@
+"""Parameter types of requests and of logits processors. Each class checks its values when it is created."""
