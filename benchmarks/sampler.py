@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def _logits(params: dict, hidden: jax.Array, places: jax.Array, *, spec: DecoderSpec) -> jax.Array:
-    return decoder.head(spec, params, jnp.take(hidden, places, axis=0, mode="clip"))
+    return decoder.lm_head(spec, params, jnp.take(hidden, places, axis=0, mode="clip"))
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def demo_logits() -> list[tuple[list[int], np.ndarray]]:
         model.spec, model.params, tokens.reshape(-1), jnp.tile(jnp.arange(8), len(prompts)),
         [None] * model.spec.num_layers, tokens, decoder.dense_causal_attend,
     )  # fmt: skip
-    logits = np.asarray(decoder.head(model.spec, model.params, hidden)).reshape(len(prompts), 8, -1)
+    logits = np.asarray(decoder.lm_head(model.spec, model.params, hidden)).reshape(len(prompts), 8, -1)
     places = [(ids[: i + 1], logits[row, i]) for row, ids in enumerate(prompts) for i in range(8)]
     places.sort(key=lambda place: -float(place[1].max() - np.log(np.exp(place[1]).sum())))
     return [places[round(share * (len(places) - 1))] for share in (0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1)]

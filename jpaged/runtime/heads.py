@@ -1,7 +1,7 @@
 """The other half of a step: from the hidden states that the forward pass left to what the host is given.
 
 A head takes the tokens that somebody wants something of, a place for each: their logits, and a token sampled from
-them, which goes into the request table for the next step. A model that pools gives `decoder.head` of the token.
+them, which goes into the request table for the next step. A model that pools gives `decoder.lm_head` of the token.
 
 It is a program of its own, because a forward program costs seconds to compile and a head little: each is compiled once
 a shape, not once a pair. A step whose prompts go on samples nothing, and then has no head; and where what may be
@@ -23,7 +23,7 @@ from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.runtime.sampler import Sampled, SamplerOptions, describe, sample
 from jpaged.runtime.state import DeviceState, Field, SamplingState
 
-# Leaves of the parameter tree that `decoder.head` reads.
+# Leaves of the parameter tree that `decoder.lm_head` reads.
 HEAD_PARAMS = ("final_norm", "final_norm_bias", "project_out", "score", "lm_head", "embed")
 
 
@@ -77,7 +77,7 @@ def apply_head(
     Donate `table` and `sampling`. params: of `head_params`. Places that are padding get something, too, which goes
     nowhere. A shape that scores finds the tokens that are scored where others have rows.
     """
-    output = decoder.head(spec, params, jnp.take(hidden, packed[1], axis=0, mode="clip"), layout=layout)
+    output = decoder.lm_head(spec, params, jnp.take(hidden, packed[1], axis=0, mode="clip"), layout=layout)
     if shape.scores:
         return table, sampling, describe(output, packed[0], options=options)
     if shape.variant is None:

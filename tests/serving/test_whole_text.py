@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from jpaged import AsyncLLM, SamplingParams
-from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.engine import Engine
+from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_options import engine_config
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.engine.fake_runner import FakeRunner
