@@ -128,9 +128,9 @@ class StructuredOutputsParams:
     def _check_options(self) -> None:
         for name in ("disable_any_whitespace", "whitespace_pattern"):
             if getattr(self, name) and self.kind not in _WITH_JSON:
-                raise _error(name, getattr(self, name), f"goes with {', '.join(_WITH_JSON)}: leave it out")
+                raise _error(name, getattr(self, name), f"works only with {', '.join(_WITH_JSON)}: leave it out")
         if self.disable_additional_properties and self.kind not in ("json", "structural_tag"):
-            raise _error("disable_additional_properties", True, "goes with json, structural_tag: leave it out")
+            raise _error("disable_additional_properties", True, "works only with json, structural_tag: leave it out")
         if self.whitespace_pattern is None:
             return
         if self.disable_any_whitespace:

@@ -101,7 +101,7 @@ def _choice_grammar(choices: tuple[str, ...], limits: GrammarLimits, parameter: 
     if size > limits.max_grammar_bytes:
         accepted = f"{size:,} bytes, at most {limits.max_grammar_bytes:,} (max_grammar_bytes)"
         raise RequestError(parameter, choices[:3], accepted)
-    # One expression, because 10,000 alternatives of a rule exceed step_max_items.
+    # One expression, because 10,000 alternatives of a rule exceed the row size of llguidance's parser.
     return LLMatcher.grammar_from_regex("|".join(f"(?:{literal(choice)})" for choice in dict.fromkeys(choices)))
 
 
