@@ -145,7 +145,7 @@ def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
             request_id="", prompt_token_ids=list(row.prompt_ids), params=params, max_total_tokens=64, seed=row.seed,
             eos_token_ids=frozenset(), eos_token_id=None, metrics=RequestMetrics(0.0), extras=extras,
         )  # fmt: skip
-        request.row = place
+        request.schedule.row = place
         request.token_ids += row.output_ids[:-1]
         init = row_init(request, vocab)
         state = uploader.start(state, init)
