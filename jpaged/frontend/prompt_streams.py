@@ -1,4 +1,4 @@
-"""Several prompts on one `AsyncLLM` at once: their outputs as they come, for the server and the command line."""
+"""Runs several prompts on one `AsyncLLM` and yields their outputs as they come, for the server and the command line."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -12,21 +12,21 @@ OutputT = TypeVar("OutputT")
 
 
 class Generates(Protocol):
-    """The one method of `AsyncLLM` that this needs."""
+    """The only method of `AsyncLLM` that this module needs."""
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs so far, each with all before it. Closing the generator aborts the request."""
+        """Yield the output so far, after each step. Closing the generator aborts the request."""
         ...
 
 
 def outputs_of(
     engine: Generates, prompts: Sequence[Any], params: SamplingParams, request_id: str, *, priority: int = 0
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of several prompts as they come, each with its prompt's index. Closing it aborts all of them.
+    """Yield the outputs of several prompts as they come, each with its prompt's index.
 
-    The first prompt that fails ends all: its error is raised here.
+    Closing the generator aborts all prompts. If a prompt fails, all are aborted and its error is raised here.
     """
     streams = [
         engine.generate(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
@@ -35,7 +35,10 @@ def outputs_of(
 
 
 async def merged(streams: Sequence[AsyncGenerator[OutputT, None]]) -> AsyncGenerator[tuple[int, OutputT], None]:
-    """What several generators give, as it comes, each with its generator's index. Closing it closes all of them."""
+    """Yield the items of several generators as they come, each with its generator's index.
+
+    Closing this generator closes all of them.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for output in stream:
