@@ -8,9 +8,10 @@ from transformers import AutoTokenizer
 
 import jpaged
 from jpaged import LLM, SamplingParams
-from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.engine import Engine
 from jpaged.errors import RequestError
+from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_options import engine_config
 from tests.engine.fake_runner import FakeRunner
 
 USER = {"role": "user", "content": "def read_json(path):"}

@@ -109,7 +109,7 @@ def test_a_grammar_that_turns_out_impossible_ends_its_own_request_only(llm: LLM)
     bad = SamplingParams(max_tokens=200, temperature=1, seed=1, structured_outputs=hostile)
     outputs = answers(llm, good, bad, good)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
-    assert "cannot go on after" in outputs[1].outputs[0].stop_reason
+    assert "cannot continue after" in outputs[1].outputs[0].stop_reason
     assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
     assert outputs[0].outputs[0].token_ids == answers(llm, good)[0].outputs[0].token_ids
     assert llm.stats().used_blocks == 0

@@ -81,8 +81,8 @@ class OutputProcessor:
         request.token_ids.append(token_id)
         note_token(request.metrics, now)
         matcher = request.matcher
-        if request.thinking is not None:
-            request.thinking.take(token_id, self._token_bytes(token_id))
+        if request.reasoning_budget is not None:
+            request.reasoning_budget.append(token_id, self._token_bytes(token_id))
         stops = token_id in request.stop_ids
         is_full = len(request.token_ids) >= request.max_total_tokens
         ends = stops or is_full
@@ -90,7 +90,7 @@ class OutputProcessor:
             if not matcher.accept(token_id):
                 raise EngineError(f"request {request.request_id}: its grammar does not allow token {token_id}")
             ends |= matcher.is_finished
-        repeats = request.repetition is not None and request.repetition.take(token_id)
+        repeats = request.repetition is not None and request.repetition.append(token_id)
         repeats &= request.num_output_tokens >= request.params.min_tokens
         ends |= repeats
         stop_string = self._add_text(request, token_id, stops=stops, ends=ends)

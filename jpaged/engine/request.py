@@ -13,10 +13,10 @@ import numpy as np
 
 from jpaged.engine.block_pool import BlockName
 from jpaged.engine.grammar import GrammarMatcher
+from jpaged.engine.reasoning_budget import ReasoningBudget
 from jpaged.engine.repetition import RepetitionWatch
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.engine.thinking_budget import ThinkingBudget
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestMetrics
 from jpaged.params.pooling import PoolingParams
@@ -88,7 +88,7 @@ class Request:
     index: int = 0                 # which of its group's answers this is
     extras: SamplingExtras | None = None  # what its sampling needs beside numbers
     matcher: GrammarMatcher | None = None  # where it stands in its grammar
-    thinking: ThinkingBudget | None = None  # where it stands in its reasoning, where that is limited
+    reasoning_budget: ReasoningBudget | None = None  # where it stands in its reasoning, where that is limited
     repetition: RepetitionWatch | None = None
     jumps: bool = False            # tokens that its grammar forces are taken without sampling
     steered: bool = False          # a beam: the host chooses each of its tokens, once it has seen what all beams gave
@@ -189,7 +189,7 @@ class Request:
         if self.extras is None:
             raise EngineError(f"request {self.request_id} has no mask")
         words = self.extras.mask(self.token_ids, self.num_output_tokens)
-        if self.thinking is not None and (forced := self.thinking.forced) is not None:
+        if self.reasoning_budget is not None and (forced := self.reasoning_budget.forced) is not None:
             only = np.zeros_like(words)
             only[forced // 32] = np.uint32(1 << forced % 32)
             return only

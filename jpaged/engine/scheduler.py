@@ -505,7 +505,7 @@ class Scheduler:
             if extras is None or (place >= num_decodes and not samples[place - num_decodes]):
                 continue
             on_their_way = request.num_in_flight - 1  # without the one that this step samples
-            waits |= extras.asks_the_request or (on_their_way > 0 and extras.follows_tokens)
+            waits |= extras.has_grammar_or_budget or (on_their_way > 0 and extras.follows_tokens)
             count = request.num_output_tokens + on_their_way
             if extras.changes_at(count):
                 masks.append(RowMask(request.row, extras.mask(request.token_ids, count)))

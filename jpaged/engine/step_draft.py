@@ -70,5 +70,5 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
         repetition_penalty=min(max(params.repetition_penalty, 1 / MOST_REPETITION), MOST_REPETITION),
         processors=0 if request.extras is None else request.extras.processors,
         logprobs=params.needs_logprobs,
-        extras=None if request.extras is None else request.extras.of_row(request),
+        extras=None if request.extras is None else request.extras.row_extras(request),
     )

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from jpaged import AsyncLLM, RequestError, RequestOutput, SamplingParams
-from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.answer_text import AnswerText
 from jpaged.engine.engine import Engine
 from jpaged.engine.input_processor import InputProcessor, ModelLimits
+from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_options import engine_config
 from jpaged.params.sampling import RequestOutputKind
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.engine.small_tokenizer import SPECIAL, SmallTokenizer

@@ -261,7 +261,7 @@ def test_each_token_begins_where_its_first_character_does(kind: str, text: str):
     before, length = b"", 0
     stripped = int(kind == "byte_fallback" and bool(token_ids))
     for token_id in token_ids:
-        begins = length + detokenizer.begins(token_id)
+        begins = length + detokenizer.offset_of_next(token_id)
         assert begins == max(len(before.decode(errors="ignore")) - stripped, 0)
         length += len(detokenizer.add(token_id))
         before += decoder.token_bytes(token_id)

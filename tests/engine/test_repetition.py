@@ -35,7 +35,7 @@ def test_by_the_definition(tokens, pattern, count, sizes, min_count):
     watch = RepetitionWatch(params)
     said = tokens + pattern * count
     for length, token_id in enumerate(said, 1):
-        assert watch.take(token_id) == repeats(said[:length], params), said[:length]
+        assert watch.append(token_id) == repeats(said[:length], params), said[:length]
 
 
 def run(engine: Engine, **requests: SamplingParams):
