@@ -50,8 +50,8 @@ class DeferredInterrupt:
 def call_at_exit(method: Callable[[], None]) -> Callable[[], Any]:
     """Call a bound method when the interpreter ends, if its object still exists.
 
-    Returns the argument for `atexit.unregister`. The method must end the threads that use the device. A thread inside XLA at the interpreter's end aborts the
-    process.
+    Returns the argument for `atexit.unregister`. The method must end the threads that use the device. A thread inside
+    XLA at the interpreter's end aborts the process.
     """
     reference = weakref.WeakMethod(method)
 
