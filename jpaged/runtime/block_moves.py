@@ -41,13 +41,15 @@ def host_slots(swap_space: float, block_bytes: int) -> int:
     """
     if not 0 <= swap_space < float("inf"):
         raise ModelLoadError(f"swap_space={swap_space}: must be GiB of host memory, at least 0")
+    if not swap_space:
+        return 0
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if swap_space * 2**30 > total:
         raise ModelLoadError(
             f"swap_space={swap_space}: this machine has {total / 2**30:.1f} GiB of memory in all; lower it"
         )
     slots = int(swap_space * 2**30) // block_bytes
-    if swap_space and not slots:
+    if not slots:
         raise ModelLoadError(f"swap_space={swap_space}: one block takes {block_bytes / 2**30:.4f} GiB; raise it, or 0")
     return slots
 

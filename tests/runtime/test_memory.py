@@ -13,7 +13,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Rope
 from jpaged.params.sampling import MAX_LOGIT_BIAS
-from jpaged.runtime import memory
+from jpaged.runtime import block_moves, memory
 from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import NUM_FIELDS
 
@@ -212,3 +212,8 @@ def test_the_memory_plan_as_text():
     assert "28 blocks of 16 tokens" in text
     for word in ("weights", "KV pool", "request table", "temporaries", "in all"):
         assert word in text
+
+def test_host_memory_is_not_read_without_swap_space(monkeypatch):
+    """`os.sysconf` does not exist on every system, so only a host tier may need it."""
+    monkeypatch.delattr(block_moves.os, "sysconf")
+    assert block_moves.host_slots(0.0, 1 << 20) == 0
