@@ -327,14 +327,14 @@ def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, An
 
     Six layers in turn: 200 MB of new keys and values, 400 MB of pages.
     """
-    tokens, heads, group, dim, turns = (64, 2, 2, 16, 2) if tiny else (8192, 8, 4, 128, 20)
+    tokens, heads, q_per_kv, dim, turns = (64, 2, 2, 16, 2) if tiny else (8192, 8, 4, 128, 20)
     num_layers = 2 if tiny else 6
     keys = jax.random.split(jax.random.key(0), num_layers)
     slots = jnp.asarray(np.random.default_rng(0).permutation(2 * tokens)[:tokens], jnp.int32)
     angles = jax.random.uniform(jax.random.key(1), (tokens, dim // 2))
     norm = jnp.ones(dim, jnp.bfloat16)
     layers = tuple(KVPages.create(2 * tokens // 16, 16, heads, dim, jnp.bfloat16) for _ in keys)
-    products = tuple(jax.random.normal(k, (tokens, heads, group + 2, dim), jnp.bfloat16) for k in keys)
+    products = tuple(jax.random.normal(k, (tokens, heads, q_per_kv + 2, dim), jnp.bfloat16) for k in keys)
     news = tuple(tuple(jax.random.normal(k, (2, tokens, heads, dim), jnp.bfloat16)) for k in keys)
     # each turn differs in something small, so that nothing is done only once
 
@@ -357,7 +357,7 @@ def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, An
                 for (_, pages), product in zip(carry, products, strict=True)
             )
 
-        queries = jnp.zeros((tokens, heads * group, dim), jnp.bfloat16)
+        queries = jnp.zeros((tokens, heads * q_per_kv, dim), jnp.bfloat16)
         return lax.fori_loop(0, turns, turn, tuple((queries, pages) for pages in layers))
 
     results: dict[str, Any] = {}
@@ -473,9 +473,9 @@ def main() -> None:
             else:
                 print_times(results, lambda _, s=shape: s.flops, "flops", product)
         token = (2 * 16 if args.tiny else 8 * 128) * 2  # bytes of a token's keys
-        tokens, group = (64, 2) if args.tiny else (8192, 4)
+        tokens, q_per_kv = (64, 2) if args.tiny else (8192, 4)
         # read and written: keys and values, and the queries
-        bytes_of = {"write_kv": 2 * 2 * tokens * token, "write_qkv": 2 * (2 + group) * tokens * token}
+        bytes_of = {"write_kv": 2 * 2 * tokens * token, "write_qkv": 2 * (2 + q_per_kv) * tokens * token}
         print(f"writes of {tokens:,} tokens", flush=True)
         keep(write=measure_write(implementation, args.tiny, args.repeats), write_bytes=bytes_of)
         print_times(record["write"], lambda name: bytes_of[name.split()[0]], "bytes", copy)

@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def _logits(params: dict, hidden: jax.Array, index: jax.Array, *, spec: DecoderSpec) -> jax.Array:
-    return decoder.head(spec, params, jnp.take(hidden, index, axis=0, mode="clip"))
+    return decoder.lm_head(spec, params, jnp.take(hidden, index, axis=0, mode="clip"))
 
 
 if __name__ == "__main__":

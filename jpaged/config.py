@@ -5,6 +5,9 @@ Names are vLLM's where vLLM has one. The command line flags are made from these 
 
 import dataclasses
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+RUNNERS = ("auto", "generate", "pooling")
+SCHEDULING_POLICIES = ("fcfs", "priority", "shortest_first")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 

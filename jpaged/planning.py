@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jpaged.build import engine_config
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.frontend.engine_options import engine_config
 
 if TYPE_CHECKING:
     import jax

@@ -125,7 +125,7 @@ def test_recorded_loss_is_the_loss(record, tokenizer):
         model.spec, model.params, inputs, jnp.arange(len(inputs)), [None] * model.spec.num_layers,
         inputs[None], decoder.dense_causal_attend,
     )  # fmt: skip
-    logits = np.asarray(decoder.head(model.spec, model.params, hidden), np.float64)
+    logits = np.asarray(decoder.lm_head(model.spec, model.params, hidden), np.float64)
     chosen = np.take_along_axis(logits, np.asarray(targets)[:, None], 1)[:, 0]
     losses = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1) - chosen
     assert losses.mean() == pytest.approx(noted["loss"], abs=1e-3)

@@ -14,7 +14,7 @@ import pytest
 from jpaged import LLM, AsyncLLM, ModelLoadError, PoolingParams, RequestError, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
-from jpaged.models.decoder import head
+from jpaged.models.decoder import lm_head
 from jpaged.models.spec import DecoderSpec
 from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, CLASSIFIERS, EMBEDDERS, QWEN3_CLASSIFIER, SEED, recorded, sha256_of
@@ -142,7 +142,7 @@ def test_a_score_does_not_depend_on_the_row(labels, dtype):
     rng = np.random.default_rng(0)
     params = {"final_norm": np.ones(1024), "score": rng.normal(size=(labels, 1024))}
     params = {name: jnp.asarray(value, dtype) for name, value in params.items()}
-    run = jax.jit(lambda hidden: head(spec, params, hidden))
+    run = jax.jit(lambda hidden: lm_head(spec, params, hidden))
     for rows in (8, 9, 13, 33):
         for _ in range(4):
             scores = np.asarray(run(jnp.asarray(np.tile(rng.normal(size=1024), (rows, 1)), dtype)))

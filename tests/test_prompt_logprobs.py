@@ -48,7 +48,7 @@ def test_they_are_the_models(runner, wanted):
             spec, params, jnp.array(prompt), jnp.arange(len(prompt)), [None] * spec.num_layers, shape,
             decoder.dense_causal_attend,
         )  # fmt: skip
-        exact = np.asarray(jax.nn.log_softmax(decoder.head(spec, params, hidden).astype(jnp.float32), axis=-1))
+        exact = np.asarray(jax.nn.log_softmax(decoder.lm_head(spec, params, hidden).astype(jnp.float32), axis=-1))
         assert entries[0] is None
         assert len(entries) == len(prompt)
         for before, token_id, entry in zip(exact, prompt[1:], entries[1:], strict=False):

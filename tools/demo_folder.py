@@ -93,11 +93,11 @@ def _hugging_face_tensors(spec: DecoderSpec, params: dict[str, Any]) -> dict[str
     """bf16 tensors under the names that Transformers' LlamaForCausalLM has."""
     names = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
     for i, layer in enumerate(params["layers"]):
-        prefix, qkv, group = f"model.layers.{i}.", layer["qkv"], spec.group
+        prefix, qkv, q_per_kv = f"model.layers.{i}.", layer["qkv"], spec.q_per_kv
         names |= {
-            prefix + "self_attn.q_proj.weight": qkv[:, :group].reshape(-1, spec.hidden_size),
-            prefix + "self_attn.k_proj.weight": qkv[:, group].reshape(-1, spec.hidden_size),
-            prefix + "self_attn.v_proj.weight": qkv[:, group + 1].reshape(-1, spec.hidden_size),
+            prefix + "self_attn.q_proj.weight": qkv[:, :q_per_kv].reshape(-1, spec.hidden_size),
+            prefix + "self_attn.k_proj.weight": qkv[:, q_per_kv].reshape(-1, spec.hidden_size),
+            prefix + "self_attn.v_proj.weight": qkv[:, q_per_kv + 1].reshape(-1, spec.hidden_size),
             prefix + "self_attn.o_proj.weight": layer["o"],
             prefix + "mlp.gate_proj.weight": layer["gate_up"][0],
             prefix + "mlp.up_proj.weight": layer["gate_up"][1],

@@ -170,7 +170,7 @@ def token_losses(params: decoder.Params, ids: Int[Array, "batch length_plus_1"])
     @jax.checkpoint
     def chunk(hidden_and_targets: tuple[Array, Array]) -> Array:
         hidden, targets = hidden_and_targets
-        logits = decoder.head(SPEC, params, hidden)
+        logits = decoder.lm_head(SPEC, params, hidden)
         target = jnp.where(jnp.arange(SPEC.vocab_size) == targets[:, None], logits, 0.0).sum(-1)  # no scatter backward
         return jax.nn.logsumexp(logits, axis=-1) - target
 
@@ -418,7 +418,7 @@ def sample(work: pathlib.Path, num_tokens: int) -> None:
             SPEC, params, ids.reshape(-1), positions, [None] * SPEC.num_layers, ids, blocked_causal_attend
         )
         last = hidden.reshape(*ids.shape, -1)[jnp.arange(len(prompts)), lengths - 1]
-        return decoder.head(SPEC, params, last).argmax(-1)
+        return decoder.lm_head(SPEC, params, last).argmax(-1)
 
     for _ in range(num_tokens):
         ids[np.arange(len(prompts)), lengths] = np.asarray(next_tokens(ids, lengths))

@@ -37,7 +37,7 @@ class Steps:
         check_writable(self.output_json)
         from tqdm import tqdm
 
-        from jpaged.build import build_engine
+        from jpaged.frontend.build import build_engine
         from jpaged.simulator.cost import COEFFICIENTS, fit, relative_errors, to_json
         from jpaged.simulator.measure import designed_cases, measure_steps
 

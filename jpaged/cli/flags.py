@@ -11,13 +11,18 @@ from typing import Annotated, Any
 
 import tyro
 
-from jpaged.config import EngineConfig
+from jpaged.config import DTYPES, LOGPROBS_MODES, RUNNERS, SCHEDULING_POLICIES, EngineConfig
 from jpaged.errors import RequestError
 
 NO_MODEL = "name a model: a folder, a Hugging Face hub id, a .gguf file, or demo (as first argument, or with --model)"
 
 # Options that take one of a few words; the engine refuses others, from the command line as from Python.
-CHOICES = {"runner": ("auto", "generate", "pooling"), "scheduling_policy": ("fcfs", "priority", "shortest_first")}
+CHOICES = {
+    "runner": RUNNERS,
+    "scheduling_policy": SCHEDULING_POLICIES,
+    "dtype": DTYPES,
+    "logprobs_mode": LOGPROBS_MODES,
+}
 
 ModelArgument = Annotated[
     tyro.conf.Positional[str | None],

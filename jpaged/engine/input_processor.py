@@ -14,13 +14,13 @@ from typing import Any, cast
 import numpy as np
 
 from jpaged.engine.beam_search import BeamSearch
-from jpaged.engine.grammar import Grammar, GrammarCompiler, Thought
+from jpaged.engine.grammar import Grammar, GrammarCompiler, ReasoningPrefix
 from jpaged.engine.pooling import Pooling, check_task
+from jpaged.engine.reasoning_budget import EncodedReasoningTags, ReasoningBudget
 from jpaged.engine.request import Request
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.stop_strings import stop_automaton
-from jpaged.engine.thinking_budget import ThinkingBudget, ThinkingTags
 from jpaged.errors import RequestError
 from jpaged.outputs import RequestMetrics
 from jpaged.params.logits_processors import LogitsProcessor
@@ -105,11 +105,10 @@ class InputProcessor:
                 eos_token_ids=end_token_ids,
                 eos_token_id=self.limits.eos_token_id,
                 metrics=metrics,
-                pooling=pooling,
                 priority=int(priority),
                 index=index,
                 extras=extras,
-                steered=params.use_beam_search,
+                is_beam=params.use_beam_search,
             )
             for index in range(params.num_sequences)
         ]
@@ -119,10 +118,10 @@ class InputProcessor:
         opened = tags is not None and self._has_opened(tags, token_ids, params)
         if params.thinking_token_budget is not None:
             for request in requests:
-                request.thinking = self._thinking(tags, params.thinking_token_budget, opened=opened)
+                request.output.reasoning_budget = self._reasoning_budget(tags, params.thinking_token_budget, opened=opened)
         if params.structured_outputs is not None:
-            thought = None if tags is None else Thought(tags.start, tags.end, opened)
-            group.grammar = self._grammar(params, thought)
+            reasoning = None if tags is None else ReasoningPrefix(tags.start, tags.end, opened)
+            group.grammar = self._grammar(params, reasoning)
         if params.use_beam_search:
             group.search = self._search(params, longest - len(token_ids), end_token_ids)
         return group
@@ -135,11 +134,11 @@ class InputProcessor:
                 f"{MAX_PROMPT_LOGPROBS:,}: at most {MAX_PROMPT_LOGPROBS // prompt_len - 1} for this prompt",
             )  # fmt: skip
 
-    def _grammar(self, params: SamplingParams, thought: Thought | None) -> Future[Grammar]:
+    def _grammar(self, params: SamplingParams, reasoning: ReasoningPrefix | None) -> Future[Grammar]:
         if self._tokenizer is None or self._compiler is None:
             accepted = "the model has no tokenizer: start with the option tokenizer"
             raise RequestError("structured_outputs", params.structured_outputs, accepted)
-        return self._compiler.submit(cast(Any, params.structured_outputs), thought)
+        return self._compiler.submit(cast(Any, params.structured_outputs), reasoning)
 
     def _has_opened(self, tags: ReasoningTags, token_ids: list[int], params: SamplingParams) -> bool:
         """Whether the answer to a prompt goes on with reasoning."""
@@ -150,7 +149,7 @@ class InputProcessor:
             raise RequestError("reasoning_tags", (tags.start, tags.end), accepted)
         return tags.opened_by(self._tokenizer.decode(token_ids[-PROMPT_END:]))
 
-    def _thinking(self, tags: ReasoningTags | None, budget: int, *, opened: bool) -> ThinkingBudget:
+    def _reasoning_budget(self, tags: ReasoningTags | None, budget: int, *, opened: bool) -> ReasoningBudget:
         if tags is None:
             accepted = (
                 "needs the tags of reasoning: give reasoning_tags beside it, or a reasoning_parser to LLM.chat, or to "
@@ -160,7 +159,8 @@ class InputProcessor:
         end_ids = tuple(self._tokenizer.encode(tags.end, add_special_tokens=False))
         if not end_ids or max(end_ids) >= self.limits.vocab_size:
             raise RequestError("reasoning_tags", tags.end, "the model has no tokens for this tag")
-        return ThinkingBudget(ThinkingTags(tags.start.encode(), tags.end.encode(), end_ids), budget, opened=opened)
+        encoded = EncodedReasoningTags(tags.start.encode(), tags.end.encode(), end_ids)
+        return ReasoningBudget(encoded, budget, opened=opened)
 
     def _extras(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> SamplingExtras | None:
         """What the request's sampling needs beside numbers. Raises RequestError where nothing could be sampled."""

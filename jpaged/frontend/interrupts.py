@@ -1,4 +1,4 @@
-"""The ends that come from outside, Ctrl-C and the interpreter's: between two steps of the engine, never inside one."""
+"""Ctrl-C and interpreter exit: both stop the engine between two steps, never inside one."""
 
 import atexit
 import signal
@@ -10,10 +10,10 @@ from typing import Any, Self
 
 
 class DeferredInterrupt:
-    """Inside, Ctrl-C is remembered; `check` raises it where it does no harm, and so does leaving, even by an error.
+    """Context manager that delays Ctrl-C. `check` raises it, and so does leaving the context, even after an error.
 
-    Half a step would be a cache that no longer fits its index. A second Ctrl-C is not held back. Does nothing outside
-    the main thread, or where somebody else handles the signal.
+    An interrupt inside a step would leave a KV cache that does not match its index. A second Ctrl-C is raised at once.
+    Does nothing outside the main thread, or if another handler for SIGINT is installed.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class DeferredInterrupt:
             self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C has come."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self._pending:
             self._pending = False
             raise KeyboardInterrupt
@@ -48,9 +48,10 @@ class DeferredInterrupt:
 
 
 def call_at_exit(method: Callable[[], None]) -> Callable[[], Any]:
-    """Call a bound method when the interpreter ends, if its object still lives; returns what `atexit.unregister` takes.
+    """Call a bound method when the interpreter exits, if its object is still alive.
 
-    It must end the threads that use the device: one inside XLA while the interpreter is torn down aborts the process.
+    Returns the callback, for `atexit.unregister`. The method must end the threads that use the device: a thread inside
+    XLA during interpreter shutdown aborts the process.
     """
     reference = weakref.WeakMethod(method)
 

@@ -26,7 +26,7 @@ import tyro
 from jpaged.config import EngineConfig
 from jpaged.errors import JPagedError, ModelLoadError, RequestError
 from jpaged.loading import LoadedModel, load_model
-from jpaged.models.decoder import decode, dense_causal_attend, head
+from jpaged.models.decoder import decode, dense_causal_attend, lm_head
 
 NUM_TOKENS = 24  # more than the sliding windows of the tests' models; a 7B's answers are a file of 18 MB
 
@@ -134,7 +134,7 @@ def output_after(model: LoadedModel, token_ids: list[int], layers: int) -> np.nd
 
 def last_logits(model: LoadedModel, hidden: np.ndarray) -> np.ndarray:
     """float32[1, output]: our logits of the last token, or what is pooled, from the states after the last layer."""
-    return np.asarray(head(model.spec, model.params, jnp.asarray(hidden[-1:])))
+    return np.asarray(lm_head(model.spec, model.params, jnp.asarray(hidden[-1:])))
 
 
 def compare(model: LoadedModel, expected: Answers, tolerance: float) -> int:

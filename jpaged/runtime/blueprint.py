@@ -18,8 +18,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.models.layers import Params
-from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.runtime import memory
 from jpaged.runtime.block_moves import host_slots

@@ -62,8 +62,8 @@ def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
     total = 2 * shape.tokens * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * item
     if not blueprint.implementation.startswith("xla"):
         return total
-    tile = 1 if shape.is_decode else max(1, TILE_ROWS // spec.group)
-    padded = max(TILE_ROWS, -(-spec.group // 8) * 8)
+    tile = 1 if shape.is_decode else max(1, TILE_ROWS // spec.q_per_kv)
+    padded = max(TILE_ROWS, -(-spec.q_per_kv // 8) * 8)
     tiles = -(-shape.tokens // tile) + min(shape.rows, shape.tokens)
     at_once = min(tiles, TILE_ROWS) if blueprint.implementation == "xla_loop" else tiles
     a_tile = spec.num_kv_heads * padded * (spec.head_dim * item + v_dim * item)

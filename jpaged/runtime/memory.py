@@ -17,8 +17,7 @@ import numpy as np
 from jpaged.config import LOGPROBS_MODES, EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, most_blocks
-from jpaged.models.layers import Params
-from jpaged.models.spec import DecoderSpec
+from jpaged.models.spec import DecoderSpec, Params
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes

@@ -22,8 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models import decoder
-from jpaged.models.layers import Params
-from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampler import Sampled, SamplerOptions, describe_tokens, sample_tokens
 from jpaged.runtime.state import DeviceState, Field, SamplingState
@@ -155,7 +154,7 @@ def _lm_head(
     spec: DecoderSpec, params: Params, hidden: Float[Array, "tokens hidden"], index: Int[Array, " rows"],
     layout: WeightLayout,
 ) -> Float[Array, "rows output"]:  # fmt: skip
-    return decoder.head(spec, params, jnp.take(hidden, index, axis=0, mode="clip"), layout=layout)
+    return decoder.lm_head(spec, params, jnp.take(hidden, index, axis=0, mode="clip"), layout=layout)
 
 
 def compile_output(

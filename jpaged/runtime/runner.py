@@ -16,8 +16,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowMask, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
-from jpaged.models.layers import Params
-from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout, param_shapes
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel

@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, Int
 from jpaged.engine.step_plan import StepPlan
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
-from jpaged.models.layers import Params
-from jpaged.models.spec import AttentionOptions, DecoderSpec, WeightLayout
+from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, formats, row_values
 from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv

@@ -13,7 +13,7 @@ from jpaged.models.spec import DecoderSpec
 
 
 class Part(enum.Enum):
-    """Which part of a leaf a tensor fills. Heads of the fused qkv leaf lie [kv_heads, group + 2, head_dim, …]."""
+    """Which part of a leaf a tensor fills. Heads of the fused qkv leaf lie [kv_heads, q_per_kv + 2, head_dim, …]."""
 
     WHOLE = "whole"
     HEADS = "heads"              # all of a leaf [heads, head_dim, …]

@@ -61,19 +61,22 @@ def _latent_spec(config: CheckpointConfig) -> DecoderSpec:
     )
 
 
-def _experts(config: CheckpointConfig, num_layers: int, *, num: int, per_token: int, group_top: int = 1) -> Experts:
+def _experts(
+    config: CheckpointConfig, num_layers: int, *, num: int, per_token: int, expert_group_top: int = 1
+) -> Experts:
     num, per_token = config.experts("n_routed_experts", "num_local_experts", num=num, per_token=per_token)
     groups, kept = config.integer("n_group", default=1), config.integer("topk_group", default=1)
     size = config.integer("moe_intermediate_size")
-    if num % groups or kept > groups or per_token > kept * (num // groups) or group_top > num // groups:
+    if num % groups or kept > groups or per_token > kept * (num // groups) or expert_group_top > num // groups:
         raise ModelLoadError(
             f"config.json: n_group={groups}, topk_group={kept}: {num} experts do not split into such groups of at "
-            f"least {group_top}, or {per_token} a token do not fit into those that are kept"
+            f"least {expert_group_top}, or {per_token} a token do not fit into those that are kept"
         )
     dense = config.integer("first_k_dense_replace", default=0, minimum=0)
     return Experts(
         num, per_token, size, tuple(layer >= dense for layer in range(num_layers)),
-        scale=config.positive("routed_scaling_factor", 1.0), groups=groups, groups_per_token=kept, group_top=group_top,
+        scale=config.positive("routed_scaling_factor", 1.0), expert_groups=groups, expert_groups_per_token=kept,
+        expert_group_top=expert_group_top,
         shared_size=size * (config.integer("n_shared_experts", minimum=0) if config.get("n_shared_experts") else 0),
     )  # fmt: skip
 
@@ -86,7 +89,7 @@ def _deepseek_v2(config: CheckpointConfig) -> DecoderSpec:
     base = _latent_spec(config)
     experts = _experts(config.with_defaults(n_shared_experts=2), base.num_layers, num=64, per_token=6)
     if config.get("topk_method", default="greedy") == "greedy":
-        experts = dataclasses.replace(experts, groups=1, groups_per_token=0)
+        experts = dataclasses.replace(experts, expert_groups=1, expert_groups_per_token=0)
     return dataclasses.replace(base, experts=experts)
 
 
@@ -99,8 +102,8 @@ def _deepseek_v3(config: CheckpointConfig) -> DecoderSpec:
     )  # fmt: skip
     base = _latent_spec(config)
     experts = dataclasses.replace(
-        _experts(config, base.num_layers, num=256, per_token=8, group_top=2), scoring=Scoring.SIGMOID, correction=True,
-        renormalise=config.flag("norm_topk_prob", True),
+        _experts(config, base.num_layers, num=256, per_token=8, expert_group_top=2),
+        scoring=Scoring.SIGMOID, correction=True, renormalise=config.flag("norm_topk_prob", True),
     )  # fmt: skip
     return dataclasses.replace(base, experts=experts)
 

@@ -66,7 +66,7 @@ def paged_attention(
     last tokens of their sequence, and their keys are in the pages already (`write_kv` first). Any mix of one-token
     rows and longer chunks; tokens beyond query_start_loc[-1] are padding and come out as garbage or zeros.
 
-    pages:           the layer's KV; q_heads must be a multiple of its kv_heads (query head h uses KV head h // group).
+    pages:           the layer's KV; q_heads = kv_heads * q_per_kv, and query head h uses KV head h // q_per_kv.
     block_tables:    int32; block i of a row holds its tokens i * block_size .. Entries past a row's end are not used,
                      nor those of blocks that lie wholly before the window of the row's first query.
     context_lens:    int32; keys that the row's last query sees, this step's tokens included; 0 = empty row.

@@ -56,7 +56,7 @@ def paged_attention(
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads, block_size = pages.num_kv_heads, pages.block_size
-    group = q_heads // kv_heads
+    q_per_kv = q_heads // kv_heads
     del max_query_len  # 1: `refuse` has seen to it
     if alibi_slopes is not None and jax.__version_info__ < (0, 11):
         raise ValueError("alibi_slopes: 'mosaic_gpu' needs JAX 0.11 for them, 'triton' does not")
@@ -64,7 +64,7 @@ def paged_attention(
     split_keys = (tiling or Tiling.choose(q, pages)).split_keys(table_keys)
     problem = _Problem(
         scale=scale,
-        lanes=-(-group // 8) * 8,
+        lanes=-(-q_per_kv // 8) * 8,
         head_dim=head_dim,
         block_size=block_size,
         window=sliding_window,
@@ -73,15 +73,15 @@ def paged_attention(
         split_keys=split_keys,
         splits=-(-table_keys // split_keys),
     )
-    # heads of a group, padded to what a tile in shared memory is made of
+    # query heads of a KV head, padded to what a tile in shared memory is made of
     lanes = jnp.pad(
-        q.reshape(tokens, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, problem.lanes - group), (0, 0))
+        q.reshape(tokens, kv_heads, q_per_kv, head_dim), ((0, 0), (0, 0), (0, problem.lanes - q_per_kv), (0, 0))
     )
-    slopes = jnp.zeros((kv_heads, group), jnp.float32) if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    slopes = jnp.pad(slopes.reshape(kv_heads, group), ((0, 0), (0, PRODUCT_ROWS - group)))
+    slopes = jnp.zeros((kv_heads, q_per_kv), jnp.float32) if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
+    slopes = jnp.pad(slopes.reshape(kv_heads, q_per_kv), ((0, 0), (0, PRODUCT_ROWS - q_per_kv)))
     parts, lse = _decode(problem, lanes, pages, (block_tables, context_lens, query_start_loc), slopes)
-    parts = parts[:, :, :, :group].reshape(problem.splits, tokens, q_heads, head_dim)
-    lse = lse[:, :, :, :group].reshape(problem.splits, tokens, q_heads)
+    parts = parts[:, :, :, :q_per_kv].reshape(problem.splits, tokens, q_heads, head_dim)
+    lse = lse[:, :, :, :q_per_kv].reshape(problem.splits, tokens, q_heads)
     # a token is a row: the one that ends behind it
     row = jnp.sum(jnp.arange(tokens)[:, None] >= query_start_loc[None, 1:], axis=1)
     length = jnp.take(context_lens, row, mode="fill", fill_value=0)
@@ -106,7 +106,7 @@ class _Problem:
 def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str | None:
     """Why the kernel cannot take a call on a jax Device; None where it can."""
     del block_tables
-    group = q.shape[1] // pages.num_kv_heads
+    q_per_kv = q.shape[1] // pages.num_kv_heads
     if device.platform != "cpu" and (nvidia_capability(device) or (0, 0))[0] != 9:
         return f"it is for NVIDIA's Hopper (compute capability 9), not for {device.device_kind}"
     if max_query_len != 1:
@@ -117,8 +117,8 @@ def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len
         return f"head_dim={pages.head_dim}: 64 or 128"
     if pages.block_size % 8 or (TILE_KEYS % pages.block_size and pages.block_size % TILE_KEYS):
         return f"block_size={pages.block_size}: 8, 16, 32, or a multiple of {TILE_KEYS}"
-    if group > PRODUCT_ROWS:
-        return f"{group} query heads a KV head: at most {PRODUCT_ROWS}"
+    if q_per_kv > PRODUCT_ROWS:
+        return f"{q_per_kv} query heads a KV head: at most {PRODUCT_ROWS}"
     return None
 
 

@@ -85,9 +85,9 @@ def paged_attention(
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads, width = pages.num_kv_heads, block_tables.shape[1]
-    group = q_heads // kv_heads
-    tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // group)
-    rows = round_up(tile * group, 32 // q.dtype.itemsize)
+    q_per_kv = q_heads // kv_heads
+    tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // q_per_kv)
+    rows = round_up(tile * q_per_kv, 32 // q.dtype.itemsize)
 
     # --- tiles: which row, where its queries begin, where its keys end -------------------------------------------
     counts = query_start_loc[1:] - query_start_loc[:-1]
@@ -107,7 +107,7 @@ def paged_attention(
 
     problem = _Problem(
         scale=scale,
-        group=group,
+        q_per_kv=q_per_kv,
         window=sliding_window,
         softcap=logit_softcap,
         has_sinks=sinks is not None,
@@ -160,7 +160,7 @@ def paged_attention(
         place = row_of_token(query_start_loc, tokens)
     else:
         place = place_in_tiles(query_start_loc, tokens, tile)
-    return heads_of_tokens(result, place, tile, group)
+    return heads_of_tokens(result, place, tile, q_per_kv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ class _Problem:
     """What is static in a call."""
 
     scale: float
-    group: int
+    q_per_kv: int
     window: int | None
     softcap: float | None
     has_sinks: bool
@@ -313,7 +313,7 @@ def _attend(
         scores = problem.softcap * jnp.tanh(scores / problem.softcap)
     line, column = (lax.broadcasted_iota(jnp.int32, (problem.rows, size), axis) for axis in range(2))
     # padding behind the tile's last token counts as that token
-    distance = jnp.minimum(begin + lax.div(line, problem.group), end - 1) - (position + column)
+    distance = jnp.minimum(begin + lax.div(line, problem.q_per_kv), end - 1) - (position + column)
     if problem.has_slopes:
         scores -= own_refs[-1][...] * distance.astype(jnp.float32)[None]
     seen = distance >= 0

@@ -25,7 +25,7 @@ def paged_attention(
     del max_query_len
     tokens, q_heads, _ = q.shape
     rows = context_lens.shape[0]
-    group = q_heads // pages.num_kv_heads
+    q_per_kv = q_heads // pages.num_kv_heads
     token = jnp.arange(tokens)
     row = jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1)  # rows that end at or before this token
     real = row < rows
@@ -34,7 +34,7 @@ def paged_attention(
     position = context_lens[row] - query_start_loc[row + 1] + token
 
     keys, values = (a[row] for a in pages.gather(block_tables, jnp.float32))  # [tokens, kv_heads, keys, dim]
-    keys, values = (jnp.repeat(a, group, axis=1) for a in (keys, values))
+    keys, values = (jnp.repeat(a, q_per_kv, axis=1) for a in (keys, values))
     key_position = jnp.arange(keys.shape[2])
     distance = position[:, None] - key_position  # [tokens, keys]
     seen = (distance >= 0) & real[:, None]

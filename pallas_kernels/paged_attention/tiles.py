@@ -46,12 +46,12 @@ def values_of_tiles(
 
 
 def heads_of_tokens(
-    result: Float[Array, "tiles kv_heads padded head_dim"], place: Int[Array, " tokens"], tile: int, group: int
+    result: Float[Array, "tiles kv_heads padded head_dim"], place: Int[Array, " tokens"], tile: int, q_per_kv: int
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """What `queries_of_tiles` laid out, in token order. place: of a token among the places of all tiles."""
     tiles, kv_heads, _, head_dim = result.shape
-    result = result[:, :, : tile * group].reshape(tiles, kv_heads, tile, group, head_dim)
-    result = result.transpose(0, 2, 1, 3, 4).reshape(tiles * tile, kv_heads * group, head_dim)
+    result = result[:, :, : tile * q_per_kv].reshape(tiles, kv_heads, tile, q_per_kv, head_dim)
+    result = result.transpose(0, 2, 1, 3, 4).reshape(tiles * tile, kv_heads * q_per_kv, head_dim)
     return jnp.take(result, place, axis=0, mode="clip")
 
 

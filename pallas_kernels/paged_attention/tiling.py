@@ -57,8 +57,8 @@ class Tiling:
 
 def key(q: Any, pages: KVPages) -> str:
     """What a measurement holds for: types, width and group of heads, block size."""
-    group = q.shape[1] // pages.num_kv_heads
-    return f"q {q.dtype}, pages {pages.dtype}, head_dim {pages.head_dim}, group {group}, block {pages.block_size}"
+    q_per_kv = q.shape[1] // pages.num_kv_heads
+    return f"q {q.dtype}, pages {pages.dtype}, head_dim {pages.head_dim}, q_per_kv {q_per_kv}, block {pages.block_size}"
 
 
 @functools.cache

@@ -60,7 +60,7 @@ def paged_attention(
     split_keys = tiling.split_keys(table_keys)
     problem = _Problem(
         scale=scale,
-        group=q.shape[1] // pages.num_kv_heads,
+        q_per_kv=q.shape[1] // pages.num_kv_heads,
         head_dim=q.shape[2],
         block_size=pages.block_size,
         window=sliding_window,
@@ -111,7 +111,7 @@ class _Problem:
     """What is static in a call."""
 
     scale: float
-    group: int
+    q_per_kv: int
     head_dim: int
     block_size: int
     window: int | None
@@ -130,9 +130,9 @@ class _Problem:
         return max(16, pl.next_power_of_2(self.head_dim))
 
     @property
-    def group_rows(self) -> int:
+    def head_rows(self) -> int:
         """Query rows of a decode program: the heads of a group, padded to the smallest product."""
-        return max(16, pl.next_power_of_2(self.group))
+        return max(16, pl.next_power_of_2(self.q_per_kv))
 
 
 # --- one turn over a few keys: shared by decode and prefill -----------------------------------------------------------
@@ -226,13 +226,13 @@ def _decode_kernel(*refs: Ref, problem: _Problem) -> None:
         begin = jnp.maximum(begin, length - problem.window)
 
     def own() -> None:
-        lane = jnp.arange(problem.group_rows)
-        query_head = head * problem.group + jnp.minimum(lane, problem.group - 1)
+        lane = jnp.arange(problem.head_rows)
+        query_head = head * problem.q_per_kv + jnp.minimum(lane, problem.q_per_kv - 1)
         column = jnp.arange(problem.width)[None, :]
-        mine = (lane < problem.group)[:, None] & (column < problem.head_dim)
+        mine = (lane < problem.q_per_kv)[:, None] & (column < problem.head_dim)
         q = plgpu.load(given.q.at[first, query_head[:, None], column], mask=mine, other=0.0)
         slope = plgpu.load(given.slopes.at[query_head]) if problem.has_slopes else None
-        query_position = jnp.full((problem.group_rows,), length - 1, jnp.int32)
+        query_position = jnp.full((problem.head_rows,), length - 1, jnp.int32)
 
         size = problem.tiling.decode_keys
 
@@ -243,19 +243,20 @@ def _decode_kernel(*refs: Ref, problem: _Problem) -> None:
             return _attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid)
 
         out, top, total = lax.fori_loop(
-            begin // size, pl.cdiv(end, size), turn, _start(problem.group_rows, problem.width)
+            begin // size, pl.cdiv(end, size), turn, _start(problem.head_rows, problem.width)
         )
         if lse_ref is None and problem.has_sinks:
             total += jnp.exp(plgpu.load(given.sinks.at[query_head]) - top)
         out /= jnp.where(total == 0, 1.0, total)[:, None]
         if lse_ref is None:
-            place = out_ref.at[first, jnp.where(lane < problem.group, query_head, given.q.shape[1])[:, None], column]
+            place = out_ref.at[first, jnp.where(lane < problem.q_per_kv, query_head, given.q.shape[1])[:, None], column]
             plgpu.store(place, out.astype(out_ref.dtype), mask=mine)
         else:
-            nowhere = jnp.where(lane < problem.group, query_head, lse_ref.shape[2])
+            nowhere = jnp.where(lane < problem.q_per_kv, query_head, lse_ref.shape[2])
             plgpu.store(out_ref.at[split, row, nowhere[:, None], column], out, mask=mine)
             lse = top + jnp.log(jnp.where(total == 0, 1.0, total))
-            plgpu.store(lse_ref.at[split, row, nowhere], jnp.where(total == 0, MASKED, lse), mask=lane < problem.group)
+            is_head = lane < problem.q_per_kv
+            plgpu.store(lse_ref.at[split, row, nowhere], jnp.where(total == 0, MASKED, lse), mask=is_head)
 
     # a split beyond the row's end, or before its window, has nothing to say and nobody reads it
     pl.when(is_decode & (begin < end))(own)
@@ -301,7 +302,7 @@ def _decode(problem: _Problem, given: _Given, out: Array | None, interpret: bool
     tiling = problem.tiling
     params = plgpu.CompilerParams(num_warps=tiling.decode_warps, num_stages=tiling.decode_stages)
     final = jax.ShapeDtypeStruct(given.q.shape, given.q.dtype)
-    grid = (num_rows, q_heads // problem.group, problem.splits)
+    grid = (num_rows, q_heads // problem.q_per_kv, problem.splits)
     kernel = functools.partial(_decode_kernel, problem=problem)
     before = () if out is None else (out,)
     if problem.splits == 1:
@@ -337,14 +338,14 @@ def _prefill_kernel(
     row = tile_row_ref[tile]
 
     def own() -> None:
-        padded_group = pl.next_power_of_2(problem.group)
+        padded_heads = pl.next_power_of_2(problem.q_per_kv)
         first, length = given.starts[row], given.lens[row]
         count = given.starts[row + 1] - first
-        line = jnp.arange(tile_tokens * padded_group)
-        token = tile_first_ref[tile] + line // padded_group
-        lane = line % padded_group
-        real = (token < count) & (lane < problem.group)
-        query_head = head * problem.group + jnp.minimum(lane, problem.group - 1)
+        line = jnp.arange(tile_tokens * padded_heads)
+        token = tile_first_ref[tile] + line // padded_heads
+        lane = line % padded_heads
+        real = (token < count) & (lane < problem.q_per_kv)
+        query_head = head * problem.q_per_kv + jnp.minimum(lane, problem.q_per_kv - 1)
         place = first + jnp.minimum(token, count - 1)
         column = jnp.arange(problem.width)[None, :]
         mine = real[:, None] & (column < problem.head_dim)
@@ -363,7 +364,7 @@ def _prefill_kernel(
             valid = (position >= begin) & (position < end)
             return _attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid)
 
-        carry = _start(tile_tokens * padded_group, problem.width)
+        carry = _start(tile_tokens * padded_heads, problem.width)
         out, top, total = lax.fori_loop(begin // size, pl.cdiv(end, size), turn, carry)
         if problem.has_sinks:
             total += jnp.exp(plgpu.load(given.sinks.at[query_head]) - top)
@@ -380,7 +381,7 @@ def _prefill(problem: _Problem, given: _Given, interpret: bool) -> Array:
     """The output of rows of more than one token; what belongs to others is left as it lies in memory."""
     q, starts = given.q, given.starts
     tiling = problem.tiling
-    tile_tokens = max(1, tiling.prefill_rows // pl.next_power_of_2(problem.group))
+    tile_tokens = max(1, tiling.prefill_rows // pl.next_power_of_2(problem.q_per_kv))
     tile_row, tile_first = prompt_tiles(starts, q.shape[0], tile_tokens)
     counts = starts[1:] - starts[:-1]
     # rows of one token are the decode's, tiles of no row are nobody's
@@ -389,7 +390,7 @@ def _prefill(problem: _Problem, given: _Given, interpret: bool) -> Array:
     return pl.pallas_call(
         functools.partial(_prefill_kernel, problem=problem, tile_tokens=tile_tokens),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(tile_row.shape[0], q.shape[1] // problem.group),
+        grid=(tile_row.shape[0], q.shape[1] // problem.q_per_kv),
         compiler_params=plgpu.CompilerParams(num_warps=tiling.prefill_warps, num_stages=tiling.prefill_stages),
         interpret=interpret,
         name="paged_prefill",

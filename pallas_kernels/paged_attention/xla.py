@@ -62,12 +62,12 @@ def paged_attention(
     tokens, q_heads, head_dim = q.shape
     v_dim = pages.v_dim or head_dim
     rows, kv_heads = context_lens.shape[0], pages.num_kv_heads
-    group = q_heads // kv_heads
-    # tokens of a tile, and its rows: a group larger than a tile makes tiles of one token
-    tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // group)
-    padded = max(TILE_ROWS, round_up(group, 8))
+    q_per_kv = q_heads // kv_heads
+    # tokens of a tile, and its rows: a q_per_kv larger than a tile makes tiles of one token
+    tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // q_per_kv)
+    padded = max(TILE_ROWS, round_up(q_per_kv, 8))
     # rows of a tile that go through the softmax: not the padding that only the products need
-    soft_rows = min(padded, max(tile * group, -(-MIN_SCORES // (MIN_TILES * kv_heads * KEYS_PER_STEP))))
+    soft_rows = min(padded, max(tile * q_per_kv, -(-MIN_SCORES // (MIN_TILES * kv_heads * KEYS_PER_STEP))))
 
     # --- tiles: which row, which of its tokens -----------------------------------------------------------------
     counts = query_start_loc[1:] - query_start_loc[:-1]
@@ -109,8 +109,9 @@ def paged_attention(
             return lax.dynamic_slice_in_dim(x, first, size)
 
         x, row, begin, end = cut(queries), cut(tile_row), cut(tile_begin), cut(tile_end)
-        position = jnp.repeat(cut(query_position), group, axis=1)
-        position = jnp.pad(position, ((0, 0), (0, soft_rows - tile * group)), constant_values=-1)  # [size, soft_rows]
+        position = jnp.repeat(cut(query_position), q_per_kv, axis=1)
+        padding = ((0, 0), (0, soft_rows - tile * q_per_kv))
+        position = jnp.pad(position, padding, constant_values=-1)  # [size, soft_rows]
         own_tables = tables[row]
 
         def over_keys(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -169,7 +170,7 @@ def paged_attention(
         place = place_of_row[row_of_token(query_start_loc, tokens)]
     else:
         place = place_in_tiles(query_start_loc, tokens, tile)
-    return heads_of_tokens(result, place, tile, group)
+    return heads_of_tokens(result, place, tile, q_per_kv)
 
 
 def _product(pattern: str, a: Array, b: Array) -> Array:

@@ -20,10 +20,10 @@ IMPLEMENTATIONS = {
 
 def write_qkv(
     pages: KVPages,
-    qkv: Float[Array, "tokens kv_heads group_plus_2 head_dim"],
+    qkv: Float[Array, "tokens kv_heads q_per_kv_plus_2 head_dim"],
     slot_mapping: Int[Array, " tokens"],
     *,
-    bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None = None,
+    bias: Float[Array, "kv_heads q_per_kv_plus_2 head_dim"] | None = None,
     cos: Float[Array, "tokens half"] | None = None,
     sin: Float[Array, "tokens half"] | None = None,
     q_norm: Float[Array, " head_dim"] | None = None,
@@ -47,7 +47,7 @@ def write_qkv(
     ValueError, naming the argument.
     """
     expect_pages(pages)
-    expect_floats("qkv", qkv, "[tokens, kv_heads, group + 2, head_dim]")
+    expect_floats("qkv", qkv, "[tokens, kv_heads, q_per_kv + 2, head_dim]")
     expect_integers("slot_mapping", slot_mapping, "[tokens]")
     if pages.v_dim is not None:
         raise ValueError("pages: latent pages hold no keys and values apart; use write_kv")

@@ -23,9 +23,9 @@ Ref = Any  # an array inside a kernel, addressed by `.at`
 
 def write_qkv(
     pages: KVPages,
-    qkv: Float[Array, "tokens kv_heads group_plus_2 head_dim"],
+    qkv: Float[Array, "tokens kv_heads q_per_kv_plus_2 head_dim"],
     slot_mapping: Int[Array, " tokens"],
-    bias: Float[Array, "kv_heads group_plus_2 head_dim"] | None,
+    bias: Float[Array, "kv_heads q_per_kv_plus_2 head_dim"] | None,
     cos: Float[Array, "tokens half"] | None,
     sin: Float[Array, "tokens half"] | None,
     q_norm: Float[Array, " head_dim"] | None,
@@ -53,7 +53,7 @@ def _kernel(
     *rest, out_ref = refs
     given = dict(zip(names, rest, strict=True))
     tokens, _, heads, head_dim = qkv_ref.shape
-    group = heads - 2
+    q_per_kv = heads - 2
     token, kv_head, lane = pl.program_id(0) * TILE_TOKENS + jnp.arange(TILE_TOKENS), pl.program_id(1), pl.program_id(2)
     real = token < tokens
     slot = plgpu.load(slots_ref.at[token], mask=real, other=-1)
@@ -102,9 +102,9 @@ def _kernel(
         # what is masked points past the end: interpret mode would write it over the last token
         place = jnp.where(real, token, tokens)[:, None]
         for x, column, end in finished("q_norm"):
-            target = out_ref.at[place, kv_head * group + lane, column[None, :]]
+            target = out_ref.at[place, kv_head * q_per_kv + lane, column[None, :]]
             plgpu.store(target, x, mask=real[:, None] & (column < end)[None, :])
 
-    pl.when(lane < group)(query)
-    pl.when(lane == group)(lambda: writer.store(0, kv_head, slot, finished("k_norm")))
-    pl.when(lane == group + 1)(lambda: writer.store(1, kv_head, slot, [load(0, head_dim)]))
+    pl.when(lane < q_per_kv)(query)
+    pl.when(lane == q_per_kv)(lambda: writer.store(0, kv_head, slot, finished("k_norm")))
+    pl.when(lane == q_per_kv + 1)(lambda: writer.store(1, kv_head, slot, [load(0, head_dim)]))

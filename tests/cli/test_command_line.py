@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from jpaged import cli
-from jpaged.build import RUNNERS
 from jpaged.cli import flags
-from jpaged.config import EngineConfig
+from jpaged.config import SCHEDULING_POLICIES, EngineConfig
 from jpaged.engine.waiting_queue import POLICIES
 
 COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency", "plan"]
@@ -41,7 +40,7 @@ def test_help_of_scheduling_options(capsys):
     ):  # fmt: skip
         assert shown in text
     assert not any("\n" in doc for doc in flags.field_docs(EngineConfig).values())
-    assert {"runner": RUNNERS, "scheduling_policy": tuple(POLICIES)} == flags.CHOICES
+    assert tuple(POLICIES) == SCHEDULING_POLICIES
 
 
 def test_help_imports_no_jax():
@@ -140,7 +139,7 @@ def test_what_serve_is_told_of_chats_reaches_the_server(monkeypatch):
         (["generate", "demo", "--n", "3", "--best-of", "2"], "best_of=2"),
         (["generate", "demo", "--n", "3"], "temperature=0.0: every answer would be the same"),
         (["generate", "demo", "--use-beam-search"], "beam_width"),
-        (["generate", "demo", "--beam-width", "4"], "beam_width=4: goes with use_beam_search"),
+        (["generate", "demo", "--beam-width", "4"], "beam_width=4: needs use_beam_search"),
         (["generate", "demo", "--early-stopping", "never"], "early_stopping"),
         (["serve", "demo", "--port", "0", "--scheduling-policy", "fair"], "must be fcfs, priority, shortest_first"),
         (["serve", "demo", "--port", "0", "--max-queued-requests", "0"], "max_queued_requests=0"),

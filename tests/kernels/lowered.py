@@ -9,14 +9,14 @@ import numpy as np
 from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
 
 ROWS, TOKENS, WIDTH, NUM_BLOCKS = 4, 64, 128, 1024
-HEADS = {"gqa": (32, 8), "mha": (4, 4), "group-7": (14, 2), "mqa": (8, 1), "mqa-20": (20, 1), "mha-32": (32, 32)}
+HEADS = {"gqa": (32, 8), "mha": (4, 4), "gqa-7": (14, 2), "mqa": (8, 1), "mqa-20": (20, 1), "mha-32": (32, 32)}
 
 # name: heads, head_dim, dtype, dtype of the pages, block size, options; those in brackets are arrays of such a shape
 ATTENTION = {
     "llama-3-8b": ("gqa", 128, "bfloat16", None, 16, {}),
     "float32-window": ("gqa", 128, "float32", None, 16, {"sliding_window": 100}),
     "mha-80-float16-softcap": ("mha", 80, "float16", None, 32, {"logit_softcap": 30.0}),
-    "group-7-64-sinks": ("group-7", 64, "bfloat16", None, 64, {"sinks": (14,)}),
+    "gqa-7-64-sinks": ("gqa-7", 64, "bfloat16", None, 64, {"sinks": (14,)}),
     "mqa-96-alibi": ("mqa", 96, "bfloat16", None, 128, {"alibi_slopes": (8,)}),
     "mha-256": ("mha", 256, "bfloat16", None, 16, {}),
     "float32-256": ("mha", 256, "float32", None, 16, {}),
@@ -27,7 +27,7 @@ ATTENTION = {
 # the same for the decode through Mosaic GPU
 HOPPER = {
     "llama-3-8b": ("gqa", 128, "bfloat16", None, 16, {}),
-    "group-7-64": ("group-7", 64, "float16", None, 64, {"sliding_window": 100, "sinks": (14,)}),
+    "gqa-7-64": ("gqa-7", 64, "float16", None, 64, {"sliding_window": 100, "sinks": (14,)}),
     "mqa-softcap": ("mqa", 128, "bfloat16", None, 128, {"logit_softcap": 30.0}),
     "alibi": ("mha", 64, "bfloat16", None, 32, {"alibi_slopes": (4,)}),
 }
@@ -36,7 +36,7 @@ TPU = {
     "llama-3-8b": ("gqa", 128, "bfloat16", None, 16, {}),
     "float32-window": ("gqa", 128, "float32", None, 16, {"sliding_window": 100}),
     "mha-80-softcap": ("mha", 80, "bfloat16", None, 32, {"logit_softcap": 30.0}),
-    "group-7-64-sinks": ("group-7", 64, "bfloat16", None, 64, {"sinks": (14,)}),
+    "gqa-7-64-sinks": ("gqa-7", 64, "bfloat16", None, 64, {"sinks": (14,)}),
     "mqa-96-alibi": ("mqa", 96, "bfloat16", None, 128, {"alibi_slopes": (8,)}),
     "mha-256": ("mha", 256, "bfloat16", None, 16, {}),
     "mqa-20-block-8": ("mqa-20", 64, "float32", None, 8, {"sinks": (20,), "alibi_slopes": (20,)}),
@@ -49,7 +49,7 @@ TPU_WRITES = [("gqa", 128, "bfloat16", None), ("gqa", 128, "float32", None), ("g
 # name: heads, head_dim, dtype, dtype of the pages, bias, norm, half
 QKV = {
     "llama-3-8b": ("gqa", 128, "bfloat16", None, False, False, 64),
-    "qwen2": ("group-7", 64, "bfloat16", None, True, False, 32),
+    "qwen2": ("gqa-7", 64, "bfloat16", None, True, False, 32),
     "qwen3": ("gqa", 128, "bfloat16", None, False, True, 64),
     "partial-80": ("mha", 80, "float32", None, True, True, 10),
     "no-rotation": ("mqa", 64, "float16", None, False, False, 0),

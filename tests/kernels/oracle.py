@@ -127,7 +127,7 @@ def expected(shape: Shape, case):
         scales = np.asarray(pages.scales.astype(jnp.float32), np.float64)
         data = data * (scales[..., None] if scales.ndim == 4 else scales[None, :, :, None, None])
     tables, lens, starts = (np.asarray(case[n]) for n in ("block_tables", "context_lens", "query_start_loc"))
-    group = shape.heads // shape.kv_heads
+    q_per_kv = shape.heads // shape.kv_heads
     out = np.zeros((starts[-1], shape.heads, shape.v_dim or shape.head_dim))
     for row, length in enumerate(lens):
         tokens = slice(starts[row], starts[row + 1])
@@ -142,8 +142,8 @@ def expected(shape: Shape, case):
         if shape.window is not None:
             hidden |= distance >= shape.window
         for head in range(shape.heads):
-            keys = kv[:, 0, head // group]
-            values = keys[:, : shape.v_dim] if shape.v_dim else kv[:, 1, head // group]
+            keys = kv[:, 0, head // q_per_kv]
+            values = keys[:, : shape.v_dim] if shape.v_dim else kv[:, 1, head // q_per_kv]
             scores = q[tokens, head] @ keys.T * options["scale"]
             if shape.softcap is not None:
                 scores = shape.softcap * np.tanh(scores / shape.softcap)

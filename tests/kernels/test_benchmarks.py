@@ -23,7 +23,7 @@ def test_tuning_writes_what_the_kernels_read(tmp_path):
     run("tune_kernels", "--file", tmp_path / "tuning.json")
     (shapes,) = json.loads((tmp_path / "tuning.json").read_text()).values()
     ((key, entry),) = shapes.items()
-    assert key == "q bfloat16, pages bfloat16, head_dim 16, group 2, block 16"
+    assert key == "q bfloat16, pages bfloat16, head_dim 16, q_per_kv 2, block 16"
     assert Tiling(**entry["tiling"]).decode_keys in (32, 64)
 
 

@@ -92,7 +92,7 @@ def copies(text, pages, operations):
 
 def test_the_check_sees_a_copy():
     """The assertion above can fail: pages as XLA would lay out heads of 64 are copied."""
-    call, arguments = lowered.attention("group-7-64-sinks", 1, "mosaic_tpu", lowered.TPU)
+    call, arguments = lowered.attention("gqa-7-64-sinks", 1, "mosaic_tpu", lowered.TPU)
 
     def anywhere(x):
         if isinstance(x, KVPages):

@@ -38,7 +38,7 @@ def interpreted(shape, rows):
     [
         pytest.param({}, DECODES, id="decodes"),
         pytest.param({}, LONG, id="splits"),
-        pytest.param({"heads": 7, "kv_heads": 1, "head_dim": 128}, LONG, id="mqa-odd-group-head-128"),
+        pytest.param({"heads": 7, "kv_heads": 1, "head_dim": 128}, LONG, id="mqa-odd-heads-128"),
         pytest.param({"heads": 2, "block_size": 64, "width": 5}, LONG, id="mha-block-64"),
         pytest.param({"block_size": 128, "width": 3}, LONG, id="block-128"),
         pytest.param({"dtype": "float16", "block_size": 32, "width": 10}, LONG, id="fp16-block-32"),

@@ -25,9 +25,9 @@ SHAPES = {
     "alibi": Shape(slopes=True),
     "all-options": Shape(tokens=0, window=100, softcap=3.0, sinks=True, slopes=True),
     "mha-64-bf16": Shape(heads=2, head_dim=64, dtype="bfloat16"),
-    "group-7-64-block-32": Shape(heads=14, head_dim=64, block_size=32, width=10, dtype="bfloat16"),
-    "group-7-64-decodes": Shape(heads=14, head_dim=64, tokens=0, dtype="bfloat16"),
-    "group-20": Shape(heads=20, kv_heads=1, head_dim=40),
+    "gqa-7-64-block-32": Shape(heads=14, head_dim=64, block_size=32, width=10, dtype="bfloat16"),
+    "gqa-7-64-decodes": Shape(heads=14, head_dim=64, tokens=0, dtype="bfloat16"),
+    "mqa-20": Shape(heads=20, kv_heads=1, head_dim=40),
     "mqa-80-block-64": Shape(heads=3, kv_heads=1, head_dim=80, block_size=64, width=5, num_blocks=24),
     "96-block-128": Shape(head_dim=96, block_size=128, width=3, num_blocks=16, tokens=0),
     "128-bf16": Shape(heads=8, head_dim=128, dtype="bfloat16"),
@@ -43,7 +43,7 @@ SHAPES = {
     "latent-decodes": Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64, tokens=0, dtype="bfloat16"),
 }
 # Every shape goes through the kernels and the CPU path; the other two share their code paths among shapes.
-SOME = ("ragged", "decodes", "window", "sinks", "all-options", "group-7-64-decodes", "int8", "fp8", "latent")
+SOME = ("ragged", "decodes", "window", "sinks", "all-options", "gqa-7-64-decodes", "int8", "fp8", "latent")
 IMPLEMENTED = {
     "reference": SOME,
     "xla": SOME,
@@ -120,12 +120,12 @@ COMPANY = {
     "window": Shape(heads=6, tokens=200, rows=8, window=50),
     "32-bf16": Shape(head_dim=32, dtype="bfloat16", tokens=200, rows=8),
     "64": Shape(heads=2, head_dim=64, tokens=200, rows=8),
-    "group-20": Shape(heads=20, kv_heads=1, head_dim=40, tokens=200, rows=8),
+    "mqa-20": Shape(heads=20, kv_heads=1, head_dim=40, tokens=200, rows=8),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("32-bf16", "64", "group-20"))) for name in COMPANY]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("32-bf16", "64", "mqa-20"))) for name in COMPANY]
 )
 def test_a_query_gets_the_same_bits_in_any_company(name):
     """All of a prompt at once, in chunks, token by token, and among other rows: equal to the bit on CPU."""

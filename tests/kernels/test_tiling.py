@@ -28,7 +28,7 @@ def test_a_measured_shape_takes_its_tiling_and_others_the_rule(monkeypatch, tmp_
     file = tmp_path / "tuning.json"
     entry = {"tiling": {"decode_keys": 32, "prefill_rows": 64, "prefill_keys": 32, "min_split_keys": 256,
                         "decode_warps": 2}}  # fmt: skip
-    key = "q float32, pages bfloat16, head_dim 128, group 4, block 16"
+    key = "q float32, pages bfloat16, head_dim 128, q_per_kv 4, block 16"
     file.write_text(json.dumps({jax.devices()[0].device_kind: {key: entry}, "another card": {}}))
     monkeypatch.setattr(tiling, "FILE", file)
     assert Tiling.choose(*call()) == measured

@@ -81,10 +81,10 @@ def numpy_qkv(qkv, *, bias=None, cos=None, sin=None, q_norm=None, k_norm=None, e
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize(
-    ("group", "dim", "half", "options", "dtype"),
+    ("q_per_kv", "dim", "half", "options", "dtype"),
     [
         pytest.param(1, 8, 4, (), "float32", id="rotation"),
-        pytest.param(7, 20, 10, ("bias",), "float32", id="bias-group-7"),
+        pytest.param(7, 20, 10, ("bias",), "float32", id="bias-gqa-7"),
         pytest.param(4, 64, 32, ("norm",), "float32", id="norm"),
         pytest.param(2, 80, 10, ("norm", "bias"), "float32", id="partial"),
         pytest.param(3, 16, 0, (), "float32", id="no-rotation"),
@@ -93,12 +93,12 @@ def numpy_qkv(qkv, *, bias=None, cos=None, sin=None, q_norm=None, k_norm=None, e
         pytest.param(2, 64, 32, (), "float8_e4m3fn", id="fp8-pages"),
     ],
 )
-def test_write_qkv_is_the_arithmetic(group, dim, half, options, dtype, implementation):
+def test_write_qkv_is_the_arithmetic(q_per_kv, dim, half, options, dtype, implementation):
     """q to the last digits, and pages that hold the keys and values; 35 tokens: no whole number of tiles."""
     rng = np.random.default_rng(1)
     tokens, heads = 35, 2
     kind = dtype if dtype in ("float32", "bfloat16") else "float32"
-    qkv = jnp.asarray(rng.standard_normal((tokens, heads, group + 2, dim)), kind)
+    qkv = jnp.asarray(rng.standard_normal((tokens, heads, q_per_kv + 2, dim)), kind)
     angles = rng.uniform(0, 6, (tokens, half))
     given = {"cos": np.cos(angles), "sin": np.sin(angles)} if half else {}
     if "bias" in options:
@@ -265,7 +265,7 @@ def test_write_kv_names_wrong_arguments():
         ({"qkv": np.zeros((3, 32), np.float32)}, r"qkv \(3, 32\): must be"),
         ({"norm_eps": np.nan}, "norm_eps=nan"),
         ({"q_norm": np.zeros(4, np.float32)}, "both of a pair"),
-        ({"bias": np.zeros((2, 3, 4), np.float32)}, "bias|group_plus_2"),
+        ({"bias": np.zeros((2, 3, 4), np.float32)}, "bias|q_per_kv_plus_2"),
     ],
 )
 @pytest.mark.usefixtures("plain_errors")

@@ -13,7 +13,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading import LoadedModel, load_model
 from jpaged.loading.live import check_live, layout_shapes
-from jpaged.models.decoder import decode, dense_causal_attend, head
+from jpaged.models.decoder import decode, dense_causal_attend, lm_head
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from tests.golden.checkpoints import BY_NAME, Variant, write_checkpoint
 
@@ -54,7 +54,7 @@ def logits(model: LoadedModel) -> np.ndarray:
         model.spec, model.params, ids, jnp.arange(len(ids)), [None] * model.spec.num_layers, ids[None],
         dense_causal_attend, layout=model.layout,
     )  # fmt: skip
-    return np.asarray(head(model.spec, model.params, hidden, layout=model.layout))
+    return np.asarray(lm_head(model.spec, model.params, hidden, layout=model.layout))
 
 
 def pointers(params: dict[str, Any]) -> list[int]:

@@ -17,8 +17,8 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.loading import LoadedModel, load_model
-from jpaged.models.decoder import decode, dense_causal_attend, head
-from jpaged.models.spec import Activation, Norm, NormPlace, Rope, Scoring
+from jpaged.models.decoder import decode, dense_causal_attend, lm_head
+from jpaged.models.spec import Activation, Norm, NormPosition, Rope, Scoring
 from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS, VARIANTS, Variant, write_checkpoint
 
 TOLERANCE = 1e-4  # on natural logarithms
@@ -33,7 +33,7 @@ def _log_probabilities(params, ids, positions, rope_lens, *, spec, layout):
         spec, params, ids.ravel(), positions.ravel(), [None] * spec.num_layers, shape, dense_causal_attend,
         layout=layout, rope_lens=rope_lens.ravel(),
     )  # fmt: skip
-    return jax.nn.log_softmax(head(spec, params, hidden, layout=layout)).reshape(*ids.shape, -1)
+    return jax.nn.log_softmax(lm_head(spec, params, hidden, layout=layout)).reshape(*ids.shape, -1)
 
 
 def answer_log_probabilities(model: LoadedModel, answers: list[dict]) -> list[np.ndarray]:
@@ -85,8 +85,8 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         "qwen3": [{"qk_norm": None}],
         "gemma": [{"embed_scale": 1.0}, {"norm": Norm.RMS}, {"activation": Activation.GELU}],
         "gemma2": [
-            {"attention_softcap": None}, {"final_softcap": None}, {"norm_place": NormPlace.PRE}, {"sliding_window": ()},
-            {"attention_scale": None},
+            {"attention_softcap": None}, {"final_softcap": None}, {"norm_position": NormPosition.PRE},
+            {"sliding_window": ()}, {"attention_scale": None},
         ],
         "granite": [{"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
         "phi3-partial-window": [{"rope": Rope()}, {"sliding_window": ()}],
@@ -95,7 +95,7 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         "starcoder2": [{"sliding_window": ()}],
         "gemma3": [
             {"qk_norm": None}, {"window_rope": None}, {"rope": Rope(theta=100000.0)}, {"norm": Norm.RMS},
-            {"sliding_window": ()}, {"attention_scale": None}, {"norm_place": NormPlace.PRE},
+            {"sliding_window": ()}, {"attention_scale": None}, {"norm_position": NormPosition.PRE},
         ],
         "gemma3-capped": [{"final_softcap": None}, {"activation": Activation.GELU_TANH}],
         "olmo2": [{"qk_norm": None}],
@@ -113,14 +113,17 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
             {"sinks": False}, {"swiglu_limit": None}, {"swiglu_limit": 7.0}, {"swiglu_alpha": 1.0},
             {"rope": Rope(theta=150000.0)}, {"sliding_window": ()}, ("bias", False), ("renormalise", False),
         ],
-        "deepseek-v2": [("groups_per_token", 0), ("scale", 1.0), ("group_top", 2), {"rope": Rope(theta=500.0)}],
+        "deepseek-v2": [
+            ("expert_groups_per_token", 0), ("scale", 1.0), ("expert_group_top", 2), {"rope": Rope(theta=500.0)},
+        ],
         "deepseek-v3": [
-            ("scoring", Scoring.SOFTMAX), ("correction", False), ("groups_per_token", 0), ("group_top", 1),
+            ("scoring", Scoring.SOFTMAX), ("correction", False), ("expert_groups_per_token", 0),
+            ("expert_group_top", 1),
             ("renormalise", False), ("scale", 1.0), {"attention_scale": 24**-0.5}, {"rope": Rope()},
         ],
         "deepseek-v3-halves": [{"rope": Rope(theta=500.0)}],
         "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
-        "opt-350m": [{"norm_place": NormPlace.PRE}],
+        "opt-350m": [{"norm_position": NormPosition.PRE}],
         "gpt2": [{"attention_scale": 1.0}],
     }  # fmt: skip
     for variant in VARIANTS:

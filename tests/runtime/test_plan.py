@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from jpaged import planning
-from jpaged.build import build_engine
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.frontend.build import build_engine
 from jpaged.models.families import spec_of
 from jpaged.models.spec import param_shapes
 from jpaged.runtime import memory, targets

@@ -64,7 +64,7 @@ def dense_continuation(spec, params):
         hidden, _ = decoder.decode(
             spec, params, ids, jnp.arange(len(ids)), [None] * spec.num_layers, shape, decoder.dense_causal_attend
         )
-        return decoder.head(spec, params, hidden)
+        return decoder.lm_head(spec, params, hidden)
 
     def greedy(prompt, count):
         ids = list(prompt)
