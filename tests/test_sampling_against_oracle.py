@@ -31,8 +31,9 @@ from jpaged.models.spec import DecoderSpec
 from jpaged.outputs import RequestMetrics
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.params.sampling import SamplingParams
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_extras import ExtrasUploader
-from jpaged.runtime.sampler import SamplerOptions, sample
+from jpaged.runtime.sampler import SamplerOptions, sample_tokens
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, SamplingState, StateSizes, create_state, row_values
 from tests.covering import all_pairs
 from tests.sampling_oracle import MODES, Oracle, chi_square, distribution, logprobs, rank
@@ -115,7 +116,7 @@ DRAWS_AT_ONCE = 2000
 @functools.cache
 def _sampler(mode: str, num_logprobs: int) -> Any:
     options = SamplerOptions(num_logprobs, mode, (PROCESSOR,))
-    return jax.jit(functools.partial(sample, variant=SamplerVariant.FULL, options=options))
+    return jax.jit(functools.partial(sample_tokens, variant=SamplerVariant.FULL, options=options))
 
 
 @functools.cache
@@ -125,8 +126,9 @@ def _empty_state(vocab: int) -> tuple[ExtrasUploader, DeviceState]:
         max_position=64,
     )  # fmt: skip
     sizes = StateSizes(num_blocks=1, block_size=8, rows=BATCH, width=1, tokens=8, custom=1)
-    state = create_state(spec, group_layers((None,), 64), sizes, dtype=jnp.float32)
-    return ExtrasUploader(state, 64, jax.sharding.SingleDeviceSharding(jax.devices()[0])), state
+    placement = Placement.single(jax.devices()[0])
+    state = create_state(spec, group_layers((None,), 64), sizes, dtype=np.dtype(np.float32), placement=placement)
+    return ExtrasUploader(state, 64, placement), state
 
 
 def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
