@@ -77,7 +77,7 @@ class ModelRunner:
         self.vocab_size = spec.vocab_size
         self.max_logprobs = num_logprobs
         longrope = spec.rope is not None and spec.rope.scaling == "longrope"
-        self.outgrown_after = spec.rope.original_max_position if longrope else None
+        self.longrope_switch_len = spec.rope.original_max_position if longrope else None
         self._params = params
         self._head_params = head_params(spec, params)
         self._allowed = allowed
@@ -91,7 +91,7 @@ class ModelRunner:
         self.host_slots = host_slots
         self.transfer_costs = self._measure_transfers() if host_slots else None
         # On CPU a step of 64 tokens takes nearly twice as long as one of 32; elsewhere as long, the weights' time.
-        self.jump_after = 1.0 if self._device.platform == "cpu" else 0.0
+        self.min_jump_per_request = 1.0 if self._device.platform == "cpu" else 0.0
 
     @staticmethod
     def check(spec: DecoderSpec, dtype: Any, config: EngineConfig, device: Any = None) -> None:
