@@ -1,4 +1,4 @@
-"""Every family and variant through the engine: all prompts in one batch give what Transformers gives for each alone."""
+"""Every family and variant through the engine: a batch of all prompts gives Transformers' answer to each prompt."""
 
 import json
 
@@ -13,7 +13,8 @@ TOLERANCE = 1e-4  # on natural logarithms
 
 
 # One model for each mechanism that the engine takes part in: windows with two rotations, latent pages and experts,
-# sinks, a rotation that depends on the request's length, ALiBi. The gate runs all variants.
+# sinks, a rotation that depends on the request's length, ALiBi. .ci/run takes all variants. tests/models compares the
+# models without the engine.
 FIRST = ("gemma3", "deepseek-v3", "gpt-oss", "phi3-longrope", "bloom")
 
 
@@ -21,7 +22,7 @@ FIRST = ("gemma3", "deepseek-v3", "gpt-oss", "phi3-longrope", "bloom")
     "variant", [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (v.name not in FIRST)) for v in VARIANTS]
 )
 def test_one_batch_gives_transformers_answers(variant, tmp_path):
-    """Prompts of 1 to 131 tokens, prefilled in chunks beside running decodes, over blocks that are not in order."""
+    """Prompts of 1 to 131 tokens, prefilled in chunks in the same steps as decodes, over blocks in any order."""
     golden = json.loads(variant.answers.read_text())
     write_checkpoint(variant, golden["seed"], tmp_path)
     options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
