@@ -95,7 +95,7 @@ def decoding(rows: int, windows: tuple[int | None, ...] = (None,)) -> Engine:
     engine = Engine(NoDevice(rows, windows))
     for row in range(rows):
         engine.add_request(str(row), [row] * 100, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
-    while any(not request.decoding for request in engine._scheduler.running) or engine._scheduler.waiting:
+    while any(not request.schedule.decoding for request in engine._scheduler.running) or engine._scheduler.waiting:
         engine.step()
     return engine
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
+from jpaged.engine.block_table import KVState
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import Scheduler
@@ -48,7 +49,7 @@ class Load:
         self.scheduler.add(
             Request(
                 str(number), prompt, self._params, total, frozenset(), None, RequestMetrics(0.0),
-                prefix_root=prefix_root(), arrival=number,
+                kv=KVState(prefix_root()), arrival=number,
             )
         )  # fmt: skip
         self._arrived += 1
@@ -62,7 +63,7 @@ class Load:
         if step is not None:
             for request, samples in zip(step.requests, step.plan.samples.tolist(), strict=True):
                 if samples:
-                    request.num_in_flight -= 1
+                    request.schedule.num_in_flight -= 1
                     request.token_ids.append(7)
                     if len(request.token_ids) >= request.max_total_tokens:
                         ended.append(request)

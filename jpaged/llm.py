@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from jpaged.answers.definitions import checked_tool_choice, checked_tools
+from jpaged.chat.prompt import RenderOptions
 from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input_processor import Prompt
@@ -162,6 +163,11 @@ class LLM(EngineAccess):
         """
         formats = ChatFormats.named(chat_template, tool_call_parser, reasoning_parser, reasoning_tags)
         choice = checked_tool_choice(tool_choice)
+        options = RenderOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         turns = [
             chat_turn(
                 self._tokenizer,
@@ -169,9 +175,7 @@ class LLM(EngineAccess):
                 formats,
                 tools=checked_tools(tools or ()),
                 tool_choice=choice,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                options=options,
             )
             for conversation in _conversations(messages)
         ]

@@ -193,10 +193,11 @@ def test_nothing_evaluates_or_unpickles():
 
 
 def test_links_are_in_place():
-    for name in ("models", "serving"):
-        link = ROOT / "jpaged" / name
-        assert link.is_symlink(), f"jpaged/{name} must be a symbolic link to ../{name}"
-        assert link.resolve() == ROOT / name
+    for folder, names in {"jpaged": ("models", "serving"), ".editable": ("jpaged", "pallas_kernels")}.items():
+        for name in names:
+            link = ROOT / folder / name
+            assert link.is_symlink(), f"{folder}/{name} must be a symbolic link to ../{name}"
+            assert link.resolve() == ROOT / name
 
 
 @pytest.mark.parametrize("part", ["jpaged", "jpaged.engine.step_plan", "jpaged.simulator.simulation", "jpaged.cli"])

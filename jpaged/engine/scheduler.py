@@ -36,8 +36,10 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.engine.kv_cache_manager import KVCacheManager, Prefix
-from jpaged.engine.request import NEVER, NO_ROW, Request, RequestStatus
+from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.prefix_finder import Prefix
+from jpaged.engine.block_table import NEVER
+from jpaged.engine.request import NO_ROW, Request, RequestStatus
 from jpaged.engine.step_draft import StepDraft, row_init
 from jpaged.engine.step_pace import StepPace
 from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant, StepPlan
@@ -51,7 +53,7 @@ SHORT_PROMPT_SHARE = 4   # a prompt that does not fit into a step leaves 1 / thi
 LOOK_PAST = 32           # waiting requests looked at behind a long one, in search of short ones
 
 _NO_MOVES = np.zeros((0, 3), np.int32)
-_rank, _arrival = attrgetter("rank"), attrgetter("arrival")  # as keys of sorted lists faster than functions
+_rank, _arrival = attrgetter("schedule.rank"), attrgetter("arrival")  # as keys of sorted lists faster than functions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,46 +119,48 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Put a new request into the waiting queue."""
         if request.prompt_len > self._outgrown_after:
-            request.outgrow()
+            self.manager.switch_to_long_rope(request)
         self.waiting.add(request)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request in whatever state it is. Its blocks are free at once: the device runs steps in order."""
         self.park(request)
-        request.status = status
+        request.schedule.status = status
 
     def park(self, request: Request) -> None:
         """Take everything from a request: it neither runs nor waits, until it is added or made a fork."""
-        if request.status is RequestStatus.RUNNING:
+        if request.schedule.status is RequestStatus.RUNNING:
             self._leave_row(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        request.status = RequestStatus.WAITING
+        request.schedule.status = RequestStatus.WAITING
 
     def fork(self, request: Request, other: Request) -> None:
         """Have a parked request go on from where one of its group stands, with its blocks; or with its tokens only.
 
         The latter where that one has no blocks itself, or no row is free: then it waits for its turn.
         """
-        request.fork(other)
-        other.num_computed = other.num_lost = 0
-        if request.status is RequestStatus.RUNNING and self._free_rows:
+        self.manager.inherit_names(other, request)
+        other.schedule.num_cached_tokens = request.schedule.num_cached_tokens
+        other.schedule.num_computed = other.schedule.num_lost = 0
+        if request.schedule.status is RequestStatus.RUNNING and self._free_rows:
             self.manager.fork(request, other)
+            other.schedule.num_computed = request.schedule.num_computed
             self._enter_row(other)
         else:
-            other.status = RequestStatus.PREEMPTED
+            other.schedule.status = RequestStatus.PREEMPTED
             self.waiting.add(other)
 
     def release_hold(self, request: Request) -> None:
         """Let a beam go on whose next token is known."""
-        request.on_hold = False
-        if request.status is RequestStatus.PREEMPTED and request not in self.waiting:
+        request.schedule.on_hold = False
+        if request.schedule.status is RequestStatus.PREEMPTED and request not in self.waiting:
             self.waiting.add(request)
 
     def take_known(self, request: Request) -> None:
         """Have a request that decodes go on from known tokens: what a step samples for it meanwhile is not used."""
-        if request.decoding:
-            request.decoding = False
+        if request.schedule.decoding:
+            request.schedule.decoding = False
             self._num_decoding[request.sampler] -= 1
 
     def schedule(self) -> ScheduledStep | None:
@@ -174,20 +178,20 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise EngineError unless rows, blocks and queues agree with each other. For tests, and when idle."""
         self.manager.check_integrity(self.running)
-        rows = [request.row for request in self.running]
+        rows = [request.schedule.row for request in self.running]
         if sorted(rows + self._free_rows) != list(range(self._num_rows)):
             raise EngineError(f"rows in use {sorted(rows)}, free {sorted(self._free_rows)}")
-        decoding = [sum(r.decoding and r.sampler == variant for r in self.running) for variant in SamplerVariant]
+        decoding = [sum(r.schedule.decoding and r.sampler == variant for r in self.running) for variant in SamplerVariant]
         if decoding != self._num_decoding:
             raise EngineError(f"requests that decode, by sampler: {decoding}, counted {self._num_decoding}")
         if sorted(self.running, key=_rank) != self.running or sorted(self.waiting, key=_rank) != list(self.waiting):
             raise EngineError("requests are not in the policy's order")
         for request in self.running:
-            if request.status is not RequestStatus.RUNNING or request in self.waiting:
-                raise EngineError(f"request {request.request_id} runs, but is {request.status.value}")
+            if request.schedule.status is not RequestStatus.RUNNING or request in self.waiting:
+                raise EngineError(f"request {request.request_id} runs, but is {request.schedule.status.value}")
         for request in self.waiting:
-            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.row != NO_ROW:
-                raise EngineError(f"request {request.request_id} waits, but is {request.status.value}")
+            if request.schedule.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.schedule.row != NO_ROW:
+                raise EngineError(f"request {request.request_id} waits, but is {request.schedule.status.value}")
 
     # -- decodes ------------------------------------------------------------------------------------------------
 
@@ -195,38 +199,38 @@ class Scheduler:
         """Nearly all of them are plain: no block begins or ends, so that nothing but counters changes."""
         decodes, under_way, boundary = draft.decodes, draft.under_way, []
         for request in self.running:
-            if not request.decoding:
+            if not request.schedule.decoding:
                 under_way.append(request)
-            elif (computed := request.num_computed) < request.fast_until:
-                request.num_computed = computed + 1
-                request.num_in_flight += 1
+            elif (computed := request.schedule.num_computed) < request.schedule.next_boundary:
+                request.schedule.num_computed = computed + 1
+                request.schedule.num_in_flight += 1
                 decodes.append(request)
             else:
                 boundary.append(request)
         draft.budget -= len(decodes)
         draft.updates = self.manager.next_blocks([r for r in boundary if self._needs_only_a_block(r)])
         for request in boundary:
-            if request.status is RequestStatus.RUNNING and request.num_missing:
+            if request.schedule.status is RequestStatus.RUNNING and request.num_missing:
                 self._decode_at_boundary(request, draft)
 
     def _needs_only_a_block(self, request: Request) -> bool:
-        computed = request.num_computed
+        computed = request.schedule.num_computed
         return (
-            computed == request.num_slots
-            and not request.tail_shared
-            and not computed == self._outgrown_after >= request.rope_len
+            computed == request.kv.num_slots
+            and not request.kv.tail_shared
+            and not computed == self._outgrown_after >= request.kv.rope_len
             and request.num_missing > 0
         )
 
     def _decode_at_boundary(self, request: Request, draft: StepDraft) -> None:
-        computed = request.num_computed
-        if computed == self._outgrown_after >= request.rope_len:
+        computed = request.schedule.num_computed
+        if computed == self._outgrown_after >= request.kv.rope_len:
             self._preempt(request, draft)
             return
-        if (computed == request.num_slots or request.tail_shared) and not self._grow(request, computed, 1, draft):
+        if (computed == request.kv.num_slots or request.kv.tail_shared) and not self._grow(request, computed, 1, draft):
             return
-        request.num_computed = computed + 1
-        request.num_in_flight += 1
+        request.schedule.num_computed = computed + 1
+        request.schedule.num_in_flight += 1
         draft.decodes.append(request)
         draft.boundary.append(request)
         draft.budget -= 1
@@ -234,21 +238,21 @@ class Scheduler:
     # -- prompts ------------------------------------------------------------------------------------------------
 
     def _schedule_prompts(self, draft: StepDraft) -> None:
-        under_way = [r for r in draft.under_way if r.status is RequestStatus.RUNNING and r.num_missing]
+        under_way = [r for r in draft.under_way if r.schedule.status is RequestStatus.RUNNING and r.num_missing]
         for request in under_way:
-            if len(request.token_ids) > self._outgrown_after >= request.rope_len:  # a beam whose next token is beyond
+            if len(request.token_ids) > self._outgrown_after >= request.kv.rope_len:  # a beam whose next token is beyond
                 self._preempt(request, draft)
-        under_way = [r for r in under_way if r.status is RequestStatus.RUNNING]
+        under_way = [r for r in under_way if r.schedule.status is RequestStatus.RUNNING]
         long: list[Request] = []
         if under_way:
             long = [r for r in under_way if r.num_missing > draft.budget][: self._max_partial]
             self._advance_under_way(under_way, long, draft)
-            long = [r for r in long if r.status is RequestStatus.RUNNING]
+            long = [r for r in long if r.schedule.status is RequestStatus.RUNNING]
         if self.waiting and self._free_rows and draft.budget:
             self._start_waiting(long, draft)
         for request in long:
             if request in draft.num_tokens:
-                done = request.num_computed + draft.num_tokens[request]
+                done = request.schedule.num_computed + draft.num_tokens[request]
                 left = min(request.num_tokens - done, draft.budget, self.manager.slots_within_reach(request) - done)
                 if left > 0:
                     self._advance(request, left, draft)
@@ -256,7 +260,7 @@ class Scheduler:
     def _advance_under_way(self, under_way: list[Request], long: list[Request], draft: StepDraft) -> None:
         share = 0
         for position, request in enumerate(under_way):
-            if draft.budget == 0 or request.status is not RequestStatus.RUNNING:
+            if draft.budget == 0 or request.schedule.status is not RequestStatus.RUNNING:
                 continue
             count = min(request.num_missing, draft.budget)
             if request in long:
@@ -267,7 +271,7 @@ class Scheduler:
         # Only now: nobody who has a part in this step is preempted any more, so what is named will be computed.
         for request in under_way:
             if request in draft.num_tokens:
-                self.manager.index_computed(request, request.num_computed + draft.num_tokens[request])
+                self.manager.index_computed(request, request.schedule.num_computed + draft.num_tokens[request])
 
     def _start_waiting(self, long: list[Request], draft: StepDraft) -> None:
         """Start requests from the head of the queue; `long` gets the long prompts among them."""
@@ -289,7 +293,7 @@ class Scheduler:
 
     def _start_short_ones_behind(self, head: Request, draft: StepDraft) -> None:
         """Start short prompts that wait behind a long one, as long as they take neither its row nor its blocks."""
-        held_back = self.manager.most_blocks(len(head.token_ids))
+        held_back = self.manager.max_blocks(len(head.token_ids))
         for request in self.waiting.behind_head(LOOK_PAST):
             if len(self._free_rows) < 2 or draft.budget == 0:
                 return
@@ -309,47 +313,48 @@ class Scheduler:
         It starts only when all its known tokens fit beside what running prompts still need, and beside one block of
         each group for each running request: otherwise it would soon be preempted, and its prompt computed for nothing.
         """
-        if request.num_in_flight:
+        if request.schedule.num_in_flight:
             return None  # preempted with tokens on their way: they belong to what it starts from
-        if len(request.token_ids) > self._outgrown_after >= request.rope_len:
-            request.outgrow()
+        if len(request.token_ids) > self._outgrown_after >= request.kv.rope_len:
+            self.manager.switch_to_long_rope(request)
         manager = self.manager
         if not self.running:
             return manager.find_prefix(request)
         promised = sum(
-            max(manager.most_blocks(len(other.token_ids)) - other.num_held, 0)
+            max(manager.max_blocks(len(other.token_ids)) - other.kv.num_held, 0)
             for other in draft.under_way
-            if other.status is RequestStatus.RUNNING
+            if other.schedule.status is RequestStatus.RUNNING
         )
-        headroom = held_back + promised + len(self.running) * manager.num_groups
+        headroom = held_back + promised + len(self.running) * manager.num_kv_groups
         room, step = manager.pool.num_free - headroom, manager.pool.step
         if room <= 0:
             return None  # whatever it shares: at least its last token needs a block
-        if request.no_room is not None and room <= request.no_room[0] and step < request.no_room[1]:
+        if room <= request.schedule.refused_with and step < request.schedule.retry_step:
             return None
         prefix = manager.find_prefix(request)
         fits = manager.can_start(prefix, len(request.token_ids), headroom)
-        request.no_room = None if fits else (room, step + LOOK_AGAIN)
+        if not fits:
+            request.schedule.refused_with, request.schedule.retry_step = room, step + LOOK_AGAIN
         return prefix if fits else None
 
     def _start(self, request: Request, prefix: Prefix, count: int, draft: StepDraft) -> None:
         """Give a waiting request a row, and let it advance by `count` tokens."""
         self.waiting.remove(request)
-        self.manager.start(request, prefix)
-        if request.status is RequestStatus.PREEMPTED:
-            self.counters.recomputed_tokens += max(request.num_lost - request.num_computed, 0)
-            request.num_lost = 0
+        request.schedule.num_computed = self.manager.start(request, prefix)
+        if request.schedule.status is RequestStatus.PREEMPTED:
+            self.counters.recomputed_tokens += max(request.schedule.num_lost - request.schedule.num_computed, 0)
+            request.schedule.num_lost = 0
         else:
-            request.num_cached_tokens = request.num_computed
+            request.schedule.num_cached_tokens = request.schedule.num_computed
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = self._clock()
             if request.index == 0:  # further answers have the same prompt
                 self.counters.prompt_tokens += request.prompt_len
-                self.counters.prefix_hit_tokens += request.num_computed
+                self.counters.prefix_hit_tokens += request.schedule.num_computed
         self._enter_row(request)
         draft.under_way.append(request)
         self._advance(request, count, draft)
-        self.manager.index_computed(request, request.num_computed + draft.num_tokens[request])
+        self.manager.index_computed(request, request.schedule.num_computed + draft.num_tokens[request])
 
     def _long_share(self, draft: StepDraft, *, others: bool, count: int) -> int:
         """Tokens that each of so many prompts too long for this step may take, when others wait or not."""
@@ -360,7 +365,7 @@ class Scheduler:
 
     def _advance(self, request: Request, count: int, draft: StepDraft) -> None:
         """Enter up to `count` more known tokens of a request into the step, as many as it can get blocks for."""
-        count = self._grow(request, request.num_computed + draft.num_tokens.get(request, 0), count, draft)
+        count = self._grow(request, request.schedule.num_computed + draft.num_tokens.get(request, 0), count, draft)
         if count:
             draft.add(request, count)
 
@@ -373,13 +378,13 @@ class Scheduler:
             if victim is request:
                 return 0
         count = min(count, reach - done)
-        changes = manager.unshare_tail(request) if request.tail_shared else []
-        first = request.num_slots // manager.block_size
-        if manager.grow(request, done + count) and not request.row_is_new:
-            for group, table in enumerate(request.block_tables):
+        changes = manager.unshare_tail(request) if request.kv.tail_shared else []
+        first = request.kv.num_slots // manager.block_size
+        if manager.grow(request, done + count) and not request.schedule.row_is_new:
+            for group, table in enumerate(request.kv.block_tables):
                 changes += [(group, index, block) for index, block in enumerate(table.blocks[first:], first)]
-        if not request.row_is_new:
-            draft.updates += [(request.row, *change) for change in changes]
+        if not request.schedule.row_is_new:
+            draft.updates += [(request.schedule.row, *change) for change in changes]
         return count
 
     def _victim(self) -> Request:
@@ -392,26 +397,26 @@ class Scheduler:
     def _preempt(self, request: Request, draft: StepDraft) -> None:
         """Take row and blocks from a running request and put it back into the queue."""
         draft.drop(request)
-        request.num_lost = request.num_computed
+        request.schedule.num_lost = request.schedule.num_computed
         self._leave_row(request)
-        request.status = RequestStatus.PREEMPTED
+        request.schedule.status = RequestStatus.PREEMPTED
         request.metrics.preemptions += 1
         self.counters.preemptions += 1
-        if not request.on_hold:
+        if not request.schedule.on_hold:
             self.waiting.add(request)
 
     def _all_on_hold(self) -> bool:
         """Whether nothing will happen by itself: what waits finds no room, and what runs waits for that."""
         if not self.waiting or not self.running:
             return False
-        return all(r.on_hold and not r.num_in_flight for r in self.running) and not any(
-            r.num_in_flight for r in self.waiting
+        return all(r.schedule.on_hold and not r.schedule.num_in_flight for r in self.running) and not any(
+            r.schedule.num_in_flight for r in self.waiting
         )
 
     def _enter_row(self, request: Request) -> None:
-        request.status = RequestStatus.RUNNING
-        request.row = self._free_rows.pop()
-        request.row_is_new = True
+        request.schedule.status = RequestStatus.RUNNING
+        request.schedule.row = self._free_rows.pop()
+        request.schedule.row_is_new = True
         self.waiting.rank(request)
         insort(self.running, request, key=_rank)
 
@@ -419,17 +424,18 @@ class Scheduler:
         """Give back row and blocks; what is full and known stays findable until its block is used again."""
         self.manager.index_computed(request)
         self.manager.release(request)
-        del self.running[bisect_left(self.running, request.rank, key=_rank)]
-        self._free_rows.append(request.row)
-        self._num_decoding[request.sampler] -= request.decoding
-        request.row = NO_ROW
-        request.decoding = request.row_is_new = False
+        request.schedule.num_computed = 0
+        del self.running[bisect_left(self.running, request.schedule.rank, key=_rank)]
+        self._free_rows.append(request.schedule.row)
+        self._num_decoding[request.sampler] -= request.schedule.decoding
+        request.schedule.row = NO_ROW
+        request.schedule.decoding = request.schedule.row_is_new = False
 
     # -- the plan -----------------------------------------------------------------------------------------------
 
     def _commit(self, draft: StepDraft) -> ScheduledStep:
         """Turn the draft into a plan, and count its tokens as computed and its samples as on their way."""
-        rows = [request.row for request in draft.decodes]
+        rows = [request.schedule.row for request in draft.decodes]
         num_decodes = len(rows)
         self.manager.num_empty -= num_decodes  # as `advance`, for all at once
         for request in draft.boundary:
@@ -444,25 +450,26 @@ class Scheduler:
         forks: list[tuple[Request, int]] = []
         if draft.num_tokens:
             for request, count in draft.num_tokens.items():
-                end = request.num_computed + count
-                if request.prompt_logprobs is not None:
-                    first, told = num_decodes + len(prompt_tokens), request.to_score(count)
+                end = request.schedule.num_computed + count
+                if request.output.prompt_logprobs is not None:
+                    first, told = num_decodes + len(prompt_tokens), _to_score(request, count)
                     scored += [(first + place, successor) for place, successor in told]
-                    request.num_scored += len(told)
+                    request.schedule.num_scored += len(told)
                     if told:
                         scorers.append((request, len(told)))
-                prompt_tokens += request.token_ids[request.num_computed : end]
-                if request.row_is_new:
+                prompt_tokens += request.token_ids[request.schedule.num_computed : end]
+                if request.schedule.row_is_new:
                     inits.append(row_init(request, self._vocab_size))
-                    request.row_is_new = False
+                    request.schedule.row_is_new = False
                 samples.append(end == request.num_tokens)
                 if samples[-1]:
                     sampler = max(sampler, request.sampler)
                     self._note_sampled(request)
-                    forks += [(follower, len(rows)) for follower in request.followers]
-                rows.append(request.row)
+                    forks += [(follower, len(rows)) for follower in request.schedule.followers]
+                rows.append(request.schedule.row)
                 num_tokens.append(count)
-                self.manager.advance(request, count)
+                request.schedule.num_computed += count
+                self.manager.num_empty -= count
                 self.manager.index_computed(request)
                 self._pass_boundary(request)
             requests = requests + list(draft.num_tokens)
@@ -470,8 +477,8 @@ class Scheduler:
         for follower, place in forks:
             if self._follow(requests[place], follower):
                 inits.append(row_init(follower, self._vocab_size))
-                follower.row_is_new = False
-                rows.append(follower.row)
+                follower.schedule.row_is_new = False
+                rows.append(follower.schedule.row)
                 num_tokens.append(0)
                 samples.append(True)
                 requests.append(follower)
@@ -504,11 +511,11 @@ class Scheduler:
             extras = request.extras
             if extras is None or (place >= num_decodes and not samples[place - num_decodes]):
                 continue
-            on_their_way = request.num_in_flight - 1  # without the one that this step samples
+            on_their_way = request.schedule.num_in_flight - 1  # without the one that this step samples
             waits |= extras.has_grammar_or_budget or (on_their_way > 0 and extras.follows_tokens)
             count = request.num_output_tokens + on_their_way
             if extras.changes_at(count):
-                masks.append(RowMask(request.row, extras.mask(request.token_ids, count)))
+                masks.append(RowMask(request.schedule.row, extras.mask(request.token_ids, count)))
         return tuple(masks), waits
 
     def _largest_sampler(self, draft: StepDraft) -> SamplerVariant:
@@ -519,35 +526,35 @@ class Scheduler:
         return max((request.sampler for request in draft.decodes), default=SamplerVariant.GREEDY)
 
     def _note_sampled(self, request: Request) -> None:
-        request.num_in_flight += 1
-        request.on_hold = request.steered
-        if not request.steered:
-            request.decoding = True
+        request.schedule.num_in_flight += 1
+        request.schedule.on_hold = request.is_beam
+        if not request.is_beam:
+            request.schedule.decoding = True
             self._num_decoding[request.sampler] += 1
 
     def _pass_boundary(self, request: Request) -> None:
         """Give back what has fallen behind a window, and find out until when decoding is plain."""
-        if request.num_computed >= request.release_at:
-            self.manager.release_behind_windows(request)
-        until = min(request.num_slots, request.max_total_tokens - 1, request.release_at - 1)
-        if request.rope_len <= self._outgrown_after:
+        if request.schedule.num_computed >= request.kv.release_at:
+            self.manager.release_before_windows(request)
+        until = min(request.kv.num_slots, request.max_total_tokens - 1, request.kv.release_at - 1)
+        if request.kv.rope_len <= self._outgrown_after:
             until = min(until, self._outgrown_after)
-        request.fast_until = 0 if request.tail_shared else until
+        request.schedule.next_boundary = 0 if request.kv.tail_shared else until
 
     def _follow(self, request: Request, follower: Request) -> bool:
         """Have a follower fork from the request whose prompt is done, which samples for it, too; or let it wait."""
-        request.followers.remove(follower)
-        headroom = (len(self.running) + 1) * self.manager.num_groups
+        request.schedule.followers.remove(follower)
+        headroom = (len(self.running) + 1) * self.manager.num_kv_groups
         self.waiting.rank(follower)
         # The row and the blocks belong to whoever waits before it.
-        passes = bool(self.waiting) and self.waiting.head().rank < follower.rank
+        passes = bool(self.waiting) and self.waiting.head().schedule.rank < follower.schedule.rank
         if passes or not self._free_rows or self.manager.pool.num_free < headroom:
-            follower.prefix_root, follower.rope_len = request.prefix_root, request.rope_len
+            self.manager.inherit_names(follower, request)
             self.waiting.add(follower)
             return False
         self.fork(request, follower)
         self._note_sampled(follower)
-        follower.fast_until = request.fast_until = 0
+        follower.schedule.next_boundary = request.schedule.next_boundary = 0
         return True
 
     def _moves(self) -> np.ndarray:
@@ -564,7 +571,7 @@ class Scheduler:
         manager = self.manager
         allocated = manager.num_held * manager.block_size
         self.counters.steps += 1
-        self.counters.waste_sum += manager.num_empty * manager.num_groups / allocated if allocated else 0
+        self.counters.waste_sum += manager.num_empty * manager.num_kv_groups / allocated if allocated else 0
 
 
 def _behind(first: np.ndarray, count: int, others: list[Any]) -> np.ndarray:
@@ -575,3 +582,10 @@ def _behind(first: np.ndarray, count: int, others: list[Any]) -> np.ndarray:
 def _int32(values: Iterable[int]) -> np.ndarray:
     """An array of integers; a third of the time that np.array takes over a list of 256."""
     return np.frombuffer(array.array("i", values), np.int32)
+
+
+def _to_score(request: Request, count: int) -> list[tuple[int, int]]:
+    """Of its next `count` tokens those whose successor in the prompt is to be told about: (place, successor)."""
+    first = request.schedule.num_computed
+    last = min(first + count, request.prompt_len - 1)
+    return [(i - first, request.prompt_token_ids[i + 1]) for i in range(max(first, request.schedule.num_scored - 1), last)]

@@ -33,29 +33,29 @@ class StepDraft:
 
     def drop(self, request: Request) -> None:
         """Take out what a request that is preempted was to do."""
-        if request.decoding and request in self.decodes:
+        if request.schedule.decoding and request in self.decodes:
             self.decodes.remove(request)
             self.budget += 1
-            request.num_computed -= 1
-            request.num_in_flight -= 1
+            request.schedule.num_computed -= 1
+            request.schedule.num_in_flight -= 1
             if request in self.boundary:
                 self.boundary.remove(request)
         self.budget += self.num_tokens.pop(request, 0)
-        self.updates = [update for update in self.updates if update[0] != request.row]
+        self.updates = [update for update in self.updates if update[0] != request.schedule.row]
 
 
 def row_init(request: Request, vocab_size: int) -> RowInit:
     """What the device must know of a row whose request starts, or goes on as a fork."""
     params = request.params
     blocks: list[int] = []  # flat: np.array takes twice as long over tuples
-    for group, table in enumerate(request.block_tables):
+    for group, table in enumerate(request.kv.block_tables):
         for index, block in enumerate(table.held, table.first_held):
             blocks += (group, index, block)
-    greedy = params.greedy or request.steered
+    greedy = params.greedy or request.is_beam
     return RowInit(
-        row=request.row,
-        num_computed=request.num_computed,
-        rope_len=request.rope_len,
+        row=request.schedule.row,
+        num_computed=request.schedule.num_computed,
+        rope_len=request.kv.rope_len,
         blocks=np.frombuffer(array.array("i", blocks), np.int32).reshape(-1, 3),
         temperature=0.0 if greedy else params.temperature,
         top_p=1.0 if greedy else max(params.top_p, SMALLEST_FLOAT32),
@@ -63,7 +63,7 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
         min_p=0.0 if greedy else params.min_p,
         seed=request.seed,
         sample_index=request.index,
-        beam_temperature=(1.0 if params.greedy else params.temperature) if request.steered else 0.0,
+        beam_temperature=(1.0 if params.greedy else params.temperature) if request.is_beam else 0.0,
         typical_p=1.0 if greedy else max(params.typical_p, SMALLEST_FLOAT32),
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,

@@ -19,7 +19,7 @@ from jpaged.engine.request import Request
 PRIORITY_SECONDS = 60.0
 TOKEN_SECONDS = 0.05  # a request of 1,000 tokens fewer passes those that have waited 50 s less
 
-_rank = attrgetter("rank")
+_rank = attrgetter("schedule.rank")
 
 
 def _fcfs(request: Request) -> float:
@@ -59,17 +59,17 @@ class WaitingQueue:
         return (self._sorted[index] for index in range(self._start, len(self._sorted)))
 
     def __contains__(self, request: Request) -> bool:
-        index = bisect_left(self._sorted, request.rank, lo=self._start, key=_rank)
+        index = bisect_left(self._sorted, request.schedule.rank, lo=self._start, key=_rank)
         return index < len(self._sorted) and self._sorted[index] is request
 
     def rank(self, request: Request) -> None:
         """Set a request's place in the policy's order."""
-        request.rank = (self._policy(request), request.arrival)
+        request.schedule.rank = (self._policy(request), request.arrival)
 
     def add(self, request: Request) -> None:
         """Put a request in its place."""
         self.rank(request)
-        if not self or self._sorted[-1].rank <= request.rank:
+        if not self or self._sorted[-1].schedule.rank <= request.schedule.rank:
             self._sorted.append(request)
         else:
             insort(self._sorted, request, lo=self._start, key=_rank)
@@ -77,7 +77,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        index = bisect_left(self._sorted, request.rank, lo=self._start, key=_rank)
+        index = bisect_left(self._sorted, request.schedule.rank, lo=self._start, key=_rank)
         if index == len(self._sorted) or self._sorted[index] is not request:
             raise KeyError(request.request_id)
         self.num_tokens -= request.prompt_len

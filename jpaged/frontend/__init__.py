@@ -1,1 +1,1 @@
-"""Parts shared by `LLM`, `AsyncLLM`, the server and the command line."""
+"""Code shared by `LLM`, `AsyncLLM`, the server and the command line."""

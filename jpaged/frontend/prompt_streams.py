@@ -1,4 +1,4 @@
-"""Runs several prompts on one `AsyncLLM` and yields their outputs as they come, for the server and the command line."""
+"""Runs several prompts on one `AsyncLLM` and merges their outputs, for the server and the command line."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -12,33 +12,30 @@ OutputT = TypeVar("OutputT")
 
 
 class Generates(Protocol):
-    """The only method of `AsyncLLM` that this module needs."""
+    """The method of `AsyncLLM` that is used here."""
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the output so far, after each step. Closing the generator aborts the request."""
+        """Yield the outputs of one request. Closing the generator aborts the request."""
         ...
 
 
 def outputs_of(
     engine: Generates, prompts: Sequence[Any], params: SamplingParams, request_id: str, *, priority: int = 0
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield the outputs of several prompts as they come, each with its prompt's index.
+    """Yield (index of the prompt, output) for several prompts, in order of arrival. Closing it aborts all requests.
 
-    Closing the generator aborts all prompts. If a prompt fails, all are aborted and its error is raised here.
+    If one prompt fails, its error is raised and the other requests are aborted.
     """
     streams = [
         engine.generate(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
     ]
-    return merged(streams)
+    return merge_streams(streams)
 
 
-async def merged(streams: Sequence[AsyncGenerator[OutputT, None]]) -> AsyncGenerator[tuple[int, OutputT], None]:
-    """Yield the items of several generators as they come, each with its generator's index.
-
-    Closing this generator closes all of them.
-    """
+async def merge_streams(streams: Sequence[AsyncGenerator[OutputT, None]]) -> AsyncGenerator[tuple[int, OutputT], None]:
+    """Yield (index of the generator, value) for several generators, in order of arrival. Closing it closes them all."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for output in stream:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.engine.block_pool import prefix_root
+from jpaged.engine.block_table import KVState
 from jpaged.engine.engine import SchedulingOptions
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request, RequestStatus
@@ -88,7 +89,7 @@ class Replica:
             host_slots=host_blocks,
             transfer_costs=TransferCosts(cost.per_moved_block, cost.seconds(whole) / whole.tokens),
         )  # fmt: skip
-        need = self.manager.most_blocks(shape.max_model_len)
+        need = self.manager.max_blocks(shape.max_model_len)
         if need > shape.num_blocks:
             wants = f"one request of max_model_len={shape.max_model_len} needs {need}"
             raise RequestError("num_blocks", shape.num_blocks, f"{wants}: give more, or a smaller --max-model-len")
@@ -182,7 +183,7 @@ class Replica:
             max_total_tokens=longest,
             eos_token_ids=_NO_EOS,
             eos_token_id=None,
-            prefix_root=self._root,
+            kv=KVState(self._root),
             metrics=RequestMetrics(arrival_time=time),
             arrival=number,
             final_length=final,
@@ -191,7 +192,7 @@ class Replica:
             priority=arrival.priority,
         )
         if not self._prefix_caching:
-            request.make_private(number.to_bytes(8, "little"))
+            request.kv.make_private(number.to_bytes(8, "little"))
         return request
 
     def _note_starts(self, step: ScheduledStep, now: float) -> None:
@@ -227,7 +228,7 @@ class Replica:
     def _take_decodes(self, rows: np.ndarray, requests: Any, now: float) -> int:
         # The one loop over all sampled tokens: 128 million times in a large run, so all else is done by row, in bulk.
         for request in requests:
-            request.num_in_flight -= 1
+            request.schedule.num_in_flight -= 1
             request.token_ids.append(LATER_TOKENS)
         if self._extra_rows:  # of requests that were found finished while this step ran
             rows = rows[[not request.ended for request in requests]]
@@ -264,7 +265,7 @@ class Replica:
         for row, request, ends in zip(plan.rows[decodes:].tolist(), requests[decodes:], samples, strict=True):
             if not ends:
                 continue
-            request.num_in_flight -= 1
+            request.schedule.num_in_flight -= 1
             if request.ended:
                 continue
             sampled += 1
@@ -300,7 +301,7 @@ class Replica:
         request.ended = True
         stopped = request.final_length < request.max_total_tokens
         self.scheduler.finish(request, RequestStatus.STOPPED if stopped else RequestStatus.LENGTH)
-        self._extra_rows |= request.num_in_flight > 0
+        self._extra_rows |= request.schedule.num_in_flight > 0
         self.load -= 1
         if self._owners[request.last_row] is request:
             self._owners[request.last_row] = None

@@ -7,7 +7,7 @@ import math
 from jpaged.models.families import llama
 from jpaged.models.families.base import Family, TensorRule
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, Norm, NormPlace
+from jpaged.models.spec import DecoderSpec, Norm, NormPosition
 
 _LAYER = "model.layers.{layer}."
 _NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -50,7 +50,7 @@ def _gemma2(config: CheckpointConfig) -> DecoderSpec:
     sliding = [window is not None and layer % 2 == 0 for layer in range(base.num_layers)]
     return dataclasses.replace(
         base,
-        norm_place=NormPlace.SANDWICH,
+        norm_position=NormPosition.SANDWICH,
         attention_scale=config.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
         attention_softcap=config.optional_positive("attn_logit_softcapping"),
         final_softcap=config.optional_positive("final_logit_softcapping"),

@@ -5,7 +5,7 @@ import dataclasses
 from jpaged.models.families import gemma, llama
 from jpaged.models.families.base import Family
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, NormPlace, QKNorm
+from jpaged.models.spec import DecoderSpec, NormPosition, QKNorm
 
 
 def _gemma3(config: CheckpointConfig) -> DecoderSpec:
@@ -24,7 +24,7 @@ def _gemma3(config: CheckpointConfig) -> DecoderSpec:
     return dataclasses.replace(
         base,
         max_position=config.integer("max_position_embeddings", default=131072),  # what the rope stretches to, already
-        norm_place=NormPlace.SANDWICH,
+        norm_position=NormPosition.SANDWICH,
         qk_norm=QKNorm.HEAD,
         window_rope=local.rope(),
         attention_scale=config.positive("query_pre_attn_scalar", default=256.0) ** -0.5,

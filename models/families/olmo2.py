@@ -5,7 +5,7 @@ import dataclasses
 from jpaged.models.families import llama
 from jpaged.models.families.base import Family, TensorRule
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, NormPlace, QKNorm
+from jpaged.models.spec import DecoderSpec, NormPosition, QKNorm
 
 _LAYER = "model.layers.{layer}."
 
@@ -21,7 +21,7 @@ def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
     config.refuse("mlp_bias", False)
     config.refuse("clip_qkv")
     base = llama.spec(config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=2048), theta=theta)
-    return dataclasses.replace(base, norm_place=NormPlace.OUTPUT, qk_norm=QKNorm.PROJECTION)
+    return dataclasses.replace(base, norm_position=NormPosition.OUTPUT, qk_norm=QKNorm.PROJECTION)
 
 
 def _olmo2(config: CheckpointConfig) -> DecoderSpec:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jpaged.models.families.base import Family, Part, TensorRule, with_bias
 from jpaged.models.families.config import CheckpointConfig, head_share
-from jpaged.models.spec import DecoderSpec, Norm, NormPlace
+from jpaged.models.spec import DecoderSpec, Norm, NormPosition
 
 _DECODER = "model.decoder."
 _LAYER = _DECODER + "layers.{layer}."
@@ -44,7 +44,7 @@ def _opt(config: CheckpointConfig) -> DecoderSpec:
         max_position=config.integer("max_position_embeddings"),
         norm=Norm.LAYER,
         norm_eps=1e-5,
-        norm_place=NormPlace.PRE if norm_first else NormPlace.POST,
+        norm_position=NormPosition.PRE if norm_first else NormPosition.POST,
         final_norm=norm_first and not config.flag("_remove_final_layer_norm"),
         activation=config.activation("activation_function", "relu"),
         gated=False,

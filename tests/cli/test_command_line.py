@@ -157,7 +157,7 @@ def test_what_serve_is_told_of_chats_reaches_the_server(monkeypatch):
         (["generate", "demo", "--n", "3", "--best-of", "2"], "best_of=2"),
         (["generate", "demo", "--n", "3"], "temperature=0.0: every answer would be the same"),
         (["generate", "demo", "--use-beam-search"], "beam_width"),
-        (["generate", "demo", "--beam-width", "4"], "beam_width=4: goes with use_beam_search"),
+        (["generate", "demo", "--beam-width", "4"], "beam_width=4: needs use_beam_search"),
         (["generate", "demo", "--early-stopping", "never"], "early_stopping"),
         (["serve", "demo", "--port", "0", "--scheduling-policy", "fair"], "must be fcfs, priority, shortest_first"),
         (["serve", "demo", "--port", "0", "--max-queued-requests", "0"], "max_queued_requests=0"),

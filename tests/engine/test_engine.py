@@ -430,7 +430,7 @@ def test_what_old_weights_had_a_part_in_is_never_found_again(windows: tuple[int 
     named = {name.tokens for name in engine._manager.pool._names if name is not None}
     assert named, "what the new weights have computed is found"
     (a,) = (request for request in engine._scheduler.running if request.request_id == "a")
-    held = {block for table in a.block_tables for block in table.held}
+    held = {block for table in a.kv.block_tables for block in table.held}
     assert not any(engine._manager.pool.name(block) for block in held)
     run(engine)
 

@@ -18,7 +18,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.loading import LoadedModel, load_model
 from jpaged.models.decoder import decode, dense_causal_attend, lm_head
-from jpaged.models.spec import Activation, Norm, NormPlace, Rope, Scoring
+from jpaged.models.spec import Activation, Norm, NormPosition, Rope, Scoring
 from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS, VARIANTS, Variant, write_checkpoint
 
 TOLERANCE = 1e-4  # on natural logarithms
@@ -85,8 +85,8 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         "qwen3": [{"qk_norm": None}],
         "gemma": [{"embed_scale": 1.0}, {"norm": Norm.RMS}, {"activation": Activation.GELU}],
         "gemma2": [
-            {"attention_softcap": None}, {"final_softcap": None}, {"norm_place": NormPlace.PRE}, {"sliding_window": ()},
-            {"attention_scale": None},
+            {"attention_softcap": None}, {"final_softcap": None}, {"norm_position": NormPosition.PRE},
+            {"sliding_window": ()}, {"attention_scale": None},
         ],
         "granite": [{"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
         "phi3-partial-window": [{"rope": Rope()}, {"sliding_window": ()}],
@@ -95,7 +95,7 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         "starcoder2": [{"sliding_window": ()}],
         "gemma3": [
             {"qk_norm": None}, {"window_rope": None}, {"rope": Rope(theta=100000.0)}, {"norm": Norm.RMS},
-            {"sliding_window": ()}, {"attention_scale": None}, {"norm_place": NormPlace.PRE},
+            {"sliding_window": ()}, {"attention_scale": None}, {"norm_position": NormPosition.PRE},
         ],
         "gemma3-capped": [{"final_softcap": None}, {"activation": Activation.GELU_TANH}],
         "olmo2": [{"qk_norm": None}],
@@ -123,7 +123,7 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         ],
         "deepseek-v3-halves": [{"rope": Rope(theta=500.0)}],
         "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
-        "opt-350m": [{"norm_place": NormPlace.PRE}],
+        "opt-350m": [{"norm_position": NormPosition.PRE}],
         "gpt2": [{"attention_scale": 1.0}],
     }  # fmt: skip
     for variant in VARIANTS:
