@@ -239,7 +239,7 @@ class TestRefused:
             ("brand_new_option", [1, 2], r"llama\.brand_new_option=\[1, 2\] is not supported"),
             ("attention.head_count_kv", [2, 4], r"head_count_kv=\[2, 4\] .*only one value for all layers"),
             ("attention.head_count_kv", 3, r"m\.gguf: its metadata, converted to a config\.json, is refused: "
-             r"config\.json: num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+             r"config\.json: num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
             ("block_count", "two", r"llama\.block_count='two' must be a whole number"),
             ("block_count", 3, r"tensors blk\.2\.attn_q\.weight \(model\.layers\.2\.self_attn\.q_proj\.weight\).* "
              r"missing, which the file's metadata calls for"),
