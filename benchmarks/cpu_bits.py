@@ -1,10 +1,10 @@
-"""Where XLA's CPU results depend on how many rows are computed together: the facts behind the smallest shapes.
+"""Numbers of rows at which the bits of XLA's CPU results change. The smallest program shapes follow from them.
 
     python benchmarks/cpu_bits.py
 
-For each operation and width it computes the same row among M copies of itself, and prints the groups of M that give
-different bits. `MIN_BUCKET`, `MIN_REDUCTION` (jpaged/runtime/programs.py), `TILE_ROWS`, `MIN_TILES` and `MIN_SCORES`
-(pallas_kernels/paged_attention/xla.py) are chosen so that no program crosses a border. Run it on a new JAX.
+For each operation and width it computes M copies of the same row, and prints the sets of M that give the same bits.
+`MIN_BUCKET`, `MIN_REDUCTION` (jpaged/runtime/programs.py), `TILE_ROWS`, `MIN_TILES` and `MIN_SCORES`
+(pallas_kernels/paged_attention/xla.py) are chosen so that all programs have the same bits. Run it for every new JAX.
 """
 
 import platform
@@ -45,14 +45,14 @@ def values_product(dtype: str, keys: int, width: int) -> dict[bytes, list[int]]:
 
 
 def reduction(width: int) -> dict[bytes, list[int]]:
-    """The sum of squares of each row, float32: what a norm does."""
+    """Mean square of each row in float32, as a norm computes it."""
     row = np.random.default_rng(0).standard_normal((1, width)).astype(np.float32)
     call = jax.jit(lambda x: jnp.mean(x * x, axis=-1))
     return groups(lambda rows: call(np.tile(row, (rows, 1))))
 
 
 def groups(run: Callable[[int], jax.Array]) -> dict[bytes, list[int]]:
-    """Row counts by the bits they give."""
+    """Numbers of rows, by the bits of the result."""
     found: dict[bytes, list[int]] = {}
     for rows in ROWS:
         found.setdefault(np.asarray(run(rows))[0].tobytes(), []).append(rows)
@@ -60,7 +60,7 @@ def groups(run: Callable[[int], jax.Array]) -> dict[bytes, list[int]]:
 
 
 def main() -> None:
-    """Print one line an operation."""
+    """Print one line per operation."""
     print(f"JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}")
     for dtype in ("float32", "bfloat16"):
         for inner, outer in ((64, 256), (64, 128), (128, 32), (128, 64), (512, 512), (1536, 512), (896, 4864)):
