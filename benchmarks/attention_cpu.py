@@ -58,7 +58,7 @@ def make_case(rng: np.random.Generator, dtype: str, tokens: int, counts: list[in
 
 
 def by_context(dtype: str, repeats: int) -> None:
-    """Print a decode's time by context: 8 equal rows, one such row among short ones, and with a table 8 times as wide."""
+    """Print a decode's time by context: 8 equal rows, one such row among short ones, and a table 8 times as wide."""
     rows, width = 8, 8192 // BLOCK_SIZE
     rng = np.random.default_rng(0)
     call = jax.jit(functools.partial(xla.paged_attention, **OPTIONS, max_query_len=1))
