@@ -35,10 +35,10 @@ class NoDevice:
     vocab_size = 50_000
     max_logprobs = 20
     compiles_after_ready = 0
-    outgrown_after = None
+    longrope_switch_len = None
     host_slots = 0
     transfer_costs = None
-    jump_after = 0.0
+    min_jump_per_request = 0.0
 
     def __init__(self, max_num_seqs: int, windows: tuple[int | None, ...]):
         self.max_num_seqs = max_num_seqs
@@ -95,7 +95,7 @@ def decoding(rows: int, windows: tuple[int | None, ...] = (None,)) -> Engine:
     engine = Engine(NoDevice(rows, windows))
     for row in range(rows):
         engine.add_request(str(row), [row] * 100, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
-    while any(not request.decoding for request in engine._scheduler.running) or engine._scheduler.waiting:
+    while any(not request.schedule.decoding for request in engine._scheduler.running) or engine._scheduler.waiting:
         engine.step()
     return engine
 

@@ -112,7 +112,7 @@ def test_aborts_anywhere_leave_nothing_wrong_behind(runner, tree, host):
             assert bits(output) == wanted[ids.pop(output.request_id)]
             answered += 1
         if ids and rng.random() < 0.25:
-            prefills = [r.request_id for r in engine._scheduler.running if 0 < r.num_computed < r.prompt_len]
+            prefills = [r.request_id for r in engine._scheduler.running if 0 < r.schedule.num_computed < r.prompt_len]
             victim = rng.choice(prefills or sorted(ids))
             in_mid_prompt += victim in prefills
             del ids[victim]
@@ -149,8 +149,8 @@ def same_step(runner):
     engine.add_request("1", {"prompt_token_ids": prompt}, params)
     engine.step()
     first, second = engine._scheduler.running
-    assert first.num_computed == second.num_computed == len(prompt)
-    for one, other in zip(first.block_tables, second.block_tables, strict=True):
+    assert first.schedule.num_computed == second.schedule.num_computed == len(prompt)
+    for one, other in zip(first.kv.block_tables, second.kv.block_tables, strict=True):
         shared = [block for block in one.held if block in other.held]
         assert len(shared) == len(one.held) - 1
     poison(engine)
@@ -181,9 +181,9 @@ def test_poison_shows(runner):
     engine.add_request("0", {"prompt_token_ids": list(range(20))}, params)
     engine.step()
     (request,) = engine._scheduler.running
-    request.num_computed -= 12  # the books forget a block that was written
+    request.schedule.num_computed -= 12  # the books forget a block that was written
     poison(engine)
-    request.num_computed += 12
+    request.schedule.num_computed += 12
     (output,) = drain(engine).values()
     logprobs = [entry.logprob for entries in output.outputs[0].logprobs for entry in entries.values()]
     assert any(math.isnan(logprob) for logprob in logprobs)

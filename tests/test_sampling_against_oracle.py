@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 
 from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.config import EngineConfig
+from jpaged.engine.plan_builder import row_init
 from jpaged.engine.request import Request
 from jpaged.engine.sampling_extras import SamplingExtras
-from jpaged.engine.step_draft import row_init
 from jpaged.engine.step_plan import RowMask, SamplerVariant
 from jpaged.kv_groups import group_layers
 from jpaged.loading import load_model
@@ -31,8 +31,9 @@ from jpaged.models.spec import DecoderSpec
 from jpaged.outputs import RequestMetrics
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.params.sampling import SamplingParams
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_extras import ExtrasUploader
-from jpaged.runtime.sampler import SamplerOptions, sample
+from jpaged.runtime.sampler import SamplerOptions, sample_tokens
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, SamplingState, StateSizes, create_state, row_values
 from tests.covering import all_pairs
 from tests.sampling_oracle import MODES, Oracle, chi_square, distribution, logprobs, rank
@@ -115,7 +116,7 @@ DRAWS_AT_ONCE = 2000
 @functools.cache
 def _sampler(mode: str, num_logprobs: int) -> Any:
     options = SamplerOptions(num_logprobs, mode, (PROCESSOR,))
-    return jax.jit(functools.partial(sample, variant=SamplerVariant.FULL, options=options))
+    return jax.jit(functools.partial(sample_tokens, variant=SamplerVariant.FULL, options=options))
 
 
 @functools.cache
@@ -125,8 +126,9 @@ def _empty_state(vocab: int) -> tuple[ExtrasUploader, DeviceState]:
         max_position=64,
     )  # fmt: skip
     sizes = StateSizes(num_blocks=1, block_size=8, rows=BATCH, width=1, tokens=8, custom=1)
-    state = create_state(spec, group_layers((None,), 64), sizes, dtype=jnp.float32)
-    return ExtrasUploader(state, 64, jax.sharding.SingleDeviceSharding(jax.devices()[0])), state
+    placement = Placement.single(jax.devices()[0])
+    state = create_state(spec, group_layers((None,), 64), sizes, dtype=np.dtype(np.float32), placement=placement)
+    return ExtrasUploader(state, 64, placement), state
 
 
 def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
@@ -145,7 +147,7 @@ def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
             request_id="", prompt_token_ids=list(row.prompt_ids), params=params, max_total_tokens=64, seed=row.seed,
             eos_token_ids=frozenset(), eos_token_id=None, metrics=RequestMetrics(0.0), extras=extras,
         )  # fmt: skip
-        request.row = place
+        request.schedule.row = place
         request.token_ids += row.output_ids[:-1]
         init = row_init(request, vocab)
         state = uploader.start(state, init)

@@ -39,7 +39,7 @@ def test_the_longest_request_holds_what_its_windows_need(llm):
     engine.add_request("long", {"prompt_token_ids": prompt}, params)
     while engine.has_work:
         outputs = engine.step()
-        if engine.has_work and engine._scheduler.running[0].decoding:
+        if engine.has_work and engine._scheduler.running[0].schedule.decoding:
             decoding.append(engine.stats().used_blocks)
     assert len(outputs[0].outputs[0].token_ids) == 60
     assert engine.stats().peak_used_blocks <= plan.num_blocks

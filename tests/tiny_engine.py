@@ -79,9 +79,9 @@ def poison(engine):
         if pool.name(block) is not None:
             written[block] = BLOCK_SIZE
     for request in engine._scheduler.running:
-        for table in request.block_tables:
+        for table in request.kv.block_tables:
             for index, block in enumerate(table.held, table.first_held):
-                written[block] = max(written[block], min(request.num_computed - index * BLOCK_SIZE, BLOCK_SIZE))
+                written[block] = max(written[block], min(request.schedule.num_computed - index * BLOCK_SIZE, BLOCK_SIZE))
     unwritten = np.arange(BLOCK_SIZE) >= written[:, None]
     runner._state = runner._state.replace(pages=_poisoned(runner._state.pages, unwritten))
 

@@ -21,16 +21,17 @@ import numpy as np
 
 from jpaged.engine import beams
 from jpaged.engine.beam_search import BeamSearch
-from jpaged.engine.block_pool import prefix_root
 from jpaged.engine.grammar import GrammarCompiler, GrammarLimits
 from jpaged.engine.input_processor import InputProcessor, ModelLimits, Prompt
 from jpaged.engine.inspect import EngineCapture, capture
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.output_processor import OutputProcessor
 from jpaged.engine.pooling import Pooling
-from jpaged.engine.request import NEVER, Request, RequestStatus
+from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
-from jpaged.engine.scheduler import ScheduledStep, Scheduler, SchedulerCounters
+from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler_state import ScheduledStep, SchedulerCounters, SchedulerLimits
+from jpaged.engine.scheduling_options import SchedulingOptions
 from jpaged.engine.step_plan import RowMask, Runner
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
@@ -52,23 +53,10 @@ class StepError(EngineError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SchedulingOptions:
-    """How requests are ordered, paced and limited; fields of `EngineConfig` of the same names."""
-
-    scheduling_policy: str = "fcfs"
-    max_num_partial_prefills: int = 1
-    target_step_ms: float | None = None
-    max_queued_requests: int | None = None
-    max_queued_tokens: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _StepInFlight:
     step: ScheduledStep
     handle: Any
     began: float  # seconds of time.monotonic()
-    # Requests whose sample is not used: their grammar forces what they go on with.
-    unused: set[Request] = dataclasses.field(default_factory=set)
 
 
 class Engine:
@@ -114,8 +102,9 @@ class Engine:
             self._compiler,
         )
         self._prefix_cacheable = runner.prefix_cacheable if enable_prefix_caching else _never
+        self._scheduler_counters = SchedulerCounters()
         self._scheduler = self._new_scheduler()
-        need = self._manager.most_blocks(runner.max_model_len)
+        need = self._manager.max_blocks(runner.max_model_len)
         if runner.num_blocks < need:
             raise EngineError(
                 f"the KV pool has {runner.num_blocks} blocks of {runner.block_size} tokens, which is less than the "
@@ -127,7 +116,6 @@ class Engine:
         self._in_flight: _StepInFlight | None = None
         self._failure: StepError | None = None  # of a step whose sampling failed, to be raised
         self._num_arrived = 0
-        self._weight_version = 0
         self._last_collect = 0.0
         self._left_waiting = 0  # requests that the last step had no room for
         self._finished_requests = 0
@@ -163,26 +151,24 @@ class Engine:
         self.check_fits(group)
         seed = group.params.seed
         seed = self._seeds.getrandbits(64) if seed is None else seed
-        root = prefix_root(weight_version=self._weight_version, salt=group.cache_salt)
-        private = not self._prefix_cacheable(len(group.prompt_token_ids))
+        shares = self._prefix_cacheable(len(group.prompt_token_ids))
         for request in group.requests:
-            request.seed, request.prefix_root = seed, root
-            request.arrival = self._num_arrived + request.index
-            if private:
-                request.make_private(self._num_arrived.to_bytes(8, "little"))
+            request.admit(seed=seed, arrival=self._num_arrived + request.index)
+            self._manager.admit(request, salt=group.cache_salt, shares=shares)
         self._num_arrived += len(group.requests)
         if group.search is not None:
             beams.begin(group)
+            followers = []
         else:
-            group.first.followers = group.requests[1:]
+            followers = group.requests[1:]
         if group.grammar is not None:
             grammar = group.grammar.result()
             for request in group.requests:
-                request.matcher = grammar.matcher()
-                request.jumps = self._jumps and not group.params.samples_forced_tokens
+                request.output.matcher = grammar.matcher()
+                request.output.jumps = self._jumps and not group.params.samples_forced_tokens
         self._groups[group.request_id] = group
         self._outputs.add(group)
-        self._scheduler.add(group.first)
+        self._scheduler.add(group.first, followers)
 
     def check_capacity(self, group: RequestGroup) -> None:
         """Raise CapacityError where the queue is full. Of requests that come and go: a batch is there all at once.
@@ -212,7 +198,7 @@ class Engine:
         total, prompt = group.first.max_total_tokens, len(group.prompt_token_ids)
         shared = prompt // manager.block_size * manager.windows.count(None)
         at_once = count if group.search is not None else min(count, self.runner.max_num_seqs)
-        need = shared + at_once * (manager.most_blocks(total) - shared)
+        need = shared + at_once * (manager.max_blocks(total) - shared)
         if need > manager.pool.num_blocks:
             name = "beam_width" if group.search is not None else ("n" if group.params.best_of is None else "best_of")
             raise RequestError(
@@ -301,7 +287,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Begin counters and peaks anew. `compiles_after_ready` is the runner's and goes on."""
-        self._scheduler.counters = SchedulerCounters()
+        self._scheduler.counters.reset()
         self._manager.pool.reset_peak()
         self.generated_tokens = self._finished_requests = 0
 
@@ -317,14 +303,7 @@ class Engine:
 
         Requests that run go on with what they have computed; it is never shared, nor found again once given back.
         """
-        self._weight_version += 1
-        self._manager.pool.forget_all()
-        for group in self._groups.values():
-            for request in group.requests:
-                request.make_private(f"{request.arrival} {self._weight_version}".encode())
-                if request.block_tables:
-                    request.num_indexed_blocks = NEVER  # the old weights have a part in all it computes, until it gives
-                    # its blocks back: with windows it would find its last ones without the first
+        self._manager.note_new_weights(request for group in self._groups.values() for request in group.requests)
 
     def check_integrity(self) -> None:
         """Raise EngineError unless queues, rows, tables and pool agree. Takes time: for tests, and when idle."""
@@ -333,9 +312,9 @@ class Engine:
         live = set()
         for group in self._groups.values():
             if group.search is not None:
-                live.update(beam for beam in group.beams if beam.row >= 0 or not beam.on_hold)
+                live.update(beam for beam in group.beams if beam.schedule.row >= 0 or not beam.schedule.on_hold)
             else:
-                live.update(r for r in group.requests if not r.status.is_end and r not in group.first.followers)
+                live.update(r for r in group.requests if not r.schedule.status.is_end and r not in group.first.schedule.followers)
         if known != live:
             raise EngineError(f"{len(known)} requests are scheduled, {len(live)} live")
 
@@ -346,7 +325,6 @@ class Engine:
         may have been anywhere, between two entries that must agree. Nothing in the old books is looked at.
         """
         fresh, old = self._new_scheduler(), self._scheduler
-        fresh.counters = old.counters
         fresh.manager.pool.peak_used = old.manager.pool.peak_used
         self._finished_requests += len(self._groups)
         self._scheduler, self._groups, self._left_waiting, self._failure = fresh, {}, 0, None
@@ -367,13 +345,11 @@ class Engine:
                 runner.num_blocks, runner.block_size, runner.windows, max_chunk=runner.max_num_batched_tokens,
                 host_slots=runner.host_slots, transfer_costs=runner.transfer_costs,
             ),
-            max_num_seqs=runner.max_num_seqs,
-            max_num_batched_tokens=runner.max_num_batched_tokens,
-            vocab_size=runner.vocab_size,
-            outgrown_after=runner.outgrown_after,
-            policy=self.scheduling.scheduling_policy,
-            max_num_partial_prefills=self.scheduling.max_num_partial_prefills,
-            target_step_ms=self.scheduling.target_step_ms,
+            SchedulerLimits(
+                runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len
+            ),
+            self.scheduling,
+            counters=self._scheduler_counters,
         )  # fmt: skip
 
     def _sample(self, waiting: _StepInFlight) -> list[Output]:
@@ -384,12 +360,12 @@ class Engine:
         masks, ended = [], []
         for request, samples in zip(waiting.step.requests, waiting.step.plan.samples.tolist(), strict=True):
             extras = request.extras
-            if not samples or extras is None or not extras.follows_tokens or request.row < 0:
+            if not samples or extras is None or not extras.follows_tokens or request.schedule.row < 0:
                 continue
-            if request in waiting.unused:
+            if request in waiting.step.discarded:
                 continue
             try:
-                masks.append(RowMask(request.row, request.mask()))
+                masks.append(RowMask(request.schedule.row, request.mask()))
             except Exception as error:  # others go on
                 group = self._groups[request.request_id]
                 _note_failed_output(request, error)
@@ -413,8 +389,7 @@ class Engine:
         """What a step gave. The time since the last one's end tells what it cost, as long as the device is busy."""
         result = self.runner.collect(previous.handle)
         now = time.monotonic()
-        plan = previous.step.plan
-        self._scheduler.pace.note(plan.total_tokens - plan.num_decodes, now - max(self._last_collect, previous.began))
+        self._scheduler.note_seconds(previous.step, now - max(self._last_collect, previous.began))
         self._last_collect = now
         return result
 
@@ -424,17 +399,15 @@ class Engine:
         now, token_ids = time.monotonic(), result.token_ids.tolist()
         for request in self._take_scores(step, result):
             news[self._groups[request.request_id]] = None
-        for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
-            if not samples or request.status.is_end or request in previous.unused:
-                continue
+        for index, request in self._scheduler.results(step):
             group = self._groups[request.request_id]
-            self.generated_tokens += request.pooling is None
+            self.generated_tokens += group.pooling is None
             try:
                 if group.pooling is not None:
-                    end = self._outputs.take_pooled(request, result, index)
+                    end = self._outputs.take_pooled(group, request, result, index)
                 elif group.search is None:
                     end = self._outputs.take(request, token_ids[index], now, result, index)
-                    if end is None and request.jumps:
+                    if end is None and request.output.jumps:
                         end = self._jump(request, now)
                 else:
                     end = self._take_beam(group, group.search, request, result, index)
@@ -458,7 +431,7 @@ class Engine:
         """Keep what a step tells about prompts; the requests that this ends, whose log-probabilities have no text."""
         first, ended = 0, []
         for request, count in step.scored:
-            if not request.status.is_end:
+            if not request.schedule.status.is_end:
                 try:
                     self._outputs.take_scores(request, result.scores, slice(first, first + count))
                 except Exception as error:  # the others go on
@@ -471,19 +444,16 @@ class Engine:
 
     def _jump(self, request: Request, now: float) -> RequestStatus | None:
         """Take the tokens that a request's grammar forces: it goes on from the last of them. Its end, if that is it."""
-        forced = [] if request.matcher is None else request.matcher.forced_tokens()
+        forced = [] if request.output.matcher is None else request.output.matcher.forced_tokens()
         # one of them is sampled as fast; beyond that it pays if what it adds to the step is less than what it saves
-        if len(forced) < 2 or len(forced) - 1 <= self.runner.jump_after * len(self._scheduler.running):
+        if len(forced) < 2 or len(forced) - 1 <= self.runner.min_jump_per_request * len(self._scheduler.running):
             return None
         for token_id in forced:
             self.generated_tokens += 1
             end = self._outputs.append(request, token_id, now)
             if end is not None:
                 return end
-        if request.num_in_flight and self._in_flight is not None:
-            self._in_flight.unused.add(request)
-            request.num_in_flight = 0
-        self._scheduler.take_known(request)
+        self._scheduler.discard_in_flight(request)
         return None
 
     def _take_beam(
@@ -496,7 +466,7 @@ class Engine:
     def _end(self, group: RequestGroup, status: RequestStatus) -> Output:
         """End what has not ended of a group; its last output."""
         for request in group.requests:
-            if not request.status.is_end:
+            if not request.schedule.status.is_end:
                 self._scheduler.finish(request, status)
         return self._last_output(group)
 
@@ -508,7 +478,7 @@ class Engine:
         except Exception as error:  # the end of its text could not be decoded
             for request in group.requests:
                 _note_failed_output(request, error)
-                request.status = RequestStatus.FAILED
+                request.schedule.status = RequestStatus.FAILED
             output = self._outputs.output(group)
         self._outputs.forget(group)
         return output
@@ -519,7 +489,7 @@ class Engine:
         touched = [
             group
             for group in self._groups.values()
-            if any(request.row >= 0 or request.num_in_flight for request in group.requests)
+            if any(request.schedule.row >= 0 or request.schedule.num_in_flight for request in group.requests)
         ]
         for group in touched:
             self._end(group, RequestStatus.FAILED)
@@ -541,7 +511,7 @@ class Engine:
 
 def _note_failed_output(request: Request, error: Exception) -> None:
     if isinstance(error, RequestError):  # of a grammar: told to whoever asked for it
-        request.stop_reason = error.accepted
+        request.output.stop_reason = error.accepted
         logger.warning("request %s ends: %s", request.request_id, error)
     else:
         logger.error("request %s ends: its output could not be processed", request.request_id, exc_info=error)

@@ -1,7 +1,7 @@
-"""The second tier of the prefix cache: which named blocks have their content in host memory, and in which slot.
+"""The host tier of the prefix cache: which named blocks are in host memory, and in which slot.
 
-A block goes there when its place on the device is given to another, and leaves when it is fetched. Least recently put,
-first to go. Names are compared whole: no digest is trusted alone.
+A block moves there when the device allocates its block again, and leaves when it is fetched. When all slots are full,
+the least recently stored block is overwritten. Names are compared as a whole: no digest is trusted alone.
 """
 
 from collections import OrderedDict
@@ -14,26 +14,26 @@ NameT = TypeVar("NameT", bound=Hashable)
 
 
 class HostTier(Generic[NameT]):
-    """Slots 0 .. num_slots - 1 of host memory, each for one block."""
+    """Slots 0 .. num_slots - 1 of host memory. Each slot stores one block."""
 
     def __init__(self, num_slots: int):
         if num_slots < 1:
             raise EngineError(f"a host tier needs at least one slot, got {num_slots}")
         self.num_slots = num_slots
-        self._slots: OrderedDict[NameT, int] = OrderedDict()  # least recently put first
+        self._slots: OrderedDict[NameT, int] = OrderedDict()  # least recently stored first
         self._free = list(reversed(range(num_slots)))
 
     @property
     def num_used(self) -> int:
-        """Slots that hold a block."""
+        """Slots that store a block."""
         return len(self._slots)
 
     def has(self, name: NameT) -> bool:
-        """Whether a block is here."""
+        """Whether the block with this name is stored."""
         return name in self._slots
 
     def put(self, name: NameT) -> int | None:
-        """A slot for a block, from now on found by its name; None while all slots are taken and not given back."""
+        """The slot in which a block is to be stored under its name. None while all slots are being fetched."""
         slot = self._slots.pop(name, None)
         if slot is None:
             if self._free:
@@ -46,11 +46,11 @@ class HostTier(Generic[NameT]):
         return slot
 
     def take(self, name: NameT) -> int:
-        """The slot of a block that is fetched: not found any more, and nobody else's until it is given back."""
+        """The slot of a block that is fetched. The name is not found any more; the slot is reserved until `free`."""
         return self._slots.pop(name)
 
-    def give_back(self, slot: int) -> None:
-        """Let a slot that was taken be used again."""
+    def free(self, slot: int) -> None:
+        """Make a slot that was taken available again."""
         self._free.append(slot)
 
     def forget_all(self) -> None:
@@ -59,6 +59,6 @@ class HostTier(Generic[NameT]):
         self._free = list(reversed(range(self.num_slots)))
 
     def check(self) -> None:
-        """Raise EngineError unless every slot is either free or holds one block."""
+        """Raise EngineError unless every slot is either free or stores one block."""
         if sorted([*self._slots.values(), *self._free]) != list(range(self.num_slots)):
             raise EngineError(f"host tier: {len(self._slots)} slots used, {len(self._free)} free of {self.num_slots}")

@@ -105,11 +105,10 @@ class InputProcessor:
                 eos_token_ids=end_token_ids,
                 eos_token_id=self.limits.eos_token_id,
                 metrics=metrics,
-                pooling=pooling,
                 priority=int(priority),
                 index=index,
                 extras=extras,
-                steered=params.use_beam_search,
+                is_beam=params.use_beam_search,
             )
             for index in range(params.num_sequences)
         ]
@@ -119,7 +118,7 @@ class InputProcessor:
         opened = tags is not None and self._has_opened(tags, token_ids, params)
         if params.thinking_token_budget is not None:
             for request in requests:
-                request.reasoning_budget = self._reasoning_budget(tags, params.thinking_token_budget, opened=opened)
+                request.output.reasoning_budget = self._reasoning_budget(tags, params.thinking_token_budget, opened=opened)
         if params.structured_outputs is not None:
             reasoning = None if tags is None else ReasoningPrefix(tags.start, tags.end, opened)
             group.grammar = self._grammar(params, reasoning)

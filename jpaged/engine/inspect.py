@@ -79,12 +79,12 @@ def capture(scheduler: Scheduler) -> EngineCapture:
     return EngineCapture(
         step=manager.pool.step,
         block_size=manager.block_size,
-        num_groups=manager.num_groups,
+        num_groups=manager.num_kv_groups,
         states=manager.pool.states(),
         held=[
             _Held(described, group, table.first_held, table.held)
             for request, described in (*running, *waiting)
-            for group, table in enumerate(request.block_tables)
+            for group, table in enumerate(request.kv.block_tables)
         ],
         running=tuple(described for _, described in running),
         waiting=tuple(described for _, described in waiting),
@@ -92,20 +92,20 @@ def capture(scheduler: Scheduler) -> EngineCapture:
 
 
 def _described(request: Request, now: float) -> RequestSnapshot:
-    status = request.status.value
-    if request.status is RequestStatus.RUNNING:
-        status = "decode" if request.decoding else "prefill"
+    status = request.schedule.status.value
+    if request.schedule.status is RequestStatus.RUNNING:
+        status = "decode" if request.schedule.decoding else "prefill"
     return RequestSnapshot(
         request_id=request.request_id,
         sample=request.index,
         status=status,
-        row=None if request.row == NO_ROW else request.row,
+        row=None if request.schedule.row == NO_ROW else request.schedule.row,
         priority=request.priority,
         prompt_tokens=request.prompt_len,
         output_tokens=request.num_output_tokens,
-        computed_tokens=request.num_computed,
-        cached_tokens=request.num_cached_tokens,
-        num_blocks=request.num_held,
+        computed_tokens=request.schedule.num_computed,
+        cached_tokens=request.schedule.num_cached_tokens,
+        num_blocks=request.kv.num_held,
         preemptions=request.metrics.preemptions,
         age_seconds=now - request.metrics.arrival_time,
     )

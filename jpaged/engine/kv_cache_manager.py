@@ -1,42 +1,31 @@
-"""Block tables of requests: find a shared prefix, fork, grow with the tokens, name what is full, give back.
+"""Block tables of requests: find a prefix, fork, grow with the tokens, name full blocks, free.
 
-A request has one block table for each group of layers (`jpaged.kv_groups`), all over one pool. They grow together, one
-block in every group at a time. In a group with a sliding window a request holds only the blocks that its window still
-reaches: the others are given back as it advances, and keep their names like any free block.
+A request has one block table per kv_group (`jpaged.kv_groups`). All block tables draw from one pool. They grow
+together, by one block in every kv_group at a time. In a kv_group with a sliding window a request holds only the blocks
+that its window still reaches. The other blocks are freed as it advances, and keep their names like any free block.
 
-A fork has all blocks of the request it came from, the last one included, which may be full in part. Whoever writes to
-that one first gets a copy of its own (copy-on-write); the last to hold it writes to it as it is.
+A fork shares all blocks of its parent, including the last one, which may be partly full. The first of the two to write
+to that block gets a copy of its own (copy on write). The last request that holds the block writes to it directly.
+
+This class writes `Request.kv`. The scheduler writes `Request.schedule.num_computed`, which this class reads.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, token_bytes
+from jpaged.engine.block_pool import BlockPool, prefix_root
+from jpaged.engine.block_table import FREED, NEVER, BlockTable
 from jpaged.engine.host_tier import HostTier
-from jpaged.engine.request import GIVEN_BACK, NEVER, BlockTable, Request
+from jpaged.engine.kv_integrity import check_block_tables
+from jpaged.engine.prefix_finder import ON_HOST, Prefix, PrefixFinder
+from jpaged.engine.request import Request
+from jpaged.engine.sliding_windows import SlidingWindows
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import EngineError
 from jpaged.kv_groups import most_blocks
 
-ON_HOST = -2  # in the place of a block that the host tier has
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prefix:
-    """Blocks that hold the beginning of a request's tokens already, to be shared."""
-
-    num_blocks: int                # so many blocks of tokens long
-    tails: tuple[list[int], ...]   # a group: the last of its blocks, as many as its window reaches (or all)
-    num_on_host: int = 0           # so many of these are ON_HOST
-
-    @property
-    def num_on_device(self) -> int:
-        """Blocks of all groups that need not be moved."""
-        return sum(map(len, self.tails)) - self.num_on_host
-
 
 class KVCacheManager:
-    """Keeps every running request's block tables, over one pool."""
+    """Keeps the block tables of all running requests, over one pool."""
 
     def __init__(
         self,
@@ -48,349 +37,268 @@ class KVCacheManager:
         host_slots: int = 0,
         transfer_costs: TransferCosts | None = None,
     ):
-        """windows: one a group of layers, None where it keeps everything. max_chunk: most tokens of a step.
+        """Create an empty pool.
 
-        host_slots: blocks that host memory has room for. transfer_costs: what moving them takes; None: nothing.
+        windows:        sliding window per kv_group; None: the kv_group keeps the KV of all tokens.
+        max_chunk:      most tokens of one request that a step computes.
+        host_slots:     blocks that fit into the host tier; 0: there is none.
+        transfer_costs: measured cost of moving blocks to the host and back; None: moving costs nothing.
         """
         pays = transfer_costs is None or transfer_costs.keeping_pays(block_size)
         tier = HostTier(host_slots) if host_slots and pays else None
         self.pool = BlockPool(num_blocks, len(windows), tier)
-        self.num_held = 0    # blocks in all tables: a shared one counts as often as it is held
-        self.num_empty = 0   # tokens that the tables have room for and that are not computed
-        self._costs = transfer_costs
         self.block_size = block_size
         self.windows = tuple(windows)
-        self.no_prefix = Prefix(0, tuple([] for _ in windows))
+        self.num_held = 0    # blocks in all block tables; a shared block counts once per table
+        self.num_empty = 0   # slots of all block tables without a computed token
+        self._sliding = SlidingWindows(self.windows, block_size)
+        self._prefixes = PrefixFinder(self.pool, self._sliding, transfer_costs)
         self._max_chunk = max_chunk
-        self._windowed = {group: window for group, window in enumerate(windows) if window is not None}
+        self._weight_version = 0
 
     @property
-    def num_groups(self) -> int:
-        """Block tables a request has."""
+    def num_kv_groups(self) -> int:
+        """Block tables per request."""
         return len(self.windows)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Entries of a block table for so many tokens."""
-        return -(-num_tokens // self.block_size)
+    @property
+    def no_prefix(self) -> Prefix:
+        """The empty prefix."""
+        return self._prefixes.no_prefix
 
-    def most_blocks(self, num_tokens: int) -> int:
-        """Most blocks of all groups that a request holds at a time until it has so many tokens."""
+    def max_blocks(self, num_tokens: int) -> int:
+        """Most blocks of all kv_groups that a request holds at a time until it has `num_tokens` tokens."""
         return most_blocks(self.windows, num_tokens, chunk=self._max_chunk, block_size=self.block_size)
 
+    # -- names --------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, *, salt: str = "", shares: bool = True) -> None:
+        """Set the root of a new request's block names. shares: other requests may use its blocks."""
+        request.kv.prefix_root = prefix_root(weight_version=self._weight_version, salt=salt)
+        if not shares:
+            request.kv.make_private(request.arrival.to_bytes(8, "little"))
+
+    def switch_to_long_rope(self, request: Request) -> None:
+        """Make a request that holds no blocks recompute all its KV with the rope of long sequences."""
+        request.kv.switch_to_long_rope(len(request.token_ids))
+
+    def inherit_names(self, request: Request, parent: Request) -> None:
+        """Let a request find the blocks that its parent has computed of the prompt that both have."""
+        request.kv.inherit_names(parent.kv)
+
+    def note_new_weights(self, requests: Iterable[Request]) -> None:
+        """Forget all cached KV. Blocks of `requests`, which may go on with KV of the old weights, are never shared."""
+        self._weight_version += 1
+        self.pool.forget_all()
+        for request in requests:
+            request.kv.make_private(f"{request.arrival} {self._weight_version}".encode())
+            if request.kv.block_tables:
+                # All KV that the request computes from now on depends on the old weights, until its blocks are freed.
+                # Without this line, a request with windows would find its own last blocks, without the first ones.
+                request.kv.num_indexed_blocks = NEVER
+
+    def index_computed(self, request: Request, num_computed: int | None = None) -> None:
+        """Add the request's new full blocks of computed, known tokens to the prefix index.
+
+        num_computed: counts tokens that the step being planned will compute. This is safe, because in every layer all
+        rows of a step write their keys and values before any row attends. Another request can share such a block in
+        the very step that computes it.
+        """
+        kv = request.kv
+        computed = request.schedule.num_computed if num_computed is None else num_computed
+        full = min(computed, len(request.token_ids)) // self.block_size
+        first = kv.num_indexed_blocks
+        if full <= first:
+            return
+        names = kv.names(request.token_ids, full, self.block_size)
+        for kv_group, table in enumerate(kv.block_tables):
+            begin = max(first, table.first_held)  # blocks before this were freed before their tokens were known
+            new = names[begin:full]
+            if kv_group > 0:
+                new = [name._replace(kv_group=kv_group) for name in new]
+            self.pool.put_names(table.blocks[begin:full], new, kv_group)
+        kv.num_indexed_blocks = full
+
+    # -- start and end ------------------------------------------------------------------------------------------
+
     def find_prefix(self, request: Request) -> Prefix:
-        """The longest beginning of a request's known tokens that can be shared in all groups.
-
-        Of a group without a window that takes all its blocks, of one with a window those that the first token behind
-        the beginning sees. It never covers all tokens: the last known one is always computed, because the next one is
-        sampled from it. Blocks of the host tier count where fetching them takes less time than computing them.
-        """
-        if request.computes_all:
-            return self.no_prefix
-        if self.pool.host_tier is None:
-            return self._find(request, self.pool.find)
-        both = self._find(request, self._find_in_both_tiers)
-        if not both.num_on_host:
-            return both
-        device = self._find(request, self.pool.find)
-        gained = (both.num_blocks - device.num_blocks) * self.block_size
-        pays = self._costs is None or self._costs.moves_pay(both.num_on_host, gained)
-        return both if pays else device
-
-    def _find_in_both_tiers(self, name: BlockName) -> int | None:
-        block = self.pool.find(name)
-        return ON_HOST if block is None and self.pool.find_on_host(name) else block
-
-    def _find(self, request: Request, find: Callable[[BlockName], int | None]) -> Prefix:
-        length = (len(request.token_ids) - 1) // self.block_size
-        tails: list[list[int]] = [[] for _ in self.windows]
-        for group, window in enumerate(self.windows):
-            if window is None:
-                for index in range(length):
-                    block = find(self._name(request, index, group))
-                    if block is None:
-                        break
-                    tails[group].append(block)
-                length = len(tails[group])
-        if self._windowed:
-            length = self._find_windows(request, length, tails, find)
-        for group, window in enumerate(self.windows):
-            if window is None:
-                del tails[group][length:]
-        on_host = 0 if self.pool.host_tier is None else sum(tail.count(ON_HOST) for tail in tails)
-        return Prefix(length, tuple(tails), on_host)
-
-    def _find_windows(
-        self, request: Request, length: int, tails: list[list[int]], find: Callable[[BlockName], int | None]
-    ) -> int:
-        """The longest beginning, of at most `length` blocks, before which each window is there; fills in its blocks.
-
-        From the end to the beginning, looking each block up once: one that is missing ends every beginning whose window
-        reaches it, and those are all that end behind it and have not been given up yet.
-        """
-        found: dict[tuple[int, int], int] = {}
-        lows = dict.fromkeys(self._windowed, length)  # a group has blocks lows[group] .. length - 1
-        while True:
-            tokens = length * self.block_size
-            group = next((g for g, w in self._windowed.items() if lows[g] > self._first_seen(w, tokens)), None)
-            if group is None:
-                break
-            index = lows[group] - 1
-            block = find(self._name(request, index, group))
-            if block is None:
-                length = index
-                lows = {g: min(low, length) for g, low in lows.items()}
-            else:
-                found[group, index] = block
-                lows[group] = index
-        for group in self._windowed:
-            tails[group] += (found[group, index] for index in range(lows[group], length))
-        return length
+        """The longest prefix of the request's known tokens whose KV is there; see `PrefixFinder.find`."""
+        return self._prefixes.find(request)
 
     def can_start(self, prefix: Prefix, num_tokens: int, headroom: int = 0) -> bool:
-        """Whether a request of so many tokens fits beside all that is held, with `headroom` blocks left over."""
-        taken = sum(self.pool.num_free_among(block for block in tail if block >= 0) for tail in prefix.tails)
-        return self.most_blocks(num_tokens) - prefix.num_on_device + taken + headroom <= self.pool.num_free
+        """Whether a request of `num_tokens` tokens fits into the free blocks, with `headroom` of them left over."""
+        free_in_prefix = sum(self.pool.num_free_among(block for block in tail if block >= 0) for tail in prefix.tails)
+        return self.max_blocks(num_tokens) - prefix.num_on_device + free_in_prefix + headroom <= self.pool.num_free
 
-    def start(self, request: Request, prefix: Prefix) -> None:
-        """Begin a request's tables with shared blocks, whose tokens then count as computed."""
-        if request.block_tables:
-            raise EngineError(f"request {request.request_id} starts, but holds {request.num_held} blocks")
+    def start(self, request: Request, prefix: Prefix) -> int:
+        """Create a request's block tables from a prefix. Returns the number of tokens that need no computation."""
+        kv = request.kv
+        if kv.block_tables:
+            raise EngineError(f"request {request.request_id} starts, but holds {kv.num_held} blocks")
         for tail in prefix.tails:
             self.pool.share(block for block in tail if block >= 0)
         if prefix.num_on_host:
             self._fetch(request, prefix)
         for tail in prefix.tails:
             missing = prefix.num_blocks - len(tail)
-            request.block_tables.append(BlockTable([GIVEN_BACK] * missing + tail, missing))
-        request.num_held = sum(len(tail) for tail in prefix.tails)
-        request.num_slots = request.num_computed = prefix.num_blocks * self.block_size
-        request.num_indexed_blocks = prefix.num_blocks
-        self.num_held += request.num_held
-        self._set_release(request)
+            kv.block_tables.append(BlockTable([FREED] * missing + tail, missing))
+        kv.num_held = sum(len(tail) for tail in prefix.tails)
+        kv.num_slots = prefix.num_blocks * self.block_size
+        kv.num_indexed_blocks = prefix.num_blocks
+        kv.release_at = self._sliding.release_at(kv.block_tables)
+        self.num_held += kv.num_held
+        return kv.num_slots
 
     def _fetch(self, request: Request, prefix: Prefix) -> None:
-        """Have the blocks of a prefix that are on the host moved to the device; their places are filled in."""
-        places = [
-            (group, place)
-            for group, tail in enumerate(prefix.tails)
-            for place, block in enumerate(tail)
+        """Plan moves of a prefix's host blocks to the device, and replace ON_HOST by the new blocks."""
+        missing = [
+            (kv_group, index)
+            for kv_group, tail in enumerate(prefix.tails)
+            for index, block in enumerate(tail)
             if block == ON_HOST
         ]
-        names = [
-            self._name(request, prefix.num_blocks - len(prefix.tails[group]) + place, group) for group, place in places
-        ]
-        for (group, place), block in zip(places, self.pool.fetch(names), strict=True):
-            prefix.tails[group][place] = block
+        names = []
+        for kv_group, index in missing:
+            first = prefix.num_blocks - len(prefix.tails[kv_group])
+            names.append(request.kv.name(request.token_ids, first + index, kv_group, self.block_size))
+        for (kv_group, index), block in zip(missing, self.pool.fetch(names), strict=True):
+            prefix.tails[kv_group][index] = block
 
     def fork(self, request: Request, other: Request) -> None:
-        """Give another request of the same tokens all blocks of one, to hold with it."""
-        if other.block_tables:
-            raise EngineError(f"request {other.request_id} becomes a fork, but holds {other.num_held} blocks")
-        for table in request.block_tables:
+        """Share all blocks of a request with another one that has the same tokens."""
+        kv, fork = request.kv, other.kv
+        if fork.block_tables:
+            raise EngineError(f"request {other.request_id} becomes a fork, but holds {fork.num_held} blocks")
+        for table in kv.block_tables:
             self.pool.share(table.held)
-            other.block_tables.append(BlockTable(list(table.blocks), table.first_held))
-        other.num_held, other.num_slots = request.num_held, request.num_slots
-        other.num_computed, other.num_indexed_blocks = request.num_computed, request.num_indexed_blocks
-        other.release_at = request.release_at
-        self.num_held += other.num_held
-        self.num_empty += other.num_slots - other.num_computed
-        request.tail_shared = other.tail_shared = other.num_slots > other.num_computed
+            fork.block_tables.append(BlockTable(list(table.blocks), table.first_held))
+        fork.num_held, fork.num_slots = kv.num_held, kv.num_slots
+        fork.num_indexed_blocks, fork.release_at = kv.num_indexed_blocks, kv.release_at
+        num_computed = request.schedule.num_computed
+        self.num_held += fork.num_held
+        self.num_empty += fork.num_slots - num_computed
+        kv.tail_shared = fork.tail_shared = fork.num_slots > num_computed
+
+    def release(self, request: Request) -> None:
+        """Free all blocks of a request. The caller resets `num_computed` afterwards."""
+        kv = request.kv
+        self.pool.free(_interleaved([table.held for table in kv.block_tables]))
+        self.num_held -= kv.num_held
+        self.num_empty -= kv.num_slots - request.schedule.num_computed
+        kv.block_tables, kv.tail_shared = [], False
+        kv.num_slots = kv.num_held = kv.num_indexed_blocks = 0
+        kv.release_at = NEVER
+
+    # -- growth -------------------------------------------------------------------------------------------------
 
     def slots_within_reach(self, request: Request) -> int:
-        """Tokens the request's tables could hold if they took every free block."""
-        free = self.pool.num_free
-        if request.tail_shared:
+        """Tokens that the request's block tables could hold if they took every free block."""
+        kv, free = request.kv, self.pool.num_free
+        if kv.tail_shared:
             free -= len(self._shared_tails(request))
             if free < 0:
-                return request.num_computed
-        return request.num_slots + free // len(self.windows) * self.block_size
+                return request.schedule.num_computed
+        return kv.num_slots + free // len(self.windows) * self.block_size
 
     def unshare_tail(self, request: Request) -> list[tuple[int, int, int]]:
-        """Copy-on-write: make the block that the next token goes to the request's own.
+        """Copy on write: replace the block of the next token by a copy, in each kv_group that shares it.
 
-        Returns what changes in its tables: (group, index, block).
+        Returns the changes of the block tables: (kv_group, index, block).
         """
-        changes = []
-        for group in self._shared_tails(request):
-            table, index = request.block_tables[group], request.num_computed // self.block_size
-            table.blocks[index] = self.pool.private_copy(table.blocks[index])
-            changes.append((group, index, table.blocks[index]))
-        request.tail_shared = False
+        kv, changes = request.kv, []
+        index = request.schedule.num_computed // self.block_size
+        for kv_group in self._shared_tails(request):
+            blocks = kv.block_tables[kv_group].blocks
+            blocks[index] = self.pool.private_copy(blocks[index])
+            changes.append((kv_group, index, blocks[index]))
+        kv.tail_shared = False
         return changes
 
     def _shared_tails(self, request: Request) -> list[int]:
-        """Groups in which somebody else holds the block that the next token goes to."""
-        index = request.num_computed // self.block_size
+        """kv_groups in which another request holds the block of the next token."""
+        index = request.schedule.num_computed // self.block_size
         count = self.pool.ref_count
-        return [g for g, table in enumerate(request.block_tables) if count(table.blocks[index]) > 1]
+        return [g for g, table in enumerate(request.kv.block_tables) if count(table.blocks[index]) > 1]
 
     def next_blocks(self, requests: Sequence[Request]) -> list[tuple[int, int, int, int]]:
-        """Give requests whose tables are full one more block in each group; nothing where too few blocks are free.
+        """Append one block in each kv_group to block tables that are full. Does nothing if too few blocks are free.
 
-        As `grow` for one token each, which every request comes to after block_size steps. Returns what changes in the
-        tables: (row, group, index, block).
+        The same as `grow` by one token for each request, in bulk: every request gets there after block_size steps.
+        Returns the changes of the block tables: (row, kv_group, index, block).
         """
-        groups, size = len(self.windows), self.block_size
-        if not requests or self.pool.num_free < groups * len(requests):
+        kv_groups, size = len(self.windows), self.block_size
+        if not requests or self.pool.num_free < kv_groups * len(requests):
             return []
-        blocks = iter(self.pool.allocate(groups * len(requests)))
+        blocks = iter(self.pool.allocate(kv_groups * len(requests)))
         updates = []
         for request in requests:
-            row, index = request.row, request.num_slots // size
-            for group, table in enumerate(request.block_tables):
+            kv, row = request.kv, request.schedule.row
+            index = kv.num_slots // size
+            for kv_group, table in enumerate(kv.block_tables):
                 block = next(blocks)
                 table.blocks.append(block)
-                updates.append((row, group, index, block))
-            request.num_slots += size
-            request.num_held += groups
+                updates.append((row, kv_group, index, block))
+            kv.num_slots += size
+            kv.num_held += kv_groups
         self.num_held += len(updates)
         self.num_empty += len(requests) * size
         return updates
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
-        """Make a request's tables hold so many tokens; the new blocks, none if they did already."""
-        missing = self.blocks_for(num_tokens - request.num_slots)
+        """Make room for `num_tokens` tokens in a request's block tables. Returns the new blocks, if any."""
+        kv = request.kv
+        missing = -(-(num_tokens - kv.num_slots) // self.block_size)
         if missing <= 0:
             return []
-        groups = len(self.windows)
-        blocks = self.pool.allocate(missing * groups)
-        for group, table in enumerate(request.block_tables):
-            table.blocks += blocks[group::groups]
-        request.num_slots += missing * self.block_size
-        request.num_held += len(blocks)
+        kv_groups = len(self.windows)
+        blocks = self.pool.allocate(missing * kv_groups)
+        for kv_group, table in enumerate(kv.block_tables):
+            table.blocks += blocks[kv_group::kv_groups]
+        kv.num_slots += missing * self.block_size
+        kv.num_held += len(blocks)
         self.num_held += len(blocks)
         self.num_empty += missing * self.block_size
         return blocks
 
-    def advance(self, request: Request, count: int) -> None:
-        """Count so many more tokens as computed: they will be by the end of the step that is being planned."""
-        request.num_computed += count
-        self.num_empty -= count
+    def release_before_windows(self, request: Request) -> None:
+        """Free the blocks that no later token sees. The caller does this once `release_at` tokens are computed.
 
-    def index_computed(self, request: Request, num_computed: int | None = None) -> None:
-        """Enter blocks into the prefix index that have become full of tokens both computed and known.
-
-        num_computed: with what the step computes that is being planned. All rows of a step write their keys and values
-        before any attends, in every layer, so that another request can share them in that very step.
-        """
-        computed = request.num_computed if num_computed is None else num_computed
-        full = min(computed, len(request.token_ids)) // self.block_size
-        first = request.num_indexed_blocks
-        if full <= first:
-            return
-        names = self._names(request, full)
-        for group, table in enumerate(request.block_tables):
-            begin = max(first, table.first_held)  # those before were given back before their tokens were known
-            new = names[begin:full] if group == 0 else [name._replace(group=group) for name in names[begin:full]]
-            self.pool.put_names(table.blocks[begin:full], new, group)
-        request.num_indexed_blocks = full
-
-    def release_behind_windows(self, request: Request) -> None:
-        """Give back the blocks that no token after the computed ones sees. To be called when `release_at` is reached.
-
-        At once, though the step that computes the last of these tokens is only planned, and reads the blocks: whoever
-        gets one gets it in a later plan, and the device runs steps in order. That includes a request that finds one by
-        its name: the step that fills it comes first.
+        The blocks are free at once, although the step that computes the last of these tokens is only planned, and
+        reads them. A request that gets such a block gets it in a later plan, and the device runs steps in order. The
+        same holds for a request that finds the block by its name: the step that fills it runs first.
         """
         self.index_computed(request)
-        behind = []
-        for group, window in self._windowed.items():
-            table = request.block_tables[group]
-            first, end = table.first_held, self._first_seen(window, request.num_computed)
-            behind.append(table.blocks[first:end])
-            table.blocks[first:end] = [GIVEN_BACK] * (end - first)
+        kv, runs = request.kv, []
+        for kv_group, window in self._sliding.windowed.items():
+            table = kv.block_tables[kv_group]
+            first, end = table.first_held, self._sliding.first_seen(window, request.schedule.num_computed)
+            runs.append(table.blocks[first:end])
+            table.blocks[first:end] = [FREED] * (end - first)
             table.first_held = end
-        num_behind = sum(map(len, behind))
-        request.num_held -= num_behind
-        self.num_held -= num_behind
-        self.pool.free(_in_turns(behind))
-        self._set_release(request)
-
-    def release(self, request: Request) -> None:
-        """Give back all blocks of a request."""
-        self.pool.free(_in_turns([table.held for table in request.block_tables]))
-        self.num_held -= request.num_held
-        self.num_empty -= request.num_slots - request.num_computed
-        request.block_tables, request.tail_shared = [], False
-        request.num_slots = request.num_held = request.num_computed = request.num_indexed_blocks = 0
-        request.release_at = NEVER
+        num_freed = sum(map(len, runs))
+        kv.num_held -= num_freed
+        self.num_held -= num_freed
+        self.pool.free(_interleaved(runs))
+        kv.release_at = self._sliding.release_at(kv.block_tables)
 
     def check_integrity(self, running: Sequence[Request]) -> None:
-        """Raise EngineError unless the pool is sound and its holds are exactly the tables of the running requests."""
+        """Raise EngineError unless the pool is sound, and its holders are exactly the running requests' block tables."""
         self.pool.check()
-        holds = [0] * self.pool.num_blocks
-        for request in running:
-            name = f"request {request.request_id}"
-            held = [block for table in request.block_tables for block in table.held]
-            if len(set(held)) != len(held):
-                raise EngineError(f"{name} holds a block twice: {request.block_tables}")
-            for block in held:
-                holds[block] += 1
-        for block, count in enumerate(holds):
-            if self.pool.ref_count(block) != count:
-                raise EngineError(f"block {block}: {count} tables hold it, {self.pool.ref_count(block)} are counted")
-        for request in running:
-            self._check_tables(request)
-        empty = sum(request.num_slots - request.num_computed for request in running)
-        if (self.num_held, self.num_empty) != (sum(holds), empty):
-            raise EngineError(f"{self.num_held} holds and {self.num_empty} empty slots counted, {sum(holds)}, {empty}")
-
-    def _check_tables(self, request: Request) -> None:
-        name = f"request {request.request_id}"
-        if request.num_computed > request.num_slots:
-            raise EngineError(f"{name} computed {request.num_computed} tokens without room")
-        if len(request.block_tables) != len(self.windows):
-            raise EngineError(f"{name} has {len(request.block_tables)} block tables for {len(self.windows)} groups")
-        if request.num_held != sum(len(table.held) for table in request.block_tables):
-            raise EngineError(f"{name} counts {request.num_held} blocks, its tables hold others")
-        for window, table in zip(self.windows, request.block_tables, strict=True):
-            if len(table.blocks) * self.block_size != request.num_slots:
-                raise EngineError(f"{name} has {len(table.blocks)} blocks for {request.num_slots} tokens")
-            writes_to = request.num_computed // self.block_size
-            shared = request.num_computed < request.num_slots and self.pool.ref_count(table.blocks[writes_to]) > 1
-            if shared and not request.tail_shared:
-                raise EngineError(f"{name} is about to write to block {table.blocks[writes_to]}, which others hold")
-            if table.first_held != self._first_seen(window, request.num_computed):
-                raise EngineError(
-                    f"{name} has computed {request.num_computed} tokens and holds blocks from {table.first_held} on "
-                    f"for a window of {window}"
-                )
-
-    def _first_seen(self, window: int | None, num_computed: int) -> int:
-        """Index of the first block that the next token sees."""
-        return 0 if window is None else max(num_computed - window + 1, 0) // self.block_size
-
-    def _set_release(self, request: Request) -> None:
-        """Note when the next block falls behind a window."""
-        tables, size = request.block_tables, self.block_size
-        ends = ((tables[group].first_held + 1) * size + window - 1 for group, window in self._windowed.items())
-        request.release_at = min(ends, default=NEVER)
-
-    def _name(self, request: Request, index: int, group: int) -> BlockName:
-        name = self._names(request, index + 1)[index]
-        return name if group == 0 else name._replace(group=group)
-
-    def _names(self, request: Request, count: int) -> list[BlockName]:
-        """Names of at least so many of a request's full blocks, in group 0; made once and kept over a preemption."""
-        names, size = request.block_names, self.block_size
-        first = len(names)
-        if first < count:
-            parent = names[-1].digest if names else request.prefix_root
-            tokens = token_bytes(request.token_ids[first * size : count * size])
-            width = len(tokens) // (count - first)
-            for start in range(0, len(tokens), width):
-                own = tokens[start : start + width]
-                digest = block_digest(parent, own)
-                names.append(BlockName(digest, parent, own))
-                parent = digest
-        return names
+        check_block_tables(self.pool, self._sliding, running)
+        held = sum(request.kv.num_held for request in running)
+        empty = sum(request.kv.num_slots - request.schedule.num_computed for request in running)
+        if (self.num_held, self.num_empty) != (held, empty):
+            raise EngineError(
+                f"the manager counts {self.num_held} held blocks and {self.num_empty} empty slots, the running "
+                f"requests have {held} and {empty}"
+            )
 
 
-def _in_turns(runs: list[list[int]]) -> list[int]:
-    """Blocks of several groups as one list for `BlockPool.free`, which reuses the last ones first.
+def _interleaved(runs: list[list[int]]) -> list[int]:
+    """Blocks of several kv_groups as one list for `BlockPool.free`, which reuses the last ones first.
 
-    By distance from the runs' ends, which are at the same token: of a beginning that is reused in part, the same part
-    is left in every group.
+    Sorted by distance from the ends of the runs, which are all at the same token. When part of a prefix is reused for
+    other requests, the same part is then left in every kv_group.
     """
     if len(runs) == 1:
         return runs[0]

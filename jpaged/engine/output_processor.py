@@ -58,7 +58,6 @@ class OutputProcessor:
         A token that stops the request is part of its ids; of its text only with include_stop_str_in_output. A stop
         string comes before a stop token, and both before the length. now: seconds of `time.monotonic()`.
         """
-        request.num_in_flight -= 1
         if token_id < 0:
             accepted = "leave no token to sample: logits that are not finite, or all -inf"
             raise RequestError("logits_processors", request.params.logits_processors, accepted)
@@ -68,21 +67,21 @@ class OutputProcessor:
 
     def take_scores(self, request: Request, scores: Scores, places: slice) -> None:
         """Keep what a step tells about the next tokens of a prompt."""
-        if request.prompt_logprobs is None:
+        if request.output.prompt_logprobs is None:
             raise EngineError(f"request {request.request_id} did not ask for prompt_logprobs")
         count = request.params.prompt_logprobs or 0
         columns = (scores.logprobs, scores.ranks, scores.top_ids[:, :count], scores.top_logprobs[:, :count])
         for told in zip(*(column[places].tolist() for column in columns), strict=True):
-            token_id = request.prompt_token_ids[len(request.prompt_logprobs)]
-            request.prompt_logprobs.append(self._entries(request, token_id, *told))
+            token_id = request.prompt_token_ids[len(request.output.prompt_logprobs)]
+            request.output.prompt_logprobs.append(self._entries(request, token_id, *told))
 
     def append(self, request: Request, token_id: int, now: float) -> RequestStatus | None:
         """Append a token, sampled or forced; the request's end, if that ends it."""
         request.token_ids.append(token_id)
         note_token(request.metrics, now)
-        matcher = request.matcher
-        if request.reasoning_budget is not None:
-            request.reasoning_budget.append(token_id, self._token_bytes(token_id))
+        matcher = request.output.matcher
+        if request.output.reasoning_budget is not None:
+            request.output.reasoning_budget.append(token_id, self._token_bytes(token_id))
         stops = token_id in request.stop_ids
         is_full = len(request.token_ids) >= request.max_total_tokens
         ends = stops or is_full
@@ -90,17 +89,17 @@ class OutputProcessor:
             if not matcher.accept(token_id):
                 raise EngineError(f"request {request.request_id}: its grammar does not allow token {token_id}")
             ends |= matcher.is_finished
-        repeats = request.repetition is not None and request.repetition.append(token_id)
+        repeats = request.output.repetition is not None and request.output.repetition.append(token_id)
         repeats &= request.num_output_tokens >= request.params.min_tokens
         ends |= repeats
         stop_string = self._add_text(request, token_id, stops=stops, ends=ends)
         if stops or stop_string is not None:
-            request.stop_reason = _stop_reason(request, token_id) if stop_string is None else stop_string
+            request.output.stop_reason = _stop_reason(request, token_id) if stop_string is None else stop_string
             return RequestStatus.STOPPED
         if matcher is not None and matcher.is_finished:
             return RequestStatus.STOPPED
         if repeats and not is_full:
-            request.stop_reason = "repetition_detected"
+            request.output.stop_reason = "repetition_detected"
             return RequestStatus.REPETITION
         return RequestStatus.LENGTH if is_full else None
 
@@ -148,10 +147,10 @@ class OutputProcessor:
                 request_id=group.request_id,
                 prompt=group.prompt,
                 prompt_token_ids=group.prompt_token_ids,
-                outputs=group.first.pooled,
+                outputs=group.pooled,
                 finished=finished,
                 metrics=group.metrics,
-                num_cached_tokens=group.first.num_cached_tokens,
+                num_cached_tokens=group.first.schedule.num_cached_tokens,
             )
         search = group.search
         completions = self._completions(group) if search is None else self._beams(group, search)
@@ -168,33 +167,33 @@ class OutputProcessor:
             outputs=completions,
             finished=finished,
             metrics=group.metrics,
-            num_cached_tokens=group.first.num_cached_tokens,
-            prompt_logprobs=None if group.first.prompt_logprobs is None else list(group.first.prompt_logprobs),
+            num_cached_tokens=group.first.schedule.num_cached_tokens,
+            prompt_logprobs=None if group.first.output.prompt_logprobs is None else list(group.first.output.prompt_logprobs),
         )
 
     def _completions(self, group: RequestGroup) -> list[CompletionOutput]:
         delta = group.params.output_kind is RequestOutputKind.DELTA and not group.params.chooses
         followed = [(request, self._answers[request]) for request in group.requests]
         for request, answer in followed:  # before anything counts as told: it may fail
-            if request.status.is_end and request.status is not RequestStatus.FAILED and answer.text is not None:
+            if request.schedule.status.is_end and request.schedule.status is not RequestStatus.FAILED and answer.text is not None:
                 answer.text.end()
         return [
             self._completion(request, answer, delta=delta)
             for request, answer in followed
-            if not delta or answer.told < request.num_output_tokens or request.status.is_end > answer.end_told
+            if not delta or answer.told < request.num_output_tokens or request.schedule.status.is_end > answer.end_told
         ]
 
     def _completion(self, request: Request, answer: _Answer, *, delta: bool) -> CompletionOutput:
         new, text = slice(answer.told if delta else 0, None), answer.text
-        answer.told, answer.end_told = request.num_output_tokens, request.status.is_end
+        answer.told, answer.end_told = request.num_output_tokens, request.schedule.status.is_end
         return CompletionOutput(
             index=request.index,
             text="" if text is None else text.new() if delta else text.whole(),
             token_ids=request.token_ids[request.prompt_len + new.start :],
-            cumulative_logprob=request.cumulative_logprob,
-            logprobs=None if request.logprobs is None else request.logprobs[new],
-            finish_reason=request.status.value if request.status.is_end else None,
-            stop_reason=request.stop_reason,
+            cumulative_logprob=request.output.cumulative_logprob,
+            logprobs=None if request.output.logprobs is None else request.output.logprobs[new],
+            finish_reason=request.schedule.status.value if request.schedule.status.is_end else None,
+            stop_reason=request.output.stop_reason,
             text_offsets=None if text is None or text.offsets is None else text.offsets[new],
         )
 
@@ -205,7 +204,7 @@ class OutputProcessor:
 
     def _beams(self, group: RequestGroup, search: BeamSearch) -> list[CompletionOutput]:
         """The best answers of a search, as far as it has come."""
-        status = group.first.status
+        status = group.first.schedule.status
         completions = []
         for index, found in enumerate(search.best(group.params.n)):
             token_ids = list(found.token_ids)
@@ -259,25 +258,24 @@ class OutputProcessor:
         """Stop following requests."""
         self._answers.clear()
 
-    def take_pooled(self, request: Request, result: StepResult, index: int) -> RequestStatus:
+    def take_pooled(self, group: RequestGroup, request: Request, result: StepResult, index: int) -> RequestStatus:
         """Keep what row `index` of a step pooled, which ends its request."""
         if result.pooled is None or self._pooling is None:
             raise EngineError(f"request {request.request_id} is to be pooled, the step gave nothing")
-        request.num_in_flight -= 1
-        request.pooled = self._pooling.output(result.pooled[index], request.pooling or PoolingParams())
+        group.pooled = self._pooling.output(result.pooled[index], group.pooling or PoolingParams())
         return RequestStatus.STOPPED
 
     def _add_logprobs(self, request: Request, token_id: int, result: StepResult, index: int) -> None:
         if result.logprobs is None or result.ranks is None or result.top_ids is None or result.top_logprobs is None:
             raise EngineError(f"request {request.request_id} needs log-probabilities, the step gave none")
         sampled = float(result.logprobs[index])
-        request.cumulative_logprob = (request.cumulative_logprob or 0.0) + sampled
-        if request.logprobs is None:
+        request.output.cumulative_logprob = (request.output.cumulative_logprob or 0.0) + sampled
+        if request.output.logprobs is None:
             return
         count = request.params.logprobs or 0
         top_ids, top_logprobs = result.top_ids[index, :count].tolist(), result.top_logprobs[index, :count].tolist()
         rank = int(result.ranks[index])
-        request.logprobs.append(self._entries(request, token_id, sampled, rank, top_ids, top_logprobs))
+        request.output.logprobs.append(self._entries(request, token_id, sampled, rank, top_ids, top_logprobs))
 
     def _entries(
         self, request: Request, token_id: int, logprob: float, rank: int, top_ids: list[int], top_logprobs: list[float]

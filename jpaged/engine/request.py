@@ -1,233 +1,205 @@
-"""One request: its tokens, where it stands, and what it holds.
+"""One request: a sequence of tokens, its limits, and three records of state.
 
-A user's request for several answers is several of these, a `RequestGroup`: each is scheduled by itself.
+Each record has one writer:
+
+| Record | Contents | Written by |
+|---|---|---|
+| `Request.kv` | block tables, block names | `KVCacheManager` |
+| `Request.schedule` | status, row, progress | `Scheduler` and its parts |
+| `Request.output` | text, log-probabilities, stop reason | the output processor and the strategies |
+
+An API call with n=4 makes four requests, which form one `RequestGroup`. The scheduler schedules each request by itself.
 """
 
 import dataclasses
 import enum
-import hashlib
-import sys
 from typing import cast
 
 import numpy as np
 
-from jpaged.engine.block_pool import BlockName
+from jpaged.engine.answer_text import AnswerText
+from jpaged.engine.block_table import KVState
 from jpaged.engine.grammar import GrammarMatcher
 from jpaged.engine.reasoning_budget import ReasoningBudget
 from jpaged.engine.repetition import RepetitionWatch
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError, RequestError
-from jpaged.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestMetrics
-from jpaged.params.pooling import PoolingParams
+from jpaged.outputs import Logprob, RequestMetrics
 from jpaged.params.repetition_detection import RepetitionDetectionParams
 from jpaged.params.sampling import SamplingParams
 
 NO_ROW = -1
-NEVER = sys.maxsize
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands.
+    """State of a request.
 
-    WAITING -> RUNNING -> one of the ends, with PREEMPTED <-> RUNNING in between; an end can come from any of them.
+    WAITING -> RUNNING -> one of the end states, with PREEMPTED <-> RUNNING in between. Every state can change to an end
+    state.
     """
 
-    WAITING = "waiting"        # has never held a row
-    RUNNING = "running"        # holds a row and blocks
-    PREEMPTED = "preempted"    # gave both back; waits for them, and for tokens still on their way
-    STOPPED = "stop"           # end: a stop token
+    WAITING = "waiting"        # has never run
+    RUNNING = "running"        # owns a row and blocks
+    PREEMPTED = "preempted"    # lost its row and blocks; waits to run again, and for its tokens in flight
+    STOPPED = "stop"           # end: a stop token, a stop string, or the end of a grammar or beam search
     LENGTH = "length"          # end: max_tokens or max_model_len
-    REPETITION = "repetition"  # end: it goes round in circles
-    ABORTED = "abort"          # end: by the caller
-    FAILED = "error"           # end: the step it was part of failed
+    REPETITION = "repetition"  # end: the last tokens repeat one pattern
+    ABORTED = "abort"          # end: aborted by the caller
+    FAILED = "error"           # end: a step or the request's output failed
 
-    is_end: bool  # whether nothing more happens to the request
+    is_end: bool
 
     def __init__(self, value: str):
         self.is_end = value in ("stop", "length", "repetition", "abort", "error")
 
 
-GIVEN_BACK = -1
+@dataclasses.dataclass(slots=True, eq=False)
+class ScheduleState:
+    """Progress of one request. The scheduler and its parts write it."""
+
+    status: RequestStatus = RequestStatus.WAITING
+    rank: tuple[float, int] = (0.0, 0)  # order of the scheduling policy, lowest first; set when it starts to wait
+    row: int = NO_ROW
+    row_is_new: bool = False       # the device's request table does not know this row's content yet
+    num_computed: int = 0          # tokens whose KV is in the pages, or will be at the end of the last planned step
+    num_in_flight: int = 0         # tokens that were sampled on the device and have not reached the host
+    decoding: bool = False         # the last token is in the device's request table: sampled since the row started
+    # A decode changes nothing but counters while num_computed is below this. At this value it needs a block, frees
+    # one, switches its rope, or reaches its last token. 0 while the request does not decode.
+    next_boundary: int = 0
+    on_hold: bool = False          # a beam that waits until the other beams have their candidates
+    num_scored: int = 0            # prompt tokens whose log-probabilities were scheduled; 0 without prompt_logprobs
+    num_lost: int = 0              # computed tokens that the last preemption discarded
+    num_cached_tokens: int = 0     # prompt tokens found in the prefix index when the request first started
+    refused_with: int = -1         # free blocks when the request last failed to start
+    retry_step: int = 0            # step from which it tries again even with no more free blocks than that
+    followers: list["Request"] = dataclasses.field(default_factory=list)  # fork from this one at its prompt's end
 
 
-@dataclasses.dataclass(slots=True)
-class BlockTable:
-    """A request's blocks in one group of layers: block i holds its tokens i * block_size and on."""
+@dataclasses.dataclass(slots=True, eq=False)
+class OutputState:
+    """Answer of one request so far. The output processor and the strategies write it.
 
-    blocks: list[int]  # those before first_held lie behind the group's window: GIVEN_BACK, or never taken
-    first_held: int = 0
+    The token ids themselves are at the end of `Request.token_ids`.
+    """
 
-    @property
-    def held(self) -> list[int]:
-        """The blocks that it holds, a copy."""
-        return self.blocks[self.first_held :]
+    logprobs: list[dict[int, Logprob]] | None = None                # None: not requested
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None: not requested
+    cumulative_logprob: float | None = None                         # None: not requested
+    repetition: RepetitionWatch | None = None
+    reasoning_budget: ReasoningBudget | None = None
+    matcher: GrammarMatcher | None = None  # position in the grammar
+    jumps: bool = False                    # append forced tokens without sampling them
+    text: AnswerText | None = None         # None: no tokenizer, or not requested
+    num_emitted: int = 0                   # output tokens in the outputs that the caller has
+    end_emitted: bool = False              # the caller has the finish reason
+    stop_reason: int | str | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
-    """One request's state machine.
+    """One sequence that the scheduler runs.
 
-    Its tokens are the known ones (`token_ids`: the prompt, then every sampled token that has reached the host) and
-    `num_in_flight` more that were sampled on the device and are on their way. Of all these the first `num_computed`
-    have their KV in the pages, or will by the end of the step that was scheduled last.
+    The sequence is `token_ids`, the known tokens, followed by `schedule.num_in_flight` tokens that have not reached the
+    host. Of this sequence, the KV of the first `schedule.num_computed` tokens is computed or planned.
     """
 
-    request_id: str                # of its group
+    request_id: str                # of the request group
     prompt_token_ids: list[int]
-    params: SamplingParams         # greedy where the request is to be pooled
-    max_total_tokens: int          # prompt and output together; the request ends when it has so many
-    eos_token_ids: frozenset[int]  # the model's own ends, none with ignore_eos
-    eos_token_id: int | None       # the one of them that is no `stop_reason` of its own
+    params: SamplingParams         # greedy if the request is pooled
+    max_total_tokens: int          # the request ends with this many tokens, prompt included
+    eos_token_ids: frozenset[int]  # the model's end tokens; empty with ignore_eos
+    eos_token_id: int | None       # the main end token: it ends an answer without being its stop_reason
     metrics: RequestMetrics
-    prefix_root: bytes = b""       # digest that the names of its blocks grow from; set when it is added
-    pooling: PoolingParams | None = None  # the request ends with its prompt: nothing is sampled, a state is pooled
-    seed: int = 0                  # 0 <= seed < 2**64; drawn when the request is added, if the caller gave none
-    arrival: int = -1              # place in the order of arrival
-    priority: int = 0              # lower comes first, where the scheduling policy is "priority"
-    index: int = 0                 # which of its group's answers this is
-    extras: SamplingExtras | None = None  # what its sampling needs beside numbers
-    matcher: GrammarMatcher | None = None  # where it stands in its grammar
-    reasoning_budget: ReasoningBudget | None = None  # where it stands in its reasoning, where that is limited
-    repetition: RepetitionWatch | None = None
-    jumps: bool = False            # tokens that its grammar forces are taken without sampling
-    steered: bool = False          # a beam: the host chooses each of its tokens, once it has seen what all beams gave
-    followers: list["Request"] = dataclasses.field(default_factory=list)  # fork from this one when its prompt is done
-    rank: tuple[float, int] = (0.0, 0)  # place in the policy's order, lowest first; set when it begins to wait
-    status: RequestStatus = RequestStatus.WAITING
-    stop_reason: int | str | None = None
+    index: int = 0                 # index of the answer in its request group
+    priority: int = 0              # lower starts first with scheduling_policy="priority"
+    seed: int = 0                  # 0 <= seed < 2**64; set by `admit`
+    arrival: int = -1              # position in the order of arrival; set by `admit`
+    is_beam: bool = False          # the host chooses the next token, from the candidates of all beams
+    extras: SamplingExtras | None = None  # sampling state that has no column in the request table
 
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    num_in_flight: int = 0
-    num_computed: int = 0
-    num_cached_tokens: int = 0     # of the prompt, found in the prefix index when the request first started
-    rope_len: int = 0              # length that a rope which depends on it goes by at least: the prompt's, or more
-    # where it found no room to start: the blocks there were, and the step from which it looks again even so
-    no_room: tuple[int, int] | None = None
-    num_scored: int = 0            # tokens of the prompt that are told about, or will be: with prompt_logprobs
-    num_lost: int = 0              # computed tokens that the last preemption threw away
-
-    row: int = NO_ROW
-    block_tables: list[BlockTable] = dataclasses.field(default_factory=list)  # one a group while it runs, equally long
-    num_slots: int = 0             # tokens that its tables have room for
-    num_held: int = 0              # blocks that it holds, of all groups
-    release_at: int = NEVER        # when so many tokens are computed, a block has fallen behind a window
-    block_names: list[BlockName] = dataclasses.field(default_factory=list)  # of its full blocks of known tokens
-    num_indexed_blocks: int = 0    # so many blocks of each table have been offered to the prefix index
-    decoding: bool = False         # its last token lies in the device's request table: sampled since the row started
-    fast_until: int = 0            # decoding is plain until so many tokens are computed: then a block, an end, a window
-    tail_shared: bool = False      # the block that its next token goes to may be shared with a fork
-    on_hold: bool = False          # a beam that has given its candidates and waits for the others'
-    row_is_new: bool = False       # the device's request table does not know yet what its row holds
-
-    sampler: SamplerVariant = dataclasses.field(init=False)  # what it needs of a step that samples for it
-    stop_ids: frozenset[int] = dataclasses.field(init=False)  # tokens that end it, the model's and the caller's
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    cumulative_logprob: float | None = None
-    pooled: EmbeddingOutput | ClassificationOutput | None = None
+    token_ids: list[int] = dataclasses.field(init=False)     # known tokens: the prompt, then the output
+    sampler: SamplerVariant = dataclasses.field(init=False)  # smallest sampler that a step needs for this request
+    stop_ids: frozenset[int] = dataclasses.field(init=False) # end tokens of the model and stop_token_ids
+    kv: KVState = dataclasses.field(default_factory=KVState)
+    schedule: ScheduleState = dataclasses.field(default_factory=ScheduleState)
+    output: OutputState = dataclasses.field(default_factory=OutputState)
 
     def __post_init__(self) -> None:
+        params, output = self.params, self.output
         self.token_ids = list(self.prompt_token_ids)
-        self.rope_len = self.prompt_len
-        if self.params.logprobs is not None:
-            self.logprobs = []
-        if self.params.prompt_logprobs is not None and self.index == 0:  # of the prompt, which all answers share
-            self.prompt_logprobs, self.num_scored = [None], 1
-        if self.params.needs_logprobs:
-            self.cumulative_logprob = 0.0
-        if self.params.repetition_detection is not None:
-            self.repetition = RepetitionWatch(cast(RepetitionDetectionParams, self.params.repetition_detection))
-        self.sampler = _sampler_need(self.params)
-        if self.extras is not None:
-            self.sampler = SamplerVariant.FULL
-        own = self.params.stop_token_ids
+        self.kv.rope_len = self.prompt_len
+        self.sampler = SamplerVariant.FULL if self.extras is not None else _smallest_sampler(params)
+        own = params.stop_token_ids
         self.stop_ids = self.eos_token_ids.union(own) if own else self.eos_token_ids
+        if params.logprobs is not None:
+            output.logprobs = []
+        if params.prompt_logprobs is not None and self.index == 0:  # all requests of a group have the same prompt
+            output.prompt_logprobs, self.schedule.num_scored = [None], 1
+        if params.needs_logprobs:
+            output.cumulative_logprob = 0.0
+        if params.repetition_detection is not None:
+            output.repetition = RepetitionWatch(cast(RepetitionDetectionParams, params.repetition_detection))
+
+    def admit(self, *, seed: int, arrival: int) -> None:
+        """Set what only the engine knows when the request is added."""
+        self.seed, self.arrival = seed, arrival
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the user's prompt."""
+        """Tokens of the prompt."""
         return len(self.prompt_token_ids)
-
-    def make_private(self, secret: bytes) -> None:
-        """Have nobody else find its blocks by their names: the name of a chain that only it and its forks know."""
-        self.prefix_root = hashlib.sha256(b"private" + secret + self.prefix_root).digest()
-        self.block_names = []
-
-    def fork(self, other: "Request") -> None:
-        """Have another of the group go on from where this one stands: its tokens and log-probabilities, copied."""
-        other.token_ids = list(self.token_ids)
-        other.prefix_root, other.rope_len = self.prefix_root, self.rope_len
-        other.block_names = list(self.block_names)
-        other.num_cached_tokens = self.num_cached_tokens
-        other.logprobs = None if self.logprobs is None else list(self.logprobs)
-        other.cumulative_logprob = self.cumulative_logprob
-
-    def outgrow(self) -> None:
-        """Have all of its KV computed anew with the rope of long sequences, and shared with such only."""
-        self.rope_len = len(self.token_ids)
-        self.prefix_root = hashlib.sha256(b"outgrown" + self.prefix_root).digest()
-        self.block_names = []
-
-    @property
-    def computes_all(self) -> bool:
-        """Whether it is to start without anybody's KV, whatever there is."""
-        if self.prompt_logprobs is not None and self.num_scored < self.prompt_len:
-            return True
-        # only the first answer of several tells of the prompt: the others take what it has computed
-        skips = self.params.skip_reading_prefix_cache if self.index else self.params.skips_prefix_cache
-        return self.status is RequestStatus.WAITING and bool(skips)
-
-    def to_score(self, count: int) -> list[tuple[int, int]]:
-        """Of its next `count` tokens those whose successor in the prompt is to be told about: (place, successor)."""
-        first = self.num_computed
-        last = min(first + count, self.prompt_len - 1)
-        return [(i - first, self.prompt_token_ids[i + 1]) for i in range(max(first, self.num_scored - 1), last)]
-
-    def mask(self) -> np.ndarray:
-        """uint32[words]: what may be sampled behind its known tokens. Raises RequestError where that is nothing."""
-        if self.extras is None:
-            raise EngineError(f"request {self.request_id} has no mask")
-        words = self.extras.mask(self.token_ids, self.num_output_tokens)
-        if self.reasoning_budget is not None and (forced := self.reasoning_budget.forced) is not None:
-            only = np.zeros_like(words)
-            only[forced // 32] = np.uint32(1 << forced % 32)
-            return only
-        if self.matcher is None:
-            return words
-        allowed = np.empty_like(words)
-        self.matcher.mask_into(allowed)
-        allowed &= words
-        if not allowed.any():
-            raise RequestError("structured_outputs", self.params.structured_outputs, "allows only tokens here that "
-                               "others of the request's parameters forbid")  # fmt: skip
-        return allowed
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it has, those on their way included."""
-        return len(self.token_ids) + self.num_in_flight
+        """Tokens of the sequence, tokens in flight included."""
+        return len(self.token_ids) + self.schedule.num_in_flight
 
     @property
     def num_output_tokens(self) -> int:
-        """Sampled tokens that have reached the host."""
+        """Output tokens that have reached the host."""
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """A copy of the sampled tokens that have reached the host."""
-        return self.token_ids[len(self.prompt_token_ids) :]
+    def num_missing(self) -> int:
+        """Tokens to compute before the next one can be sampled. 0 if the request has all its tokens, or is on hold."""
+        if self.schedule.on_hold or self.num_tokens >= self.max_total_tokens:
+            return 0
+        return self.num_tokens - self.schedule.num_computed
 
     @property
-    def num_missing(self) -> int:
-        """Tokens still to compute before the next one can be sampled; 0 when every token it may have is on its way."""
-        if self.on_hold:
-            return 0
-        return 0 if self.num_tokens >= self.max_total_tokens else self.num_tokens - self.num_computed
+    def skips_prefix_cache(self) -> bool:
+        """Whether the request starts without any cached KV."""
+        if self.output.prompt_logprobs is not None and self.schedule.num_scored < self.prompt_len:
+            return True  # a token's log-probabilities need its hidden state
+        # Only request 0 of a group scores the prompt. The others may use the KV that it has computed.
+        skips = self.params.skip_reading_prefix_cache if self.index else self.params.skips_prefix_cache
+        return self.schedule.status is RequestStatus.WAITING and bool(skips)
+
+    def mask(self) -> np.ndarray:
+        """uint32[words]: ids that may follow the known tokens. Raises RequestError if there are none."""
+        if self.extras is None:
+            raise EngineError(f"request {self.request_id} has no mask")
+        words = self.extras.mask(self.token_ids, self.num_output_tokens)
+        budget, matcher = self.output.reasoning_budget, self.output.matcher
+        if budget is not None and (forced := budget.forced) is not None:
+            only = np.zeros_like(words)
+            only[forced // 32] = np.uint32(1 << forced % 32)
+            return only
+        if matcher is None:
+            return words
+        allowed = np.empty_like(words)
+        matcher.mask_into(allowed)
+        allowed &= words
+        if not allowed.any():
+            raise RequestError("structured_outputs", self.params.structured_outputs, "allows only tokens here that "
+                               "other parameters of the request forbid")  # fmt: skip
+        return allowed
 
 
-def _sampler_need(params: SamplingParams) -> SamplerVariant:
-    """The smallest sampler that does what a request's numbers ask for."""
+def _smallest_sampler(params: SamplingParams) -> SamplerVariant:
+    """The smallest sampler that supports these parameters."""
     if params.needs_logprobs:
         return SamplerVariant.FULL
     if params.greedy:

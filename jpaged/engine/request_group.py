@@ -8,7 +8,7 @@ import numpy as np
 from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.grammar import Grammar
 from jpaged.engine.request import Request
-from jpaged.outputs import RequestMetrics
+from jpaged.outputs import ClassificationOutput, EmbeddingOutput, RequestMetrics
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
 
@@ -37,6 +37,7 @@ class RequestGroup:
     # of a search: what each step's beams gave, (int32[beams, K], float32[beams, K]); kept where log-probabilities are
     # asked for
     candidates: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+    pooled: EmbeddingOutput | ClassificationOutput | None = None
 
     @property
     def first(self) -> Request:
@@ -46,4 +47,4 @@ class RequestGroup:
     @property
     def has_ended(self) -> bool:
         """Whether nothing more happens to any of its requests."""
-        return all(request.status.is_end for request in self.requests)
+        return all(request.schedule.status.is_end for request in self.requests)

@@ -256,7 +256,7 @@ OPENINGS = {
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_hostile_text_costs_a_bounded_number_of_steps(name):
-    """The scanner never keeps more than one piece of unread text, so no text is read twice."""
+    """A parser keeps at most one piece of unread text, so it reads no text twice. It reads at most MAX_STEPS tokens."""
     for text in HOSTILE.values():
         for opening in ("", OPENINGS[name], OPENINGS[name] + '"'):
             hostile = opening + text * (20_000 // len(text))

@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
 from jpaged.engine.host_tier import HostTier
 from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.prefix_finder import Prefix
 from jpaged.engine.request import Request
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
@@ -20,16 +21,28 @@ ROOT = prefix_root()
 
 
 def make_request(token_ids: list[int], root: bytes = ROOT) -> Request:
-    return Request(
+    request = Request(
         request_id="r",
         prompt_token_ids=token_ids,
         params=SamplingParams(),
         max_total_tokens=1000,
         eos_token_ids=frozenset(),
         eos_token_id=None,
-        prefix_root=root,
         metrics=RequestMetrics(arrival_time=0.0),
     )
+    request.kv.prefix_root = root
+    return request
+
+
+def start(manager: KVCacheManager, request: Request, prefix: Prefix | None = None) -> None:
+    """Start a request as the scheduler does."""
+    request.schedule.num_computed = manager.start(request, manager.no_prefix if prefix is None else prefix)
+
+
+def advance(manager: KVCacheManager, request: Request, count: int) -> None:
+    """Count tokens as computed, as the scheduler does."""
+    request.schedule.num_computed += count
+    manager.num_empty -= count
 
 
 def name_of(tokens: tuple[int, ...], parent: bytes = ROOT) -> BlockName:
@@ -117,10 +130,10 @@ def test_roots_differ_in_every_part_and_do_not_run_together():
 def test_integrity_check_sees_a_lost_and_a_doubled_block():
     manager = KVCacheManager(8, 4)
     request = make_request(list(range(9)))
-    manager.start(request, manager.no_prefix)
+    start(manager, request)
     manager.grow(request, 9)
     manager.check_integrity([request])
-    blocks = request.block_tables[0].blocks
+    blocks = request.kv.block_tables[0].blocks
     lost = blocks.pop()
     with pytest.raises(EngineError, match=f"block {lost}"):
         manager.check_integrity([request])
@@ -133,12 +146,12 @@ def test_a_group_index_is_part_of_a_name():
     """Equal tokens have a block in every group, and none of them is another group's."""
     manager = KVCacheManager(8, 4, (None, 8), max_chunk=16)
     first = make_request(list(range(9)))
-    manager.start(first, manager.no_prefix)
+    start(manager, first)
     manager.grow(first, 9)
-    manager.advance(first, 9)
+    advance(manager, first, 9)
     manager.index_computed(first)
     prefix = manager.find_prefix(make_request(list(range(12))))
-    assert prefix.tails == tuple(table.blocks[:2] for table in first.block_tables)
+    assert prefix.tails == tuple(table.blocks[:2] for table in first.kv.block_tables)
     assert not set(prefix.tails[0]) & set(prefix.tails[1])
     manager.pool.check()
 
@@ -146,20 +159,20 @@ def test_a_group_index_is_part_of_a_name():
 def test_blocks_behind_a_window_go_at_once_and_the_last_tokens_stay():
     manager = KVCacheManager(40, 4, (None, 6), max_chunk=8)
     request = make_request(list(range(60)))
-    manager.start(request, manager.no_prefix)
+    start(manager, request)
     for computed in range(1, 61):
         manager.grow(request, computed)
-        manager.advance(request, computed - request.num_computed)
-        if computed >= request.release_at:
-            manager.release_behind_windows(request)
-        whole, window = request.block_tables
+        advance(manager, request, computed - request.schedule.num_computed)
+        if computed >= request.kv.release_at:
+            manager.release_before_windows(request)
+        whole, window = request.kv.block_tables
         assert whole.first_held == 0
         # the next token, at position `computed`, sees 6 keys: its own and those of 5 positions before it
         assert window.first_held == max(computed - 5, 0) // 4
         assert len(window.held) <= 3
         manager.check_integrity([request])
-    assert manager.pool.peak_used <= 15 + 3 == manager.most_blocks(60) - 1  # which allows for chunks of 8
-    assert manager.pool.num_used == request.num_held
+    assert manager.pool.peak_used <= 15 + 3 == manager.max_blocks(60) - 1  # which allows for chunks of 8
+    assert manager.pool.num_used == request.kv.num_held
     manager.release(request)
     assert manager.pool.num_used == 0
 
@@ -168,19 +181,19 @@ def test_a_beginning_whose_window_is_gone_is_found_as_far_as_it_is_there():
     """Of 10 blocks of 4 tokens, a window of 6 needs 2 before a hit; block 6 of its group has been used again."""
     manager = KVCacheManager(40, 4, (None, 6), max_chunk=40)
     first = make_request(list(range(41)))
-    manager.start(first, manager.no_prefix)
+    start(manager, first)
     manager.grow(first, 41)
-    manager.advance(first, 41 - first.num_computed)
+    advance(manager, first, 41 - first.schedule.num_computed)
     manager.index_computed(first)
     again = make_request(list(range(41)))
     assert manager.find_prefix(again).num_blocks == 10
-    manager.pool._forget([first.block_tables[1].blocks[6]])
+    manager.pool._forget([first.kv.block_tables[1].blocks[6]])
     assert manager.find_prefix(again).num_blocks == 10  # blocks 8 and 9 are all that is seen
-    manager.pool._forget([first.block_tables[1].blocks[8]])
+    manager.pool._forget([first.kv.block_tables[1].blocks[8]])
     prefix = manager.find_prefix(again)  # 10 and 9 need block 8, 8 and 7 need block 6
     assert prefix.num_blocks == 6
-    assert prefix.tails == (first.block_tables[0].blocks[:6], first.block_tables[1].blocks[4:6])
-    manager.pool._forget([first.block_tables[0].blocks[5]])
+    assert prefix.tails == (first.kv.block_tables[0].blocks[:6], first.kv.block_tables[1].blocks[4:6])
+    manager.pool._forget([first.kv.block_tables[0].blocks[5]])
     assert manager.find_prefix(again).num_blocks == 5
 
 
@@ -213,14 +226,14 @@ class ManagerMachine(RuleBasedStateMachine):
         for group, table in enumerate(tables):
             for index, block in table.items():
                 beginning = tuple(token_ids[: (index + 1) * BLOCK_SIZE])
-                assert self.content[block] == (group, request.prefix_root, beginning)
+                assert self.content[block] == (group, request.kv.prefix_root, beginning)
         shared = {block for table in tables for block in table.values()}
-        needed = self.manager.most_blocks(len(token_ids))
+        needed = self.manager.max_blocks(len(token_ids))
         free = self.num_blocks - len(self.held())
         newly_held = needed - len(self.held() & shared)
         assert self.manager.can_start(prefix, len(token_ids)) == (newly_held <= free)
-        self.manager.start(request, prefix)
-        assert request.num_computed == prefix.num_blocks * BLOCK_SIZE
+        start(self.manager, request, prefix)
+        assert request.schedule.num_computed == prefix.num_blocks * BLOCK_SIZE
         self.tables[request] = tables
         return request
 
@@ -232,11 +245,14 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def longest_beginning(self, request: Request) -> int:
         """Tried one by one, from the longest."""
-        find, name = self.manager.pool.find, self.manager._name
+        find = self.manager.pool.find
+
+        def name(index: int, kv_group: int) -> BlockName:
+            return request.kv.name(request.token_ids, index, kv_group, BLOCK_SIZE)
 
         def there(num_blocks: int) -> bool:
             needed = ((index, group) for group, w in enumerate(self.windows) for index in self.seen(w, num_blocks))
-            return all(find(name(request, index, group)) is not None for index, group in needed)
+            return all(find(name(index, group)) is not None for index, group in needed)
 
         return next(n for n in range((len(request.token_ids) - 1) // BLOCK_SIZE, -1, -1) if there(n))
 
@@ -245,31 +261,33 @@ class ManagerMachine(RuleBasedStateMachine):
     def compute(self, request: Request, count: int) -> None:
         if request not in self.tables:
             return
-        count = min(count, len(request.token_ids) - request.num_computed)
-        count = min(count, self.manager.slots_within_reach(request) - request.num_computed)
-        if count > 0 and request.tail_shared:
+        count = min(count, len(request.token_ids) - request.schedule.num_computed)
+        count = min(count, self.manager.slots_within_reach(request) - request.schedule.num_computed)
+        if count > 0 and request.kv.tail_shared:
             self.unshare(request)
-        length = len(request.block_tables[0].blocks)
-        new = self.manager.grow(request, request.num_computed + count)
+        length = len(request.kv.block_tables[0].blocks)
+        new = self.manager.grow(request, request.schedule.num_computed + count)
         assert not set(new) & self.held(), "a block that somebody holds was handed out"
-        for group, (table, model) in enumerate(zip(request.block_tables, self.tables[request], strict=True)):
+        for group, (table, model) in enumerate(zip(request.kv.block_tables, self.tables[request], strict=True)):
             model |= dict(enumerate(table.blocks[length:], length))
-            for index in range(request.num_computed // BLOCK_SIZE, (request.num_computed + count) // BLOCK_SIZE):
+            computed = request.schedule.num_computed
+            for index in range(computed // BLOCK_SIZE, (computed + count) // BLOCK_SIZE):
                 beginning = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE])
-                self.content[model[index]] = (group, request.prefix_root, beginning)
-        self.manager.advance(request, count)
+                self.content[model[index]] = (group, request.kv.prefix_root, beginning)
+        advance(self.manager, request, count)
         self.manager.index_computed(request)
-        if request.num_computed >= request.release_at:
-            self.manager.release_behind_windows(request)
-        for window, table, model in zip(self.windows, request.block_tables, self.tables[request], strict=True):
-            reach = 0 if window is None else request.num_computed - window + 1  # first position that is still seen
+        if request.schedule.num_computed >= request.kv.release_at:
+            self.manager.release_before_windows(request)
+        for window, table, model in zip(self.windows, request.kv.block_tables, self.tables[request], strict=True):
+            # first position that is still seen
+            reach = 0 if window is None else request.schedule.num_computed - window + 1
             for index in [i for i in model if (i + 1) * BLOCK_SIZE <= reach]:
                 del model[index]
             assert dict(enumerate(table.held, table.first_held)) == model
 
     def unshare(self, request: Request) -> None:
         """Copy-on-write: of each group the block that is written to next, unless nobody else holds it."""
-        held, index = self.held(), request.num_computed // BLOCK_SIZE
+        held, index = self.held(), request.schedule.num_computed // BLOCK_SIZE
         shared = {
             group: table[index]
             for group, table in enumerate(self.tables[request])
@@ -287,10 +305,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(target=requests, request=requests)
     def fork(self, request: Request) -> Request:
-        other = make_request(list(request.token_ids), request.prefix_root)
+        other = make_request(list(request.token_ids), request.kv.prefix_root)
         if request in self.tables:
-            request.fork(other)
+            self.manager.inherit_names(other, request)
             self.manager.fork(request, other)
+            other.schedule.num_computed = request.schedule.num_computed
             self.tables[other] = [dict(table) for table in self.tables[request]]
         return other
 

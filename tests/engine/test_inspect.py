@@ -130,7 +130,7 @@ def test_it_agrees_with_the_books_under_random_load(windows: tuple[int | None, .
             assert 0 <= block.tokens <= 4
             for owner in block.owners:  # the tables themselves, where the map says
                 request = engine._groups[owner.request_id].first
-                assert request.block_tables[owner.group].blocks[owner.index] == block.block
+                assert request.kv.block_tables[owner.group].blocks[owner.index] == block.block
 
 
 def test_whoever_does_not_wait_any_more_is_passed_over(engine: Engine):

@@ -12,10 +12,14 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 from jpaged.engine import engine, kv_cache_manager
-from jpaged.engine.block_pool import BlockPool, prefix_root
+from jpaged.engine.block_pool import BlockName, BlockPool, prefix_root
 from jpaged.engine.host_tier import HostTier
 from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.preemption import Preemption
+from jpaged.engine.prefix_finder import PrefixFinder
+from jpaged.engine.prompt_scheduler import PromptScheduler
+from jpaged.engine.running_requests import RunningRequests
+from jpaged.engine.sliding_windows import SlidingWindows
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
 from tests.engine.test_block_pool import PoolMachine
@@ -65,7 +69,7 @@ def a_shared_tail_written_to(patch):
     """Copy-on-write forgotten."""
 
     def unshare_tail(manager, request):
-        request.tail_shared = False
+        request.kv.tail_shared = False
         return []
 
     patch.setattr(KVCacheManager, "unshare_tail", unshare_tail)
@@ -94,7 +98,7 @@ def a_slot_given_back_before_it_is_read(patch):
         return slot
 
     patch.setattr(HostTier, "take", take_and_give_back)
-    patch.setattr(HostTier, "give_back", lambda tier, slot: None)
+    patch.setattr(HostTier, "free", lambda tier, slot: None)
 
 
 @bug
@@ -115,46 +119,45 @@ def a_slot_used_again_under_its_old_name(patch):
 @bug
 def a_window_released_one_block_early(patch):
     """Everywhere alike, so that the books agree with each other."""
-    first_seen, set_release = KVCacheManager._first_seen, KVCacheManager._set_release
+    first_seen, release_at = SlidingWindows.first_seen, SlidingWindows.release_at
 
-    def one_further(manager, window, num_computed):
+    def one_further(windows, window, num_computed):
         if window is None:
             return 0
-        return min(first_seen(manager, window, num_computed) + 1, num_computed // manager.block_size)
+        return min(first_seen(windows, window, num_computed) + 1, num_computed // windows.block_size)
 
-    def one_earlier(manager, request):
-        set_release(manager, request)
-        request.release_at -= manager.block_size
+    def one_earlier(windows, block_tables):
+        return release_at(windows, block_tables) - windows.block_size
 
-    patch.setattr(KVCacheManager, "_first_seen", one_further)
-    patch.setattr(KVCacheManager, "_set_release", one_earlier)
+    patch.setattr(SlidingWindows, "first_seen", one_further)
+    patch.setattr(SlidingWindows, "release_at", one_earlier)
 
 
 @bug
 def a_preempted_request_that_keeps_its_row(patch):
     """Nobody gets it any more."""
-    preempt = Scheduler._preempt
+    preempt = Preemption.preempt
 
-    def keep_row(scheduler, request, draft):
-        row = request.row
-        preempt(scheduler, request, draft)
-        scheduler._free_rows.remove(row)
-        request.row = row
+    def keep_row(preemption, request, selection):
+        row = request.schedule.row
+        preempt(preemption, request, selection)
+        preemption._running.free_rows.remove(row)
+        request.schedule.row = row
 
-    patch.setattr(Scheduler, "_preempt", keep_row)
+    patch.setattr(Preemption, "preempt", keep_row)
 
 
 @bug
 def a_row_given_to_two(patch):
     """It is free, and in use."""
-    enter = Scheduler._enter_row
+    enter = RunningRequests.enter
 
-    def enter_and_leave_free(scheduler, request):
-        enter(scheduler, request)
-        if len(scheduler.running) > 2:
-            scheduler._free_rows.append(request.row)
+    def enter_and_leave_free(running, request):
+        enter(running, request)
+        if len(running.requests) > 2:
+            running.free_rows.append(request.schedule.row)
 
-    patch.setattr(Scheduler, "_enter_row", enter_and_leave_free)
+    patch.setattr(RunningRequests, "enter", enter_and_leave_free)
 
 
 @bug
@@ -166,7 +169,9 @@ def new_weights_that_leave_the_roots_as_they_are(patch):
 @bug
 def a_salt_ignored(patch):
     """Requests of two users share blocks."""
-    patch.setattr(engine, "prefix_root", lambda *, weight_version, salt: prefix_root(weight_version=weight_version))
+    patch.setattr(
+        kv_cache_manager, "prefix_root", lambda *, weight_version, salt: prefix_root(weight_version=weight_version)
+    )
 
 
 @bug
@@ -176,7 +181,7 @@ def a_fork_with_its_parents_shared_tail_unmarked(patch):
 
     def fork_and_forget(manager, request, other):
         fork(manager, request, other)
-        request.tail_shared = False
+        request.kv.tail_shared = False
 
     patch.setattr(KVCacheManager, "fork", fork_and_forget)
 
@@ -185,34 +190,33 @@ def a_fork_with_its_parents_shared_tail_unmarked(patch):
 def a_hit_on_the_whole_prompt(patch):
     """Nothing is left to compute the next token from."""
 
-    def find_all(manager, request, find):
+    def find_all(finder, request, find):
         request.token_ids.append(0)
         try:
-            return original(manager, request, find)
+            return original(finder, request, find)
         finally:
             request.token_ids.pop()
 
-    original = KVCacheManager._find
-    patch.setattr(KVCacheManager, "_find", find_all)
+    original = PrefixFinder._find
+    patch.setattr(PrefixFinder, "_find", find_all)
 
 
 @bug
 def a_group_left_out_of_the_name(patch):
     """Layers of two kinds share their blocks."""
-    name = kv_cache_manager.BlockName
-    patch.setattr(kv_cache_manager, "BlockName", lambda digest, parent, tokens, group: name(digest, parent, tokens, 0))
+    patch.setattr(BlockName, "_replace", lambda name, *, kv_group: name)
 
 
 @bug
 def a_preempted_request_whose_tokens_on_their_way_are_dropped(patch):
     """It starts again without them."""
-    startable = Scheduler._startable
+    startable = PromptScheduler._startable
 
-    def at_once(scheduler, request, draft, held_back):
-        request.num_in_flight = 0
-        return startable(scheduler, request, draft, held_back)
+    def at_once(prompts, request, selection, reserved):
+        request.schedule.num_in_flight = 0
+        return startable(prompts, request, selection, reserved)
 
-    patch.setattr(Scheduler, "_startable", at_once)
+    patch.setattr(PromptScheduler, "_startable", at_once)
 
 
 @pytest.mark.parametrize("name", ["a named block reused first", "a host block kept though it is the oldest", "no move"])

@@ -3,9 +3,11 @@
 import pytest
 
 from jpaged.engine.engine import Engine, SchedulingOptions
-from jpaged.engine.kv_cache_manager import KVCacheManager, Prefix
+from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.prefix_finder import Prefix
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler_state import SchedulerLimits
 from jpaged.engine.step_pace import StepPace
 from jpaged.errors import EngineError
 from jpaged.outputs import RequestMetrics
@@ -34,12 +36,7 @@ def run(engine: Engine) -> list[str]:
 
 
 def make_scheduler(num_blocks: int, *, rows: int = 4, budget: int = 64) -> Scheduler:
-    return Scheduler(
-        KVCacheManager(num_blocks, 4),
-        max_num_seqs=rows,
-        max_num_batched_tokens=budget,
-        vocab_size=97,
-    )
+    return Scheduler(KVCacheManager(num_blocks, 4), SchedulerLimits(rows, budget, vocab_size=97))
 
 
 def add(scheduler: Scheduler, arrival: int, prompt_len: int, max_total_tokens: int = 1000) -> Request:
@@ -50,7 +47,6 @@ def add(scheduler: Scheduler, arrival: int, prompt_len: int, max_total_tokens: i
         max_total_tokens=max_total_tokens,
         eos_token_ids=frozenset(),
         eos_token_id=None,
-        prefix_root=b"",
         metrics=RequestMetrics(arrival_time=0.0),
         arrival=arrival,
     )
@@ -62,13 +58,13 @@ def test_a_preempted_request_waits_for_its_tokens_on_the_way():
     """However deep the pipeline: nothing is collected here, so what was sampled before the preemption never arrives."""
     scheduler = make_scheduler(8)
     old, young = add(scheduler, 0, 12), add(scheduler, 1, 7)
-    while young.status is not RequestStatus.PREEMPTED:
+    while young.schedule.status is not RequestStatus.PREEMPTED:
         scheduler.schedule()
-    assert young.num_in_flight > 0
+    assert young.schedule.num_in_flight > 0
     scheduler.finish(old, RequestStatus.ABORTED)
     assert scheduler.schedule() is None
-    young.token_ids += [1] * young.num_in_flight
-    young.num_in_flight = 0
+    young.token_ids += [1] * young.schedule.num_in_flight
+    young.schedule.num_in_flight = 0
     step = scheduler.schedule()
     assert step.requests == (young,)
     assert step.plan.num_decodes == 0
@@ -79,10 +75,10 @@ def test_a_preempted_request_waits_for_its_tokens_on_the_way():
 def test_a_preempted_request_is_the_next_to_start():
     scheduler = make_scheduler(8, rows=2)
     old, young, waiting = add(scheduler, 0, 12), add(scheduler, 1, 4), add(scheduler, 2, 4)
-    while young.status is not RequestStatus.PREEMPTED:
+    while young.schedule.status is not RequestStatus.PREEMPTED:
         scheduler.schedule()
     assert list(scheduler.waiting) == [young, waiting]
-    assert old.status is RequestStatus.RUNNING
+    assert old.schedule.status is RequestStatus.RUNNING
 
 
 def test_a_row_that_was_planned_already_leaves_the_plan_when_it_is_preempted():
@@ -153,7 +149,7 @@ def test_integrity_check_sees_a_lost_row():
     add(scheduler, 0, 4)
     scheduler.schedule()
     scheduler.check_integrity()
-    scheduler._free_rows.append(scheduler.running[0].row)
+    scheduler._rows.free_rows.append(scheduler.running[0].schedule.row)
     with pytest.raises(EngineError, match="rows"):
         scheduler.check_integrity()
 
@@ -172,7 +168,7 @@ def test_more_answers_do_not_pass_who_is_more_urgent():
 
 
 def test_one_slow_step_does_not_hold_prompts_back_for_ever():
-    pace = StepPace(0.020, least=16)
+    pace = StepPace(0.020, min_tokens=16)
     pace.note(16, 0.0025)
     pace.note(0, 1.0)
     for _ in range(200):
@@ -182,7 +178,7 @@ def test_one_slow_step_does_not_hold_prompts_back_for_ever():
 
 
 def test_a_step_stays_under_its_target():
-    pace = StepPace(0.010, least=16)
+    pace = StepPace(0.010, min_tokens=16)
     assert pace.limit(2048) == 16  # before anything is known
     for _ in range(50):
         pace.note(0, 0.004)
@@ -204,8 +200,8 @@ def test_a_prefix_is_looked_up_again_where_there_is_more_room_or_after_a_while()
     scheduler.manager.find_prefix = found
     for _ in range(8):
         scheduler.schedule()
-    assert (first.status, waiting.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+    assert (first.schedule.status, waiting.schedule.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
     assert lookups.count(waiting) == 1
     scheduler.finish(first, RequestStatus.ABORTED)
     scheduler.schedule()
-    assert waiting.status is RequestStatus.RUNNING
+    assert waiting.schedule.status is RequestStatus.RUNNING

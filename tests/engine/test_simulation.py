@@ -81,7 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         windows=st.sampled_from([(None,), (None,), (1,), (7,), (5, None), (None, 2, 2), (3, None, 11), (9, 4)]),
         model_len=st.sampled_from([4, 17, 40, 40]),
-        outgrown_after=st.sampled_from([None, None, None, 1, 8, 23]),
+        longrope_switch_len=st.sampled_from([None, None, None, 1, 8, 23]),
         extra_blocks=st.sampled_from([0, 1, 2, 4, 12]),
         rows=st.sampled_from([1, 2, 3, 5, 8]),
         extra_budget=st.sampled_from([0, 1, 5, 20]),
@@ -95,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         crowd=st.integers(0, 2**32),
     )
     def setup(
-        self, block_size, windows, model_len, outgrown_after, extra_blocks, rows, extra_budget, caching, host_slots,
+        self, block_size, windows, model_len, longrope_switch_len, extra_blocks, rows, extra_budget, caching, host_slots,
         costs, policy, partial, target_ms, failures, crowd,
     ) -> None:  # fmt: skip
         need = most_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
@@ -106,7 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=rows,
             max_num_batched_tokens=rows + extra_budget,
             max_model_len=model_len,
-            outgrown_after=outgrown_after,
+            longrope_switch_len=longrope_switch_len,
             vocab_size=VOCAB_SIZE,
             max_logprobs=6,
             host_slots=host_slots,
@@ -127,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def salt_of(self, row: int) -> str:
         """Of the request in a row."""
-        return next(self.salts[r.request_id] for r in self.engine._scheduler.running if r.row == row)
+        return next(self.salts[r.request_id] for r in self.engine._scheduler.running if r.schedule.row == row)
 
     @rule(
         shared=st.sampled_from(SHARED),
@@ -182,7 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
         before = data.draw(st.sampled_from(sorted(self.asked)))
         prompt, params = self.asked[before]
         group = self.engine._groups.get(before)
-        prompt = [*prompt, *([] if group is None else group.first.output_token_ids)]
+        prompt = [*prompt, *([] if group is None else group.first.token_ids[len(prompt) :])]
         request_id = str(len(self.salts))
         self.salts[request_id] = self.salts[before]
         salted = {"prompt_token_ids": prompt[: self.runner.max_model_len - 1], "cache_salt": self.salts[before]}
@@ -224,7 +224,7 @@ class EngineMachine(RuleBasedStateMachine):
             if name is not None:
                 tokens = np.frombuffer(name.tokens, np.int32).tolist()
                 assert self.runner.pages[block].tolist() == tokens, "a name that lies about its block"
-                assert (self.runner.written_for[block, :, 0] == name.group).all(), "a name that lies about its group"
+                assert (self.runner.written_for[block, :, 0] == name.kv_group).all(), "a name that lies about its group"
         if pool.host_tier is not None and not pool.moves:
             for name, slot in pool.host_tier._slots.items():
                 tokens = np.frombuffer(name.tokens, np.int32).tolist()
@@ -234,23 +234,26 @@ class EngineMachine(RuleBasedStateMachine):
     def only_equal_beginnings_are_shared(self) -> None:
         size, holders = self.runner.block_size, {}
         for request in self.engine._scheduler.running:
-            for group, table in enumerate(request.block_tables):
+            for group, table in enumerate(request.kv.block_tables):
                 for index, block in enumerate(table.held, table.first_held):
-                    computed = min((index + 1) * size, request.num_computed)  # forks share what is full in part
+                    # forks share a block that is partly full
+                    computed = min((index + 1) * size, request.schedule.num_computed)
                     beginning = (group, request.token_ids[:computed])
                     assert holders.setdefault(block, beginning) == beginning, "a block in the tables of two"
 
     def step(self) -> None:
         oldest = min(self.engine._scheduler.running, key=lambda request: request.arrival, default=None)
-        if oldest is not None and oldest.steered:
+        if oldest is not None and oldest.is_beam:
             oldest = None  # of beams one may give way to another of its own search
         decodes = [
-            (request, request.num_computed, request.metrics.preemptions)
+            (request, request.schedule.num_computed, request.metrics.preemptions)
             for request in self.engine._scheduler.running
-            if request.decoding and request.num_missing
+            if request.schedule.decoding and request.num_missing
         ]
-        limit = self.runner.outgrown_after
-        outgrows = oldest is not None and limit is not None and oldest.rope_len <= limit == oldest.num_computed
+        limit = self.runner.longrope_switch_len
+        outgrows = limit is not None and oldest is not None and (
+            oldest.kv.rope_len <= limit == oldest.schedule.num_computed
+        )
         try:
             for output in self.engine.step():
                 self.judge(output)
@@ -258,10 +261,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.end_failed(error)
         else:
             for request, computed, preemptions in decodes:
-                waited = request.status is RequestStatus.RUNNING and request.num_computed == computed
+                schedule = request.schedule
+                waited = schedule.status is RequestStatus.RUNNING and schedule.num_computed == computed
                 assert not waited or request.metrics.preemptions > preemptions, "a decode waits"
         self.sound()
-        if oldest is not None and oldest.status is RequestStatus.PREEMPTED:
+        if oldest is not None and oldest.schedule.status is RequestStatus.PREEMPTED:
             assert outgrows, "the oldest is never preempted"
 
     def end_failed(self, error: StepError) -> None:

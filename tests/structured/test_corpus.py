@@ -40,7 +40,7 @@ def check_regex(model: Model, regex: str, seeds: range) -> int:
             finished += 1
             text = model.decode(answer.token_ids)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # warns of "[[", which a later Python may read as a nested set
+                warnings.simplefilter("ignore", FutureWarning)  # about "[[", a future nested set
                 whole = re.fullmatch(regex, text) or (model.drops_leading_blank and re.fullmatch(regex, f" {text}"))
             assert whole, text
     return finished

@@ -60,7 +60,7 @@ def test_schemas(llm: LLM, temperature: float):
 def test_regexes(llm: LLM, temperature: float):
     def matches(regex: str, text: str) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # warns of "[[", which a later Python may read as a nested set
+            warnings.simplefilter("ignore", FutureWarning)  # about "[[", a future nested set
             assert re.fullmatch(regex, text)
 
     outputs = answers(llm, [StructuredOutputsParams(regex=regex) for regex in corpus.REGEXES], temperature)

@@ -280,13 +280,13 @@ def test_a_grammar_whose_lexer_states_are_used_up_is_renewed(demo: Model):
     properties = {f"field_{i}": {"type": "string", "maxLength": 1000 + 100 * i} for i in range(16)}
     schema = corpus.obj(properties)
     tokenizer = load_tokenizer(DEMO)
-    begun = demo.matcher(json=schema)
+    begun = demo.matcher(json=schema)  # continues after all others
     said = tokenizer.encode('{"field_0": "alpha', add_special_tokens=False)
     accept_all(demo, begun, said)
     for number in range(20):
         text = json.dumps({f"field_{i}": ("alpha beta " * 90)[: 900 if i == number % 16 else 60] for i in range(16)})
         accept_all(demo, demo.matcher(json=schema), tokenizer.encode(text, add_special_tokens=False))
-    accept_all(demo, begun, tokenizer.encode(' beta", "field_1": "', add_special_tokens=False))  # the first answer continues
+    accept_all(demo, begun, tokenizer.encode(' beta", "field_1": "', add_special_tokens=False))
 
 
 def test_an_answer_that_fails_does_not_affect_other_answers(demo: Model):

@@ -7,6 +7,7 @@ takes 4 ms) never waits for a hostile one.
 """
 
 import collections
+import dataclasses
 import functools
 import logging
 import threading
@@ -35,6 +36,15 @@ RENEW_SECONDS = 0.1  # slower grammars are not recompiled in the engine's thread
 MAX_SLOW = 8  # compiles queued in the slow lane
 
 _Key = tuple[StructuredOutputsParams, ReasoningPrefix | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """One grammar to compile."""
+
+    key: _Key
+    source: Source
+    future: "Future[Grammar]"
 
 
 class Grammar:
@@ -105,9 +115,9 @@ class GrammarCompiler:
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
         self._cache: collections.OrderedDict[_Key, Grammar] = collections.OrderedDict()
-        self._under_way: dict[_Key, Future[Grammar]] = {}
+        self._unfinished: dict[_Key, Future[Grammar]] = {}
         self._lanes: dict[str, _Lane] = {}
-        self._num_slow = 0
+        self._num_slow = 0  # unfinished compiles in the slow lane
         self._closed = False
 
     def submit(self, params: StructuredOutputsParams, reasoning: ReasoningPrefix | None = None) -> "Future[Grammar]":
@@ -130,16 +140,16 @@ class GrammarCompiler:
                 done: Future[Grammar] = Future()
                 done.set_result(self._cache[key])
                 return done
-            if key in self._under_way:
-                return self._under_way[key]
+            if key in self._unfinished:
+                return self._unfinished[key]
         source = Source(params, self.limits, reasoning)
         with self._lock:
-            if key in self._under_way:
-                return self._under_way[key]
+            if key in self._unfinished:
+                return self._unfinished[key]
             future: Future[Grammar] = Future()
             future.set_running_or_notify_cancel()
-            self._under_way[key] = future
-            self._start("quick", key, source, future)
+            self._unfinished[key] = future
+            self._start("quick", _Job(key, source, future))
         return future
 
     def warm_up(self) -> "Future[None]":
@@ -157,11 +167,11 @@ class GrammarCompiler:
         """End all workers. Unfinished compiles fail with EngineError."""
         with self._lock:
             self._closed = True
-            under_way, self._under_way = self._under_way, {}
+            unfinished, self._unfinished = self._unfinished, {}
             lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
             lane.close()
-        for future in under_way.values():
+        for future in unfinished.values():
             _fail(future, EngineError("the engine is closed"))
 
     # -- run by the workers ---------------------------------------------------------------------------------------
@@ -171,59 +181,54 @@ class GrammarCompiler:
             self._lanes[name] = _Lane(name)
         return self._lanes[name]
 
-    def _start(self, name: str, key: _Key, source: Source, future: "Future[Grammar]") -> None:
+    def _start(self, name: str, job: _Job) -> None:
         lane = self._lane(name)
-        lane.executor.submit(self._work, lane, name == "quick", key, source, future)
+        lane.executor.submit(self._work, lane, name == "quick", job)
 
-    def _work(
-        self, lane: _Lane, quick: bool, key: _Key, source: Source, future: "Future[Grammar]"
-    ) -> None:
+    def _work(self, lane: _Lane, quick: bool, job: _Job) -> None:
         # Half of the time is for the probe: this process compiles the grammar again, in about the same time.
         allowed = self.limits.grammar_compile_timeout / 2
         try:
             self._read_tokenizer()
             seconds = min(QUICK_SECONDS, allowed) if quick else allowed
-            grammar = self._compile(lane.probe, source, seconds)
+            grammar = self._compile(lane.probe, job.source, seconds)
         except ProbeTimeout:
             if quick and allowed > QUICK_SECONDS:
-                self._retry_in_slow_lane(key, source, future)
+                self._retry_in_slow_lane(job)
                 return
             limit = self.limits.grammar_compile_timeout
             accepted = f"takes more than {limit:g} s to compile (grammar_compile_timeout): make it simpler"
-            error: Exception = RequestError(source.parameter, source.value, accepted)
-            self._end(key, future, quick, error)
+            self._end(job, quick, RequestError(job.source.parameter, job.source.value, accepted))
         except Exception as cause:
-            self._end(key, future, quick, cause)
+            self._end(job, quick, cause)
         except BaseException as cause:  # llguidance panicked (Rust): the waiting request must get an error
-            self._end(key, future, quick, EngineError(f"compiling a grammar failed: {cause!r}"))
+            self._end(job, quick, EngineError(f"compiling a grammar failed: {cause!r}"))
         else:
-            self._end(key, future, quick, grammar)
+            self._end(job, quick, grammar)
 
-    def _retry_in_slow_lane(self, key: _Key, source: Source, future: "Future[Grammar]") -> None:
+    def _retry_in_slow_lane(self, job: _Job) -> None:
         with self._lock:
             full = self._num_slow >= MAX_SLOW
             if not full and not self._closed:
                 self._num_slow += 1
-                self._start("slow", key, source, future)
+                self._start("slow", job)
         if full:
             seconds = self.limits.grammar_compile_timeout
-            self._end(key, future, True, CapacityError("too many grammars that are slow to compile", seconds))
+            self._end(job, True, CapacityError("too many grammars that are slow to compile", seconds))
 
-    def _end(
-        self, key: _Key, future: "Future[Grammar]", quick: bool, result: Grammar | Exception
-    ) -> None:
+    def _end(self, job: _Job, quick: bool, result: Grammar | Exception) -> None:
         with self._lock:
             self._num_slow -= not quick
-            self._under_way.pop(key, None)
+            self._unfinished.pop(job.key, None)
             if isinstance(result, Grammar):
-                self._cache[key] = result
+                self._cache[job.key] = result
                 while len(self._cache) > self.limits.grammar_cache_size:
                     self._cache.popitem(last=False)
         if isinstance(result, Grammar):
-            if not future.done():
-                future.set_result(result)
+            if not job.future.done():
+                job.future.set_result(result)
         else:
-            _fail(future, result)
+            _fail(job.future, result)
 
     def _compile(self, probe: ProbeProcess, source: Source, seconds: float) -> Grammar:
         limits = GRAMMAR_STEP_LIMITS if source.is_context_free else STEP_LIMITS
