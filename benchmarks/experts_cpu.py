@@ -2,7 +2,7 @@
 
     python benchmarks/experts_cpu.py [--dtype bfloat16] [--experts 64 --per-token 8 --hidden 1024 --intermediate 512]
 
-`dense` multiplies each used expert with as many rows as it has tokens, rounded up to 8, without sorting or routing.
+`dense` multiplies each used expert with one row per token, rounded up to 8 rows, without sorting or routing.
 Each expert has its own arrays. `experts` is the layer as served. `ragged_dot` is the same with XLA's operation instead
 of `grouped_dot`. Interleaved runs in one process; prints medians.
 """

@@ -32,10 +32,9 @@ def grouped_dot(
 
     x, weights:      of the same dtype. Sums are in float32, and products of float32 numbers are true float32.
     matrix_of_block: int32 in [0, matrices), not checked. Blocks of the same matrix should be neighbours.
-    implementation:  "reference" (gathers the matrices), "xla" (a loop of static length), "xla_loop" (for CPU: a loop
-                     over the used blocks only), "triton" (a kernel for NVIDIA), "mosaic_tpu" (a kernel for TPU). On
-                     CPU both kernels run in interpret mode. None: the best one for the platform that the call is
-                     lowered for.
+    implementation:  None: the best one for the platform that the call is lowered for. "reference" gathers the matrices.
+                     "xla" is a loop of static length. "xla_loop" is for CPU: a loop over the used blocks only.
+                     "triton" is a kernel for NVIDIA, "mosaic_tpu" one for TPU. On CPU both run in interpret mode.
 
     Returns x's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit.
     """

@@ -76,11 +76,11 @@ def paged_attention(
     logit_softcap:   c: scores become c * tanh(scores / c)       (Gemma 2, arXiv:2408.00118).
     sinks:           one logit per head that joins the softmax's sum and nothing else       (arXiv:2309.17453).
     alibi_slopes:    float32, one per head: slope * (key position - query position) is added (arXiv:2108.12409).
-    implementation:  "reference" (plain, gathers everything), "xla" (online softmax over fixed blocks of keys, static
-                     loops), "xla_loop" (for CPU: the same, with loops that end at the longest row), "triton" (kernels
-                     for NVIDIA), "mosaic_tpu" (a kernel for TPU), "mosaic_gpu" (experimental, never chosen: Hopper,
-                     rows of one token). On CPU, "triton" and "mosaic_tpu" run in interpret mode. None: the best one for
-                     device and shape.
+    implementation:  None: the best one for device and shape. "reference" is plain and gathers every key. "xla" is an
+                     online softmax over fixed blocks of keys, with static loops. "xla_loop" is the same for CPU, with
+                     loops that end at the longest row. "triton" are kernels for NVIDIA, "mosaic_tpu" is a kernel for
+                     TPU. On CPU, these two run in interpret mode. "mosaic_gpu" is experimental and never chosen: for
+                     Hopper and rows of one token.
     debug:           check the values of the index arguments, also inside jit. Raises ValueError; from a running
                      program JaxRuntimeError with the same text. Costs a call back to the host. Without it, indices out
                      of range give undefined results.

@@ -1,7 +1,7 @@
 """write_kv for TPU in Pallas, lowered through Mosaic.
 
-A slab is the smallest part of a page's tokens that a TPU can read and write: 8 tokens in float32, 16 in bfloat16 (32
-bytes of each column), with all heads, keys and values. Grid: (slabs with new tokens,). A program reads one slab, fills
+A slab is the smallest part of a page that a TPU can read and write: 8 tokens in float32, 16 in bfloat16 (32 bytes of
+each column). It has the keys and values of all heads. Grid: (slabs with new tokens,). A program reads one slab, fills
 the slots of its new tokens, and writes the slab back in place. The tokens are sorted by slot, so each slab has exactly
 one program. Pallas fetches the next slab and writes the previous one back during the work on a slab.
 """

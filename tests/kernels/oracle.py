@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def table_keys(self) -> int:
-        """Most keys that a block table holds."""
+        """Number of keys that a block table has room for."""
         return self.width * self.block_size
 
 

@@ -54,8 +54,8 @@ IMPLEMENTED = {
         if shape.v_dim is None and shape.kv_dtype is None and shape.dtype != "float16"
     ),
 }
-# splits of 48 keys, of which turns of 32 are no whole part: rows of up to 320 keys have seven, the last ones empty, the
-# first ones before a window
+# Splits of 48 keys, which are not a multiple of the 32 keys per iteration. Rows of up to 320 keys have seven splits. The
+# last splits are empty, and the first ones are before a window.
 SMALL_TILES = Tiling(decode_keys=32, prefill_rows=16, prefill_keys=32, min_split_keys=48)
 SPLIT = ("ragged", "decodes", "window", "all-options", "int8-decodes-bf16")
 
