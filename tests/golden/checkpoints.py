@@ -94,7 +94,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     if name.endswith("_scales"):  # numbers up to 6 times 2^-6 to 2^-4
         return (np.uint8(121) + (bits % np.uint64(3)).astype(np.uint8)).reshape(shape)
     is_norm = "norm" in name or ".ln_" in name
-    if name == "transformer.word_embeddings_layernorm.weight":  # a tied model would repeat its last token
+    if name == "transformer.word_embeddings_layernorm.weight":  # < 0: a tied model would repeat its last token
         return np.float32(-0.75) + np.float32(0.25) * uniform
     if is_norm and name.endswith("weight"):
         is_last = name in _LAST_NORMS

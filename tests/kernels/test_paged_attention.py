@@ -54,8 +54,8 @@ IMPLEMENTED = {
         if shape.v_dim is None and shape.kv_dtype is None and shape.dtype != "float16"
     ),
 }
-# Splits of 48 keys, which are not a multiple of the 32 keys per iteration. Rows of up to 320 keys have seven splits. The
-# last splits are empty, and the first ones are before a window.
+# Splits of 48 keys, which are not a multiple of the 32 keys per iteration. Rows of up to 320 keys have seven splits.
+# Some are empty: the last ones of short rows, and the first ones of rows with a window.
 SMALL_TILES = Tiling(decode_keys=32, prefill_rows=16, prefill_keys=32, min_split_keys=48)
 SPLIT = ("ragged", "decodes", "window", "all-options", "int8-decodes-bf16")
 
