@@ -85,7 +85,7 @@ def build_engine(
 
 
 def _check_model_arguments(model: Any, params: Any, layout: Any) -> None:
-    """Raise RequestError for a model that is no name and has no params, or for a bad layout. Uses no device."""
+    """Raise RequestError for a model that needs params and has none, or for a bad layout. Uses no device."""
     if params is None and not isinstance(model, str):
         raise RequestError(
             "model", model, "must be a folder, a hub id, a .gguf file or demo; a config goes together with params"

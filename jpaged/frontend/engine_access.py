@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` have in common: access to their options, their model and their engine's statistics."""
+"""Base class of `LLM` and `AsyncLLM`: access to the options, the model and the engine's statistics."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class EngineAccess:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one request, prompt and output together."""
+        """Maximum number of tokens of one request, prompt and output together."""
         return self._live_engine.runner.max_model_len
 
     def stats(self) -> EngineStats:

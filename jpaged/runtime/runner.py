@@ -83,10 +83,10 @@ class ModelRunner:
         self.vocab_size = spec.vocab_size
         self.max_logprobs = blueprint.num_logprobs
         longrope = spec.rope is not None and spec.rope.scaling == "longrope"
-        self.outgrown_after = spec.rope.original_max_position if longrope else None
+        self.longrope_switch_len = spec.rope.original_max_position if longrope else None
         # On CPU a step of 64 tokens takes nearly twice as long as one of 32. Elsewhere both take as long as reading the
         # weights.
-        self.jump_after = 1.0 if placement.platform == "cpu" else 0.0
+        self.min_jump_per_request = 1.0 if placement.platform == "cpu" else 0.0
 
         self._build = build
         self._placement = placement

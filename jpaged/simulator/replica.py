@@ -22,10 +22,11 @@ import numpy as np
 
 from jpaged.engine.block_pool import prefix_root
 from jpaged.engine.block_table import KVState
-from jpaged.engine.engine import SchedulingOptions
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler import ScheduledStep, Scheduler
+from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler_state import ScheduledStep, SchedulerLimits
+from jpaged.engine.scheduling_options import SchedulingOptions
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import RequestMetrics
@@ -93,16 +94,8 @@ class Replica:
         if need > shape.num_blocks:
             wants = f"one request of max_model_len={shape.max_model_len} needs {need}"
             raise RequestError("num_blocks", shape.num_blocks, f"{wants}: give more, or a smaller --max-model-len")
-        self.scheduler = Scheduler(
-            self.manager,
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            vocab_size=2**31,
-            clock=lambda: self.now,
-            policy=scheduling.scheduling_policy,
-            max_num_partial_prefills=scheduling.max_num_partial_prefills,
-            target_step_ms=scheduling.target_step_ms,
-        )
+        limits = SchedulerLimits(shape.max_num_seqs, shape.max_num_batched_tokens, vocab_size=2**31)
+        self.scheduler = Scheduler(self.manager, limits, scheduling, clock=lambda: self.now)
         self._prefix_caching = prefix_caching
         self._cost = cost
         self._records = records
@@ -210,7 +203,7 @@ class Replica:
         requests: Any = done.step.requests
         decodes = plan.num_decodes
         self._takes += 1
-        self.scheduler.pace.note(len(plan.prompt_tokens), done.seconds)
+        self.scheduler.note_seconds(done.step, done.seconds)
         sampled = self._take_decodes(done.rows[:decodes], requests[:decodes], now) if decodes else 0
         finished = self._due_now()
         if decodes < len(requests):
@@ -227,8 +220,8 @@ class Replica:
 
     def _take_decodes(self, rows: np.ndarray, requests: Any, now: float) -> int:
         # The one loop over all sampled tokens: 128 million times in a large run, so all else is done by row, in bulk.
+        self.scheduler.note_arrived(requests)
         for request in requests:
-            request.schedule.num_in_flight -= 1
             request.token_ids.append(LATER_TOKENS)
         if self._extra_rows:  # of requests that were found finished while this step ran
             rows = rows[[not request.ended for request in requests]]
@@ -265,7 +258,7 @@ class Replica:
         for row, request, ends in zip(plan.rows[decodes:].tolist(), requests[decodes:], samples, strict=True):
             if not ends:
                 continue
-            request.schedule.num_in_flight -= 1
+            self.scheduler.note_arrived((request,))
             if request.ended:
                 continue
             sampled += 1

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from jpaged.engine.engine import SchedulingOptions
+from jpaged.engine.scheduling_options import SchedulingOptions
 from jpaged.engine.waiting_queue import POLICIES
 from jpaged.errors import RequestError
 from jpaged.simulator.cost import CostModel

@@ -27,7 +27,7 @@ def test_help_names_every_engine_option(command, capsys):
     for name in EngineConfig.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in text
     assert "{None}" not in text
-    assert "Most requests that run at once" in text  # the docstring of the field
+    assert "Maximum number of requests that run at once" in text  # the docstring of the field
 
 
 def test_help_of_scheduling_options(capsys):
@@ -41,6 +41,24 @@ def test_help_of_scheduling_options(capsys):
         assert shown in text
     assert not any("\n" in doc for doc in flags.field_docs(EngineConfig).values())
     assert tuple(POLICIES) == SCHEDULING_POLICIES
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("convert", "They have the same bytes as the original files"),
+        ("generate", "false: when no running beam scores better. never: when"),
+        ("serve", "0.0.0.0 accepts connections from everywhere"),
+        ("plan", "Default: the device that JAX finds"),
+        ("simulate", "the number of clients that each send"),
+    ],
+)
+def test_help_has_no_line_breaks_of_docstrings(command, text, monkeypatch, capsys):
+    """tyro keeps the line breaks of a field's docstring unless the command removes them."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert text in capsys.readouterr().out
 
 
 def test_help_imports_no_jax():
