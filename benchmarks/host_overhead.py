@@ -35,10 +35,10 @@ class NoDevice:
     vocab_size = 50_000
     max_logprobs = 20
     compiles_after_ready = 0
-    outgrown_after = None
+    longrope_switch_len = None
     host_slots = 0
     transfer_costs = None
-    jump_after = 0.0
+    min_jump_per_request = 0.0
 
     def __init__(self, max_num_seqs: int, windows: tuple[int | None, ...]):
         self.max_num_seqs = max_num_seqs

@@ -21,6 +21,7 @@ from jpaged.engine.block_table import KVState
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler_state import SchedulerLimits
 from jpaged.outputs import RequestMetrics
 from jpaged.params.sampling import SamplingParams
 
@@ -35,7 +36,7 @@ class Load:
     def __init__(self, rows: int, windows: tuple[int | None, ...] = (None,)):
         self._rng = random.Random(rows)
         manager = KVCacheManager(rows * 64 * len(windows), 16, windows, max_chunk=2048)
-        self.scheduler = Scheduler(manager, max_num_seqs=rows, max_num_batched_tokens=2048, vocab_size=50_000)
+        self.scheduler = Scheduler(manager, SchedulerLimits(rows, 2048, vocab_size=50_000))
         self._params = SamplingParams(temperature=0)
         self._arrived = 0
         for _ in range(rows):
@@ -61,12 +62,10 @@ class Load:
         planned = time.perf_counter() - began
         ended = []
         if step is not None:
-            for request, samples in zip(step.requests, step.plan.samples.tolist(), strict=True):
-                if samples:
-                    request.schedule.num_in_flight -= 1
-                    request.token_ids.append(7)
-                    if len(request.token_ids) >= request.max_total_tokens:
-                        ended.append(request)
+            for _, request in self.scheduler.results(step):
+                request.token_ids.append(7)
+                if len(request.token_ids) >= request.max_total_tokens:
+                    ended.append(request)
         began = time.perf_counter()
         for request in ended:
             self.scheduler.finish(request, RequestStatus.LENGTH)

@@ -136,7 +136,7 @@ def _checked(where: str, tool: Any) -> Tool:
         accepted = "must be 1 to 64 letters (a to z), digits, underscores, hyphens and dots"
         raise RequestError(f"{where}.function.name", name, accepted)
     if description is not None and not isinstance(description, str):
-        raise RequestError(f"{where}.function.description", description, "must be a text")
+        raise RequestError(f"{where}.function.description", description, "must be a string")
     if not isinstance(function.get("strict"), (bool, type(None))):
         raise RequestError(f"{where}.function.strict", function["strict"], "must be true or false")
     if parameters is None:
@@ -216,7 +216,7 @@ def _value_error(key: str, value: Any, where: str) -> str | None:
     if key in _COUNTS:
         return None if number and int(value) == value >= 0 else f"{where} must be an integer from 0"
     if not isinstance(value, str):
-        return f"{where} must be a text"
+        return f"{where} must be a string"
     remote = key == "$ref" and not value.startswith("#")
     return f"{where} must begin with #: other documents are not read" if remote else None
 

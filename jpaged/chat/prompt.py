@@ -71,7 +71,7 @@ class RenderOptions:
 
     add_generation_prompt:  end the prompt with the beginning of an answer.
     continue_final_message: the answer continues the last message. Needs add_generation_prompt=False.
-    documents:              dicts of texts, for templates that read documents.
+    documents:              dicts of strings, for templates that read documents.
     chat_template_kwargs:   other variables of the template, such as `enable_thinking`.
     """
 
@@ -185,7 +185,7 @@ def _check_read(
             raise RequestError("documents", f"{len(options.documents)} documents", accepted)
         for i, document in enumerate(options.documents):
             if not isinstance(document, Mapping) or not all(isinstance(text, str) for text in document.values()):
-                accepted = 'must be a dict of texts, like {"title": "...", "text": "..."}'
+                accepted = 'must be a dict of strings, like {"title": "...", "text": "..."}'
                 raise RequestError(f"documents[{i}]", document, accepted)
     if not options.chat_template_kwargs:
         return
@@ -221,12 +221,12 @@ def _checked(name: str, message: Any) -> dict[str, Any]:
         made["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
         made.setdefault("content", "")
     if "tool_call_id" in made and (role != "tool" or not isinstance(made["tool_call_id"], str)):
-        accepted = "must be a text, in a message with the role tool"
+        accepted = "must be a string, in a message with the role tool"
         raise RequestError(f"{name}.tool_call_id", made["tool_call_id"], accepted)
     reasoning = made.pop("reasoning", None) or made.pop("reasoning_content", None)
     if reasoning is not None:
         if role != "assistant" or not isinstance(reasoning, str):
-            raise RequestError(f"{name}.reasoning", reasoning, "must be a text, in a message with the role assistant")
+            raise RequestError(f"{name}.reasoning", reasoning, "must be a string, in a message with the role assistant")
         made["reasoning_content"] = reasoning  # the name that templates read
         made.setdefault("content", "")  # an answer that ended inside its reasoning has no content
     if "content" not in made:
@@ -239,25 +239,25 @@ def _text(name: str, content: Any) -> str:
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         for i, part in enumerate(content):
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                accepted = 'must be a text part: {"type": "text", "text": "..."}'
+                accepted = 'must be a string part: {"type": "text", "text": "..."}'
                 raise RequestError(f"{name}[{i}]", part, accepted)
         return "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise RequestError(name, content, "must be a text, or a list of text parts")
+        raise RequestError(name, content, "must be a string, or a list of text parts")
     return content
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
     """Convert a call of an earlier answer: its arguments become an object, which templates write as JSON again.
 
-    Arguments that are not a JSON object, such as those of a call that was cut off, stay a text.
+    Arguments that are not a JSON object, such as those of a call that was cut off, stay a string.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(where, call, f"must be a call like {CALL_EXAMPLE}")
     arguments = function.get("arguments")
     if not isinstance(arguments, (str, Mapping, type(None))):
-        raise RequestError(f"{where}.function.arguments", arguments, "must be a text with JSON")
+        raise RequestError(f"{where}.function.arguments", arguments, "must be a string with JSON")
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments.strip() or "{}")

@@ -52,7 +52,8 @@ class ChatFormats:
         reasoning = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
         if reasoning_tags:
             if isinstance(reasoning_tags, str) or len(reasoning_tags) != 2:
-                raise RequestError("reasoning_tags", reasoning_tags, "must be two texts: the start tag and the end tag")
+                accepted = "must be two strings: the start tag and the end tag"
+                raise RequestError("reasoning_tags", reasoning_tags, accepted)
             reasoning = ReasoningTags(reasoning_tags[0], reasoning_tags[1])
         return cls(chat_template, tool_call_format(tool_call_parser) if tool_call_parser else None, reasoning)
 

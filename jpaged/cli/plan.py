@@ -91,7 +91,7 @@ def text_of(plan: Any) -> str:
             for length, count in plan.requests
         ]
         if plan.host_blocks:
-            tokens = plan.host_blocks * memory.limits.block_size // len(memory.limits.groups.windows)
+            tokens = plan.host_blocks * memory.limits.block_size // len(memory.limits.kv_groups.windows)
             lines.append(f"host memory (swap_space): {plan.host_blocks:,} blocks, KV of {tokens:,} tokens")
         lines.append(f"max_model_len: {memory.limits.max_model_len:,}")
     if plan.largest_max_model_len is not None:

@@ -28,7 +28,6 @@ def take(group: RequestGroup, request: Request, result: StepResult, index: int) 
     """Keep what row `index` of a step gave for a beam; whether all beams have given theirs now."""
     if result.top_ids is None or result.top_logprobs is None:
         raise EngineError(f"request {request.request_id} is a beam, the step gave no log-probabilities")
-    request.schedule.num_in_flight -= 1
     group.given[request] = (result.top_ids[index], result.top_logprobs[index])
     return len(group.given) == len(group.beams)
 
@@ -49,7 +48,6 @@ def advance(group: RequestGroup, search: BeamSearch, scheduler: Scheduler) -> bo
     idle = [request for request in group.requests if request not in living]
     for request in group.beams:
         if request not in living:
-            request.schedule.on_hold = False
             scheduler.park(request)
     heirs = []
     for parent in parents:
@@ -62,6 +60,6 @@ def advance(group: RequestGroup, search: BeamSearch, scheduler: Scheduler) -> bo
             scheduler.fork(parent, heirs[-1])
     for heir, step in zip(heirs, steps, strict=True):  # only now: forks are made of what the parents had
         heir.token_ids.append(step.token_id)
-        scheduler.release_hold(heir)
+        scheduler.resume(heir)
     group.beams = heirs
     return True

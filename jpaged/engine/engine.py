@@ -29,7 +29,9 @@ from jpaged.engine.output_processor import OutputProcessor
 from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
-from jpaged.engine.scheduler import ScheduledStep, Scheduler, SchedulerCounters
+from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler_state import ScheduledStep, SchedulerCounters, SchedulerLimits
+from jpaged.engine.scheduling_options import SchedulingOptions
 from jpaged.engine.step_plan import RowMask, Runner
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.outputs import EngineStats, PoolingRequestOutput, RequestOutput
@@ -51,23 +53,10 @@ class StepError(EngineError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SchedulingOptions:
-    """How requests are ordered, paced and limited; fields of `EngineConfig` of the same names."""
-
-    scheduling_policy: str = "fcfs"
-    max_num_partial_prefills: int = 1
-    target_step_ms: float | None = None
-    max_queued_requests: int | None = None
-    max_queued_tokens: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _StepInFlight:
     step: ScheduledStep
     handle: Any
     began: float  # seconds of time.monotonic()
-    # Requests whose sample is not used: their grammar forces what they go on with.
-    unused: set[Request] = dataclasses.field(default_factory=set)
 
 
 class Engine:
@@ -113,6 +102,7 @@ class Engine:
             self._compiler,
         )
         self._prefix_cacheable = runner.prefix_cacheable if enable_prefix_caching else _never
+        self._scheduler_counters = SchedulerCounters()
         self._scheduler = self._new_scheduler()
         need = self._manager.max_blocks(runner.max_model_len)
         if runner.num_blocks < need:
@@ -168,8 +158,9 @@ class Engine:
         self._num_arrived += len(group.requests)
         if group.search is not None:
             beams.begin(group)
+            followers = []
         else:
-            group.first.schedule.followers = group.requests[1:]
+            followers = group.requests[1:]
         if group.grammar is not None:
             grammar = group.grammar.result()
             for request in group.requests:
@@ -177,7 +168,7 @@ class Engine:
                 request.output.jumps = self._jumps and not group.params.samples_forced_tokens
         self._groups[group.request_id] = group
         self._outputs.add(group)
-        self._scheduler.add(group.first)
+        self._scheduler.add(group.first, followers)
 
     def check_capacity(self, group: RequestGroup) -> None:
         """Raise CapacityError where the queue is full. Of requests that come and go: a batch is there all at once.
@@ -296,7 +287,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Begin counters and peaks anew. `compiles_after_ready` is the runner's and goes on."""
-        self._scheduler.counters = SchedulerCounters()
+        self._scheduler.counters.reset()
         self._manager.pool.reset_peak()
         self.generated_tokens = self._finished_requests = 0
 
@@ -334,7 +325,6 @@ class Engine:
         may have been anywhere, between two entries that must agree. Nothing in the old books is looked at.
         """
         fresh, old = self._new_scheduler(), self._scheduler
-        fresh.counters = old.counters
         fresh.manager.pool.peak_used = old.manager.pool.peak_used
         self._finished_requests += len(self._groups)
         self._scheduler, self._groups, self._left_waiting, self._failure = fresh, {}, 0, None
@@ -355,13 +345,11 @@ class Engine:
                 runner.num_blocks, runner.block_size, runner.windows, max_chunk=runner.max_num_batched_tokens,
                 host_slots=runner.host_slots, transfer_costs=runner.transfer_costs,
             ),
-            max_num_seqs=runner.max_num_seqs,
-            max_num_batched_tokens=runner.max_num_batched_tokens,
-            vocab_size=runner.vocab_size,
-            outgrown_after=runner.outgrown_after,
-            policy=self.scheduling.scheduling_policy,
-            max_num_partial_prefills=self.scheduling.max_num_partial_prefills,
-            target_step_ms=self.scheduling.target_step_ms,
+            SchedulerLimits(
+                runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len
+            ),
+            self.scheduling,
+            counters=self._scheduler_counters,
         )  # fmt: skip
 
     def _sample(self, waiting: _StepInFlight) -> list[Output]:
@@ -374,7 +362,7 @@ class Engine:
             extras = request.extras
             if not samples or extras is None or not extras.follows_tokens or request.schedule.row < 0:
                 continue
-            if request in waiting.unused:
+            if request in waiting.step.discarded:
                 continue
             try:
                 masks.append(RowMask(request.schedule.row, request.mask()))
@@ -401,8 +389,7 @@ class Engine:
         """What a step gave. The time since the last one's end tells what it cost, as long as the device is busy."""
         result = self.runner.collect(previous.handle)
         now = time.monotonic()
-        plan = previous.step.plan
-        self._scheduler.pace.note(plan.total_tokens - plan.num_decodes, now - max(self._last_collect, previous.began))
+        self._scheduler.note_seconds(previous.step, now - max(self._last_collect, previous.began))
         self._last_collect = now
         return result
 
@@ -412,9 +399,7 @@ class Engine:
         now, token_ids = time.monotonic(), result.token_ids.tolist()
         for request in self._take_scores(step, result):
             news[self._groups[request.request_id]] = None
-        for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
-            if not samples or request.schedule.status.is_end or request in previous.unused:
-                continue
+        for index, request in self._scheduler.results(step):
             group = self._groups[request.request_id]
             self.generated_tokens += group.pooling is None
             try:
@@ -461,17 +446,14 @@ class Engine:
         """Take the tokens that a request's grammar forces: it goes on from the last of them. Its end, if that is it."""
         forced = [] if request.output.matcher is None else request.output.matcher.forced_tokens()
         # one of them is sampled as fast; beyond that it pays if what it adds to the step is less than what it saves
-        if len(forced) < 2 or len(forced) - 1 <= self.runner.jump_after * len(self._scheduler.running):
+        if len(forced) < 2 or len(forced) - 1 <= self.runner.min_jump_per_request * len(self._scheduler.running):
             return None
         for token_id in forced:
             self.generated_tokens += 1
             end = self._outputs.append(request, token_id, now)
             if end is not None:
                 return end
-        if request.schedule.num_in_flight and self._in_flight is not None:
-            self._in_flight.unused.add(request)
-            request.schedule.num_in_flight = 0
-        self._scheduler.take_known(request)
+        self._scheduler.discard_in_flight(request)
         return None
 
     def _take_beam(

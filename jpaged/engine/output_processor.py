@@ -58,7 +58,6 @@ class OutputProcessor:
         A token that stops the request is part of its ids; of its text only with include_stop_str_in_output. A stop
         string comes before a stop token, and both before the length. now: seconds of `time.monotonic()`.
         """
-        request.schedule.num_in_flight -= 1
         if token_id < 0:
             accepted = "leave no token to sample: logits that are not finite, or all -inf"
             raise RequestError("logits_processors", request.params.logits_processors, accepted)
@@ -263,7 +262,6 @@ class OutputProcessor:
         """Keep what row `index` of a step pooled, which ends its request."""
         if result.pooled is None or self._pooling is None:
             raise EngineError(f"request {request.request_id} is to be pooled, the step gave nothing")
-        request.schedule.num_in_flight -= 1
         group.pooled = self._pooling.output(result.pooled[index], group.pooling or PoolingParams())
         return RequestStatus.STOPPED
 

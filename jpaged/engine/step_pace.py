@@ -1,19 +1,20 @@
-"""How many prompt tokens a step may have so that it stays under a time: learnt from the steps before."""
+"""Limits the prompt tokens of a step so that it stays under a target time. Learns from the time of earlier steps."""
 
-SMOOTHING = 0.2  # weight of the latest step in the averages
+SMOOTHING = 0.2  # weight of the latest step in the running averages
 
 
 class StepPace:
-    """Keeps a step's time under `target_seconds`, as far as its decodes leave room; None: does not limit anything.
+    """Keeps the time of a step under `target_seconds`, if its decodes alone leave room for that.
 
-    A step is taken to cost what a step of decodes alone does, and a share for every prompt token. Both are running
-    averages. A step always may have `least` prompt tokens, or a prompt would never end; and has no more before it is
-    known what they cost.
+    The model: a step takes the time of a step with decodes only, plus a constant time per prompt token. Both are running
+    averages. A step may always have `min_tokens` prompt tokens, because otherwise a prompt would never end. It has no
+    more until the time per prompt token is known.
     """
 
-    def __init__(self, target_seconds: float | None, *, least: int):
+    def __init__(self, target_seconds: float | None, *, min_tokens: int):
+        """target_seconds: None: no limit."""
         self._target = target_seconds
-        self._least = least
+        self._min_tokens = min_tokens
         self._decodes: float | None = None    # seconds of a step without prompt tokens
         self._per_token: float | None = None  # seconds that a prompt token adds
 
@@ -22,18 +23,18 @@ class StepPace:
         if self._target is None:
             return budget
         if self._per_token is None:
-            return min(budget, self._least)
+            return min(budget, self._min_tokens)
         room = self._target - (self._decodes or 0.0)
-        return min(budget, max(self._least, int(room / max(self._per_token, 1e-9))))
+        return min(budget, max(self._min_tokens, int(room / max(self._per_token, 1e-9))))
 
     def note(self, prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step that has ended."""
+        """Learn from the time that a step took."""
         if self._target is None:
             return
         if not prompt_tokens:
             self._decodes = _average(self._decodes, seconds)
         else:
-            if self._decodes is not None and seconds < self._decodes:  # fewer decode than then, or that step was slow
+            if self._decodes is not None and seconds < self._decodes:  # fewer rows decode now, or a step was slow
                 self._decodes = _average(self._decodes, seconds)
             added = max(seconds - (self._decodes or 0.0), 0.0)
             self._per_token = _average(self._per_token, added / prompt_tokens)

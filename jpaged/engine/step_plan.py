@@ -162,12 +162,12 @@ class Runner(Protocol):
     vocab_size: int
     max_logprobs: int
     # A sequence that grows beyond so many tokens is computed anew, with a rope_len beyond it (longrope); None = never.
-    outgrown_after: int | None
+    longrope_switch_len: int | None
     host_slots: int                        # blocks that the host tier has room for; 0 = there is none
     transfer_costs: TransferCosts | None   # there where host_slots are
 
     # What a jump over forced tokens costs all: of so many for each running request it must be longer.
-    jump_after: float
+    min_jump_per_request: float
 
     @property
     def compiles_after_ready(self) -> int:

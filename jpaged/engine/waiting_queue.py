@@ -1,13 +1,14 @@
 """Requests that wait for a row, in the order of a scheduling policy.
 
-A policy gives each request a rank when it begins to wait, in seconds on the clock of its arrival; the lowest starts
-first, ties go by arrival. All waiting requests age alike, so a rank never changes and the order can be kept:
+A policy gives each request a rank when it starts to wait, in seconds on the clock of its arrival. The lowest rank
+starts first; equal ranks start in order of arrival. All waiting requests age alike, so a rank never changes, and the
+queue stays sorted:
 
-fcfs:           first come, first served: the rank is the arrival.
-priority:       arrival + PRIORITY_SECONDS a step of `priority`. Nobody is passed by a request that arrives more than
+fcfs:           first come, first served. The rank is the position in the order of arrival.
+priority:       arrival time + PRIORITY_SECONDS * `priority`. A request overtakes another one only if it arrives at most
                 PRIORITY_SECONDS times the difference of their priorities later.
-shortest_first: arrival + TOKEN_SECONDS a token that it may still generate, by its max_tokens. Nobody is passed by a
-                request that arrives more than TOKEN_SECONDS times the difference of these later.
+shortest_first: arrival time + TOKEN_SECONDS per token that the request may still generate, by its max_tokens. A request
+                overtakes another one only if it arrives at most TOKEN_SECONDS times the difference of these later.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +18,7 @@ from operator import attrgetter
 from jpaged.engine.request import Request
 
 PRIORITY_SECONDS = 60.0
-TOKEN_SECONDS = 0.05  # a request of 1,000 tokens fewer passes those that have waited 50 s less
+TOKEN_SECONDS = 0.05  # a request with 1,000 fewer tokens overtakes requests that have waited 50 s less
 
 _rank = attrgetter("schedule.rank")
 
@@ -43,14 +44,14 @@ POLICIES: dict[str, Callable[[Request], float]] = {
 
 
 class WaitingQueue:
-    """A sorted list whose head leaves in constant time; whoever comes last joins in constant time."""
+    """A sorted list. The head leaves in constant time, and a request with the largest rank joins in constant time."""
 
     def __init__(self, policy: str = "fcfs"):
         """policy: a name in POLICIES."""
         self._policy = POLICIES[policy]
         self._sorted: list[Request] = []
-        self._start = 0  # those before it have left
-        self.num_tokens = 0  # of all their prompts
+        self._start = 0      # index of the head; entries before it have left
+        self.num_tokens = 0  # prompt tokens of all waiting requests
 
     def __len__(self) -> int:
         return len(self._sorted) - self._start
@@ -63,11 +64,11 @@ class WaitingQueue:
         return index < len(self._sorted) and self._sorted[index] is request
 
     def rank(self, request: Request) -> None:
-        """Set a request's place in the policy's order."""
+        """Set a request's rank."""
         request.schedule.rank = (self._policy(request), request.arrival)
 
     def add(self, request: Request) -> None:
-        """Put a request in its place."""
+        """Rank a request and insert it."""
         self.rank(request)
         if not self or self._sorted[-1].schedule.rank <= request.schedule.rank:
             self._sorted.append(request)
@@ -76,7 +77,7 @@ class WaitingQueue:
         self.num_tokens += request.prompt_len
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands."""
+        """Remove a request from any position. Raises KeyError if it does not wait."""
         index = bisect_left(self._sorted, request.schedule.rank, lo=self._start, key=_rank)
         if index == len(self._sorted) or self._sorted[index] is not request:
             raise KeyError(request.request_id)
@@ -90,9 +91,9 @@ class WaitingQueue:
             del self._sorted[index]
 
     def head(self) -> Request:
-        """Who starts next."""
+        """The request that starts next."""
         return self._sorted[self._start]
 
-    def behind_head(self, count: int) -> list[Request]:
-        """At most so many that stand behind the head, in order."""
+    def after_head(self, count: int) -> list[Request]:
+        """At most `count` requests after the head, in order."""
         return self._sorted[self._start + 1 : self._start + 1 + count]

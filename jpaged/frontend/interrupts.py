@@ -1,4 +1,4 @@
-"""Ctrl-C and interpreter exit: both stop the engine between two steps, never inside one."""
+"""Ctrl-C and the end of the interpreter: both take effect between two steps of the engine, never inside a step."""
 
 import atexit
 import signal
@@ -10,10 +10,10 @@ from typing import Any, Self
 
 
 class DeferredInterrupt:
-    """Context manager that delays Ctrl-C. `check` raises it, and so does leaving the context, even after an error.
+    """A context in which Ctrl-C does not interrupt at once. `check`, and leaving the context, raise KeyboardInterrupt.
 
-    An interrupt inside a step would leave a KV cache that does not match its index. A second Ctrl-C is raised at once.
-    Does nothing outside the main thread, or if another handler for SIGINT is installed.
+    An interrupt inside a step would leave a KV cache that does not match its index. A second Ctrl-C interrupts at once.
+    The context does nothing outside the main thread, or if SIGINT is ignored or has another handler.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class DeferredInterrupt:
 
 
 def call_at_exit(method: Callable[[], None]) -> Callable[[], Any]:
-    """Call a bound method when the interpreter exits, if its object is still alive.
+    """Call a bound method when the interpreter ends, if its object still exists.
 
-    Returns the callback, for `atexit.unregister`. The method must end the threads that use the device: a thread inside
-    XLA during interpreter shutdown aborts the process.
+    Returns the argument for `atexit.unregister`. The method must end the threads that use the device. A thread inside
+    XLA at the interpreter's end aborts the process.
     """
     reference = weakref.WeakMethod(method)
 

@@ -22,7 +22,7 @@ class ReasoningTags:
     def __post_init__(self) -> None:
         for name, tag in (("start", self.start), ("end", self.end)):
             if not isinstance(tag, str) or not tag.strip() or tag != tag.strip() or len(tag) > 100:
-                accepted = f"the {name} tag must be a text of 1 to 100 characters, without white space around it"
+                accepted = f"the {name} tag must be a string of 1 to 100 characters, without white space around it"
                 raise RequestError("reasoning_tags", tag, accepted)
         if self.start == self.end:
             raise RequestError("reasoning_tags", self.start, "start and end must differ")

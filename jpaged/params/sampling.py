@@ -18,7 +18,7 @@ from jpaged.params.structured_outputs import StructuredOutputsParams
 MAX_N = 64
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy, as in vLLM: dividing logits by it overflows float32
 MAX_LOGIT_BIAS = 1024  # entries
-MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # number of texts, characters of one text
+MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # number of strings, characters of one string
 NOT_WITH_BEAMS = (
     "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
     "bad_words", "min_tokens", "logits_processors", "thinking_token_budget", "repetition_detection",
@@ -73,7 +73,7 @@ class SamplingParams:
     end."""
 
     beam_width: int | None = None
-    """Number of beams of a beam search, from 2 to 64 and at least `n`. None: `best_of`, or `n` if that is None too."""
+    """Number of beams of a beam search, from 2 to 64 and at least `n`. None: `best_of`, or else `n`."""
 
     length_penalty: float = 1.0
     """Any finite number. A beam search ranks answers by log-probability / length ** length_penalty. Values above 0
@@ -118,15 +118,15 @@ class SamplingParams:
     """Sample only these ids, at least one. None allows all. Stored as a tuple."""
 
     bad_words: Sequence[str] | None = None
-    """Texts that must not be in the answer: the last token of a text is never sampled after its other tokens. At most
-    1,024 texts of 1 to 256 characters. None forbids nothing."""
+    """Strings that must not be in the answer: the last token of a string is never sampled after its other tokens. At
+    most 1,024 strings of 1 to 256 characters. None forbids nothing."""
 
     logits_processors: dict[str, dict[str, float]] | None = None
     """Logits processors to apply, by name, each with its parameters. The engine must have been started with them
     (option `logits_processors`). None applies none."""
 
     min_tokens: int = 0
-    """Fewest tokens of an answer, from 0 to `max_tokens`. Before that, no end-of-sequence id and no id of
+    """Minimum number of tokens of an answer, from 0 to `max_tokens`. Before that, no end-of-sequence id and no id of
     `stop_token_ids` is sampled, and no stop string ends the answer."""
 
     seed: int | None = None
@@ -134,13 +134,13 @@ class SamplingParams:
     -2**63 to 2**64 - 1, stored modulo 2**64. None and -1: a random seed."""
 
     max_tokens: int | None = 16
-    """Most tokens to generate, at least 1. `max_model_len` limits it too. None: no other limit."""
+    """Maximum number of tokens to generate, at least 1. `max_model_len` limits it too. None: no other limit."""
 
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the answer, in addition to the model's end-of-sequence ids. Stored as a tuple."""
 
     stop: str | Sequence[str] | None = None
-    """Texts that end the answer: at most 256, with 4,096 characters together. The one that is complete first ends it;
+    """Strings that end the answer: at most 256, with 4,096 characters together. The one that is complete first ends it;
     if several are, the first in the list. The text is cut before it. Needs `detokenize`. Stored as a tuple."""
 
     include_stop_str_in_output: bool = False
@@ -202,7 +202,8 @@ class SamplingParams:
     None: the model has no reasoning. Stored as ReasoningTags."""
 
     thinking_token_budget: int | None = None
-    """Most tokens of reasoning, from 0. Then the end tag is forced. None: no limit. Needs `reasoning_tags`."""
+    """Maximum number of reasoning tokens, from 0. Then the end tag is forced. None: no limit. Needs
+    `reasoning_tags`."""
 
     # Not built yet: only the default, or an equivalent value (NOT_BUILT), is accepted.
     prompt_logprob_token_ids: Any = None
@@ -362,12 +363,12 @@ class SamplingParams:
                 raise RequestError("allowed_token_ids", [], "must not be empty: leave it out to allow all")
         if self.bad_words is not None:
             if isinstance(self.bad_words, str) or not isinstance(self.bad_words, Sequence):
-                raise RequestError("bad_words", self.bad_words, "must be a list of texts")
+                raise RequestError("bad_words", self.bad_words, "must be a list of strings")
             if len(self.bad_words) > MAX_BAD_WORDS:
-                raise RequestError("bad_words", f"{len(self.bad_words):,} texts", f"at most {MAX_BAD_WORDS:,}")
+                raise RequestError("bad_words", f"{len(self.bad_words):,} strings", f"at most {MAX_BAD_WORDS:,}")
             for word in self.bad_words:
                 if not isinstance(word, str) or not word or len(word) > MAX_BAD_WORD:
-                    raise RequestError("bad_words", word, f"must be texts of 1 to {MAX_BAD_WORD} characters")
+                    raise RequestError("bad_words", word, f"must be strings of 1 to {MAX_BAD_WORD} characters")
             object.__setattr__(self, "bad_words", tuple(self.bad_words) or None)
 
     def _check_processors(self) -> None:
@@ -410,13 +411,13 @@ class SamplingParams:
     def _check_stop(self) -> None:
         stop = self.stop
         if stop is not None and not isinstance(stop, (str, list, tuple)):
-            raise RequestError("stop", stop, "must be a text, or a list of texts")
+            raise RequestError("stop", stop, "must be a string, or a list of strings")
         strings = [stop] if isinstance(stop, str) else list(stop or ())
         if len(strings) > MAX_STOP_STRINGS:
             raise RequestError("stop", strings, f"{len(strings):,} strings, at most {MAX_STOP_STRINGS}")
         for string in strings:
             if not isinstance(string, str):
-                raise RequestError("stop", string, "must be a text, or a list of texts")
+                raise RequestError("stop", string, "must be a string, or a list of strings")
             if not string:
                 raise RequestError("stop", stop, "an empty text would end every answer at once: leave it out")
         characters = sum(map(len, strings))
@@ -439,7 +440,7 @@ class SamplingParams:
         tags = self.reasoning_tags
         if tags is not None and not isinstance(tags, ReasoningTags):
             if isinstance(tags, str) or not isinstance(tags, Sequence) or len(tags) != 2:
-                raise RequestError("reasoning_tags", tags, "must be two texts: the start tag and the end tag")
+                raise RequestError("reasoning_tags", tags, "must be two strings: the start tag and the end tag")
             object.__setattr__(self, "reasoning_tags", ReasoningTags(tags[0], tags[1]))
         if self.thinking_token_budget is not None:
             self._integer("thinking_token_budget", low=0, accepted="an integer from 0, or None for no limit")

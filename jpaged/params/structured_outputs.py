@@ -15,8 +15,8 @@ from jpaged.errors import RequestError, unknown_field
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _WITH_JSON = ("json", "json_object", "structural_tag")  # kinds with white space between tokens of JSON
 
-# White space of JSON, as characters, escapes or classes, with groups, alternatives and repetitions. Text that such a
-# pattern matches may stand between any two tokens of JSON.
+# White space of JSON, as characters, escapes or classes, with groups, alternatives and repetitions. JSON allows all
+# text that such a pattern matches between any two tokens.
 _BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|0[9aAdD]))"
 _WHITESPACE = re.compile(rf"(?:{_BLANK}|\[{_BLANK}+\]|\(\?:|[()|?*+]|\{{\d*,?\d*\}})*")
 
@@ -44,7 +44,7 @@ class StructuredOutputsParams:
     """A regular expression that the whole answer matches."""
 
     choice: tuple[str, ...] | list[str] | None = None
-    """The answer is one of these texts, at least one. Stored as a tuple."""
+    """The answer is one of these strings, at least one. Stored as a tuple."""
 
     grammar: str | None = None
     """A context-free grammar: Lark (with a rule `start:`) or GBNF (with a rule `root ::=`)."""
@@ -116,13 +116,14 @@ class StructuredOutputsParams:
                 raise _error(name, type(value).__name__, f"cannot be written as JSON: {error}") from None
             except RecursionError:
                 raise _error(name, type(value).__name__, "is nested too deep") from None
-        object.__setattr__(self, name, _text(name, value, "a JSON schema" if name == "json" else "a structural tag"))
+        kind = "a JSON schema" if name == "json" else "a structural tag"
+        object.__setattr__(self, name, _text(name, value, f"{kind}, as a mapping or as a string"))
 
     def _choices(self) -> None:
         if self.choice is None:
             return
         if not isinstance(self.choice, (list, tuple)) or not self.choice:
-            raise _error("choice", self.choice, "must be a list of at least one text")
+            raise _error("choice", self.choice, "must be a list of at least one string")
         object.__setattr__(self, "choice", tuple(_text("choice", text) for text in self.choice))
 
     def _check_options(self) -> None:
@@ -145,9 +146,9 @@ class StructuredOutputsParams:
             raise _error("whitespace_pattern", self.whitespace_pattern, accepted)
 
 
-def _text(name: str, value: object, expected: str = "a text") -> str:
+def _text(name: str, value: object, expected: str = "a string") -> str:
     if not isinstance(value, str):
-        raise _error(name, value, f"must be {expected}" + (", as a mapping or as text" if expected != "a text" else ""))
+        raise _error(name, value, f"must be {expected}")
     try:
         value.encode()
     except UnicodeEncodeError:

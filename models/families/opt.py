@@ -1,4 +1,7 @@
-"""OPT: GPT-2's shape with ReLU and positions from row 2; opt-350m norms after the sums, embeds in fewer dimensions."""
+"""OPT: like GPT-2, with ReLU and learned positions from row 2.
+
+opt-350m has its norms after the residual sums, and embeddings narrower than the hidden size.
+"""
 
 import re
 from collections.abc import Mapping
@@ -59,7 +62,7 @@ def _opt(config: CheckpointConfig) -> DecoderSpec:
 
 
 def _constants(config: CheckpointConfig) -> Mapping[str, float]:
-    """Norms without learned gains have no tensors: gains of 1, biases of 0."""
+    """Norms without learned weights have no tensors: their weights are 1 and their biases 0."""
     if config.flag("layer_norm_elementwise_affine", True):
         return {}
     return {

@@ -57,7 +57,7 @@ def nested(depth: int):
         ([function(name="")], "tools[0].function.name", "letters"),
         ([function(name=3)], "tools[0].function.name", "letters"),
         ([function(name="a" * 65)], "tools[0].function.name", "64"),
-        ([function(description=3)], "tools[0].function.description", "text"),
+        ([function(description=3)], "tools[0].function.description", "string"),
         ([function(strict="yes")], "tools[0].function.strict", "true or false"),
         ([function(colour="red")], "tools[0].function.colour", "unknown"),
         ([function("string")], "tools[0].function.parameters", "JSON schema"),

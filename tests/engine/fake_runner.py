@@ -56,10 +56,10 @@ class FakeRunner:
     max_logprobs: int = 3
     compiles_after_ready: int = 0
     cacheable_up_to: int = 10**9
-    outgrown_after: int | None = None
+    longrope_switch_len: int | None = None
     host_slots: int = 0
     transfer_costs: TransferCosts | None = None
-    jump_after: float = 0.0
+    min_jump_per_request: float = 0.0
     fail_at: frozenset[tuple[str, int]] = frozenset()
     weights: int = 0                                 # which ones it has
     salt_of: Callable[[int], str] = lambda row: ""   # of the request in a row, whom a test knows
@@ -238,7 +238,7 @@ class FakeRunner:
 
     def _has_outgrown(self, row: int, length: int) -> bool:
         """Whether a row's sequence, so long now, is computed as a long one."""
-        return self.outgrown_after is not None and max(self.inits[row].rope_len, length) > self.outgrown_after
+        return self.longrope_switch_len is not None and max(self.inits[row].rope_len, length) > self.longrope_switch_len
 
     def _compare_seen(self, row: int, group: int) -> None:
         """What the first token of a step sees behind itself is what the row was told, or another group has seen."""

@@ -438,7 +438,7 @@ def test_what_old_weights_had_a_part_in_is_never_found_again(windows: tuple[int 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_beams_that_outgrow_together_start_again_though_one_step_cannot_compute_any_of_them(rows: int):
     """One that has just been preempted is no long prompt under way, which others would have to wait for."""
-    runner = FakeRunner(max_num_seqs=rows, max_num_batched_tokens=rows, outgrown_after=8, max_logprobs=6)
+    runner = FakeRunner(max_num_seqs=rows, max_num_batched_tokens=rows, longrope_switch_len=8, max_logprobs=6)
     engine = Engine(runner)
     engine.add_request("a", prompt_of(5), SamplingParams(use_beam_search=True, best_of=2, max_tokens=5))
     assert len(run(engine)["a"].outputs[0].token_ids) == 5

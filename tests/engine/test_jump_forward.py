@@ -61,9 +61,9 @@ def wanted(prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def run(prompts: list[list[int]], *, jump_after: float, jumps: bool = True, **options: Any) -> int:
+def run(prompts: list[list[int]], *, min_jump_per_request: float, jumps: bool = True, **options: Any) -> int:
     """Steps that the answers took; they are checked."""
-    engine = Engine(FakeRunner(jump_after=jump_after, **options), jump_forward=jumps)
+    engine = Engine(FakeRunner(min_jump_per_request=min_jump_per_request, **options), jump_forward=jumps)
     params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     follows = dataclasses.replace(params, structured_outputs={"json_object": True})
     for number, prompt in enumerate(prompts):
@@ -85,16 +85,16 @@ def run(prompts: list[list[int]], *, jump_after: float, jumps: bool = True, **op
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 10, "max_model_len": 32}])
 @pytest.mark.parametrize("count", [1, 3, 6])
 def test_answers_are_the_same(count, options):
-    for jump_after in (0.0, 1.0):
-        run(PROMPTS[:count], jump_after=jump_after, **options)
+    for min_jump_per_request in (0.0, 1.0):
+        run(PROMPTS[:count], min_jump_per_request=min_jump_per_request, **options)
 
 
 def test_it_saves_steps_where_it_is_worth_them():
     alone, several = PROMPTS[:1], PROMPTS
-    stepping = run(alone, jump_after=0.0, jumps=False)
-    assert run(alone, jump_after=0.0) == run(alone, jump_after=1.0) < stepping
-    assert run(alone, jump_after=FORCED - 1) == stepping  # a stretch must be longer
+    stepping = run(alone, min_jump_per_request=0.0, jumps=False)
+    assert run(alone, min_jump_per_request=0.0) == run(alone, min_jump_per_request=1.0) < stepping
+    assert run(alone, min_jump_per_request=FORCED - 1) == stepping  # a stretch must be longer
     rows = {"max_num_seqs": 6, "max_num_batched_tokens": 64}
-    together = run(several, jump_after=0.0, jumps=False, **rows)
-    assert run(several, jump_after=0.0, **rows) < together
-    assert run(several, jump_after=1.0, **rows) == together  # four tokens for one are not worth it to six
+    together = run(several, min_jump_per_request=0.0, jumps=False, **rows)
+    assert run(several, min_jump_per_request=0.0, **rows) < together
+    assert run(several, min_jump_per_request=1.0, **rows) == together  # four tokens for one are not worth it to six

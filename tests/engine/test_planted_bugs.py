@@ -15,8 +15,10 @@ from jpaged.engine import engine, kv_cache_manager
 from jpaged.engine.block_pool import BlockName, BlockPool, prefix_root
 from jpaged.engine.host_tier import HostTier
 from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.preemption import Preemption
 from jpaged.engine.prefix_finder import PrefixFinder
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.prompt_scheduler import PromptScheduler
+from jpaged.engine.running_requests import RunningRequests
 from jpaged.engine.sliding_windows import SlidingWindows
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
@@ -134,28 +136,28 @@ def a_window_released_one_block_early(patch):
 @bug
 def a_preempted_request_that_keeps_its_row(patch):
     """Nobody gets it any more."""
-    preempt = Scheduler._preempt
+    preempt = Preemption.preempt
 
-    def keep_row(scheduler, request, draft):
+    def keep_row(preemption, request, selection):
         row = request.schedule.row
-        preempt(scheduler, request, draft)
-        scheduler._free_rows.remove(row)
+        preempt(preemption, request, selection)
+        preemption._running.free_rows.remove(row)
         request.schedule.row = row
 
-    patch.setattr(Scheduler, "_preempt", keep_row)
+    patch.setattr(Preemption, "preempt", keep_row)
 
 
 @bug
 def a_row_given_to_two(patch):
     """It is free, and in use."""
-    enter = Scheduler._enter_row
+    enter = RunningRequests.enter
 
-    def enter_and_leave_free(scheduler, request):
-        enter(scheduler, request)
-        if len(scheduler.running) > 2:
-            scheduler._free_rows.append(request.schedule.row)
+    def enter_and_leave_free(running, request):
+        enter(running, request)
+        if len(running.requests) > 2:
+            running.free_rows.append(request.schedule.row)
 
-    patch.setattr(Scheduler, "_enter_row", enter_and_leave_free)
+    patch.setattr(RunningRequests, "enter", enter_and_leave_free)
 
 
 @bug
@@ -208,13 +210,13 @@ def a_group_left_out_of_the_name(patch):
 @bug
 def a_preempted_request_whose_tokens_on_their_way_are_dropped(patch):
     """It starts again without them."""
-    startable = Scheduler._startable
+    startable = PromptScheduler._startable
 
-    def at_once(scheduler, request, draft, held_back):
+    def at_once(prompts, request, selection, reserved):
         request.schedule.num_in_flight = 0
-        return startable(scheduler, request, draft, held_back)
+        return startable(prompts, request, selection, reserved)
 
-    patch.setattr(Scheduler, "_startable", at_once)
+    patch.setattr(PromptScheduler, "_startable", at_once)
 
 
 @pytest.mark.parametrize("name", ["a named block reused first", "a host block kept though it is the oldest", "no move"])

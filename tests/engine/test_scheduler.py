@@ -7,6 +7,7 @@ from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.prefix_finder import Prefix
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler_state import SchedulerLimits
 from jpaged.engine.step_pace import StepPace
 from jpaged.errors import EngineError
 from jpaged.outputs import RequestMetrics
@@ -35,12 +36,7 @@ def run(engine: Engine) -> list[str]:
 
 
 def make_scheduler(num_blocks: int, *, rows: int = 4, budget: int = 64) -> Scheduler:
-    return Scheduler(
-        KVCacheManager(num_blocks, 4),
-        max_num_seqs=rows,
-        max_num_batched_tokens=budget,
-        vocab_size=97,
-    )
+    return Scheduler(KVCacheManager(num_blocks, 4), SchedulerLimits(rows, budget, vocab_size=97))
 
 
 def add(scheduler: Scheduler, arrival: int, prompt_len: int, max_total_tokens: int = 1000) -> Request:
@@ -153,7 +149,7 @@ def test_integrity_check_sees_a_lost_row():
     add(scheduler, 0, 4)
     scheduler.schedule()
     scheduler.check_integrity()
-    scheduler._free_rows.append(scheduler.running[0].schedule.row)
+    scheduler._rows.free_rows.append(scheduler.running[0].schedule.row)
     with pytest.raises(EngineError, match="rows"):
         scheduler.check_integrity()
 
@@ -172,7 +168,7 @@ def test_more_answers_do_not_pass_who_is_more_urgent():
 
 
 def test_one_slow_step_does_not_hold_prompts_back_for_ever():
-    pace = StepPace(0.020, least=16)
+    pace = StepPace(0.020, min_tokens=16)
     pace.note(16, 0.0025)
     pace.note(0, 1.0)
     for _ in range(200):
@@ -182,7 +178,7 @@ def test_one_slow_step_does_not_hold_prompts_back_for_ever():
 
 
 def test_a_step_stays_under_its_target():
-    pace = StepPace(0.010, least=16)
+    pace = StepPace(0.010, min_tokens=16)
     assert pace.limit(2048) == 16  # before anything is known
     for _ in range(50):
         pace.note(0, 0.004)

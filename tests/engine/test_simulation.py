@@ -81,7 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         windows=st.sampled_from([(None,), (None,), (1,), (7,), (5, None), (None, 2, 2), (3, None, 11), (9, 4)]),
         model_len=st.sampled_from([4, 17, 40, 40]),
-        outgrown_after=st.sampled_from([None, None, None, 1, 8, 23]),
+        longrope_switch_len=st.sampled_from([None, None, None, 1, 8, 23]),
         extra_blocks=st.sampled_from([0, 1, 2, 4, 12]),
         rows=st.sampled_from([1, 2, 3, 5, 8]),
         extra_budget=st.sampled_from([0, 1, 5, 20]),
@@ -95,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         crowd=st.integers(0, 2**32),
     )
     def setup(
-        self, block_size, windows, model_len, outgrown_after, extra_blocks, rows, extra_budget, caching, host_slots,
+        self, block_size, windows, model_len, longrope_switch_len, extra_blocks, rows, extra_budget, caching, host_slots,
         costs, policy, partial, target_ms, failures, crowd,
     ) -> None:  # fmt: skip
         need = most_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
@@ -106,7 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=rows,
             max_num_batched_tokens=rows + extra_budget,
             max_model_len=model_len,
-            outgrown_after=outgrown_after,
+            longrope_switch_len=longrope_switch_len,
             vocab_size=VOCAB_SIZE,
             max_logprobs=6,
             host_slots=host_slots,
@@ -250,7 +250,7 @@ class EngineMachine(RuleBasedStateMachine):
             for request in self.engine._scheduler.running
             if request.schedule.decoding and request.num_missing
         ]
-        limit = self.runner.outgrown_after
+        limit = self.runner.longrope_switch_len
         outgrows = limit is not None and oldest is not None and (
             oldest.kv.rope_len <= limit == oldest.schedule.num_computed
         )

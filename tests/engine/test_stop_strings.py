@@ -11,7 +11,7 @@ from jpaged.engine.stop_strings import StopAutomaton, StopText
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, int] | None:
-    """The definition: the stop string that is complete first, and its end. Of several, the first in the list counts."""
+    """The definition: the stop string that is complete first, and its end. The first in the list wins a tie."""
     for end in range(1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):

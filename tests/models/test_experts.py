@@ -1,4 +1,4 @@
-"""Routing and grouping of experts against plain loops, and that a token's bits do not depend on its neighbours."""
+"""Experts against plain loops. The bits of a token's result do not depend on the number of tokens."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def context(experts: Experts, params: Params, real: jax.Array | None = None) -> 
 
 
 def one_by_one(experts: Experts, matrices: dict, x: np.ndarray) -> np.ndarray:
-    """float64, a loop over tokens and their experts; softmax routing."""
+    """Expected result in float64: a loop over tokens and their experts, with softmax routing."""
     m = {name: np.asarray(value, np.float64) for name, value in matrices.items()}
     out = np.zeros_like(x)
     for t, row in enumerate(x):
@@ -68,7 +68,7 @@ def test_against_a_loop(num: int, per_token: int, tokens: int, renormalise: bool
 
 
 def test_padding_goes_to_no_expert() -> None:
-    """Not even where it is NaN, and no block is computed for it."""
+    """No block is computed for padding, and padding that is NaN changes no other token."""
     experts = Experts(4, 2, INTER, (True,))
     matrices = layer(experts)
     x = np.random.default_rng(1).standard_normal((16, HIDDEN)).astype(np.float32)
@@ -77,11 +77,11 @@ def test_padding_goes_to_no_expert() -> None:
     x[~real] = np.nan
     got = moe.sparse_feed_forward(experts, jnp.asarray(x), context(experts, matrices, jnp.asarray(real)))
     np.testing.assert_allclose(np.asarray(got)[real], want, rtol=1e-3, atol=1e-3)
-    nowhere = moe.blocks_by_expert(jnp.full((16, 2), 4), 4, 8)
-    assert int(nowhere.num_blocks_used) == 0
+    no_blocks = moe.blocks_by_expert(jnp.full((16, 2), 4), 4, 8)
+    assert int(no_blocks.num_blocks_used) == 0
 
 
-def test_all_tokens_at_one_expert() -> None:
+def test_all_tokens_use_one_expert() -> None:
     blocks = moe.blocks_by_expert(jnp.full((40, 1), 2, jnp.int32), 4, 16)
     assert int(blocks.num_blocks_used) == 3
     np.testing.assert_array_equal(blocks.expert_of_block[:3], 2)
@@ -124,7 +124,7 @@ def test_bits_of_latent_products_do_not_depend_on_the_number_of_tokens(transpose
         np.testing.assert_array_equal(call(x[:count])[:8], call(x[:8]))
 
 
-def test_what_corrects_the_choice_is_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
+def test_router_correction_is_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
     variant = BY_NAME["deepseek-v3"]
     write_checkpoint(variant, 0, tmp_path)
     wanted = tensors_of(tmp_path)["model.layers.1.mlp.gate.e_score_correction_bias"]
@@ -144,7 +144,7 @@ def test_what_corrects_the_choice_is_float32_in_a_bfloat16_model(tmp_path: Path)
         (lambda t, n: t.update({n + "_scales": np.full_like(t[n + "_scales"], 255)}), "a byte 255"),
     ],
 )
-def test_mxfp4_that_is_none(change, message: str, tmp_path: Path) -> None:
+def test_malformed_mxfp4_is_refused(change, message: str, tmp_path: Path) -> None:
     write_checkpoint(BY_NAME["gpt-oss-mxfp4"], 0, tmp_path)
     tensors = tensors_of(tmp_path)
     change(tensors, "model.layers.0.mlp.experts.gate_up_proj")

@@ -49,7 +49,7 @@ def text_decoder(tokenizer: Any) -> TextDecoder:
 
 
 def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
-    """Return the steps of a decoder of `tokenizers`; [] if it is another object, or does not show its state."""
+    """Return the steps of a decoder of `tokenizers`. [] for any other object, or if it does not show its state."""
     if not hasattr(decoder, "__getstate__") or not type(decoder).__module__.startswith("tokenizers"):
         return []
     state = json.loads(decoder.__getstate__())

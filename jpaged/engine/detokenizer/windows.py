@@ -122,7 +122,7 @@ class _WindowDetokenizer:
     def _move(self, start: int, window: str) -> None:
         """Mark the whole window as returned, and start the next one at its token `start`.
 
-        The window keeps its start if the tokens from `start` on have no text: the token after them would then be
+        If the tokens from `start` on have no text, the window keeps its start. Otherwise the next token would be
         decoded as the first of a text, and lose its leading space.
         """
         context = self._decode(self._ids[start:])

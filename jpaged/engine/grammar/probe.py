@@ -3,9 +3,12 @@
 llguidance cannot be interrupted while it compiles, and its fuel does not bound all of the work. These compiled for
 minutes, each within every limit on size: 200 patterns under allOf, multipleOf 1000003, 300 patternProperties.
 
-Reads one request a line:  {"grammar": text, "context_free": bool, "limits": {...}, "seconds": number}
-Writes one answer a line:  {"grammar": text, "error": text}
-"grammar" of the answer is Lark if the request's was GBNF; "error" is "" on success.
+Each line of input is a request, each line of output its answer:
+
+    {"grammar": text, "context_free": bool, "limits": {...}, "seconds": number}
+    {"grammar": text, "error": text}
+
+The answer's "grammar" is Lark if the request's was GBNF. Its "error" is "" on success.
 """
 
 import json

@@ -95,7 +95,7 @@ def _json_grammar(schema: dict[str, Any], params: StructuredOutputsParams) -> st
 
 def _choice_grammar(choices: tuple[str, ...], limits: GrammarLimits, parameter: str) -> str:
     if len(choices) > limits.max_grammar_enum:
-        accepted = f"{len(choices):,} texts, at most {limits.max_grammar_enum:,} (max_grammar_enum)"
+        accepted = f"{len(choices):,} strings, at most {limits.max_grammar_enum:,} (max_grammar_enum)"
         raise RequestError(parameter, choices[:3], accepted)
     size = sum(len(choice.encode()) for choice in choices)
     if size > limits.max_grammar_bytes:
@@ -119,8 +119,8 @@ class _StructuralTags:
             raise RequestError(f"{parameter}.{key}", document[key], f"unknown field; must be {_TAG_FORM}")
         self._triggers = document.get("triggers")
         structures = document.get("structures")
-        if not _are_texts(self._triggers) or not all(self._triggers):
-            raise RequestError(f"{parameter}.triggers", self._triggers, "must be a list of texts, none of them empty")
+        if not _are_strings(self._triggers) or not all(self._triggers):
+            raise RequestError(f"{parameter}.triggers", self._triggers, "must be a list of strings, none of them empty")
         if not isinstance(structures, list) or not structures:
             raise RequestError(f"{parameter}.structures", structures, "must be a list of tags")
         self._tags: dict[str, list[tuple[str, str, str]]] = {}  # trigger -> (rest of the begin, schema, end)
@@ -133,8 +133,8 @@ class _StructuralTags:
         if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
             raise RequestError(parameter, structure, "must have begin, schema and end")
         begin, end = structure["begin"], structure["end"]
-        if not _are_texts([begin, end]):
-            raise RequestError(parameter, structure, "begin and end must be texts")
+        if not _are_strings([begin, end]):
+            raise RequestError(parameter, structure, "begin and end must be strings")
         trigger = next((trigger for trigger in self._triggers if begin.startswith(trigger)), None)
         if trigger is None:
             raise RequestError(f"{parameter}.begin", begin, f"must begin with one of the triggers {self._triggers}")
@@ -164,5 +164,5 @@ class _StructuralTags:
         return "%llguidance {}\n" + "\n".join(lines)
 
 
-def _are_texts(value: Any) -> bool:
+def _are_strings(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)

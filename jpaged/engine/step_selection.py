@@ -1,0 +1,48 @@
+"""Rows and tokens chosen for one step. Nothing is final until the plan is built: a preempted row can still leave it."""
+
+from jpaged.engine.request import Request
+
+
+class StepSelection:
+    """The choice for one step so far."""
+
+    def __init__(self, budget: int):
+        self.budget = budget                         # tokens that can still be added
+        self.decodes: list[Request] = []             # compute their last sampled token; already counted as computed
+        self.boundary_decodes: list[Request] = []    # those of `decodes` that reached their next boundary
+        self.chunks: dict[Request, int] = {}         # known tokens that each prompt row computes
+        self.prompts: list[Request] = []             # running requests that do not decode
+        self.block_updates: list[tuple[int, int, int, int]] = []  # (row, kv_group, index, block)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.chunks)
+
+    def add_chunk(self, request: Request, count: int) -> None:
+        """Add `count` known tokens of a request."""
+        self.chunks[request] = self.chunks.get(request, 0) + count
+        self.budget -= count
+
+    def add_boundary_decode(self, request: Request) -> None:
+        """Add the last sampled token of a request that reached its next boundary."""
+        request.schedule.num_computed += 1
+        request.schedule.num_in_flight += 1
+        self.decodes.append(request)
+        self.boundary_decodes.append(request)
+        self.budget -= 1
+
+    def end(self, request: Request) -> int:
+        """Number of the request's tokens that are computed after this step."""
+        return request.schedule.num_computed + self.chunks.get(request, 0)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that is preempted."""
+        schedule = request.schedule
+        if schedule.decoding and request in self.decodes:
+            self.decodes.remove(request)
+            self.budget += 1
+            schedule.num_computed -= 1
+            schedule.num_in_flight -= 1
+            if request in self.boundary_decodes:
+                self.boundary_decodes.remove(request)
+        self.budget += self.chunks.pop(request, 0)
+        self.block_updates = [update for update in self.block_updates if update[0] != schedule.row]
