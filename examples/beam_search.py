@@ -2,8 +2,8 @@
 
 Run it with `python examples/beam_search.py`.
 
-The prompts ask to explain quantum entanglement: one with formulas, one with examples. The demo model cannot answer them;
-replace "demo" with a folder or hub id of a larger model for that.
+The prompts ask to explain quantum entanglement: one with formulas, one with examples. The demo model cannot answer
+them; replace "demo" with a folder or hub id of a larger model for that.
 """
 
 from typing import Any
