@@ -20,8 +20,8 @@ MAX_GROUPS = 8
 class KVPlace:
     """KV group and page array of a layer."""
 
-    group: int  # index of the KV group
-    array: int  # index of the page array
+    kv_group: int    # index
+    page_array: int  # index
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -43,14 +43,14 @@ def test_every_layer_has_its_own_pages_in_a_kv_group_of_its_kind(windows, max_mo
     assert len(set(groups.places)) == len(groups.places) == len(windows)
     for window, place in zip(windows, groups.places, strict=True):
         hides_something = window is not None and window < max_model_len
-        assert groups.windows[place.group] == (window if hides_something else None)
-        assert 0 <= place.array < groups.num_arrays
+        assert groups.windows[place.kv_group] == (window if hides_something else None)
+        assert 0 <= place.page_array < groups.num_arrays
     assert len(groups.windows) <= MAX_GROUPS
     if len(set(groups.windows)) == 1:
         assert len(groups.windows) == 1
         assert groups.num_arrays == len(windows)
     # no other size with at most MAX_GROUPS KV groups takes fewer pages: try all of them
-    kinds = [groups.windows[place.group] for place in groups.places]
+    kinds = [groups.windows[place.kv_group] for place in groups.places]
 
     def cost(size):
         counts = {kind: -(-kinds.count(kind) // size) for kind in set(kinds)}

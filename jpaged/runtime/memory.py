@@ -343,22 +343,26 @@ class HasMemoryStats(Protocol):
 
 def device_bytes(device: HasMemoryStats) -> tuple[int, int] | None:
     """Bytes of an accelerator, and bytes in use; None on CPU, and if the back end does not report them."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
+    stats = _memory_stats(device)
+    if stats is None:
         return None
     options = jax.config.jax_pjrt_client_create_options
     share = options.get(_FRACTION, 1.0) if isinstance(options, dict) and device.platform == "gpu" else 1.0
-    # bytes_limit is JAX's share of the card
-    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]
+    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]  # bytes_limit is JAX's share of the card
 
 
 def free_device_bytes(device: HasMemoryStats, config: EngineConfig) -> int | None:
     """Bytes of an accelerator that the engine may still allocate; None as in `device_bytes`."""
-    found = device_bytes(device)
-    if found is None:
+    found, stats = device_bytes(device), _memory_stats(device)
+    if found is None or stats is None:
         return None
     total, taken = found
-    return max(0, min(usable_bytes(total, config), device.memory_stats()["bytes_limit"]) - taken)
+    return max(0, min(usable_bytes(total, config), stats["bytes_limit"]) - taken)
+
+
+def _memory_stats(device: HasMemoryStats) -> dict[str, int] | None:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return stats if stats and "bytes_limit" in stats else None
 
 
 def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:
