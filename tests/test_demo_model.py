@@ -228,7 +228,7 @@ def test_docstrings_are_left_out_of_the_corpus():
 
 
 def test_attention_in_training_equals_the_decoders():
-    """Attention in blocks of queries, recomputed in the backward pass, has the values and gradients of plain one."""
+    """Attention in blocks of queries, recomputed in the backward pass, gives plain attention and its gradients."""
     with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
         blocked = load_tool("train_demo").blocked_causal_attend
     rng = np.random.default_rng(0)
