@@ -21,16 +21,19 @@ import numpy as np
 from jax import lax
 
 from jpaged.models import experts as moe
-from jpaged.models.layers import gate, gate_and_up, product
-from jpaged.models.spec import DecoderSpec, Experts
+from jpaged.models import linear
+from jpaged.models.layers import gate, gate_and_up
+from jpaged.models.linear import LayerContext
+from jpaged.models.spec import DecoderSpec, Experts, WeightLayout
 
 
 def dense(spec: DecoderSpec, inputs: list[Any], gate_up: list[Any], down: list[Any]) -> list[Any]:
     """The products of the experts that are used, and the gate between them."""
-    return [
-        product(gate(spec, *gate_and_up(x, first)), second)
-        for x, first, second in zip(inputs, gate_up, down, strict=True)
-    ]
+    outputs = []
+    for x, first, second in zip(inputs, gate_up, down, strict=True):
+        context = LayerContext(spec, WeightLayout(), {"gate_up": first, "down": second})
+        outputs.append(linear.linear("down", gate(spec, *gate_and_up("gate_up", x, context)), context))
+    return outputs
 
 
 def ragged_dot(x: Any, weights: Any, group_of_block: Any, num_blocks_used: Any) -> Any:
@@ -65,10 +68,13 @@ def main() -> None:
         "expert_gate_up": normal(args.experts, 2, args.intermediate, args.hidden),
         "expert_down": normal(args.experts, args.hidden, args.intermediate),
     }
-    served = functools.partial(moe.sparse_feed_forward, spec, experts)
+
+    def served(params: Any, x: Any) -> Any:
+        return moe.sparse_feed_forward(experts, x, LayerContext(spec, WeightLayout(), params))
+
     for tokens in args.tokens:
         x = normal(tokens, args.hidden) * 30
-        _, choice = moe.route(experts, matrices, x)
+        _, choice = moe.route(experts, x, LayerContext(spec, WeightLayout(), matrices))
         counts = np.bincount(np.asarray(choice).ravel(), minlength=args.experts)
         used = np.flatnonzero(counts)
         apart = (
@@ -78,11 +84,11 @@ def main() -> None:
         )
         runs = {
             "dense": (jax.jit(functools.partial(dense, spec)), apart),
-            "experts": (jax.jit(lambda m, x: served(m, x, None)), (matrices, x)),
+            "experts": (jax.jit(served), (matrices, x)),
         }
         if args.ragged:
-            with mock.patch.object(moe, "grouped_dot", ragged_dot):
-                ragged = jax.jit(lambda m, x: served(m, x, None)).lower(matrices, x).compile()
+            with mock.patch.object(linear, "grouped_dot", ragged_dot):
+                ragged = jax.jit(served).lower(matrices, x).compile()
             runs["ragged_dot"] = (ragged, (matrices, x))
         times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(args.repeats + 1):

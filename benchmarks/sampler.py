@@ -1,9 +1,9 @@
-"""What sampling costs of a decode step: a model of Qwen2-0.5B's shape with random weights, 64 rows.
+"""Time of sampling within a decode step: a model of Qwen2-0.5B's shape with random weights, 64 rows.
 
     python benchmarks/sampler.py [--rows 64] [--layers 24] [--repeats 9]
 
-Programs run in turn, so that a slow minute of the machine falls on all of them. The step is the forward pass and the
-logits; what a sampler takes is what its head takes longer than one that only makes logits.
+Programs run in turn, so that a slow minute of the machine affects all of them. A step is the forward pass and the
+logits. A sampler's time is that of its program minus that of a program that only computes logits.
 """
 
 import argparse
@@ -21,11 +21,12 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowExtras, RowInit, SamplerVariant, StepPlan, mask_words
 from jpaged.models import decoder
-from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
-from jpaged.runtime.blueprint import Blueprint
-from jpaged.runtime.heads import HeadShape, head_params
+from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.runtime.blueprint import Blueprint, ServedModel
+from jpaged.runtime.output_programs import SampleShape, lm_head_params
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_extras import ExtrasUploader
-from jpaged.runtime.state import create_state, row_values
+from jpaged.runtime.state import row_values
 from jpaged.runtime.step import ForwardShape, pack
 
 NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 1}
@@ -63,30 +64,28 @@ def main() -> None:
         lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32) * 0.05, x.dtype), param_shapes(spec, "bfloat16")
     )
     device = jax.devices()[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    placement = Placement.single(device)
     config = EngineConfig(model="qwen2-0.5b", max_num_seqs=args.rows, max_model_len=1024, row_buckets=(args.rows,))
-    blueprint = Blueprint.draw(spec, config, params, device, sharding=sharding, layout=WeightLayout())
-    limits, blocks = blueprint.limits, args.rows * 64
-    sizes = blueprint.sizes(limits, blocks)
-    state: Any = create_state(spec, limits.groups, sizes, dtype=blueprint.dtype, device=sharding)
-    uploader = ExtrasUploader(state, limits.max_model_len, sharding)
+    build = Blueprint.draw(ServedModel(spec, params), config, placement).with_blocks(args.rows * 64)
+    limits, state = build.limits, build.create_state()
+    uploader = ExtrasUploader(state, limits.max_model_len, placement)
 
     shape = ForwardShape(True, args.rows, args.rows, limits.block_size)
-    forward = blueprint.compile(shape, limits, blocks)
+    forward = build.compile(shape)
     logits_only = jax.jit(functools.partial(_logits, spec=spec), static_argnames=()).lower(
-        head_params(spec, params), state.hidden, jax.ShapeDtypeStruct((args.rows,), np.dtype(np.int32))
+        lm_head_params(spec, params), state.hidden, jax.ShapeDtypeStruct((args.rows,), np.dtype(np.int32))
     ).compile()  # fmt: skip
-    heads = {variant: blueprint.compile(HeadShape(args.rows, variant), limits, blocks) for variant in SamplerVariant}
+    samplers = {variant: build.compile(SampleShape(args.rows, variant)) for variant in SamplerVariant}
 
     rows = np.arange(args.rows, dtype=np.int32)
-    context = 256  # tokens behind each row
+    context = 256  # tokens before the decode, in each row
     tables = np.array([(row, 0, i, row * 64 + i) for row in rows for i in range(context // 16 + 1)], np.int32)
     plan = StepPlan(rows, np.ones_like(rows), args.rows, np.ones(args.rows, bool), rows[:0], tables[:0])
-    packed = jax.device_put(pack(plan, np.zeros((0, 3), np.int32), shape), sharding)
-    places = jax.device_put(np.stack([rows, rows]), sharding)
+    packed = placement.put(pack(plan, np.zeros((0, 3), np.int32), shape))
+    packed_rows = placement.put(np.stack([rows, rows]))
     blocks_of = np.zeros(state.blocks.shape, np.int32)
     blocks_of[tables[:, 0], tables[:, 2]] = tables[:, 3]
-    state = state.replace(blocks=jax.device_put(blocks_of, sharding))
+    state = dataclasses.replace(state, blocks=placement.put(blocks_of))
 
     times: dict[str, list[float]] = {name: [] for name in ("forward pass", "logits", *CASES)}
     states = {}
@@ -106,15 +105,15 @@ def main() -> None:
         for row in rows.tolist():
             fields_of_row: dict[str, Any] = NEUTRAL | fields
             if "one row in 8" in name and row % 8:
-                fields_of_row |= {"top_k": 50}  # of random weights every distribution is flat
+                fields_of_row |= {"top_k": 50}  # random weights make every distribution flat
             init = RowInit(row, context, 1, np.zeros((0, 3), np.int32), **fields_of_row, extras=extras)
             table[row] = row_values(init)
             if extras is not None:
                 copied: Any = jax.tree.map(jnp.copy, each.sampling)
                 each = uploader.start(dataclasses.replace(each, sampling=copied), init)
         copied = jax.tree.map(jnp.copy, each.sampling)
-        states[name] = variant, jax.device_put(table, sharding), copied
-    parts = head_params(spec, params)
+        states[name] = variant, placement.put(table), copied
+    parts = lm_head_params(spec, params)
     for _ in range(args.repeats + 1):
         start = time.perf_counter()
         state, computed = forward(params, state, packed)
@@ -125,9 +124,9 @@ def main() -> None:
         times["logits"].append(time.perf_counter() - start)
         for name, (variant, table, sampling) in states.items():
             start = time.perf_counter()
-            out = jax.block_until_ready(heads[variant](parts, None, table, sampling, state.hidden, places))
+            out = jax.block_until_ready(samplers[variant](parts, None, table, sampling, state.hidden, packed_rows))
             times[name].append(time.perf_counter() - start)
-            states[name] = variant, *out[:2]  # as in an engine: what was donated comes back
+            states[name] = variant, *out[:2]  # table and sampling state were donated
     medians = {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}
     step = medians["forward pass"] + medians["logits"]
     print(f"{args.rows} rows, vocabulary {args.vocab:,}, {args.layers} layers, bfloat16; jax {jax.__version__}, "
@@ -139,8 +138,8 @@ def main() -> None:
         print(f"{name:36}{median:8.1f}{more}{share}")
 
 
-def _logits(params: dict, hidden: jax.Array, places: jax.Array, *, spec: DecoderSpec) -> jax.Array:
-    return decoder.lm_head(spec, params, jnp.take(hidden, places, axis=0, mode="clip"))
+def _logits(params: dict, hidden: jax.Array, index: jax.Array, *, spec: DecoderSpec) -> jax.Array:
+    return decoder.lm_head(spec, params, jnp.take(hidden, index, axis=0, mode="clip"))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.build import build_engine
 from jpaged.cli.bench_steps import engine_shape
 from jpaged.cli.results import machine
 from jpaged.engine.engine import Engine
+from jpaged.frontend.build import build_engine
 from jpaged.params.sampling import SamplingParams
 from jpaged.simulator.cost import read_cost_model
 from jpaged.simulator.load import Arrival, ArrivalTimes, GeneratedLoad, LengthDistribution

@@ -1,4 +1,4 @@
-"""LLM inference in JAX: paged KV cache, continuous batching. Importing this touches no device and imports no jax."""
+"""LLM inference in JAX: paged KV cache, continuous batching. Importing this uses no device and imports no jax."""
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.config import EngineConfig

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Every one says what to change."""
+"""The errors that jpaged raises on purpose. Each message says what to change."""
 
 import difflib
 import reprlib
@@ -8,7 +8,7 @@ SHOWN = 200  # characters of a value that a message repeats
 
 
 class _Shortened(reprlib.Repr):
-    """`repr` that stops early: a prompt may be a list of millions, and a message repeats some of it only."""
+    """A `repr` of limited length: a prompt may be a list of millions of ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,11 +27,11 @@ class JPagedError(Exception):
 
 
 class RequestError(JPagedError, ValueError):
-    """A request that cannot be served as asked: the caller's fault (HTTP 400).
+    """A request with an invalid parameter (HTTP 400).
 
-    parameter: name of the offending field, as the caller wrote it.
-    value:     what was given.
-    accepted:  what would have been accepted, or what to change; completes the message.
+    parameter: name of the field, as the caller wrote it.
+    value:     the invalid value.
+    accepted:  the accepted values, or what to change. It ends the message.
     """
 
     def __init__(self, parameter: str, value: object, accepted: str):
@@ -45,7 +45,7 @@ class RequestError(JPagedError, ValueError):
 
 
 class CapacityError(JPagedError):
-    """The engine is full at the moment (HTTP 503). `retry_after` is in seconds."""
+    """The queue is full (HTTP 503). `retry_after`: seconds after which to try again."""
 
     def __init__(self, message: str, retry_after: float = 1.0):
         self.retry_after = retry_after
@@ -53,15 +53,15 @@ class CapacityError(JPagedError):
 
 
 class ModelLoadError(JPagedError):
-    """A model cannot be loaded. The message names the file, the tensor or key, and the remedy."""
+    """A model cannot be loaded. The message names the file, the tensor or key, and what to change."""
 
 
 class EngineError(JPagedError):
-    """The engine cannot go on: a bug in jpaged, or a device that failed."""
+    """The engine failed: a bug in jpaged, or a device error."""
 
 
 def unknown_field(parameter: str, name: object, value: object, known: Iterable[str]) -> RequestError:
-    """For a field that `parameter`, a mapping of fields, does not have; with the known one that is most alike."""
+    """Make the error for a field that the mapping `parameter` does not have. It suggests the most similar field."""
     known = list(known)
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(known)

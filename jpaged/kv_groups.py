@@ -1,36 +1,36 @@
-"""Layers in groups that share one pool of pages: who is in which group, and how many blocks a request needs of it.
+"""KV groups: layers that share block tables over one pool of pages, and the blocks that a request needs.
 
-1. Layers are of one *kind* when they keep the KV of the same positions: those with the same sliding window, or with
-   none.
-2. The layers of a kind are cut into groups of at most `num_arrays`. The j-th layer of every group has its KV in page
-   array j. So a block is one page in each of these arrays, any group can use any block, and one pool serves all kinds.
-3. Each group has its own block table a request. A group with a window gives back what lies behind it.
+1. Layers are of one *kind* if they keep KV of the same positions: all with the same sliding window, or all without one.
+2. The layers of a kind are cut into KV groups of at most `num_arrays` layers. Layer j of every KV group stores its KV
+   in page array j. A block is one page in each array, so any KV group can use any block, and one pool serves all kinds.
+3. A request has one block table per KV group. A KV group with a window frees the blocks before the window.
 
-Layers of one kind only are one group with an array a layer. The design is that of vLLM's hybrid KV cache manager.
+If all layers are of one kind, there is one KV group with one page array per layer. The design is that of vLLM's hybrid
+KV cache manager.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-# Block tables a request. Each costs the host what one table costs, at every block that a request begins.
+# Most block tables of a request. The host's work for each new block grows with their number.
 MAX_GROUPS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVPlace:
-    """Where a layer's KV lies."""
+    """KV group and page array of a layer."""
 
-    group: int  # whose block tables lead to it
-    array: int  # the page array that it lies in
+    group: int  # index of the KV group
+    array: int  # index of the page array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVGroups:
-    """All layers of a model in their groups."""
+    """KV groups of a model."""
 
-    windows: tuple[int | None, ...]  # one a group: how many keys a query sees, itself included; None = all before it
-    places: tuple[KVPlace, ...]      # one a layer
-    num_arrays: int                  # page arrays: layers of a group, the last group of a kind may have fewer
+    windows: tuple[int | None, ...]  # by KV group: number of keys that a query sees, itself included; None = all
+    places: tuple[KVPlace, ...]      # by layer
+    num_arrays: int                  # page arrays; the last KV group of a kind may have fewer layers
 
     def __str__(self) -> str:
         names = ["full attention" if window is None else f"a window of {window:,}" for window in self.windows]
@@ -39,46 +39,47 @@ class KVGroups:
 
 
 def group_layers(windows: Sequence[int | None], max_model_len: int) -> KVGroups:
-    """The groups of a model's layers, given the sliding window of each.
+    """Cut layers into KV groups. windows: sliding window of each layer.
 
-    The size of a group is the one with which a request of max_model_len tokens takes the fewest page places, unused
-    ones included, among sizes that give at most MAX_GROUPS groups; of equals the largest. Mostly that is the count of
-    the rarest kind, which vLLM takes; but where one layer of 32 has no window, that would be 32 groups.
+    A KV group has `size` layers. Among the sizes that give at most MAX_GROUPS KV groups, the one is chosen with which a
+    request of max_model_len tokens takes the fewest pages, unused pages included; of equal ones the largest. Mostly
+    that is the count of the rarest kind, which vLLM uses. With one layer of 32 without a window, vLLM's rule would give
+    32 KV groups.
     """
-    # A window that hides nothing is none. Layers whose pages have another shape would be another kind: its place is
-    # here, in what `layers` is keyed by.
+    # A window of max_model_len or more hides nothing. Layers whose pages have another shape would be another kind: to
+    # support them, add the shape to the keys of `layers`.
     kinds = [None if window is None or window >= max_model_len else window for window in windows]
     layers = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
 
     def num_groups(size: int, kind: int | None) -> int:
         return -(-len(layers[kind]) // size)
 
-    def token_places(size: int) -> int:
+    def num_token_slots(size: int) -> int:
         return size * sum(num_groups(size, kind) * (max_model_len if kind is None else kind) for kind in layers)
 
     most = max(MAX_GROUPS, len(layers))
     sizes = range(max(map(len, layers.values())), 0, -1)
     allowed = [size for size in sizes if sum(num_groups(size, kind) for kind in layers) <= most]
-    size = min(allowed, key=token_places)  # the first of equals, which is the largest
-    groups: list[int | None] = []
+    size = min(allowed, key=num_token_slots)  # of equal sizes the first, which is the largest
+    group_windows: list[int | None] = []
     places: dict[int, KVPlace] = {}
     for kind, members in layers.items():
         for index, layer in enumerate(members):
             if index % size == 0:
-                groups.append(kind)
-            places[layer] = KVPlace(len(groups) - 1, index % size)
-    return KVGroups(tuple(groups), tuple(places[layer] for layer in range(len(kinds))), size)
+                group_windows.append(kind)
+            places[layer] = KVPlace(len(group_windows) - 1, index % size)
+    return KVGroups(tuple(group_windows), tuple(places[layer] for layer in range(len(kinds))), size)
 
 
 def window_blocks(window: int, chunk: int, block_size: int) -> int:
-    """Most blocks that hold a chunk of so many tokens and what its first one sees, wherever in a block they begin."""
+    """Most blocks that a chunk and the window before its first token span, for any offset within a block."""
     return -(-(window - 1 + chunk - 1) // block_size) + 1
 
 
 def most_blocks(windows: Sequence[int | None], num_tokens: int, *, chunk: int, block_size: int) -> int:
-    """Most blocks of all groups that a request of so many tokens holds at a time.
+    """Most blocks that a request of `num_tokens` tokens holds at a time, in all KV groups together.
 
-    chunk: most tokens of it that one step computes.
+    windows: by KV group. chunk: most tokens of the request that one step computes.
     """
     whole = -(-num_tokens // block_size)
     return sum(whole if w is None else min(whole, window_blocks(w, chunk, block_size)) for w in windows)

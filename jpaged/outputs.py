@@ -1,4 +1,4 @@
-"""What a caller gets back: one RequestOutput a prompt, and the engine's own figures."""
+"""Results of requests, one `RequestOutput` per prompt, and the engine's statistics."""
 
 import dataclasses
 from typing import Any, Generic, TypeVar
@@ -8,27 +8,27 @@ from jpaged.answers.answer import ParsedAnswer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's place in the model's own distribution, before temperature and filters."""
+    """A token's log-probability. `EngineConfig.logprobs_mode` names the distribution."""
 
     logprob: float             # natural logarithm
     rank: int | None = None    # 1 = most likely
-    decoded_token: str | None = None  # None where the request does not detokenise; half a character is U+FFFD
-    token_bytes: bytes | None = None  # what it stands for, exactly; None where the tokenizer does not tell
+    decoded_token: str | None = None  # None without detokenisation; an incomplete character is U+FFFD
+    token_bytes: bytes | None = None  # the token's exact bytes; None if the tokenizer does not provide them
 
 
 @dataclasses.dataclass(slots=True)
 class CompletionOutput:
-    """One answer to a prompt, as far as it has come.
+    """One answer to a prompt: everything generated so far.
 
-    finish_reason: None while it runs, then 'stop', 'length', 'repetition', 'abort', or 'error': its text or its grammar
-                   could not be gone on with.
-    stop_reason:   the string out of `stop`, or the id out of `stop_token_ids`, that ended it; None at the model's own
-                   end-of-sequence id and at a grammar's end. Of an error that the request's grammar made: what it is.
-    logprobs:      one dict a token, from token id to Logprob: the most likely ones asked for, and the token itself.
-    text_offsets:  with logprobs: characters of the answer before each token. One that begins inside of a character has
-                   that character's; those of a stop string that is cut off, as if it were there.
-    With output_kind DELTA, text, token_ids, logprobs and text_offsets hold what is new.
-    message:       of `LLM.chat` with tools or a reasoning parser: the text as content, reasoning and tool calls.
+    finish_reason: None while it runs, then 'stop', 'length', 'repetition', 'abort', or 'error'. 'error' means that its
+                   text or its grammar failed.
+    stop_reason:   the string of `stop`, or the id of `stop_token_ids`, that ended the answer. None at the model's own
+                   end-of-sequence id and at a grammar's end. If the request's grammar failed: the error.
+    logprobs:      one dict per token, from token id to Logprob: the token itself, and the requested most likely tokens.
+    text_offsets:  with logprobs: number of characters of the answer before each token. A token that begins inside a
+                   character has that character's offset. Offsets count a stop string even where it is cut off.
+    message:       from `LLM.chat` with tools or a reasoning parser: the text as content, reasoning and tool calls.
+    With output_kind DELTA, text, token_ids, logprobs and text_offsets have only what is new.
     """
 
     index: int
@@ -42,11 +42,11 @@ class CompletionOutput:
     message: ParsedAnswer | None = None
 
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Return True if the answer is complete."""
         return self.finish_reason is not None
 
     def followed_by(self, later: "CompletionOutput") -> "CompletionOutput":
-        """This and a later one of the same answer, both with output_kind DELTA, as one."""
+        """Join this output with the next one of the same answer, both with output_kind DELTA."""
         return dataclasses.replace(
             later,
             text=self.text + later.text,
@@ -62,7 +62,7 @@ def _joined(first: list[Any] | None, second: list[Any] | None) -> list[Any] | No
 
 @dataclasses.dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request: seconds on the clock of `time.monotonic()`, None for what has not happened."""
+    """Times of a request's events, in seconds of `time.monotonic()`; None until the event has happened."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -73,20 +73,21 @@ class RequestMetrics:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first token's arrival on the host."""
+        """Seconds from the request's arrival to its first token on the host; None before that."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its answers so far. `num_cached_tokens` of the prompt were not computed: a prefix hit.
+    """A prompt and its answers so far.
 
-    prompt_logprobs: where they were asked for one entry a token of the prompt, as `CompletionOutput.logprobs`; None for
-                     the first, which nothing predicts.
+    num_cached_tokens: prompt tokens that a prefix hit saved computing.
+    prompt_logprobs:   if requested, one entry per prompt token, like `CompletionOutput.logprobs`. The first entry is
+                       None: no token precedes it.
     """
 
     request_id: str
-    prompt: str | None  # None where the prompt was given as token ids
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
@@ -95,7 +96,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def followed_by(self, later: "RequestOutput") -> "RequestOutput":
-        """This and a later one, both with output_kind DELTA, as one: for a reader who was not there for this one."""
+        """Join this output with the next one, both with output_kind DELTA: for a reader that did not read this one."""
         answers = {answer.index: answer for answer in self.outputs}
         for answer in later.outputs:
             before = answers.get(answer.index)
@@ -105,7 +106,7 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoreOutput:
-    """How likely the model finds a text: of each token but the first, behind all tokens before it."""
+    """How likely the model finds a text: each token but the first, given all tokens before it."""
 
     prompt_token_ids: list[int]
     logprobs: list[float]  # natural logarithms, of prompt_token_ids[1:]
@@ -113,7 +114,7 @@ class ScoreOutput:
 
     @property
     def cumulative_logprob(self) -> float:
-        """Of the whole text behind its first token."""
+        """Log-probability of the whole text, given its first token."""
         return sum(self.logprobs)
 
 
@@ -125,19 +126,19 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Its numbers."""
+        """Length of the embedding."""
         return len(self.embedding)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """What a classifier says: one number a label, in the order of the checkpoint's id2label."""
+    """A classifier's result: one number per label, in the order of the checkpoint's id2label."""
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """Labels."""
+        """Number of labels."""
         return len(self.probs)
 
 
@@ -146,12 +147,15 @@ PooledT = TypeVar("PooledT")
 
 @dataclasses.dataclass(slots=True)
 class PoolingRequestOutput(Generic[PooledT]):
-    """A prompt and what was made of its last hidden state. `num_cached_tokens` of it were not computed."""
+    """A prompt and the result of a pooling model.
+
+    num_cached_tokens: prompt tokens that a prefix hit saved computing.
+    """
 
     request_id: str
-    prompt: str | None  # None where the prompt was given as token ids
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
-    outputs: PooledT    # EmbeddingOutput or ClassificationOutput; the engine gives None for a request that was aborted
+    outputs: PooledT    # EmbeddingOutput or ClassificationOutput; None if the request was aborted
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
@@ -159,25 +163,25 @@ class PoolingRequestOutput(Generic[PooledT]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Figures of one engine. Counters and the peak count from start or from the last `reset_stats()`."""
+    """Statistics of one engine. Counters and the peak start at zero, also after `reset_stats()`."""
 
     num_blocks: int            # blocks of the KV pool
-    block_size: int            # tokens in one of them
-    used_blocks: int           # blocks that running requests hold now; a shared one counts once
-    peak_used_blocks: int      # the most that it was
-    num_running: int           # requests that hold a row now
-    num_waiting: int           # requests that wait for one now
+    block_size: int            # tokens per block
+    used_blocks: int           # blocks that requests own now; a shared block counts once
+    peak_used_blocks: int      # maximum of used_blocks
+    num_running: int           # requests that own a row now
+    num_waiting: int           # requests that wait for a row now
     steps: int                 # steps dispatched
-    prompt_tokens: int         # prompt tokens of requests that were started
-    prefix_hit_tokens: int     # of these, tokens whose KV was there already
+    prompt_tokens: int         # prompt tokens of started requests
+    prefix_hit_tokens: int     # those of prompt_tokens whose KV was found in the prefix index
     generated_tokens: int      # tokens sampled and kept
-    finished_requests: int     # requests that ended, in whatever way
-    preemptions: int           # times a running request gave its blocks back: for an older one, or to be computed anew
-    recomputed_tokens: int     # tokens computed once more because of that
-    kv_waste: float            # slots of running requests' blocks that hold no token: a share, averaged over steps
-    compiles_after_ready: int  # programs compiled after ready: 0, or something is wrong
-    copied_blocks: int = 0     # copy-on-write: blocks that were shared with a fork and written to
-    blocks_to_host: int = 0    # blocks whose content went to the host tier
-    blocks_to_device: int = 0  # blocks whose content came back from there
-    host_slots: int = 0        # blocks that the host tier has room for
-    used_host_slots: int = 0   # blocks that are there now
+    finished_requests: int     # requests that ended, for any reason
+    preemptions: int           # times that a running request lost its row and blocks
+    recomputed_tokens: int     # tokens computed again after a preemption
+    kv_waste: float            # fraction of slots in running requests' blocks without a token, averaged over steps
+    compiles_after_ready: int  # programs compiled after the engine was ready; not 0 is a bug
+    copied_blocks: int = 0     # shared blocks copied before a write (copy on write)
+    blocks_to_host: int = 0    # blocks copied to the host tier
+    blocks_to_device: int = 0  # blocks copied back from the host tier
+    host_slots: int = 0        # capacity of the host tier, in blocks
+    used_host_slots: int = 0   # blocks in the host tier now

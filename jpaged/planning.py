@@ -1,9 +1,9 @@
-"""What an engine will take of a device, before there is one: `jpaged plan`, and the same for Python.
+"""Plan an engine's memory without a device: `jpaged plan`, and `plan` for Python.
 
-1. The model's config (and the headers of its files, where they are there) gives the spec. No weight is read.
-2. The device is the one that JAX has, or a `Target`: a kind of device, compiled for by JAX's compiler for it.
-3. `runtime.blueprint`, with which an engine starts too, compiles the largest program, reads its temporaries off, and
-   fits the pool. Where that compiler is not installed they are estimated, and the plan says so.
+1. The model's config, and the headers of its files if present, give the spec. No weight is read.
+2. The device is JAX's own, or a `Target`: a kind of device that JAX has a compiler for.
+3. `runtime.blueprint`, which an engine starts with too, compiles the largest program, reads its temporaries and fits
+   the pool. Without an installed compiler the temporaries are estimated, and the plan says so.
 """
 
 import contextlib
@@ -13,11 +13,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jpaged.build import engine_config
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.frontend.engine_options import engine_config
 
 if TYPE_CHECKING:
+    import jax
+
+    from jpaged.loading.described import DescribedModel
     from jpaged.runtime.blueprint import Blueprint
     from jpaged.runtime.memory import MemoryPlan
     from jpaged.runtime.targets import Target
@@ -30,7 +33,7 @@ _UNITS = {"": 1, "B": 1} | {
     for unit, base in (("iB", 1024), ("B", 1000))
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-ASSUMED = "h200"  # the kind of device that a memory alone stands for
+ASSUMED = "h200"  # kind of device if only its memory is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,46 +43,46 @@ class Row:
     name: str
     num_bytes: int
     note: str = ""
-    parts: tuple["Row", ...] = ()  # what it consists of
+    parts: tuple["Row", ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Temporaries:
-    """Device memory that the largest program takes while it runs."""
+    """Device memory that the largest program allocates while it runs."""
 
     num_bytes: int
-    measured: bool  # read off the compiled program; else estimated from the shapes
-    program: str    # the one that takes the most
-    how: str        # compiled for what, or why it is only an estimate
+    measured: bool  # read from the compiled program; else estimated from the shapes
+    program: str    # the program with the most temporaries
+    how: str        # kind of device that it was compiled for, or the reason for the estimate
 
 
 @dataclasses.dataclass(frozen=True)
 class EnginePlan:
-    """Where the bytes of a device go when an engine starts on it, and what that leaves for requests."""
+    """Use of a device's memory by an engine, and the requests that it leaves room for."""
 
     model: str
     dtype: str
     device: str
-    device_bytes: int | None       # None: CPU, where the engine does not go by what there is
-    taken_bytes: int               # of the device, by others
-    usable_bytes: int | None       # what the options let the engine take, what is taken already included
+    device_bytes: int | None  # None: CPU, where the pool does not depend on it
+    taken_bytes: int          # in use by other programs
+    usable_bytes: int | None  # most bytes that the options allow to be in use, taken_bytes included
     weight_parts: dict[str, int]
     temporaries: Temporaries
-    memory: "MemoryPlan | None"    # None: it does not fit
-    problem: str | None            # why, as the engine would say it
-    largest_max_model_len: int | None  # that fits, whatever was asked for; None: not one block does
-    requests: tuple[tuple[int, int], ...]  # tokens of a request, how many of them run at once
-    memory_is_capped: bool         # by kv_cache_memory_bytes
-    host_blocks: int               # that swap_space holds, in the host's memory
+    memory: "MemoryPlan | None"            # None: the engine does not fit
+    problem: str | None                    # the engine's error message if it does not fit
+    largest_max_model_len: int | None      # that fits, independent of the option; None: not one block fits
+    requests: tuple[tuple[int, int], ...]  # (tokens of a request, number of such requests that run at once)
+    memory_is_capped: bool                 # by kv_cache_memory_bytes
+    host_blocks: int                       # blocks that fit into swap_space
 
     @property
     def weight_bytes(self) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return sum(self.weight_parts.values())
 
     @property
     def rows(self) -> list[Row]:
-        """The table: on an accelerator the rows sum up to its memory, where the engine fits."""
+        """The table of bytes. On an accelerator the rows add up to its memory, if the engine fits."""
         parts = tuple(Row(name, size) for name, size in self.weight_parts.items())
         rows = [Row("weights", self.weight_bytes, self.dtype, parts)]
         how = "measured" if self.temporaries.measured else "ESTIMATED"
@@ -88,7 +91,7 @@ class EnginePlan:
         plan = self.memory
         if plan is not None:
             limits = plan.limits
-            tables = len(limits.groups.windows)
+            tables = len(limits.kv_groups.windows)
             each = f"{limits.max_num_seqs} rows, {tables} block table{'s'[: tables - 1]} of {limits.width:,} each"
             rows.append(Row("request table", plan.table_bytes, each))
             blocks = f"{plan.num_blocks:,} blocks of {limits.block_size} tokens, {plan.block_bytes:,} bytes each"
@@ -127,19 +130,21 @@ def plan(
     device_memory: int | None = None,
     request_lens: Sequence[int] = (),
 ) -> EnginePlan:
-    """Plan an engine's memory. Reads no weights, and takes no memory of a device.
+    """Plan an engine's memory. Reads no weights, and allocates no device memory.
 
-    model:         a folder, a config.json, a .gguf file, a hub id (of which the config is fetched), or demo.
-    options:       the engine's (`EngineConfig`).
-    target:        a name of `runtime.targets.TARGETS`; None: with device_memory an NVIDIA GPU, else JAX's device.
-    device_memory: bytes; None: the target's own.
-    request_lens:  tokens of requests to count; () = some powers of two, and max_model_len.
-    Raises RequestError for a bad argument, ModelLoadError for a model or an option that the engine would refuse.
+    model:         a folder, a config.json, a .gguf file, a hub id (only its config is downloaded), or demo.
+    options:       of the engine (`EngineConfig`).
+    target:        a name in `runtime.targets.TARGETS`. None = an NVIDIA GPU if device_memory is given, else JAX's.
+    device_memory: bytes; None = the target's own.
+    request_lens:  lengths in tokens, to count how many requests run at once; () = powers of two, and max_model_len.
+    Raises RequestError for a bad argument, and ModelLoadError for a model or an option that the engine would refuse.
     """
     config = engine_config(model, options or {})
     if device_memory is not None and target == "cpu":
         raise RequestError(
-            "device_memory", device_memory, "has no meaning on CPU: there the pool is what kv_cache_memory_bytes says"
+            "device_memory",
+            device_memory,
+            "has no meaning on CPU, where kv_cache_memory_bytes sets the pool: leave it out",
         )
     for length in request_lens:
         if length < 1:
@@ -160,42 +165,41 @@ def plan(
 
 
 def _plan(
-    config: EngineConfig, described: Any, target: "Target | None", called: str | None, lengths: tuple[int, ...]
+    config: EngineConfig,
+    described: "DescribedModel",
+    target: "Target | None",
+    device_name: str | None,
+    lengths: tuple[int, ...],
 ) -> EnginePlan:
     import jax
 
     from jpaged.models.spec import param_shapes
     from jpaged.runtime import memory
-    from jpaged.runtime.blueprint import Blueprint
-    from jpaged.runtime.targets import device_of
+    from jpaged.runtime.blueprint import Blueprint, ServedModel
+    from jpaged.runtime.placement import Placement
 
     if target is None:
         memory.claim_gpu_memory(config)
-    here = jax.devices()[0] if target is None else None
-    device = here if target is None else device_of(target)
-    sharding = None
-    if here is not None:
-        sharding = jax.sharding.SingleDeviceSharding(here)
-    elif target is not None and target.missing is None:
-        sharding = target.sharding()
+        device = jax.devices()[0]
+        placement = Placement.single(device)
+    else:
+        device, placement = None, Placement.for_target(target)
     params = param_shapes(described.spec, described.dtype)
-    blueprint = Blueprint.draw(
-        described.spec, config, params, device, sharding=sharding, masked=described.masked
-    )
-    device_bytes, taken = _memory_of(here, target)
+    blueprint = Blueprint.draw(ServedModel(described.spec, params, masked=described.masked), config, placement)
+    device_bytes, taken = _memory_of(device, target)
     usable = None
     if device_bytes is not None:
-        left = None if here is None else memory.free_device_bytes(here, config)
+        left = None if device is None else memory.free_device_bytes(device, config)
         usable = memory.usable_bytes(device_bytes, config) if left is None else taken + left
     weights = memory.tree_bytes(params)
     free = None if usable is None else max(0, usable - taken - weights)
     temporaries = _temporaries(blueprint, target, config, free)
     fitted, problem = None, None
     try:
-        fitted = blueprint.fit(temp_bytes=temporaries.num_bytes, free_bytes=free)
+        fitted = blueprint.fit(temp_bytes=temporaries.num_bytes, free_bytes=free).memory_plan
     except ModelLoadError as error:
         problem = str(error)
-    name = called or blueprint.device.device_kind
+    name = device_name or placement.device.device_kind
     return EnginePlan(
         model=described.name,
         dtype=described.dtype.name,
@@ -214,35 +218,36 @@ def _plan(
     )
 
 
-def _memory_of(here: Any, target: "Target | None") -> tuple[int | None, int]:
-    """Bytes of the device and how many of them are taken; None on CPU and where the back end does not tell."""
+def _memory_of(device: "jax.Device | None", target: "Target | None") -> tuple[int | None, int]:
+    """Bytes of the device, and bytes in use; None on CPU, and if the back end does not report them."""
     if target is not None:
         return target.memory_bytes, 0
     from jpaged.runtime.memory import device_bytes
 
-    return device_bytes(here) or (None, 0)
+    found = None if device is None else device_bytes(device)
+    return found or (None, 0)
 
 
 def _temporaries(
     blueprint: "Blueprint", target: "Target | None", config: EngineConfig, free: int | None
 ) -> Temporaries:
-    """Read off the compiled program where there is a compiler and it can be of use, else estimated."""
+    """Temporaries of the compiled program. Estimated if there is no compiler, or if the weights do not fit."""
     from jpaged.runtime.compile_cache import persistent_cache
     from jpaged.runtime.estimate import estimate_temporaries
 
-    kind = blueprint.device.device_kind
+    kind = blueprint.placement.device.device_kind
     if target is not None and target.missing is not None:
         why = f"{target.missing}, whose compiler needs no device, is not installed"
     elif free == 0:
         why = "the weights alone do not fit, so nothing was compiled"
     else:
-        # What is compiled for a device that is not there cannot be read back from the cache.
+        # The cache can store programs for a device that is not present, but cannot load them.
         cached = contextlib.nullcontext() if target is not None else persistent_cache(config.compilation_cache_dir)
         tracing = contextlib.nullcontext() if target is None else target.tracing()
         try:
             with cached, tracing:
                 shape, num_bytes = blueprint.largest_temporaries(free)
-        except Exception as error:  # of XLA's own kinds: above all a program that the target has no memory for
+        except Exception as error:  # XLA's own errors: mostly a program that does not fit into the target's memory
             why = f"its compiler refused the program: {str(error).strip().splitlines()[0][:200]}"
             logger.warning("%s: %s", kind, why)
         else:
@@ -253,13 +258,11 @@ def _temporaries(
 
 
 def _largest(blueprint: "Blueprint", temporaries: Temporaries, free: int | None) -> int | None:
-    """The largest max_model_len that fits; None where not one block does. The engine's own answer to that question."""
+    """The largest max_model_len that fits, computed as an engine would; None if not one block fits."""
     from jpaged.runtime.blueprint import Blueprint
 
-    anything = dataclasses.replace(blueprint.config, max_model_len=None)
-    open_ended = Blueprint.draw(
-        blueprint.spec, anything, blueprint.params, blueprint.device, layout=blueprint.layout
-    )
+    config = dataclasses.replace(blueprint.config, max_model_len=None)
+    open_ended = Blueprint.draw(blueprint.model, config, blueprint.placement)
     with _quietly(), contextlib.suppress(ModelLoadError):
         return open_ended.fit(temp_bytes=temporaries.num_bytes, free_bytes=free).limits.max_model_len
     return None
@@ -267,7 +270,7 @@ def _largest(blueprint: "Blueprint", temporaries: Temporaries, free: int | None)
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what `memory.fit` logs of a length that shrinks: here that is the answer, not news."""
+    """Suppress the warning of `memory.fit` about a max_model_len that shrinks: here it is the result."""
     log = logging.getLogger("jpaged.runtime.memory")
     before = log.disabled
     log.disabled = True
@@ -278,11 +281,11 @@ def _quietly() -> Iterator[None]:
 
 
 def _lengths(asked: tuple[int, ...], fitted: "MemoryPlan") -> list[int]:
-    """The lengths to count requests of: those asked for, else some powers of two and the longest."""
+    """Lengths of requests to count: those that were asked for, else powers of two and the longest."""
     longest = fitted.limits.max_model_len
     for length in asked:
         if length > longest:
-            raise RequestError("request_len", length, f"longer than max_model_len={longest}: shorten it")
+            raise RequestError("request_len", length, f"is longer than max_model_len={longest}: shorten it")
     if asked:
         return list(asked)
     powers = [4**n for n in range(5, 16) if 4**n < longest] or [2**n for n in range(16) if 2 * 2**n == longest]

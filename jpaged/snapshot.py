@@ -1,6 +1,6 @@
-"""What an engine holds at one moment, as plain data: who owns which block, who runs, who waits.
+"""State of an engine at one moment, as plain data: the owners of each block, the running and the waiting requests.
 
-There are no prompts, texts or token ids in it: requests go by their ids. Made by `jpaged.engine.inspect`.
+It contains no prompts, texts or token ids: requests are named by their ids. `jpaged.engine.inspect` makes it.
 """
 
 import dataclasses
@@ -11,65 +11,65 @@ class BlockOwner:
     """One entry of a request's block table."""
 
     request_id: str
-    sample: int  # which of the request's parallel samples
-    group: int   # of layers: a request has a block table in each
-    index: int   # place in that table: the block holds tokens index * block_size and on
+    sample: int  # index of the parallel sample in its request
+    group: int   # index of the KV group: a request has one block table per KV group
+    index: int   # index in the block table; the block's first token has position index * block_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockSnapshot:
     """A physical block.
 
-    It is *used* while somebody owns it, *cached* if it is free and still has what its prefix hash says, else *empty*.
+    A block with an owner is *used*. A free block that the prefix index knows is *cached*. Any other block is *empty*.
     """
 
     block: int
     ref_count: int
-    owners: tuple[BlockOwner, ...]  # as many as ref_count says, or the books are wrong
-    prefix_hash: str | None         # of a full block that the prefix index knows: its SHA-256 in hexadecimal
-    last_use: int | None            # the engine's last step for an owner: the latest while it is used; None = never
-    tokens: int                     # slots whose KV is there, or will be by the end of the step that runs
+    owners: tuple[BlockOwner, ...]  # ref_count of them; another number is a bug
+    prefix_hash: str | None         # SHA-256 in hexadecimal, of a full block that the prefix index knows
+    last_use: int | None            # last step in which the block had an owner; None: never
+    tokens: int                     # slots with KV, counting those that the running step writes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """A request, or one of its parallel samples, in the table or in the queue."""
+    """A request, or one of its parallel samples, in the request table or in the queue."""
 
     request_id: str
     sample: int
-    status: str            # in the table prefill or decode, in the queue waiting or preempted
-    row: int | None        # of the request table; None in the queue
+    status: str            # prefill or decode in the request table; waiting or preempted in the queue
+    row: int | None        # in the request table; None in the queue
     priority: int
     prompt_tokens: int
     output_tokens: int     # sampled so far
-    computed_tokens: int   # of these, tokens whose KV is there; 0 in the queue
-    cached_tokens: int     # of the prompt, found in the prefix cache at the start
-    num_blocks: int        # that it owns, shared ones included
+    computed_tokens: int   # tokens of prompt and output with KV; 0 in the queue
+    cached_tokens: int     # prompt tokens found in the prefix index at the start
+    num_blocks: int        # owned blocks, shared ones included
     preemptions: int
-    age_seconds: float     # since it arrived: of a request with status waiting, how long it waits
+    age_seconds: float     # since the request arrived
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """The KV pool in figures. used + cached + empty = num_blocks."""
+    """Totals of the KV pool. used_blocks + cached_blocks + empty_blocks = num_blocks."""
 
     num_blocks: int
-    block_size: int     # tokens in a block
-    num_groups: int     # block tables a request has
-    used_blocks: int    # somebody owns them
-    shared_blocks: int  # of these, blocks with more than one owner
-    cached_blocks: int  # free, and found by a prompt that begins alike
-    empty_blocks: int   # free, with nothing in them that is of use
-    references: int     # entries of all block tables: what would be used without sharing
+    block_size: int     # tokens per block
+    num_groups: int     # KV groups: block tables per request
+    used_blocks: int    # blocks with an owner
+    shared_blocks: int  # blocks with more than one owner
+    cached_blocks: int  # free blocks in the prefix index: a prompt with the same beginning reuses them
+    empty_blocks: int   # free blocks without reusable KV
+    references: int     # entries of all block tables: blocks that would be used without sharing
     used_tokens: int    # filled slots of used blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """An engine between two steps: its pool, every block of it, the request table, and the queue."""
+    """State of an engine between two steps: the KV pool, all its blocks, the request table and the queue."""
 
-    step: int                              # steps scheduled so far: the clock of `last_use`
+    step: int                              # steps scheduled so far; `last_use` counts the same steps
     pool: PoolSnapshot
-    blocks: tuple[BlockSnapshot, ...]      # all of them; blocks[i].block == i
-    running: tuple[RequestSnapshot, ...]   # in the order of arrival
+    blocks: tuple[BlockSnapshot, ...]      # blocks[i].block == i
+    running: tuple[RequestSnapshot, ...]   # in order of arrival
     waiting: tuple[RequestSnapshot, ...]   # in the order in which they will start

@@ -1,3 +1,3 @@
-"""The version: the one place where it stands; the build reads it from here."""
+"""The version of jpaged. The build reads it from this file."""
 
 __version__ = "0.1.0"

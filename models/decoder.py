@@ -1,18 +1,18 @@
 """The decoder: one transformer for every family, driven by a DecoderSpec.
 
-1. `decode` embeds the tokens, then runs the layers in an unrolled loop. Tokens of many requests lie behind each other
-   in one axis; only attention knows which belong together.
-2. Attention is handed in (`attend`): over KV pages when serving, dense and causal when training or checking. The
-   decoder threads `pages` through it, and never looks inside: layers may share an entry (`jpaged.kv_groups`).
-3. `lm_head` turns the hidden states that somebody wants logits of into logits; of a model that pools, into its result.
+1. `decode` embeds the tokens and runs the layers in an unrolled loop. The tokens of all requests are on one axis, and
+   only attention knows which of them belong to the same request.
+2. Attention is an argument (`attend`): over KV pages when serving, dense and causal for training and checks. `decode`
+   passes `pages` through and never looks inside. Layers may share an entry of `pages` (`jpaged.kv_groups`).
+3. `lm_head` turns hidden states into logits. For a model that pools it returns the pooled vector instead.
 
-Every layer is the same jitted function, so tracing and lowering cost one layer whatever the depth.
+All layers are calls of one jitted function, so tracing and lowering cost one layer at any depth.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,24 @@ from jpaged.kv_groups import KVPlace
 from jpaged.models import rope as rotary
 from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.latent import latent_queries_and_keys, latent_values
-from jpaged.models.layers import Params, add, feed_forward, normalise, product, softcap
-from jpaged.models.spec import AttentionOptions, DecoderSpec, Norm, NormPlace, QKNorm, Rope, WeightLayout
-from pallas_kernels.write_qkv.reference import finish
+from jpaged.models.layers import feed_forward, normalise, softcap
+from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
+from jpaged.models.spec import (
+    AttentionOptions,
+    DecoderSpec,
+    Norm,
+    NormPosition,
+    Params,
+    QKNorm,
+    Rope,
+    WeightLayout,
+)
+from pallas_kernels import norm_and_rope
 
-MIN_SCORES = 8  # labels that a classifier is computed for, at least
+MIN_SCORES = 8  # a classifier's scores are computed for at least this many labels
+
+Pages: TypeAlias = Any      # KV of one layer: KVPages when serving, None for training. Only `attend` looks inside
+Metadata: TypeAlias = Any   # pytree that tells `attend` which tokens belong together
 
 
 @functools.partial(
@@ -35,18 +48,18 @@ MIN_SCORES = 8  # labels that a classifier is computed for, at least
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """The product of a layer's input with its q, k and v matrices, and what has still to be done to it.
+    """Product of a layer's input with its q, k and v matrices, and the arrays that finish it: bias, norms, rope.
 
-    Not done yet, because serving does it in one kernel with the write into the pages; `finish` does it in jnp.
+    When serving, one kernel finishes the product and writes it into the pages. `finish` does the same in jnp.
     """
 
-    # [tokens, kv_heads, q_per_kv + 2, head_dim]; or (q, k, v), bias added. Latent attention: v is None
-    product: Any
-    bias: Any     # [kv_heads, q_per_kv + 2, head_dim] or None
-    q_norm: Any   # [head_dim] or None; k_norm likewise
-    k_norm: Any
-    cos: Any      # float32[tokens, half] or None; sin likewise
-    sin: Any
+    # [tokens, kv_heads, q_per_kv + 2, head_dim]; or (q, k, v) with the bias added. Latent attention: v is None
+    product: Array | tuple[Array, Array, Array | None]
+    bias: Array | None    # [kv_heads, q_per_kv + 2, head_dim]
+    q_norm: Array | None  # [head_dim]; k_norm likewise
+    k_norm: Array | None
+    cos: Array | None     # float32[tokens, half]; sin likewise
+    sin: Array | None
     norm_eps: float
 
     def finish(self) -> tuple[Array, Array, Array | None]:
@@ -56,7 +69,7 @@ class Projection:
         else:
             qkv = add(self.product, self.bias)
             q, k, v = qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3]), qkv[:, :, -2], qkv[:, :, -1]
-        q, k = finish(
+        q, k = norm_and_rope(
             q, k, cos=self.cos, sin=self.sin, q_norm=self.q_norm, k_norm=self.k_norm, norm_eps=self.norm_eps
         )
         return q, k, v
@@ -64,12 +77,12 @@ class Projection:
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention of one layer. Must be hashable and the same object from call to call: it is a static argument."""
+    """Attention of one layer. A static argument: it must be hashable, and the same object in every call."""
 
     def __call__(
-        self, projection: Projection, pages: Any, metadata: Any, options: AttentionOptions, sinks: Array | None
-    ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
-        """Finish the projection, store keys and values, attend, and give (output, pages). sinks: [heads] or None."""
+        self, projection: Projection, pages: Pages, metadata: Metadata, options: AttentionOptions, sinks: Array | None
+    ) -> tuple[Float[Array, "tokens heads head_dim"], Pages]:
+        """Finish the projection, store keys and values, and attend. Returns (output, pages). sinks: [heads] or None."""
         ...
 
 
@@ -78,34 +91,25 @@ def decode(
     params: Params,
     token_ids: Int[Array, " tokens"],
     positions: Int[Array, " tokens"],
-    pages: Sequence[Any],
-    metadata: Any,
+    pages: Sequence[Pages],
+    metadata: Metadata,
     attend: Attend,
     *,
     layout: WeightLayout = WeightLayout(),
     rope_lens: Int[Array, " tokens"] | None = None,
     real: Bool[Array, " tokens"] | None = None,
     places: Sequence[KVPlace] | None = None,
-) -> tuple[Float[Array, "tokens hidden"], tuple[Any, ...]]:
-    """Hidden states after the last layer (before the final norm: see `lm_head`), and the pages with the new KV.
+) -> tuple[Float[Array, "tokens hidden"], tuple[Pages, ...]]:
+    """Hidden states after the last layer, before the final norm, and the pages with the new KV.
 
-    token_ids, positions: ids in [0, vocab_size) and places in their own sequences; checked by the caller.
-    pages:     one entry a layer, whatever `attend` keeps there (None when it keeps nothing).
-    metadata:  a pytree that `attend` understands.
-    rope_lens: the sequence length that dynamic rope scaling and longrope go by, a token; only needed for those.
-    real:      which tokens are no padding, so that padding goes to no expert; None = all.
-    places:    of each layer, which entry of `pages` and of `metadata` are its own: pages are then one entry an array,
-               metadata is a sequence with one entry a group.
+    token_ids, positions: ids in [0, vocab_size), and positions in their sequences. The caller checks them.
+    pages:     one entry per layer, for `attend`. With `places`: one entry per page array.
+    metadata:  a pytree, for `attend`. With `places`: a sequence with one entry per KV group.
+    rope_lens: sequence length of each token, which dynamic rope scaling and longrope depend on. Other ropes ignore it.
+    real:      False for padding tokens, which go to no expert. None: no token is padding.
+    places:    per layer, its KV group and its page array.
     """
-    x = jnp.take(params["embed"], token_ids, axis=0, mode="clip")
-    if spec.embed_scale != 1:
-        x *= jnp.asarray(spec.embed_scale, x.dtype)
-    if "project_in" in params:
-        x = product(x, params["project_in"], "project_in" in layout.transposed)
-    if spec.embed_norm:
-        x = normalise(spec, x, params["embed_norm"], params.get("embed_norm_bias"))
-    if spec.learned_positions:
-        x += jnp.take(params["pos_embed"], positions + spec.position_offset, axis=0, mode="clip")
+    x = _embed(LayerContext(spec, layout, params), token_ids, positions)
     ropes = {rope for i in range(spec.num_layers) if (rope := spec.layer_rope(i)) is not None}
     angles = {rope: _rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
     if places is None:
@@ -114,9 +118,10 @@ def decode(
     for i, (matrices, place) in enumerate(zip(params["layers"], places, strict=True)):
         vectors = {name: params[name][i] for name in _LAYER_VECTORS if name in params}
         rope = spec.layer_rope(i)
+        cos, sin = (None, None) if rope is None else angles[rope]
         x, new_pages[place.array] = _layer(
-            matrices, vectors, x, None if rope is None else angles[rope], new_pages[place.array],
-            metadata[place.group], real, spec=spec, options=spec.attention(i), layout=layout, attend=attend,
+            x, LayerContext(spec, layout, {**matrices, **vectors}, cos, sin, real), new_pages[place.array],
+            metadata[place.group], options=spec.attention(i), attend=attend,
         )  # fmt: skip
     return x, tuple(new_pages)
 
@@ -128,36 +133,35 @@ def lm_head(
     *,
     layout: WeightLayout = WeightLayout(),
 ) -> Float[Array, "rows output"]:
-    """Final norm and output matrix: float32 logits of the given hidden states.
+    """float32 logits of the hidden states: final norm, then the output matrix.
 
-    Of a spec that pools: the normed states themselves, or a classifier's scores of its labels, in float32.
+    A model that pools has no output matrix. It gives the hidden states after the final norm, or a classifier's scores.
     """
-    x = hidden
-    if spec.final_norm:
-        x = normalise(spec, x, params["final_norm"], params.get("final_norm_bias"))
+    context = LayerContext(spec, layout, params)
+    x = normalise("final_norm", hidden, context) if spec.final_norm else hidden
     if "project_out" in params:
-        x = product(x, params["project_out"], "project_out" in layout.transposed)
+        x = linear("project_out", x, context)
     if spec.num_labels is not None:
-        # With one label XLA on CPU multiplies by a vector, and the last rows of an odd number of them get other bits.
-        score = jnp.pad(params["score"], ((0, max(0, MIN_SCORES - spec.num_labels)), (0, 0)))
-        return product(x, score, False, jnp.float32)[:, : spec.num_labels]
+        # One label would be a product with a vector, for which XLA on CPU gives the last of an odd number of rows
+        # other bits.
+        return linear("score", x, context, dtype=jnp.float32, min_outputs=MIN_SCORES)
     if spec.pools:
         return x.astype(jnp.float32)
-    name = "embed" if spec.tie_embeddings else "lm_head"
-    logits = product(x, params[name], name in layout.transposed, jnp.float32)
+    logits = linear("embed" if spec.tie_embeddings else "lm_head", x, context, dtype=jnp.float32)
     if spec.logit_divisor != 1:
         logits /= spec.logit_divisor
     return softcap(logits, spec.final_softcap)
 
 
 def dense_causal_attend(
-    projection: Projection, pages: Any, metadata: Int[Array, "batch length"], options: AttentionOptions,
+    projection: Projection, pages: Pages, metadata: Int[Array, "batch length"], options: AttentionOptions,
     sinks: Float[Array, " heads"] | None,
-) -> tuple[Float[Array, "tokens heads head_dim"], Any]:  # fmt: skip
-    """Attention inside equally long sequences that lie behind each other: for training and for checking.
+) -> tuple[Float[Array, "tokens heads head_dim"], Pages]:  # fmt: skip
+    """Attention within sequences of equal length, one after the other: for training and for checks.
 
-    metadata: any array of shape [batch, length], tokens = batch * length; only its shape is used.
-    Products and softmax are in float32 where q is, else the products are in q's dtype with float32 sums.
+    metadata: any array of shape [batch, length], with tokens = batch * length. Only its shape is used.
+
+    Products are in q's dtype with float32 sums. The softmax is in float32.
     """
     batch, length = metadata.shape
     q, k, v = projection.finish()
@@ -191,87 +195,93 @@ _LAYER_VECTORS = (
 )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "options", "layout", "attend"))
+def _embed(
+    context: LayerContext, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"]
+) -> Float[Array, "tokens hidden"]:
+    """Input of the first layer."""
+    spec, params = context.spec, context.params
+    x = jnp.take(params["embed"], token_ids, axis=0, mode="clip")
+    if spec.embed_scale != 1:
+        x *= jnp.asarray(spec.embed_scale, x.dtype)
+    if "project_in" in params:
+        x = linear("project_in", x, context)
+    if spec.embed_norm:
+        x = normalise("embed_norm", x, context)
+    if spec.learned_positions:
+        x += jnp.take(params["pos_embed"], positions + spec.position_offset, axis=0, mode="clip")
+    return x
+
+
+@functools.partial(jax.jit, static_argnames=("options", "attend"))
 def _layer(
-    matrices: Params,
-    vectors: Params,
     x: Float[Array, "tokens hidden"],
-    angles: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None,
-    pages: Any,
-    metadata: Any,
-    real: Bool[Array, " tokens"] | None,
+    context: LayerContext,
+    pages: Pages,
+    metadata: Metadata,
     *,
-    spec: DecoderSpec,
     options: AttentionOptions,
-    layout: WeightLayout,
     attend: Attend,
-) -> tuple[Float[Array, "tokens hidden"], Any]:
-    """One layer: attention and feed-forward, each with its norm and its residual sum."""
-    place = spec.norm_place
+) -> tuple[Float[Array, "tokens hidden"], Pages]:
+    """One layer: attention and the feed-forward network, each with its norms and its residual sum."""
+    spec = context.spec
 
-    def norm(name: str, x: Array, *places: NormPlace) -> Array:
-        """The layer's norm of that name, where this model has its norms there."""
-        return normalise(spec, x, vectors[name], vectors.get(f"{name}_bias")) if place in places else x
+    def norm(name: str, x: Array, *positions: NormPosition) -> Array:
+        """The norm `name`, if this model has a norm in one of these positions."""
+        return normalise(name, x, context) if spec.norm_position in positions else x
 
-    cos, sin = angles or (None, None)
-    normed = norm("attn_norm", x, NormPlace.PRE, NormPlace.SANDWICH)
-    projection = _project(spec, layout, matrices, vectors, normed, cos, sin)
-    out, pages = attend(projection, pages, metadata, options, vectors["sinks"] if spec.sinks else None)
+    normed = norm("attn_norm", x, NormPosition.PRE, NormPosition.SANDWICH)
+    sinks = context.params["sinks"] if spec.sinks else None
+    out, pages = attend(_project(normed, context), pages, metadata, options, sinks)
     if spec.latent is not None:
-        out = latent_values(spec.latent, matrices, out)
-    out = add(product(out.reshape(x.shape[0], -1), matrices["o"], "o" in layout.transposed), vectors.get("o_bias"))
-    attended = x + _scaled(spec, norm("attn_out_norm", out, NormPlace.SANDWICH, NormPlace.OUTPUT))
-    attended = norm("attn_norm", attended, NormPlace.POST)
+        out = latent_values(spec.latent, out, context)
+    out = linear_with_bias("o", out.reshape(x.shape[0], -1), context)
+    attended = x + _scaled(spec, norm("attn_out_norm", out, NormPosition.SANDWICH, NormPosition.OUTPUT))
+    attended = norm("attn_norm", attended, NormPosition.POST)
 
     if not spec.shared_norm:
         source = x if spec.parallel_residual else attended
-        normed = norm("mlp_norm", source, NormPlace.PRE, NormPlace.SANDWICH)
-    if spec.experts is not None and "router" in matrices:
-        h = sparse_feed_forward(spec, spec.experts, matrices, normed, real)
+        normed = norm("mlp_norm", source, NormPosition.PRE, NormPosition.SANDWICH)
+    if spec.experts is not None and "router" in context.params:
+        h = sparse_feed_forward(spec.experts, normed, context)
     else:
-        h = feed_forward(spec, layout, matrices, vectors, normed)
-    x = attended + _scaled(spec, norm("mlp_out_norm", h, NormPlace.SANDWICH, NormPlace.OUTPUT))
-    return norm("mlp_norm", x, NormPlace.POST), pages
+        h = feed_forward(normed, context)
+    x = attended + _scaled(spec, norm("mlp_out_norm", h, NormPosition.SANDWICH, NormPosition.OUTPUT))
+    return norm("mlp_norm", x, NormPosition.POST), pages
 
 
-def _project(
-    spec: DecoderSpec, layout: WeightLayout, matrices: Params, vectors: Params, x: Float[Array, "tokens hidden"],
-    cos: Array | None, sin: Array | None,
-) -> Projection:  # fmt: skip
+def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:
     """Queries, keys and values of a layer's input."""
-    if spec.latent is not None and cos is not None and sin is not None:
-        q, k = latent_queries_and_keys(spec.latent, matrices, vectors, x, cos, sin)
+    spec, params, cos, sin = context.spec, context.params, context.cos, context.sin
+    if spec.latent is not None:
+        q, k = latent_queries_and_keys(spec.latent, x, context)
         return Projection((q, k, None), None, None, None, None, None, spec.norm_eps)
-    qkv, bias = _qkv(spec, layout, matrices, vectors.get("qkv_bias"), x)
+    qkv, bias = _qkv(x, context)
     if spec.qk_norm is None:
         return Projection(qkv, bias, None, None, cos, sin, spec.norm_eps)
     if spec.qk_norm is QKNorm.HEAD:
-        gains = [vectors["q_norm"], vectors["k_norm"]]
+        gains = [params["q_norm"], params["k_norm"]]
         if spec.norm is Norm.RMS_OFFSET:
             gains = [1 + gain.astype(jnp.float32) for gain in gains]
         return Projection(qkv, bias, *gains, cos, sin, spec.norm_eps)
-    # a norm over all heads of a token: no kernel does that together with the write
+    # QKNorm.PROJECTION: a norm over all heads of a token, which no kernel combines with the write into the pages
     q, k, v = Projection(qkv, bias, None, None, None, None, spec.norm_eps).finish()
     q, k = (
-        normalise(spec, part.reshape(x.shape[0], -1), weight).reshape(part.shape)
-        for part, weight in ((q, vectors["q_norm"]), (k, vectors["k_norm"]))
+        normalise(name, part.reshape(x.shape[0], -1), context).reshape(part.shape)
+        for name, part in (("q_norm", q), ("k_norm", k))
     )
     return Projection((q, k, v), None, None, None, cos, sin, spec.norm_eps)
 
 
 def _qkv(
-    spec: DecoderSpec, layout: WeightLayout, matrices: Params, bias: Array | None, x: Float[Array, "tokens hidden"]
-) -> tuple[Any, Array | None]:
-    """A Projection's product, and the bias that it still needs."""
+    x: Float[Array, "tokens hidden"], context: LayerContext
+) -> tuple[Array | tuple[Array, Array, Array], Array | None]:
+    """A Projection's product, and the bias that is not added to it yet."""
+    spec, bias = context.spec, context.params.get("qkv_bias")
     tokens, q_per_kv = x.shape[0], spec.q_per_kv
-    if not layout.split_qkv:
-        weight = matrices["qkv"]
-        flat = product(x, weight.reshape(-1, weight.shape[-1]), transposed=False)
-        return flat.reshape(tokens, spec.num_kv_heads, q_per_kv + 2, spec.head_dim), bias
-    parts = [
-        product(x, matrices[n], n in layout.transposed).reshape(tokens, spec.num_kv_heads, -1, spec.head_dim)
-        for n in ("q", "k", "v")
-    ]
+    if not context.layout.split_qkv:
+        product = linear("qkv", x, context)
+        return product.reshape(tokens, spec.num_kv_heads, q_per_kv + 2, spec.head_dim), bias
+    parts = [linear(name, x, context).reshape(tokens, spec.num_kv_heads, -1, spec.head_dim) for name in ("q", "k", "v")]
     if bias is not None:
         cuts = (slice(q_per_kv), slice(q_per_kv, q_per_kv + 1), slice(q_per_kv + 1, None))
         parts = [add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
@@ -279,14 +289,14 @@ def _qkv(
 
 
 def _scaled(spec: DecoderSpec, x: Array) -> Array:
-    """What a block adds to the residual stream."""
+    """A block's output as it is added to the residual stream."""
     return x if spec.residual_scale == 1 else (x.astype(jnp.float32) * spec.residual_scale).astype(x.dtype)
 
 
 def _rope_angles(
     spec: DecoderSpec, rope: Rope, positions: Int[Array, " tokens"], rope_lens: Int[Array, " tokens"] | None
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
-    """cos and sin of every token's angles, float32, the scaling's attention factor multiplied in."""
+    """float32 cos and sin of every token's angles, times the attention factor of the rope scaling."""
     seq_len = positions + 1 if rope_lens is None else rope_lens
     if rope.scaling == "dynamic":
         frequencies, factor = rotary.dynamic_inv_freq(rope, spec.rope_dim, seq_len), 1.0

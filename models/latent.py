@@ -1,68 +1,50 @@
-"""Multi-head latent attention: keys and values of all heads are made from one small vector a token, and only that is
-kept (DeepSeek-V2, arXiv:2405.04434).
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the KV cache holds one small vector per token.
 
-Queries are brought into the latent space instead of keys and values out of it ("absorbed", section 2.1.2): attention
-then has one KV head, whose keys are the latent vector and the rotated part, and whose values are the latent vector.
+Keys and values of all heads are linear functions of this latent vector. The usual way computes them from it. Here the
+queries are brought into the latent space instead ("absorbed", section 2.1.2 of the paper). Attention then has one KV
+head: its key is the latent vector followed by the rotated part, and its value is the latent vector.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from jpaged.models.layers import Params, add, product
+from jpaged.models.linear import LayerContext, linear, linear_per_head, linear_with_bias
 from jpaged.models.spec import Latent
-from pallas_kernels.write_qkv.reference import rms_norm, rotate
+from pallas_kernels import apply_rope, rms_norm
 
-_EPS = 1e-6  # of the norms of latent vectors, whatever the config says of the others
+_EPS = 1e-6  # of the norms of latent vectors; the config's value is for the other norms
 
 
 def latent_queries_and_keys(
-    latent: Latent, matrices: Params, vectors: Params, x: Float[Array, "tokens hidden"],
-    cos: Float[Array, "tokens half"], sin: Float[Array, "tokens half"],
-) -> tuple[Float[Array, "tokens heads latent"], Float[Array, "tokens 1 latent"]]:  # fmt: skip
-    """Queries of every head and the one key of a token, [latent vector, rotated part]."""
+    latent: Latent, x: Float[Array, "tokens hidden"], context: LayerContext
+) -> tuple[Float[Array, "tokens heads latent"], Float[Array, "tokens 1 latent"]]:
+    """Queries of every head, and the one key of each token: [latent vector, rotated part]. The context has a rope."""
+    assert context.cos is not None
+    assert context.sin is not None
     tokens = x.shape[0]
     source = x
     if latent.q_rank is not None:
-        compressed = add(product(x, matrices["q_a"]), vectors.get("q_a_bias"))
-        source = rms_norm(compressed, vectors["q_a_norm"], _EPS)
-    q_b = matrices["q_b"]
-    q = product(source, q_b.reshape(-1, q_b.shape[-1])).reshape(tokens, *q_b.shape[:2])
-    kv = add(product(x, matrices["kv_a"]), vectors.get("kv_a_bias"))
-    key = rms_norm(kv[:, : latent.kv_rank], vectors["kv_a_norm"], _EPS)
-    turned_q = rotate(_halves(latent, q[..., latent.nope_dim :]), cos, sin)
-    turned_k = rotate(_halves(latent, kv[:, None, latent.kv_rank :]), cos, sin)
-    absorbed = _per_head(q[..., : latent.nope_dim], matrices["kv_b"][:, : latent.nope_dim], contract=1)
-    return jnp.concatenate([absorbed, turned_q], -1), jnp.concatenate([key[:, None], turned_k], -1)
+        compressed = linear_with_bias("q_a", x, context)
+        source = rms_norm(compressed, context.params["q_a_norm"], _EPS)
+    heads = context.params["q_b"].shape[0]
+    q = linear("q_b", source, context).reshape(tokens, heads, -1)
+    kv = linear_with_bias("kv_a", x, context)
+    key = rms_norm(kv[:, : latent.kv_rank], context.params["kv_a_norm"], _EPS)
+    rotated_q = apply_rope(_halves(latent, q[..., latent.nope_dim :]), context.cos, context.sin)
+    rotated_k = apply_rope(_halves(latent, kv[:, None, latent.kv_rank :]), context.cos, context.sin)
+    absorbed = linear_per_head(
+        "kv_b", q[..., : latent.nope_dim], context, part=slice(latent.nope_dim), transposed=True
+    )
+    return jnp.concatenate([absorbed, rotated_q], -1), jnp.concatenate([key[:, None], rotated_k], -1)
 
 
 def latent_values(
-    latent: Latent, matrices: Params, out: Float[Array, "tokens heads kv_rank"]
+    latent: Latent, out: Float[Array, "tokens heads kv_rank"], context: LayerContext
 ) -> Float[Array, "tokens heads v_dim"]:
-    """What attention gives in the latent space -> every head's values."""
-    return _per_head(out, matrices["kv_b"][:, latent.nope_dim :], contract=2)
+    """Each head's output, from the output of attention in the latent space."""
+    return linear_per_head("kv_b", out, context, part=slice(latent.nope_dim, None), transposed=False)
 
 
 def _halves(latent: Latent, x: Float[Array, "tokens heads rope"]) -> Float[Array, "tokens heads rope"]:
-    """Neighbours that are turned together -> the rotate-half form; q.k does not mind the order of its terms."""
+    """Interleaved pairs in rotate-half order. Queries and keys are permuted alike, so q.k stays the same."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1) if latent.interleaved else x
-
-
-def _per_head(
-    x: Float[Array, "tokens heads in"], weight: Float[Array, "heads a b"], contract: int
-) -> Float[Array, "tokens heads out"]:
-    """A product of every head with its own matrix."""
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-    def direct(x: Array, weight: Array) -> Array:
-        return lax.dot_general(x, weight, (((2,), (contract,)), ((1,), (0,))), precision=exact)
-
-    def by_rows(x: Array, weight: Array) -> Array:
-        turned = lax.optimization_barrier(weight.swapaxes(1, 2))
-        return lax.dot_general(x, turned, (((2,), (2,)), ((1,), (0,))), precision=exact)
-
-    if contract == 2:
-        out = direct(x, weight)
-    else:  # XLA's CPU products with [in, out] matrices have other bits from 64 rows on
-        out = lax.platform_dependent(x, weight, cpu=by_rows, default=direct)
-    return out.swapaxes(0, 1)

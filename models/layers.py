@@ -1,37 +1,23 @@
-"""What layers are made of: products, norms, non-linearities, and the dense feed-forward layer."""
-
-from typing import Any
+"""Parts of a layer that all models share: norms, activation functions, and the dense feed-forward network."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jpaged.models.spec import Activation, DecoderSpec, Norm, WeightLayout
-from pallas_kernels.write_qkv.reference import rms_norm
-
-Params = dict[str, Any]  # the tree of spec.param_shapes, or one layer's part of it
-
-
-def product(x: Array, weight: Array, transposed: bool = False, dtype: Any = None) -> Array:
-    """x [rows, in] times weight [out, in] ([in, out] if transposed); float32 is true float32 on every platform."""
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dims = (((1,), (0 if transposed else 1,)), ((), ()))
-    return lax.dot_general(x, weight, dims, precision=exact, preferred_element_type=dtype or x.dtype)
-
-
-def add(x: Array, bias: Array | None) -> Array:
-    """x, and a bias where there is one."""
-    return x if bias is None else x + bias
+from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
+from jpaged.models.spec import Activation, DecoderSpec, Norm
+from pallas_kernels import rms_norm
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """cap * tanh(x / cap), where there is a cap."""
+    """cap * tanh(x / cap); x if there is no cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def normalise(spec: DecoderSpec, x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """The model's norm over the last axis."""
+def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) -> Float[Array, "*lead width"]:
+    """The model's norm over the last axis, with the leaf `name` as its weights."""
+    spec, weight, bias = context.spec, context.params[name], context.params.get(f"{name}_bias")
     if spec.norm is Norm.RMS:
         return rms_norm(x, weight, spec.norm_eps)
     y = x.astype(jnp.float32)
@@ -45,7 +31,7 @@ def normalise(spec: DecoderSpec, x: Array, weight: Array, bias: Array | None = N
 
 
 def activate(spec: DecoderSpec, x: Array) -> Array:
-    """The non-linearity, in float32: bf16 transcendentals lose digits and do not lower in every kernel back end."""
+    """The activation function, in float32: bf16 transcendentals lose digits, and not every back end lowers them."""
     y = x.astype(jnp.float32)
     match spec.activation:
         case Activation.SILU:
@@ -60,37 +46,35 @@ def activate(spec: DecoderSpec, x: Array) -> Array:
 
 
 def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
-    """What goes into the last matrix of a gated feed-forward layer."""
+    """Input of the down projection of a gated feed-forward network: act(gated) * up."""
     if spec.swiglu_limit is None:
         return activate(spec, gated) * up
-    # gpt-oss: clamped, the up part shifted by one, and a sigmoid steeper than SiLU's
+    # gpt-oss: gate and up are clamped, one is added to up, and the sigmoid is steeper than SiLU's
     x, y = gated.astype(jnp.float32), up.astype(jnp.float32)
     x = jnp.minimum(x, spec.swiglu_limit)
     y = jnp.clip(y, -spec.swiglu_limit, spec.swiglu_limit)
     return ((y + 1) * x * jax.nn.sigmoid(spec.swiglu_alpha * x)).astype(gated.dtype)
 
 
-def feed_forward(
-    spec: DecoderSpec, layout: WeightLayout, matrices: Params, vectors: Params, x: Float[Array, "tokens hidden"]
-) -> Float[Array, "tokens hidden"]:
-    """The dense feed-forward layer."""
-    bias = vectors.get("up_bias")
+def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens hidden"]:
+    """The dense feed-forward network."""
+    spec = context.spec
     if not spec.gated:
-        h = activate(spec, add(product(x, matrices["up"], "up" in layout.transposed), bias))
+        return linear_with_bias("down", activate(spec, linear_with_bias("up", x, context)), context)
+    if context.layout.split_gate_up:
+        gated, up = linear("gate", x, context), linear("up", x, context)
     else:
-        if layout.split_gate_up:
-            gated, up = (product(x, matrices[n], n in layout.transposed) for n in ("gate", "up"))
-        else:
-            gated, up = gate_and_up(x, matrices["gate_up"])
-        if bias is not None:
-            gated, up = add(gated, bias[0]), add(up, bias[1])
-        h = gate(spec, gated, up)
-    return add(product(h, matrices["down"], "down" in layout.transposed), vectors.get("down_bias"))
+        gated, up = gate_and_up("gate_up", x, context)
+    bias = context.params.get("up_bias")
+    if bias is not None:
+        gated, up = add(gated, bias[0]), add(up, bias[1])
+    return linear_with_bias("down", gate(spec, gated, up), context)
 
 
 def gate_and_up(
-    x: Float[Array, "tokens hidden"], weight: Float[Array, "2 inter hidden"]
+    name: str, x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> tuple[Float[Array, "tokens inter"], Float[Array, "tokens inter"]]:
-    """Both products of a gated feed-forward layer, as one."""
-    both = product(x, weight.reshape(-1, weight.shape[-1]))
-    return both[:, : weight.shape[1]], both[:, weight.shape[1] :]
+    """Gate and up projections in one product, with the leaf `name` [2, inter, hidden]."""
+    both = linear(name, x, context)
+    width = both.shape[1] // 2
+    return both[:, :width], both[:, width:]

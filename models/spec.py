@@ -1,28 +1,32 @@
-"""DecoderSpec: everything the one decoder needs to know about a model, and the parameter tree that follows from it.
+"""DecoderSpec: everything that the decoder needs to know about a model, and the shapes of its parameters.
 
-A family (`families/`) makes a spec from a Hugging Face config. `param_shapes(spec)` is the engine's own parameter
-tree: what a loader fills, what the step reads, and what a trainer may hand over to be used without a copy.
+A family (`families/`) builds a spec from a Hugging Face config. `param_shapes(spec)` is the engine's parameter tree.
+Loaders fill this tree and the compiled step reads it. A trainer can pass its own arrays in this form without a copy.
 """
 
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+# A parameter tree, as `param_shapes` lists it: leaves by name; under "layers", a tuple with a dict of leaves per layer.
+# Leaves are jax.Array, np.ndarray or ShapeDtypeStruct, so the value type cannot be narrower than Any.
+Params: TypeAlias = dict[str, Any]
+
 
 class Norm(enum.Enum):
-    """Which normalisation."""
+    """Kind of normalisation."""
 
     RMS = "rms"            # x / rms(x) * w                       (Zhang & Sennrich 2019)
     RMS_OFFSET = "offset"  # x / rms(x) * (1 + w), all in float32 (Gemma, arXiv:2403.08295)
     LAYER = "layer"        # (x - mean) / std * w + b             (Ba et al. 2016)
 
 
-class NormPlace(enum.Enum):
-    """Where the norms of a layer stand, f being attention or the feed-forward layer."""
+class NormPosition(enum.Enum):
+    """Position of the norms in a layer. f is attention or the feed-forward network."""
 
     PRE = "pre"            # x + f(norm(x))
     POST = "post"          # norm(x + f(x))        (OPT-350m)
@@ -31,14 +35,14 @@ class NormPlace(enum.Enum):
 
 
 class QKNorm(enum.Enum):
-    """Over what queries and keys are normalised (RMS) before rope."""
+    """RMS norm of queries and keys, applied before rope."""
 
-    HEAD = "head"              # each head by itself, all with the same gains  (Qwen 3)
-    PROJECTION = "projection"  # all heads of a token together                 (OLMo 2)
+    HEAD = "head"              # over each head; all heads share one weight vector  (Qwen 3)
+    PROJECTION = "projection"  # over all heads of a token together                 (OLMo 2)
 
 
 class Activation(enum.Enum):
-    """Which non-linearity of the feed-forward layer."""
+    """Activation function of the feed-forward network."""
 
     SILU = "silu"
     GELU = "gelu"            # exact, with erf
@@ -51,85 +55,85 @@ class Rope:
     """Rotary position embedding (Su et al. 2021), rotate-half form."""
 
     theta: float = 10000.0
-    partial: float = 1.0      # the share of a head, from its first number on, that is turned
+    partial: float = 1.0      # share of each head that is rotated, counted from its first dimension
     scaling: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
     factor: float = 1.0
-    original_max_position: int = 0     # dynamic, llama3, yarn, longrope: the length the model was trained for
+    original_max_position: int = 0     # dynamic, llama3, yarn, longrope: length that the model was trained for
     low_freq_factor: float = 1.0       # llama3
     high_freq_factor: float = 4.0      # llama3
     beta_fast: float = 32.0            # yarn
     beta_slow: float = 1.0             # yarn
-    attention_factor: float | None = None  # yarn, longrope: None = from factor (or mscale)
+    attention_factor: float | None = None  # yarn, longrope; None: computed from factor (or mscale)
     mscale: float | None = None        # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True              # yarn: round the correction range outward to whole dimensions
-    short_factor: tuple[float, ...] = ()   # longrope: what each frequency is divided by within the trained length
-    long_factor: tuple[float, ...] = ()    # longrope: the same for sequences that are longer
+    short_factor: tuple[float, ...] = ()   # longrope: divisor of each frequency, for sequences up to the trained length
+    long_factor: tuple[float, ...] = ()    # longrope: the same for longer sequences
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """What attention of a layer does beside softmax(q.k) v. Static."""
+    """Static options of one layer's attention."""
 
-    scale: float                  # what q.k is multiplied by
-    window: int | None = None     # keys that a query sees, itself included
+    scale: float                  # factor of q.k
+    window: int | None = None     # number of keys that a query sees, itself included
     softcap: float | None = None  # c: scores become c * tanh(scores / c)
-    alibi_slopes: tuple[float, ...] | None = None  # one a query head: slope * (key - query position) is added
-    v_dim: int | None = None      # latent attention: values are so many first numbers of the keys
+    alibi_slopes: tuple[float, ...] | None = None  # one per query head: slope * (key - query position) is added
+    v_dim: int | None = None      # latent attention: values are the first v_dim numbers of the keys
 
 
-# Leaves that are float32 in a model of any dtype. What chooses experts: rounded to bfloat16, DeepSeek-V3's correction
-# sends one token in eight to other experts.
+# Leaves that are float32 whatever the model's dtype. `router_correction` takes part in choosing experts: DeepSeek-V3's,
+# rounded to bfloat16, sends one token in eight to other experts.
 FLOAT32_LEAVES = frozenset({"router_correction"})
 
 
 def leaf_dtype(name: str, dtype: Any) -> np.dtype:
-    """The dtype of a leaf in a model of some dtype."""
+    """The dtype of the leaf `name` in a model of this dtype."""
     return np.dtype(np.float32 if name in FLOAT32_LEAVES else dtype)
 
 
 class Scoring(enum.Enum):
-    """How a router turns its logits into scores."""
+    """Function that turns a router's logits into scores."""
 
     SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"  # each expert by itself (DeepSeek-V3)
+    SIGMOID = "sigmoid"  # (DeepSeek-V3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Mixture of experts: feed-forward layers of which each token uses a few (arXiv:1701.06538)."""
+    """Mixture of experts (arXiv:1701.06538): each token uses a few of `num` feed-forward networks."""
 
     num: int
     per_token: int
     intermediate_size: int       # of one expert
-    layers: tuple[bool, ...]     # which layers have experts; the others are dense
+    layers: tuple[bool, ...]     # per layer: True = it has experts, False = a dense feed-forward network
     scoring: Scoring = Scoring.SOFTMAX
-    renormalise: bool = False    # a token's weights are made to sum to one
-    scale: float = 1.0           # and are multiplied by this
+    renormalise: bool = False    # scale the weights of a token's experts to sum 1
+    scale: float = 1.0           # factor of the weights, after renormalisation
     bias: bool = False           # the router and the experts have biases (gpt-oss)
-    correction: bool = False     # scores get a bias for the choice, not for the weights (DeepSeek-V3)
-    expert_groups: int = 1       # neighbouring experts form expert groups; a token uses experts of its best groups only
-    expert_groups_per_token: int = 0  # expert groups that a token chooses from; 0 = all
-    expert_group_top: int = 1    # an expert group's score is the sum of this many of its best experts' scores
-    shared_size: int = 0         # width of the part that every token uses; 0 = none
-    shared_gate: bool = False    # that part is weighted by a sigmoid (Qwen2-MoE)
+    correction: bool = False     # a bias is added to the scores to choose experts, but not to weigh them (DeepSeek-V3)
+    expert_groups: int = 1       # neighbouring experts form this many expert groups
+    expert_groups_per_token: int = 0  # a token chooses among its best expert groups only, this many; 0 = all
+    expert_group_top: int = 1    # an expert group's score is the sum of its best scores, this many
+    shared_size: int = 0         # width of the shared expert, which every token uses; 0 = none
+    shared_gate: bool = False    # the shared expert's output is multiplied by a sigmoid gate (Qwen2-MoE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (arXiv:2405.04434). The spec's one KV head is [kv_rank + rope_dim] wide."""
+    """Multi-head latent attention (arXiv:2405.04434). The spec has one KV head, [kv_rank + rope_dim] wide."""
 
-    q_rank: int | None           # width that queries are made from; None: from the hidden state
-    kv_rank: int                 # width of what is kept of a token for keys and values
-    nope_dim: int                # of a head's queries and keys: the part without rotary embedding
-    rope_dim: int                # and the part with it
-    v_dim: int                   # of a head's values
-    interleaved: bool = True     # rotary embedding turns neighbours instead of halves
+    q_rank: int | None           # width of the compressed queries; None: queries come from the hidden state directly
+    kv_rank: int                 # width of the latent vector that is cached per token for keys and values
+    nope_dim: int                # per head: dimensions of queries and keys without rotary embedding
+    rope_dim: int                # per head: dimensions of queries and keys with rotary embedding
+    v_dim: int                   # per head: dimensions of the values
+    interleaved: bool = True     # rotary embedding pairs dimensions 2i and 2i + 1, not i and i + half
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSpec:
-    """One decoder-only transformer. Hashable: it is a static argument of the compiled step."""
+    """A decoder-only transformer. Hashable, because it is a static argument of compiled programs."""
 
     vocab_size: int
     hidden_size: int
@@ -138,89 +142,89 @@ class DecoderSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position: int            # the longest sequence the model takes
+    max_position: int            # longest sequence that the model takes, in tokens
     norm: Norm = Norm.RMS
     norm_eps: float = 1e-6
-    norm_place: NormPlace = NormPlace.PRE
-    parallel_residual: bool = False  # x + attention(norm(x)) + feed-forward(norm(x))  (GPT-NeoX)
-    shared_norm: bool = False    # both read the same norm, which puts them side by side as well (Falcon-7B)
-    embed_norm: bool = False     # a norm behind the embedding (Bloom)
+    norm_position: NormPosition = NormPosition.PRE
+    parallel_residual: bool = False  # x + attention(norm(x)) + feed_forward(norm(x))  (GPT-NeoX)
+    shared_norm: bool = False    # as parallel_residual, with one norm for both (Falcon-7B)
+    embed_norm: bool = False     # a norm after the embedding (Bloom)
     final_norm: bool = True
     activation: Activation = Activation.SILU
     gated: bool = True           # act(gate) * up, else act(up)
-    swiglu_limit: float | None = None  # both are clamped to it, and are combined as gpt-oss does, with this alpha
-    swiglu_alpha: float = 1.702
+    swiglu_limit: float | None = None  # gpt-oss's gate: gate and up are clamped to this limit; see `layers.gate`
+    swiglu_alpha: float = 1.702        # and the slope of its sigmoid
     experts: Experts | None = None
     latent: Latent | None = None
-    qkv_bias: bool = False       # one flag for q, k and v together
+    qkv_bias: bool = False       # of q, k and v
     o_bias: bool = False
-    up_bias: bool = False        # gate and up
+    up_bias: bool = False        # of gate and up
     down_bias: bool = False
     qk_norm: QKNorm | None = None
-    rope: Rope | None = None     # without rope and alibi: learned positions
-    rope_layers: tuple[bool, ...] = ()  # which layers turn q and k; () = all (SmolLM3 leaves some out)
-    window_rope: Rope | None = None     # rope of the layers with a window, where it is another (Gemma 3)
-    alibi: float | None = None   # scores are biased by distance, the paper's slopes times this (arXiv:2108.12409)
+    rope: Rope | None = None     # a model without rope and alibi has learned positions
+    rope_layers: tuple[bool, ...] = ()  # layers that rotate q and k; () = all (SmolLM3 leaves some out)
+    window_rope: Rope | None = None     # rope of the layers with a sliding window, if it differs (Gemma 3)
+    alibi: float | None = None   # ALiBi (arXiv:2108.12409): factor of the paper's slopes
     position_offset: int = 0     # learned positions: row of position 0 (2 for OPT)
-    sliding_window: tuple[int | None, ...] = ()  # one a layer; () = none anywhere
+    sliding_window: tuple[int | None, ...] = ()  # one per layer; () = none in any layer
     attention_scale: float | None = None         # None: head_dim ** -0.5
     attention_softcap: float | None = None       # c: scores become c * tanh(scores / c)
-    sinks: bool = False          # one learned logit a head joins the softmax's sum (gpt-oss)
-    final_softcap: float | None = None           # as attention_softcap, of the logits
-    embed_scale: float = 1.0     # embeddings are multiplied by it, rounded to their dtype
-    residual_scale: float = 1.0  # what a block gives is multiplied by it before the residual sum (Granite)
-    logit_divisor: float = 1.0   # logits are divided by it (Granite)
-    embed_size: int | None = None  # width of the embedding where it differs from hidden_size (OPT-350m: project_in/out)
+    sinks: bool = False          # attention sinks: one learned logit per head joins the softmax's sum (gpt-oss)
+    final_softcap: float | None = None           # c: logits become c * tanh(logits / c)
+    embed_scale: float = 1.0     # factor of the embeddings, rounded to their dtype
+    residual_scale: float = 1.0  # factor of a block's output before the residual sum (Granite)
+    logit_divisor: float = 1.0   # logits are divided by this (Granite)
+    embed_size: int | None = None  # width of the embedding if it differs from hidden_size (OPT-350m: project_in/out)
     tie_embeddings: bool = False
-    pools: bool = False          # no logits: a hidden state, after the final norm, is the result; no output matrix
-    num_labels: int | None = None  # a sequence classifier: that state times a score matrix; goes with `pools`
+    pools: bool = False          # the result is a hidden state after the final norm, not logits; there is no lm_head
+    num_labels: int | None = None  # sequence classifier: labels of the score matrix, which follows the final norm
 
     @property
     def output_size(self) -> int:
-        """Numbers that `decoder.lm_head` gives of a hidden state."""
+        """Width of the output of `decoder.lm_head`."""
         if not self.pools:
             return self.vocab_size
         return self.num_labels or self.embed_size or self.hidden_size
 
     @property
     def q_per_kv(self) -> int:
-        """Query heads that share one KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def scale(self) -> float:
-        """What q.k is multiplied by."""
+        """Factor of q.k."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def rope_dim(self) -> int:
-        """Numbers of a head that rotary embedding turns."""
+        """Dimensions of a head that rotary embedding rotates."""
         if self.latent is not None:
             return self.latent.rope_dim
         return 0 if self.rope is None else int(self.head_dim * self.rope.partial)
 
     @property
     def page_v_dim(self) -> int | None:
-        """Makes the KV pages latent: values are so many first numbers of the keys. None: values have their own."""
+        """Latent pages: values are the first `page_v_dim` numbers of the keys. None: values are stored separately."""
         return None if self.latent is None else self.latent.kv_rank
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """True if the layer has experts."""
         return self.experts is not None and self.experts.layers[layer]
 
     @property
     def learned_positions(self) -> bool:
-        """Whether a position has an embedding of its own."""
+        """True if each position has a learned embedding."""
         return self.rope is None and self.alibi is None
 
     def layer_rope(self, layer: int) -> Rope | None:
-        """The rotary embedding of a layer; None where it does not turn its queries and keys."""
+        """The rotary embedding of a layer; None if the layer does not rotate queries and keys."""
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         return self.window_rope if self.window_rope is not None and self.window(layer) is not None else self.rope
 
     def attention(self, layer: int) -> AttentionOptions:
-        """What attention of a layer does."""
+        """Static options of a layer's attention."""
         slopes = None if self.alibi is None else alibi_slopes(self.num_heads, self.alibi)
         return AttentionOptions(self.scale, self.window(layer), self.attention_softcap, slopes, self.page_v_dim)
 
@@ -230,14 +234,14 @@ class DecoderSpec:
         return tuple(self.window(layer) for layer in range(self.num_layers))
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer: how many keys a query sees, itself included. None = all before it."""
+        """Sliding window of a layer: number of keys that a query sees, itself included. None = all before it."""
         return self.sliding_window[layer] if self.sliding_window else None
 
 
 def alibi_slopes(num_heads: int, factor: float = 1.0) -> tuple[float, ...]:
-    """One slope a head, times `factor` (arXiv:2108.12409, section 3).
+    """One slope per head, times `factor` (arXiv:2108.12409, section 3).
 
-    With 2^n heads 2 ** (-8 i / 2^n), i from 1; with more, every other slope of twice as many heads follows.
+    2^n heads have slopes 2 ** (-8 i / 2^n), i from 1. With more heads, every other slope of 2^(n+1) heads follows.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -247,36 +251,51 @@ def alibi_slopes(num_heads: int, factor: float = 1.0) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class WeightLayout:
-    """How live arrays are stored where that differs from `param_shapes`: static flags, so nothing is copied."""
+    """How live arrays are stored, if not as `param_shapes` says. Static flags, so that no array is copied."""
 
-    split_qkv: bool = False       # layers hold "q" [heads * head_dim, in], "k" and "v" [kv_heads * head_dim, in] apart
-    split_gate_up: bool = False   # layers hold "gate" and "up" [intermediate, in] apart
-    transposed: frozenset[str] = frozenset()  # leaf names held [in, out]: of q, k, v, o, gate, up, down, lm_head, …
+    split_qkv: bool = False       # separate leaves "q" [heads * head_dim, in], "k" and "v" [kv_heads * head_dim, in]
+    split_gate_up: bool = False   # separate leaves "gate" and "up" [intermediate, in]
+    transposed: frozenset[str] = frozenset()  # leaves stored [in, out]: any of q, k, v, o, gate, up, down, lm_head, …
 
 
-def param_shapes(spec: DecoderSpec, dtype: Any) -> dict[str, Any]:
-    """The engine's own parameter tree, as ShapeDtypeStructs.
+def param_shapes(spec: DecoderSpec, dtype: Any) -> Params:
+    """The engine's parameter tree, as ShapeDtypeStructs.
 
-    Matrices are [out, in], one array a layer, q, k and v fused by KV head and gate and up fused, so that they split
-    over heads without being rewritten. Small vectors are stacked over layers: fewer arguments (0.7 us each a call).
+    Matrices are [out, in], with one array per matrix and layer. q, k and v are fused by KV head, and gate and up are
+    fused, so that they split over heads without a copy. Small vectors are stacked over layers, because every array
+    that is an argument costs 0.7 us a call.
     """
     s = spec
-    layers, hidden, kv, inter = s.num_layers, s.hidden_size, s.num_kv_heads, s.intermediate_size
-    embed = s.embed_size or hidden
+    hidden, embed = s.hidden_size, s.embed_size or s.hidden_size
 
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
-    tree: dict[str, Any] = {
+    tree: Params = {
         "embed": leaf(s.vocab_size, embed),
-        "layers": tuple(_layer_shapes(s, i, leaf) for i in range(layers)),
+        "layers": tuple(_layer_shapes(s, i, leaf) for i in range(s.num_layers)),
     }
+    tree |= _vector_shapes(s, leaf)
+    if s.learned_positions:
+        tree["pos_embed"] = leaf(s.max_position + s.position_offset, hidden)
+    if embed != hidden:
+        tree |= {"project_in": leaf(hidden, embed), "project_out": leaf(embed, hidden)}
+    if s.num_labels is not None:
+        tree["score"] = leaf(s.num_labels, embed)
+    elif not (s.tie_embeddings or s.pools):
+        tree["lm_head"] = leaf(s.vocab_size, embed)
+    return tree
+
+
+def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Norms, biases and sinks. Those of layers are stacked over layers."""
+    layers, hidden, kv, inter = s.num_layers, s.hidden_size, s.num_kv_heads, s.intermediate_size
     norms = {name: leaf(layers, hidden) for name in _norm_names(s)}
     if s.embed_norm:
         norms["embed_norm"] = leaf(hidden)
     if s.final_norm:
         norms["final_norm"] = leaf(hidden)
-    tree |= norms
+    tree: Params = dict(norms)
     if s.norm is Norm.LAYER:
         tree |= {f"{name}_bias": shape for name, shape in norms.items()}
     if s.qkv_bias and s.latent is None:
@@ -301,28 +320,20 @@ def param_shapes(spec: DecoderSpec, dtype: Any) -> dict[str, Any]:
             tree["q_a_bias"] = leaf(layers, s.latent.q_rank)
     if s.sinks:
         tree["sinks"] = leaf(layers, s.num_heads)
-    if s.learned_positions:
-        tree["pos_embed"] = leaf(s.max_position + s.position_offset, hidden)
-    if embed != hidden:
-        tree |= {"project_in": leaf(hidden, embed), "project_out": leaf(embed, hidden)}
-    if s.num_labels is not None:
-        tree["score"] = leaf(s.num_labels, embed)
-    elif not (s.tie_embeddings or s.pools):
-        tree["lm_head"] = leaf(s.vocab_size, embed)
     return tree
 
 
-def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """The matrices of one layer, and what its experts have beside matrices."""
+def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """The leaves of one layer: its matrices, and the biases of its experts."""
     hidden, kv = s.hidden_size, s.num_kv_heads
     if s.latent is None:
-        # of each KV head: its `q_per_kv` query heads, then k, then v
+        # per KV head: its `q_per_kv` query heads, then its key head, then its value head
         tree = {"qkv": leaf(kv, s.q_per_kv + 2, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
     else:
         m = s.latent
         tree = {
             "kv_a": leaf(m.kv_rank + m.rope_dim, hidden),
-            "kv_b": leaf(s.num_heads, m.nope_dim + m.v_dim, m.kv_rank),  # of each head: keys, then values
+            "kv_b": leaf(s.num_heads, m.nope_dim + m.v_dim, m.kv_rank),  # per head: keys, then values
             "o": leaf(hidden, s.num_heads * m.v_dim),
         }
         tree["q_b"] = leaf(s.num_heads, m.nope_dim + m.rope_dim, m.q_rank or hidden)
@@ -338,7 +349,8 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
     return tree
 
 
-def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> dict[str, Any]:
+def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """The leaves of a layer's experts."""
     tree = {
         "router": leaf(e.num, hidden),
         "expert_gate_up": leaf(e.num, 2, e.intermediate_size, hidden),
@@ -360,10 +372,10 @@ def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeSt
 
 
 def _norm_names(s: DecoderSpec) -> list[str]:
-    """The norms of a layer."""
+    """Names of the norms of a layer."""
     names = []
-    if s.norm_place is not NormPlace.OUTPUT:
+    if s.norm_position is not NormPosition.OUTPUT:
         names += ["attn_norm"] if s.shared_norm else ["attn_norm", "mlp_norm"]
-    if s.norm_place in (NormPlace.SANDWICH, NormPlace.OUTPUT):
+    if s.norm_position in (NormPosition.SANDWICH, NormPosition.OUTPUT):
         names += ["attn_out_norm", "mlp_out_norm"]
     return names

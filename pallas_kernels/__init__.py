@@ -1,7 +1,10 @@
-"""Attention over a paged KV cache, for anyone with JAX. Knows nothing of the engine that uses it.
+"""Attention over a paged KV cache, for any JAX program. The package knows nothing of the engine that uses it.
 
-`paged_attention` reads pages, `write_kv` and `write_qkv` fill them, `KVPages` owns their layout, `self_check` compares
-what was chosen for a device with the specification. `grouped_dot` multiplies rows with the matrix of their group.
+- `KVPages` owns the layout of the pages.
+- `write_kv` and `write_qkv` store keys and values in the pages; `paged_attention` attends over them.
+- `grouped_dot` multiplies blocks of rows, each with its own matrix: the products of a mixture of experts.
+- `self_check` compares the implementations chosen for a device with the reference.
+- `rms_norm`, `apply_rope` and `norm_and_rope` are the arithmetic of `write_qkv` in plain jnp.
 """
 
 from pallas_kernels.grouped_dot import grouped_dot
@@ -10,5 +13,17 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.self_check import KernelCheckError, self_check
 from pallas_kernels.write_kv import write_kv
 from pallas_kernels.write_qkv import write_qkv
+from pallas_kernels.write_qkv.reference import apply_rope, norm_and_rope, rms_norm
 
-__all__ = ["KVPages", "KernelCheckError", "grouped_dot", "paged_attention", "self_check", "write_kv", "write_qkv"]
+__all__ = [
+    "KVPages",
+    "KernelCheckError",
+    "apply_rope",
+    "grouped_dot",
+    "norm_and_rope",
+    "paged_attention",
+    "rms_norm",
+    "self_check",
+    "write_kv",
+    "write_qkv",
+]

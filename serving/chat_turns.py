@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from jpaged.answers.definitions import ToolChoice, checked_tools
-from jpaged.chat.prompt import template_text, template_variables
+from jpaged.chat.prompt import RenderOptions, template_text, template_variables
 from jpaged.chat.turn import ChatTurn, chat_turn
 from jpaged.errors import RequestError
 from jpaged.serving.generation import Server
@@ -26,10 +26,12 @@ def turn_of(server: Server, body: ChatRequest) -> ChatTurn:
         tools=tools,
         tool_choice=_choice(body, bool(tools)),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        documents=body.documents,
-        chat_template_kwargs=_template_kwargs(server, tokenizer, body, bool(tools)),
+        options=RenderOptions(
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            documents=body.documents,
+            chat_template_kwargs=_template_kwargs(server, tokenizer, body, bool(tools)),
+        ),
     )
 
 

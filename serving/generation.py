@@ -89,6 +89,9 @@ def sampling_params(
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
     if (structured := structured_outputs(request)) is not None:
         given["structured_outputs"] = structured
+    if request.use_beam_search:
+        # Of the model's defaults, a beam search cannot use this one. The client did not send it: no reason to refuse.
+        given.setdefault("repetition_penalty", 1.0)
     kind = RequestOutputKind.CUMULATIVE if request.stream else RequestOutputKind.FINAL_ONLY
     params = dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
     if request.stream and params.chooses:

@@ -1,4 +1,4 @@
-"""The server's process: takes the address before the model loads, serves until a signal, and lets requests finish."""
+"""The server's process: binds the address before the model loads, and serves until a signal."""
 
 import signal
 import socket
@@ -12,27 +12,29 @@ from jpaged.errors import JPagedError
 
 
 class AddressError(JPagedError):
-    """The address to listen on cannot be had."""
+    """The server cannot listen on the address."""
 
 
 def take_address(host: str, port: int) -> socket.socket:
-    """A socket bound to host and port (0: any free one), not listening yet: clients are refused until the model is
-    there, and a port that is taken is told before the model loads. Raises AddressError.
+    """Bind a socket to host and port (0: any free port). Raises AddressError.
+
+    The socket does not listen yet, so clients are refused until the model is ready. Binding early reports a port that
+    is in use before the model loads.
     """
     if not 0 <= port <= 65535:
         raise AddressError(f"cannot listen on port {port}: --port takes 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        taken = socket.socket(family, kind, protocol)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except OSError as error:
         raise AddressError(f"cannot listen on {host}:{port} ({error.strerror or error}): try another --port") from None
-    return taken
+    return bound
 
 
 class _Server(uvicorn.Server):
-    """Tells when it is ready, and ends with status 0 on the signals that ask for it."""
+    """A uvicorn server that calls `ready` when it accepts requests, and ends with status 0 after SIGINT or SIGTERM."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]):
         super().__init__(config)
@@ -52,7 +54,9 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        # A process started with SIGINT ignored keeps ignoring it: a shell ignores SIGINT in background processes.
+        handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self.handle_exit) for number in handled}
         try:
             yield
         finally:
@@ -61,7 +65,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(app: ASGIApp, address: socket.socket, *, shutdown_timeout: int, access_log: bool) -> None:
-    """Serve until SIGINT or SIGTERM; then refuse new requests, and give running ones `shutdown_timeout` seconds."""
+    """Serve until SIGINT or SIGTERM. Then refuse new requests, and give running ones `shutdown_timeout` seconds."""
     config = uvicorn.Config(
         app,
         timeout_graceful_shutdown=shutdown_timeout,

@@ -9,7 +9,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jpaged.frontend.prompt_streams import merged
+from jpaged.frontend.prompt_streams import merge_streams
 from jpaged.outputs import EmbeddingOutput, PoolingRequestOutput
 from jpaged.params.pooling import PoolingParams
 from jpaged.serving import generation
@@ -48,7 +48,7 @@ async def _embedded(
     streams = [
         server.engine.encode(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
     ]
-    async with aclosing(merged(streams)) as outputs:
+    async with aclosing(merge_streams(streams)) as outputs:
         finals = {prompt: output async for prompt, output in outputs}
     if any(final.outputs is None for final in finals.values()):
         raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, generation.ABORTED, code="aborted")

@@ -1,6 +1,8 @@
 """What all tests share: the CPU, a persistent compile cache, and array shapes checked at run time."""
 
 import os
+import signal
+from collections.abc import Iterator
 
 # Before jax is imported anywhere, in child processes of tests too.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,3 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(platformdirs.user_cache_path("jpaged") / "test-programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """Handle SIGINT in this test and in its child processes, even if the test run was started with SIGINT ignored.
+
+    A shell ignores SIGINT in what it starts in the background, and child processes inherit that.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

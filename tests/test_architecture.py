@@ -25,14 +25,17 @@ ALLOWED = {
     "jpaged.engine": set(),
     "jpaged.simulator": {"jpaged.engine"},
     "jpaged.runtime": {"jpaged.engine.step_plan", "jpaged.models", "pallas_kernels"},
-    "jpaged.build": {"jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
-    "jpaged.planning": {"jpaged.build", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
-    "jpaged.llm": {"jpaged.build", "jpaged.engine"},
-    "jpaged.async_llm": {"jpaged.build", "jpaged.engine"},
-    "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli"},
+    "jpaged.frontend.build": {
+        "jpaged.frontend", "jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models",
+    },
+    "jpaged.frontend": {"jpaged.engine"},
+    "jpaged.planning": {"jpaged.frontend.engine_options", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
+    "jpaged.llm": {"jpaged.frontend", "jpaged.engine"},
+    "jpaged.async_llm": {"jpaged.frontend", "jpaged.engine"},
+    "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli", "jpaged.frontend"},
     "jpaged.cli": {
         "jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading.convert", "jpaged.planning",
-        "jpaged.build", "jpaged.simulator",
+        "jpaged.frontend", "jpaged.simulator",
     },
 }
 # Leaves: plain data and helpers (jpaged.answers is a package of them) that import no part.
@@ -41,7 +44,6 @@ SHARED = {
     "jpaged.chat",
     "jpaged.config",
     "jpaged.errors",
-    "jpaged.frontend",
     "jpaged.kv_groups",
     "jpaged.outputs",
     "jpaged.params",
@@ -191,10 +193,11 @@ def test_nothing_evaluates_or_unpickles():
 
 
 def test_links_are_in_place():
-    for name in ("models", "serving"):
-        link = ROOT / "jpaged" / name
-        assert link.is_symlink(), f"jpaged/{name} must be a symbolic link to ../{name}"
-        assert link.resolve() == ROOT / name
+    for folder, names in {"jpaged": ("models", "serving"), ".editable": ("jpaged", "pallas_kernels")}.items():
+        for name in names:
+            link = ROOT / folder / name
+            assert link.is_symlink(), f"{folder}/{name} must be a symbolic link to ../{name}"
+            assert link.resolve() == ROOT / name
 
 
 @pytest.mark.parametrize("part", ["jpaged", "jpaged.engine.step_plan", "jpaged.simulator.simulation", "jpaged.cli"])

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from jpaged import AsyncLLM, CapacityError, EngineError, RequestError, RequestOutput, SamplingParams
-from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.engine import Engine
 from jpaged.engine.request import Request
+from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_options import engine_config
 from tests.engine.fake_runner import FakeHandle, FakeRunner, alone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -215,7 +216,7 @@ def test_a_bug_in_the_engine_ends_it_and_everybody_is_told(
 
 
 def test_no_progress_is_no_health(engine: AsyncLLM, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jpaged.async_llm.STALL_SECONDS", 0.05)
+    monkeypatch.setattr("jpaged.frontend.engine_thread.STALL_SECONDS", 0.05)
 
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
@@ -274,7 +275,7 @@ def test_what_the_engine_refuses_concerns_its_reader_only(
         prompts = [[1], [13], [2], [13], [3]]
         answers = await asyncio.gather(*(collect(engine, prompt, GREEDY) for prompt in prompts), return_exceptions=True)
         assert not engine._streams
-        assert not engine._live
+        assert not engine._engine_thread._live
         with pytest.raises(type(error)):
             await collect(engine, [13], GREEDY, "same id")
         assert (await collect(engine, [5], GREEDY, "same id"))[-1].outputs[0].token_ids == alone([5], 6, 97)
@@ -350,7 +351,7 @@ def test_inspections_that_are_left_when_it_closes_are_told(engine: AsyncLLM, run
 
 @pytest.fixture
 def soon_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jpaged.async_llm.CHECK_AFTER_SECONDS", 0.03)
+    monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_AFTER_SECONDS", 0.03)
 
 
 @pytest.mark.usefixtures("soon_checked")
@@ -361,16 +362,16 @@ def test_wrong_books_are_found_when_nothing_runs(engine: AsyncLLM, caplog: pytes
         engine._engine._manager.pool._ref_counts[1999] += 1
         await engine.check_health()
         await collect(engine, [1, 2, 3], GREEDY)
-        await until(lambda: engine._wrong_books is not None)
+        await until(lambda: engine._engine_thread._integrity_error is not None)
         for _ in range(2):
-            with pytest.raises(EngineError, match=r"books were wrong: .*1999"):
+            with pytest.raises(EngineError, match=r"state was inconsistent: .*1999"):
                 await engine.check_health()
             # Whoever comes meanwhile is served, from a pool that is sound; and that does not make it healthy.
             assert (await collect(engine, [1, 2, 3], GREEDY))[-1].outputs[0].token_ids == alone([1, 2, 3], 6, 97)
         engine._engine.check_integrity()
 
     asyncio.run(main())
-    assert "books are wrong" in caplog.text
+    assert "state of the idle engine is inconsistent" in caplog.text
 
 
 @pytest.mark.usefixtures("soon_checked")
@@ -393,7 +394,7 @@ def test_books_are_checked_once_after_work_and_not_while_anything_runs(
         await collect(engine, [1], GREEDY)
         await asyncio.sleep(0.1)
         assert checks == [False]  # not again within CHECK_EVERY_SECONDS
-        monkeypatch.setattr("jpaged.async_llm.CHECK_EVERY_SECONDS", 0.01)
+        monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_EVERY_SECONDS", 0.01)
         await collect(engine, [1], GREEDY)
         await until(lambda: len(checks) == 2)
         await asyncio.sleep(0.1)

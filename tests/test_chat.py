@@ -1,4 +1,4 @@
-"""`LLM.chat`: the prompt is the server's, and answers come as messages where there are tools or reasoning."""
+"""`LLM.chat`: prompts equal the server's, and answers are messages if there are tools or reasoning."""
 
 import pathlib
 from typing import Any
@@ -8,9 +8,10 @@ from transformers import AutoTokenizer
 
 import jpaged
 from jpaged import LLM, SamplingParams
-from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.engine import Engine
 from jpaged.errors import RequestError
+from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_options import engine_config
 from tests.engine.fake_runner import FakeRunner
 
 USER = {"role": "user", "content": "def read_json(path):"}
@@ -22,12 +23,12 @@ END = 0  # <|endoftext|>
 
 
 class Scripted(FakeRunner):
-    """Answers every prompt with the same tokens, as far as they have come, and then the end."""
+    """A runner that answers every prompt with the tokens of `script`, then the end token."""
 
     script: list[int]
 
     def _attend(self, row: int, sampler: int) -> int:
-        super()._attend(row, sampler)  # which checks what lies in the pages
+        super()._attend(row, sampler)  # checks the content of the pages
         seen = self._seen(row, 0, int(self.lengths[row]))[1].tolist()
         said = max(k for k in range(len(self.script) + 1) if seen[len(seen) - k :] == self.script[:k])
         return [*self.script, END][said]
@@ -53,8 +54,8 @@ def llm(monkeypatch: pytest.MonkeyPatch, runner: Scripted, tokenizer: Any) -> LL
     return LLM("model")
 
 
-def test_calls_come_as_a_message(llm, runner, tokenizer):
-    """The template sees the tools, each answer its own message; without tools there is only text."""
+def test_an_answer_with_calls_is_a_message(llm, runner, tokenizer):
+    """The template receives the tools. Each answer has a message, but without tools it has only text."""
     said = 'Wait.\n<tool_call>\n{"name": "now", "arguments": {"zone": "é"}}\n</tool_call>'
     runner.script = tokenizer.encode(said)
     asked = {"use_tqdm": False, "chat_template": TOOLS + BODY + "{# <tool_call> #}"}
@@ -70,7 +71,7 @@ def test_calls_come_as_a_message(llm, runner, tokenizer):
     assert (plain.outputs[0].text, plain.outputs[0].message) == (said, None)
 
 
-def test_parsers_by_name(llm, runner, tokenizer):
+def test_parsers_are_selected_by_name(llm, runner, tokenizer):
     runner.script = tokenizer.encode("Hm.\n</think>\n\n[now(n=1)]")
     (output,) = llm.chat(
         [USER], PARAMS, use_tqdm=False, chat_template=TOOLS + BODY + "{{ opening + '<think>\\n' }}", tools=[TOOL],
@@ -82,7 +83,7 @@ def test_parsers_by_name(llm, runner, tokenizer):
     assert [(call.name, call.arguments) for call in message.tool_calls] == [("now", '{"n": 1}')]
 
 
-def test_a_call_may_be_asked_for_or_forbidden(llm, runner, tokenizer):
+def test_tool_choice_forces_or_forbids_a_call(llm, runner, tokenizer):
     said = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     runner.script = tokenizer.encode(said)
     asked = {"use_tqdm": False, "chat_template": TOOLS + BODY + "{# <tool_call> #}", "tools": [TOOL]}
@@ -110,7 +111,7 @@ def test_a_call_may_be_asked_for_or_forbidden(llm, runner, tokenizer):
         ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
-def test_what_the_demo_model_cannot_do_is_refused_by_name(llm, options, parameter):
+def test_options_that_the_demo_model_does_not_support_raise(llm, options, parameter):
     with pytest.raises(RequestError) as caught:
         llm.chat([USER], PARAMS, use_tqdm=False, **options)
     assert caught.value.parameter == parameter

@@ -1,4 +1,4 @@
-"""Conversations as prompts: what is taken, and what is refused by name."""
+"""Conversations are rendered as prompts, and invalid input raises an error that names the field."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jpaged
 from jpaged.answers.definitions import ToolChoice, checked_tools
-from jpaged.chat.prompt import chat_prompt, template_variables
+from jpaged.chat.prompt import RenderOptions, chat_prompt, template_variables
 from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.errors import RequestError
 
@@ -42,7 +42,7 @@ def test_developer_is_system_and_text_parts_are_one_text(tokenizer):
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0]"),
     ],
 )
-def test_wrong_messages_are_refused_by_name(tokenizer, messages, parameter):
+def test_an_invalid_message_raises_an_error_that_names_it(tokenizer, messages, parameter):
     with pytest.raises(RequestError) as caught:
         chat_prompt(tokenizer, messages)
     assert caught.value.parameter == parameter
@@ -55,7 +55,7 @@ WEATHER = {
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 TOOLS = checked_tools([WEATHER])
-# In the manner of Qwen3's, with the parts that matter here.
+# Like Qwen3's template, reduced to the parts under test.
 TEMPLATE = """{{- bos_token }}
 {%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
@@ -83,7 +83,7 @@ CONVERSATION = [
 
 @pytest.fixture(scope="module")
 def byte_tokenizer():
-    """A byte a token, <s> put before every text by the tokenizer itself, and a template that writes it too."""
+    """One token per byte. The tokenizer writes <s> before every text, and so does its template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -93,8 +93,13 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", chat_template=TEMPLATE)
 
 
-def rendered(tokenizer, *args, **options) -> str:
-    return tokenizer.decode(chat_prompt(tokenizer, *args, **options)["prompt_token_ids"])
+def rendered_ids(tokenizer, messages, *, tools=(), chat_template=None, **options) -> list[int]:
+    rendered = chat_prompt(tokenizer, messages, chat_template, tools=tools, options=RenderOptions(**options))
+    return rendered["prompt_token_ids"]
+
+
+def rendered(tokenizer, messages, **options) -> str:
+    return tokenizer.decode(rendered_ids(tokenizer, messages, **options))
 
 
 def test_tools_calls_and_results_reach_the_template(byte_tokenizer):
@@ -111,27 +116,27 @@ def test_tools_calls_and_results_reach_the_template(byte_tokenizer):
 
 @pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}},
                                      {"add_generation_prompt": False, "continue_final_message": True}])  # fmt: skip
-def test_the_ids_are_those_of_transformers(byte_tokenizer, tokenizer, options):
-    """Of the template's own rendering, tokenized without any special token of ours: one <s>, the template's."""
-    ids = chat_prompt(byte_tokenizer, [USER], **options)["prompt_token_ids"]
+def test_ids_equal_those_of_transformers(byte_tokenizer, tokenizer, options):
+    """The rendering is tokenized without extra special tokens: its only <s> is the template's."""
+    ids = rendered_ids(byte_tokenizer, [USER], **options)
     plain = {name: value for name, value in options.items() if name != "chat_template_kwargs"}
     tools = [tool.definition for tool in plain.pop("tools", ())] or None
     kwargs = {"add_generation_prompt": True} | plain | options.get("chat_template_kwargs", {})
     text = byte_tokenizer.apply_chat_template([USER], tokenize=False, tools=tools, **kwargs)
     assert ids == byte_tokenizer.encode(text, add_special_tokens=False)
     assert ids.count(byte_tokenizer.bos_token_id) == 1
-    assert byte_tokenizer.encode("x")[0] == byte_tokenizer.bos_token_id  # what a naive second encoding would add
+    assert byte_tokenizer.encode("x")[0] == byte_tokenizer.bos_token_id  # so encoding the text again would add a <s>
     if not options:
         demo = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
         assert chat_prompt(tokenizer, [USER])["prompt_token_ids"] == demo
 
 
-def test_an_answer_that_was_cut_off_in_its_reasoning_goes_back(byte_tokenizer):
+def test_a_message_with_reasoning_and_no_content_is_rendered(byte_tokenizer):
     cut = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
     assert "assistant\n<think>Hm</think><|im_end|>" in rendered(byte_tokenizer, [USER, cut, USER])
 
 
-def test_a_second_bos_is_told_once(byte_tokenizer, caplog):
+def test_a_second_bos_is_logged_once(byte_tokenizer, caplog):
     template = "{{ bos_token }}{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     for _ in range(3):
         chat_prompt(byte_tokenizer, [USER], template)
@@ -141,7 +146,7 @@ def test_a_second_bos_is_told_once(byte_tokenizer, caplog):
     assert not caplog.messages
 
 
-def test_arguments_that_are_no_object_stay_text(byte_tokenizer):
+def test_arguments_that_are_not_an_object_stay_text(byte_tokenizer):
     for arguments, shown in (('{"a": ', '"{\\"a\\": "'), ("", "{}"), ({"a": 1}, '{"a": 1}'), ("[" * 10**5, None)):
         message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
         assert f"<tool_call>f {shown or ''}" in rendered(byte_tokenizer, [message])
@@ -161,9 +166,9 @@ def test_arguments_that_are_no_object_stay_text(byte_tokenizer):
         ({"continue_final_message": True}, "continue_final_message"),
     ],
 )  # fmt: skip
-def test_what_the_template_does_not_read_is_refused(byte_tokenizer, options, parameter):
+def test_input_that_the_template_does_not_read_raises(byte_tokenizer, options, parameter):
     with pytest.raises(RequestError) as caught:
-        chat_prompt(byte_tokenizer, [USER], **options)
+        rendered(byte_tokenizer, [USER], **options)
     assert caught.value.parameter == parameter
 
 
@@ -181,7 +186,7 @@ def test_what_the_template_does_not_read_is_refused(byte_tokenizer, options, par
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
-def test_a_template_that_fails_or_reaches_out_is_an_error(byte_tokenizer, template):
+def test_a_template_that_fails_or_leaves_the_sandbox_raises(byte_tokenizer, template):
     with pytest.raises(RequestError) as caught:
         chat_prompt(byte_tokenizer, [USER], template)
     assert caught.value.parameter == "messages"
@@ -190,7 +195,7 @@ def test_a_template_that_fails_or_reaches_out_is_an_error(byte_tokenizer, templa
 
 def test_variables_of_a_template():
     for broken in ("{% if %}", "{{ messages | nofilter }}"):
-        with pytest.raises(RequestError, match="no Jinja template"):
+        with pytest.raises(RequestError, match="not a Jinja template"):
             template_variables(broken)
     names = {"bos_token", "tools", "messages", "add_generation_prompt", "enable_thinking"}
     assert template_variables(TEMPLATE) == names
@@ -201,26 +206,26 @@ def test_variables_of_a_template():
 # -- turns ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_turn_knows_how_its_answer_is_read(byte_tokenizer):
+def test_a_turn_has_the_format_and_reasoning_of_its_answers(byte_tokenizer):
     turn = chat_turn(byte_tokenizer, [USER], ChatFormats(), tools=TOOLS)
     assert turn.reader.tool_format.name == "hermes"  # the template says <tool_call>
     assert turn.reader.tool_names == {"get_weather"}
     assert not turn.shows_special_tokens
     assert turn.grammar == {}
     qwen3 = ChatFormats.named(reasoning_parser="qwen3")
-    for thinking, opening in ((True, ""), (False, "</think>")):
-        kwargs = {"chat_template_kwargs": {"enable_thinking": thinking}}
-        turn = chat_turn(byte_tokenizer, [USER], qwen3, **kwargs)
+    for enabled, opening in ((True, ""), (False, "</think>")):
+        options = RenderOptions(chat_template_kwargs={"enable_thinking": enabled})
+        turn = chat_turn(byte_tokenizer, [USER], qwen3, options=options)
         assert not turn.reader.reasoning_opened
         assert turn.reader.parse(opening + "x").content == opening + "x"
     always = ChatFormats.named(reasoning_parser="deepseek_r1")
     assert chat_turn(byte_tokenizer, [USER], always).reader.reasoning_opened
-    closed = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert not chat_turn(byte_tokenizer, [USER], always, **closed).reader.reasoning_opened
+    closed = RenderOptions(chat_template_kwargs={"enable_thinking": False})
+    assert not chat_turn(byte_tokenizer, [USER], always, options=closed).reader.reasoning_opened
 
 
-def test_tags_among_the_special_tokens_are_shown(byte_tokenizer):
-    """A detokenizer that leaves them out would leave the call out; a grammar names them by their ids."""
+def test_tags_that_are_special_tokens_stay_in_the_text(byte_tokenizer):
+    """Without them the text would not have the call. A grammar refers to them by id."""
     turn = chat_turn(
         byte_tokenizer, [USER], ChatFormats.named(tool_call_parser="mistral"), tools=TOOLS,
         tool_choice=ToolChoice("required"),
@@ -242,7 +247,7 @@ def test_tags_among_the_special_tokens_are_shown(byte_tokenizer):
         ({"reasoning_tags": ("", "a")}, "reasoning_tags"),
     ],
 )
-def test_unknown_parsers_are_refused(options, parameter):
+def test_unknown_parsers_and_invalid_tags_raise(options, parameter):
     with pytest.raises(RequestError) as caught:
         ChatFormats.named(**options)
     assert caught.value.parameter == parameter

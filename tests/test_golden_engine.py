@@ -1,4 +1,4 @@
-"""Every family and variant through the engine: all prompts in one batch give what Transformers gives for each alone."""
+"""Every family and variant through the engine: a batch of all prompts gives Transformers' answer to each prompt."""
 
 import json
 
@@ -13,13 +13,13 @@ TOLERANCE = 1e-4  # on natural logarithms
 FIRST = {variant.config["model_type"]: variant for variant in reversed(VARIANTS)}.values()
 
 
-# One variant a family here, all of them in the gate; the models alone are compared in all variants everywhere.
+# One variant per family by default, all of them in .ci/run. tests/models compares all variants without the engine.
 @pytest.mark.parametrize(
     "variant",
     [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * all(v is not one for one in FIRST)) for v in VARIANTS],
 )
 def test_one_batch_gives_transformers_answers(variant, tmp_path):
-    """Prompts of 1 to 131 tokens, prefilled in chunks beside running decodes, over blocks that are not in order."""
+    """Prompts of 1 to 131 tokens, prefilled in chunks in the same steps as decodes, over blocks in any order."""
     golden = json.loads(variant.answers.read_text())
     write_checkpoint(variant, golden["seed"], tmp_path)
     options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}

@@ -121,6 +121,7 @@ def test_generate_with_config_and_params(llm: LLM, params: Any):
     )
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_after_ctrl_c_answers_are_those_of_a_fresh_engine(llm: LLM):
     prompts, sampling = workload(12, seed=3)
     llm.reset_prefix_cache()
@@ -132,7 +133,7 @@ def test_after_ctrl_c_answers_are_those_of_a_fresh_engine(llm: LLM):
         assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == expected
 
 
-@pytest.mark.parametrize("programs", ["forwards", "heads"])
+@pytest.mark.parametrize("programs", ["forwards", "samplers"])
 def test_an_interrupt_inside_the_device_does_not_lose_its_state(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, programs: str
 ):

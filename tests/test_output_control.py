@@ -1,4 +1,4 @@
-"""What requests may ask of their answers, through the whole engine on the demo model."""
+"""Parameters that control an answer, on the whole engine with the demo model."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ SCHEMA = {
 
 
 def only(logits, first, count):
-    """A processor: of all ids those from `first`, so many."""
+    """A logits processor that allows only `count` ids from `first` on."""
     import jax.numpy as jnp
 
     ids = jnp.arange(len(logits))
@@ -40,7 +40,7 @@ def llm() -> Iterator[LLM]:
 
 
 def broken(logits, how):
-    """A processor that breaks its row: NaN, infinite, nothing left, or times 0."""
+    """A logits processor with invalid results, by `how`: NaN, infinity, no id left, or all logits 0."""
     import jax.numpy as jnp
 
     choices = [logits * jnp.nan, logits + jnp.inf, jnp.full_like(logits, -jnp.inf), logits * 0]
@@ -51,16 +51,16 @@ def answers(llm: LLM, *params: SamplingParams) -> list[RequestOutput]:
     return llm.generate([PROMPT] * len(params), list(params), use_tqdm=False)
 
 
-def test_jumping_over_forced_tokens_changes_nothing(llm: LLM):
+def test_jump_forward_does_not_change_answers(llm: LLM):
     params = [
         SamplingParams(max_tokens=120, temperature=t, seed=i, structured_outputs=StructuredOutputsParams(json=SCHEMA))
         for i, t in enumerate((0.0, 1.0, 1.0, 1.5))
     ]
-    beside = SamplingParams(max_tokens=60, temperature=1.0, seed=9)
+    other_params = SamplingParams(max_tokens=60, temperature=1.0, seed=9)
 
     def tokens(llm: LLM) -> tuple[list[list[int]], int]:
         llm.reset_stats()
-        outputs = answers(llm, *params, beside)
+        outputs = answers(llm, *params, other_params)
         return [output.outputs[0].token_ids for output in outputs], llm.stats().steps
 
     jumping, steps = tokens(llm)
@@ -70,9 +70,10 @@ def test_jumping_over_forced_tokens_changes_nothing(llm: LLM):
         stepping, more = tokens(other)
     assert jumping == stepping
     assert more > steps
-    told = answers(llm, *(dataclasses.replace(each, logprobs=1) for each in params))  # these do not jump
-    assert [output.outputs[0].token_ids for output in told] == alone
-    for output in told:
+    # With log-probabilities there is no jump-forward.
+    with_logprobs = answers(llm, *(dataclasses.replace(each, logprobs=1) for each in params))
+    assert [output.outputs[0].token_ids for output in with_logprobs] == alone
+    for output in with_logprobs:
         assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids)
 
 
@@ -80,8 +81,8 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ '
 
 
 @pytest.mark.parametrize("budget", [0, 5, None])
-def test_a_model_may_think_before_a_grammar_and_only_so_long(llm: LLM, budget: int | None):
-    """The answer behind its reasoning follows the schema; of the demo model, which knows of neither."""
+def test_reasoning_before_a_grammar_is_limited_by_its_budget(llm: LLM, budget: int | None):
+    """The answer after the reasoning matches the schema. The demo model was trained on neither."""
     params = [
         SamplingParams(max_tokens=150, temperature=1.0, seed=seed, thinking_token_budget=budget,
                        structured_outputs=StructuredOutputsParams(json=SCHEMA))
@@ -102,20 +103,20 @@ def test_a_model_may_think_before_a_grammar_and_only_so_long(llm: LLM, budget: i
         assert len(answer.message.reasoning or "") <= len(tokenizer.decode(answer.token_ids[:budget]))
 
 
-def test_a_grammar_that_turns_out_impossible_ends_its_own_request_only(llm: LLM):
-    """Too much work for the grammar's parser, which shows after some tokens."""
+def test_a_grammar_that_fails_ends_only_its_own_request(llm: LLM):
+    """The grammar costs its parser too much work, after some tokens."""
     hostile = StructuredOutputsParams(regex="a{1,1000}{1,1000}")
     good = SamplingParams(max_tokens=100, temperature=1.0, seed=1)
     bad = SamplingParams(max_tokens=200, temperature=1, seed=1, structured_outputs=hostile)
     outputs = answers(llm, good, bad, good)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
-    assert "cannot go on after" in outputs[1].outputs[0].stop_reason
+    assert "cannot continue after" in outputs[1].outputs[0].stop_reason
     assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
     assert outputs[0].outputs[0].token_ids == answers(llm, good)[0].outputs[0].token_ids
     assert llm.stats().used_blocks == 0
 
 
-def test_a_grammar_and_other_parameters_that_leave_nothing(llm: LLM):
+def test_a_grammar_and_other_parameters_that_allow_no_token(llm: LLM):
     digits = StructuredOutputsParams(regex="[0-9]+")
     letters = llm.get_tokenizer().encode("abc", add_special_tokens=False)
     params = SamplingParams(max_tokens=9, structured_outputs=digits, allowed_token_ids=letters)
@@ -153,7 +154,7 @@ def test_min_tokens_keeps_an_answer_from_ending(llm: LLM):
     assert first not in long.outputs[0].token_ids[:7]
 
 
-def test_custom_processors(llm: LLM):
+def test_custom_logits_processors(llm: LLM):
     plain = SamplingParams(max_tokens=20, temperature=1.0, seed=2)
     asked = dataclasses.replace(plain, logits_processors={"only": {"first": 700, "count": 50}})
     restricted, usual = answers(llm, asked, plain)
@@ -170,13 +171,13 @@ def test_custom_processors(llm: LLM):
     [{"x": 3}, [only], {"x": lambda: 0}, {"x": lambda logits, *rest: 0}],
     ids=["a number", "a list", "no logits", "unnamed parameters"],
 )
-def test_processors_that_are_none_are_refused_before_anything_is_loaded(wrong):
+def test_invalid_logits_processors_raise_before_the_model_is_loaded(wrong):
     with pytest.raises(RequestError, match="logits_processors"):
         LLM("nowhere", logits_processors=wrong)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_processor_that_breaks_its_row_ends_its_own_request(llm: LLM, temperature: float):
+def test_a_logits_processor_with_an_invalid_result_ends_only_its_own_request(llm: LLM, temperature: float):
     good = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
     asked = [dataclasses.replace(good, logits_processors={"broken": {"how": how}}) for how in range(3)]
     outputs = answers(llm, good, *asked, dataclasses.replace(good, logprobs=1))
@@ -186,8 +187,8 @@ def test_a_processor_that_breaks_its_row_ends_its_own_request(llm: LLM, temperat
     assert llm.stats().used_blocks == 0
 
 
-def test_what_may_not_be_sampled_stays_so(llm: LLM):
-    """Through a processor that makes zeros of all logits, and through penalties of any size."""
+def test_forbidden_ids_stay_forbidden(llm: LLM):
+    """A logits processor that sets all logits to 0, and penalties of any size, do not allow them."""
     ids = tuple(range(300, 320))
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True, allowed_token_ids=ids)
     for change in (
@@ -200,8 +201,8 @@ def test_what_may_not_be_sampled_stays_so(llm: LLM):
         assert set(output.outputs[0].token_ids) <= set(ids)
 
 
-def test_forced_tokens_that_others_forbid(llm: LLM):
-    """A grammar's only continuation is no reason to take what bad_words, min_tokens or allowed ids say no to."""
+def test_a_forced_token_that_another_parameter_forbids_ends_the_request(llm: LLM):
+    """bad_words and min_tokens apply to forced tokens too."""
     only_one = StructuredOutputsParams(choice=["the configuration file of the server"])
     plain = SamplingParams(max_tokens=30, temperature=0, structured_outputs=only_one)
     whole = answers(llm, plain)[0].outputs[0]
@@ -209,12 +210,12 @@ def test_forced_tokens_that_others_forbid(llm: LLM):
     for change in ({"bad_words": ["file of"]}, {"min_tokens": 6, "stop_token_ids": [whole.token_ids[2]]}):
         asked = dataclasses.replace(plain, **change)
         alone = answers(llm, asked)[0].outputs[0]
-        beside = answers(llm, asked, *[dataclasses.replace(plain, structured_outputs=None)] * 7)[0].outputs[0]
-        assert (alone.finish_reason, alone.text) == (beside.finish_reason, beside.text)
+        in_batch = answers(llm, asked, *[dataclasses.replace(plain, structured_outputs=None)] * 7)[0].outputs[0]
+        assert (alone.finish_reason, alone.text) == (in_batch.finish_reason, in_batch.text)
         assert alone.finish_reason == "error"
 
 
-def test_the_best_of_several_has_not_failed(llm: LLM):
+def test_best_of_returns_no_answer_that_failed(llm: LLM):
     hostile = StructuredOutputsParams(regex="(yes|no)|a{1,1000}{1,1000}")
     params = SamplingParams(max_tokens=120, temperature=1.5, seed=3, n=1, best_of=8, structured_outputs=hostile)
     reasons = [answer.finish_reason for answer in answers(llm, dataclasses.replace(params, n=8))[0].outputs]
@@ -233,13 +234,13 @@ def test_the_best_of_several_has_not_failed(llm: LLM):
         (lambda logits: logits > 0, r"bool\(4096,\)"),
     ],
 )
-def test_processors_that_cannot_run_are_refused_by_name_before_weights_are_read(wrong, why):
+def test_logits_processors_that_cannot_run_raise_before_weights_are_read(wrong, why):
     with pytest.raises(RequestError, match=why) as caught:
         LLM("demo", logits_processors={"good": only, "bad": wrong})
     assert caught.value.parameter == "logits_processors.bad"
 
 
-def test_line_breaks_may_be_forbidden(llm: LLM):
+def test_a_bad_word_may_be_a_line_break(llm: LLM):
     plain = SamplingParams(max_tokens=40, temperature=0)
     [usual, single] = answers(llm, plain, dataclasses.replace(plain, bad_words=["\n"]))
     assert "\n" in usual.outputs[0].text
@@ -247,7 +248,7 @@ def test_line_breaks_may_be_forbidden(llm: LLM):
     assert line_break not in single.outputs[0].token_ids
 
 
-def test_processed_log_probabilities_are_of_what_was_sampled_from():
+def test_processed_logprobs_are_those_of_the_sampled_distribution():
     with pytest.raises(ModelLoadError, match="logprobs_mode='all': there are raw_logprobs"):
         LLM("demo", logprobs_mode="all", **SIZES)
     with LLM("demo", logprobs_mode="processed_logprobs", max_logprobs=5, **SIZES) as llm:
@@ -265,7 +266,7 @@ def test_processed_log_probabilities_are_of_what_was_sampled_from():
         ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2}, "min_tokens"),
     ],
 )  # fmt: skip
-def test_what_the_model_cannot_do_is_refused(llm: LLM, params: dict, parameter: str):
+def test_parameters_that_the_model_does_not_support_raise(llm: LLM, params: dict, parameter: str):
     with pytest.raises(RequestError) as refused:
         answers(llm, SamplingParams(**params))
     assert refused.value.parameter == parameter

@@ -1,4 +1,4 @@
-"""Embeddings and classifiers: Transformers' numbers, whatever the load, and what is refused. On CPU."""
+"""Embeddings and classifiers: results equal Transformers' and do not depend on the load. Refused calls. On CPU."""
 
 import asyncio
 import dataclasses
@@ -35,11 +35,11 @@ def largest_difference(outputs, variant):
 
 
 @pytest.mark.parametrize(
-    "variant",  # every third here, all of them in the gate
+    "variant",  # every third by default, all of them in .ci/run
     [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, v in enumerate(CLASSIFIERS)],
 )
 def test_a_classifier_gives_transformers_scores(variant, tmp_path):
-    """In one batch, prompts in chunks; cold, and with prefix hits in another order."""
+    """All prompts in one batch, prefilled in chunks: first without prefix hits, then with them in reverse order."""
     assert write_checkpoint(variant, SEED, tmp_path) == sha256_of(variant)
     asked = golden_prompts(variant)
     with LLM(str(tmp_path), **OPTIONS) as llm:
@@ -55,7 +55,7 @@ def test_a_classifier_gives_transformers_scores(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", EMBEDDERS, ids=lambda v: v.name)
 def test_an_embedding_is_transformers_last_hidden_state(variant, tmp_path):
-    """Causal models of several kinds, and the bare base model, whose file has neither prefix nor output matrix."""
+    """Several causal models, and a bare base model, whose file has no tensor prefix and no lm_head."""
     assert write_checkpoint(variant, SEED, tmp_path) == sha256_of(variant)
     asked = golden_prompts(variant)
     with LLM(str(tmp_path), runner="pooling", **OPTIONS) as llm:
@@ -118,8 +118,8 @@ def pooled(llm, asked):
 
 @pytest.mark.parametrize("model", ["bare", "classifier"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_answer_does_not_depend_on_who_is_beside_it(model, dtype, request):
-    """Alone, in company, and in a pool that holds one long prompt only: the same bits."""
+def test_an_answer_does_not_depend_on_the_batch(model, dtype, request):
+    """The same bits alone, in a batch, and with KV blocks for one long prompt only."""
     folder, asked = request.getfixturevalue(model), workload(40, seed=1)
     options = OPTIONS | {"runner": "pooling", "dtype": dtype, "enable_prefix_caching": False}
     with LLM(folder, **options) as llm:
@@ -134,7 +134,7 @@ def test_an_answer_does_not_depend_on_who_is_beside_it(model, dtype, request):
 @pytest.mark.parametrize("labels", [1, 2, 3, 9])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_score_does_not_depend_on_the_row(labels, dtype):
-    """At a size that models have: the tiny ones above have more rows than any tail."""
+    """At the hidden size of real models: the tiny models above do not show the difference."""
     spec = DecoderSpec(
         vocab_size=32, hidden_size=1024, intermediate_size=32, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=128,
         max_position=16, pools=True, num_labels=labels,
@@ -150,7 +150,7 @@ def test_a_score_does_not_depend_on_the_row(labels, dtype):
             assert (scores == scores[0]).all()
 
 
-def test_a_pooling_engine_has_one_program_a_token_bucket_and_a_head(bare):
+def test_a_pooling_engine_has_one_program_per_token_bucket_and_one_pool_program(bare):
     with LLM(bare, runner="pooling", dtype="float32", max_num_seqs=64, max_num_batched_tokens=512) as llm:
         names = [str(program.shape) for program in llm._engine.runner.programs.programs]
         assert names == ["mixed 256 tokens", "mixed 512 tokens", "pool 128 rows"]
@@ -159,7 +159,7 @@ def test_a_pooling_engine_has_one_program_a_token_bucket_and_a_head(bare):
         LLM(bare, runner="pooling", row_buckets=(8,), **OPTIONS)
 
 
-def test_fuzzed_requests_compile_nothing_and_leave_nothing(bare):
+def test_random_requests_compile_nothing_and_leak_no_blocks(bare):
     rng = random.Random(3)
     with LLM(bare, runner="pooling", **OPTIONS | {"max_model_len": 256}, kv_cache_memory_bytes=400_000) as llm:
         engine, finished = llm._engine, 0
@@ -178,7 +178,7 @@ def test_fuzzed_requests_compile_nothing_and_leave_nothing(bare):
         assert llm.stats().used_blocks == llm.stats().compiles_after_ready == 0
 
 
-def test_a_prompt_may_be_as_long_as_the_model_takes(embedder):
+def test_a_prompt_may_have_max_model_len_tokens(embedder):
     [output] = embedder.embed({"prompt_token_ids": [7] * 256}, use_tqdm=False)
     assert len(output.outputs.embedding) == 64
     with pytest.raises(RequestError, match="has 257 tokens, a prompt takes at most 256"):
@@ -197,8 +197,8 @@ def test_dimensions_and_length_of_an_embedding(embedder):
     assert np.allclose(short.outputs.embedding, state[:5] / np.linalg.norm(state[:5]), atol=1e-6)
 
 
-def test_probabilities_are_made_as_transformers_pipeline_makes_them(classifier, tmp_path):
-    """The softmax of several labels, the sigmoid of one; or what problem_type says."""
+def test_probabilities_follow_problem_type(classifier, tmp_path):
+    """Softmax of several labels and sigmoid of one, as in Transformers' pipeline, unless problem_type is set."""
     prompt, rows = {"prompt_token_ids": prompts(320)[3]}, {}
     config = json.loads((Path(classifier) / "config.json").read_text())
     for problem in (None, "single_label_classification", "multi_label_classification", "regression"):
@@ -222,7 +222,7 @@ def test_probabilities_are_made_as_transformers_pipeline_makes_them(classifier, 
     assert abs(output.outputs.probs[0] - 1 / (1 + np.exp(-recorded(variant)[3][0]))) < TOLERANCE
 
 
-def test_what_an_engine_is_not_for_is_refused(embedder, judge, generator):
+def test_calls_of_the_other_runner_are_refused(embedder, judge, generator):
     prompt = {"prompt_token_ids": [5, 6, 7]}
     with pytest.raises(RequestError, match=r"the engine does not generate: call embed\(\), or start without runner="):
         embedder.generate(prompt)
@@ -238,7 +238,7 @@ def test_what_an_engine_is_not_for_is_refused(embedder, judge, generator):
         judge.embed(prompt)
 
 
-def test_parameters_of_no_use_are_refused(embedder, judge):
+def test_parameters_without_effect_are_refused(embedder, judge):
     prompt = {"prompt_token_ids": [5, 6, 7]}
     for values, message in (
         ({"dimensions": 0}, "dimensions=0: must be a whole number of at least 1"),
@@ -265,7 +265,7 @@ def test_parameters_of_no_use_are_refused(embedder, judge):
     assert embedder.embed([], use_tqdm=False) == []
 
 
-def test_runners_that_a_model_cannot_have(bare, classifier):
+def test_runner_that_the_model_does_not_support(bare, classifier):
     with pytest.raises(ModelLoadError, match=r"lm_head\.weight is missing.*to embed with it, start with runner='pool"):
         LLM(bare, **OPTIONS)
     with pytest.raises(ModelLoadError, match="runner='generate': the model is a sequence classifier"):
@@ -276,8 +276,8 @@ def test_runners_that_a_model_cannot_have(bare, classifier):
         LLM(bare, runner="generate", task="embed", **OPTIONS)
 
 
-def test_another_way_to_pool_is_refused(tmp_path):
-    """What Sentence Transformers saves beside a model, as before and as newer versions write it."""
+def test_other_pooling_methods_are_refused(tmp_path):
+    """Sentence Transformers' 1_Pooling/config.json, in the old and the new format."""
     write_checkpoint(BARE_QWEN3, SEED, tmp_path)
     (tmp_path / "1_Pooling").mkdir()
     file = tmp_path / "1_Pooling/config.json"
@@ -294,8 +294,8 @@ def test_another_way_to_pool_is_refused(tmp_path):
         assert load_model(EngineConfig(model=str(tmp_path), runner="pooling")).spec.pools
 
 
-def test_live_arrays_are_pooled_with_or_without_their_output_matrix(generator):
-    """An untied output matrix is not needed, and not in the way. Through vLLM's option of before, task."""
+def test_live_arrays_are_pooled_with_or_without_lm_head(generator):
+    """Pooling does not need an untied lm_head, and ignores one. Uses `task`, vLLM's older option."""
     spec, params = generator.spec, generator._engine.runner._params
     asked, results = {"prompt_token_ids": prompts(320)[4]}, []
     for tied, tree in ((True, params), (False, params), (False, params | {"lm_head": params["embed"]})):
@@ -314,7 +314,7 @@ def test_a_missing_score_matrix_is_named(classifier, tmp_path):
     with pytest.raises(ModelLoadError, match=r"tensor score\.weight is missing"):
         LLM(str(tmp_path), **OPTIONS)
     write_checkpoint(QWEN3_CLASSIFIER, SEED, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))  # which has no id2label: 2 labels
+    (tmp_path / "config.json").write_text(json.dumps(config))  # a config without id2label: 2 labels
     with pytest.raises(ModelLoadError, match=r"score\.weight has shape \[3, 64\], config.json calls for \[2, 64\]"):
         LLM(str(tmp_path), **OPTIONS)
     (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": ["a"]}))

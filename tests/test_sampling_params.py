@@ -1,4 +1,4 @@
-"""SamplingParams: every field is taken, refused by name, or refused for its value; never ignored."""
+"""SamplingParams: every field is used, or raises an error with its name and value. None is ignored."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ VLLM_DEFAULTS = {
     "trace_decode_token_ids": None,
 }  # fmt: skip
 
-# A value for each field that is not built, which would change what comes out.
+# For each field that is not built, a value that would change the answer.
 MEANINGFUL = {
     "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_tokens": 1,
     "bad_words": ["a"], "logit_bias": {1: 2.0}, "allowed_token_ids": [1],
@@ -38,14 +38,14 @@ MEANINGFUL = {
 }  # fmt: skip
 
 
-def test_every_field_of_vllm_is_taken_at_its_default():
+def test_every_field_of_vllm_is_accepted_at_its_default():
     assert VLLM_DEFAULTS.keys() <= {field.name for field in dataclasses.fields(SamplingParams)}
     assert SamplingParams(**VLLM_DEFAULTS) == SamplingParams()
     assert SamplingParams(use_beam_search=False, best_of=1) == SamplingParams()
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)
-def test_what_is_not_built_is_refused_by_name(name: str):
+def test_a_field_that_is_not_built_raises(name: str):
     with pytest.raises(RequestError, match="not supported yet") as caught:
         SamplingParams(**{name: MEANINGFUL[name]})
     assert caught.value.parameter == name
@@ -54,12 +54,12 @@ def test_what_is_not_built_is_refused_by_name(name: str):
 @pytest.mark.parametrize(
     "fields", [{"stop": []}, {"bad_words": ()}, {"logit_bias": {}}, {"presence_penalty": 0}, {"extra_args": {}}]
 )
-def test_other_ways_to_say_off(fields: dict):
+def test_equivalents_of_the_default_are_accepted(fields: dict):
     assert SamplingParams(**fields) == SamplingParams()
     hash(SamplingParams(**fields))
 
 
-def test_unknown_fields_are_refused_by_name():
+def test_unknown_fields_raise_and_are_named():
     with pytest.raises(RequestError, match="did you mean 'temperature'") as caught:
         SamplingParams(temprature=0.5)
     assert caught.value.parameter == "temprature"
@@ -96,14 +96,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)
-def test_bad_values_are_refused_with_parameter_and_value(name: str, value: object):
+def test_invalid_values_raise_an_error_with_parameter_and_value(name: str, value: object):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.parameter == name
     assert str(caught.value).startswith(f"{name}=")
 
 
-def test_n_above_the_most_says_so():
+def test_the_error_for_a_large_n_names_the_limit():
     for name in ("n", "best_of", "beam_width"):
         with pytest.raises(RequestError, match="to 64"):
             SamplingParams(**{name: 65})
@@ -121,7 +121,7 @@ def test_n_above_the_most_says_so():
         ({"use_beam_search": True, "n": 3, "beam_width": 4, "early_stopping": "never"}, 4, True),
     ],
 )
-def test_how_many_answers_are_made(fields: dict, sequences: int, chooses: bool):
+def test_the_number_of_generated_answers(fields: dict, sequences: int, chooses: bool):
     params = SamplingParams(**fields)
     assert (params.num_sequences, params.chooses, params.needs_logprobs) == (sequences, chooses, chooses)
 
@@ -140,7 +140,7 @@ def test_how_many_answers_are_made(fields: dict, sequences: int, chooses: bool):
         ({"stop": "a", "use_beam_search": True, "n": 2}, "stop"),
     ],
 )
-def test_what_does_not_go_together(fields: dict, parameter: str):
+def test_contradictory_fields_raise(fields: dict, parameter: str):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**fields)
     assert caught.value.parameter == parameter
@@ -160,14 +160,14 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("name", "given", "stored"), GOOD)
-def test_good_values_are_stored_as_plain_python(name: str, given: object, stored: object):
+def test_valid_values_are_stored_as_plain_python(name: str, given: object, stored: object):
     value = getattr(SamplingParams(**{name: given}), name)
     assert value == stored
     assert type(value) is type(stored)
 
 
 @pytest.mark.parametrize("name", ["guided_json", "guided_decoding", "response_format"])
-def test_what_others_call_structured_outputs(name: str):
+def test_other_names_of_structured_outputs_raise_with_a_hint(name: str):
     with pytest.raises(RequestError, match="structured_outputs"):
         SamplingParams(**{name: {}})
 
@@ -183,7 +183,7 @@ def test_greedy():
     assert not SamplingParams(temperature=1e-4).greedy
 
 
-def test_frozen_comparable_copied():
+def test_params_are_immutable_comparable_and_copyable():
     params = SamplingParams(temperature=0.5, seed=-7, stop_token_ids=[3])
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.seed = 1

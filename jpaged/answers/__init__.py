@@ -1,1 +1,1 @@
-"""Answers of chat models, read: reasoning, content and tool calls out of the text, piece by piece, in linear time."""
+"""Parses answers of chat models into reasoning, content and tool calls: piece by piece, in linear time."""

@@ -1,4 +1,4 @@
-"""What was read of an answer: its reasoning, its content and its tool calls, whole or as what is new."""
+"""A parsed answer: reasoning, content and tool calls, as a whole or as deltas."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 @dataclasses.dataclass(slots=True)
 class ToolCall:
-    """A call of a tool. `arguments` is a JSON object as text; of a call that was cut off or broke, its beginning."""
+    """A tool call. `arguments` is a JSON object as text, or its beginning if the call was cut off or is not valid."""
 
     id: str
     name: str
@@ -15,7 +15,7 @@ class ToolCall:
 
 @dataclasses.dataclass(slots=True)
 class ToolCallDelta:
-    """What is new in a call: the first one brings its id and name, the others further text of its arguments."""
+    """New part of a call. The first delta of a call has its id and name; the others have more of its arguments."""
 
     index: int
     id: str | None = None
@@ -25,7 +25,7 @@ class ToolCallDelta:
 
 @dataclasses.dataclass(slots=True)
 class AnswerDelta:
-    """What is new in an answer."""
+    """New part of an answer."""
 
     reasoning: str = ""
     content: str = ""
@@ -37,7 +37,8 @@ class AnswerDelta:
 
 @dataclasses.dataclass(slots=True)
 class ParsedAnswer:
-    """An answer as a message: text outside of calls and reasoning is content; None stands for what it does not have."""
+    """An answer as a message. Text outside calls and reasoning is content. A field is None if the answer has no text
+    for it."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -45,7 +46,7 @@ class ParsedAnswer:
 
     @classmethod
     def of(cls, deltas: Iterable[AnswerDelta]) -> "ParsedAnswer":
-        """All deltas of an answer together."""
+        """Join all deltas of an answer."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[ToolCall] = []
@@ -64,18 +65,19 @@ class ParsedAnswer:
 
 
 class Channel:
-    """Text that a parser gives piece by piece.
+    """Text that a parser appends piece by piece: the content, or the reasoning.
 
-    White space before a call or tag stays away unless text comes behind that, white space behind it always does.
+    White space after a call or tag is dropped. White space before one is kept only if more text follows the call or
+    tag.
     """
 
     def __init__(self) -> None:
         self._new: list[str] = []
-        self._space: list[str] = []  # held back: a call or a tag may follow
-        self._at_edge = False        # a call or a tag came after the last text
+        self._space: list[str] = []  # held-back white space: a call or a tag may follow
+        self._at_edge = False  # a call or a tag came after the last text
 
-    def give(self, text: str) -> None:
-        """More text."""
+    def append(self, text: str) -> None:
+        """Append text."""
         if self._at_edge:
             text = text.lstrip()
         end = len(text.rstrip())
@@ -86,76 +88,76 @@ class Channel:
         if end < len(text):
             self._space.append(text[end:])
 
-    def edge(self) -> None:
-        """Here is a call or a tag."""
+    def mark_edge(self) -> None:
+        """Note that a call or a tag is here."""
         self._at_edge = True
 
     def begin(self) -> None:
-        """Here is a call or a tag, and text begins after it: white space before it is nothing's."""
+        """Note that this channel's text begins here, after a tag. Drops white space before the tag."""
         self._space = []
         self._at_edge = True
 
     def end(self) -> None:
-        """No more text will come."""
+        """Note that the text ends here."""
         if not self._at_edge:
             self._new += self._space
         self._space = []
 
-    def take(self) -> str:
-        """What is new since the last time."""
+    def pop_new(self) -> str:
+        """Return the text since the last call."""
         new = "".join(self._new)
         self._new = []
         return new
 
 
 class AnswerSink:
-    """What parsers write into.
+    """Receives the parts of an answer from a parser.
 
-    new_id:   makes the id of a call.
-    parallel: False keeps the first call of an answer and drops the others, as `parallel_tool_calls` promises.
+    new_id:   returns a new id for a call.
+    parallel: False keeps the first call and drops the others, as `parallel_tool_calls=False` requires.
     """
 
     def __init__(self, new_id: Callable[[], str], *, parallel: bool = True):
         self.reasoning = Channel()
         self.content = Channel()
-        self.completed = 0  # calls
+        self.completed = 0  # number of complete calls
         self._new_id = new_id
-        self._most = None if parallel else 1
+        self._max_calls = None if parallel else 1
         self._started = 0
         self._calls: list[ToolCallDelta] = []
         self._arguments: list[str] = []
 
     def start_call(self, name: str) -> None:
-        """A call begins; text before it is whole."""
-        self.content.edge()
+        """Begin a call. This ends the text before it."""
+        self.content.mark_edge()
         self._flush()
         self._started += 1
         if not self._dropped:
             self._calls.append(ToolCallDelta(self._started - 1, self._new_id(), name))
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """Append text to the arguments of the current call."""
         if not self._dropped:
             self._arguments.append(text)
 
     def end_call(self) -> None:
-        """The call that began last is whole."""
+        """End the current call, which is complete."""
         if not self._dropped:
             self.completed += 1
-        self.content.edge()
+        self.content.mark_edge()
 
-    def take(self) -> AnswerDelta:
-        """What is new since the last time."""
+    def pop_new(self) -> AnswerDelta:
+        """Return the delta since the last call."""
         self._flush()
         calls, self._calls = self._calls, []
-        return AnswerDelta(self.reasoning.take(), self.content.take(), calls)
+        return AnswerDelta(self.reasoning.pop_new(), self.content.pop_new(), calls)
 
     @property
     def _dropped(self) -> bool:
-        return self._most is not None and self._started > self._most
+        return self._max_calls is not None and self._started > self._max_calls
 
     def _flush(self) -> None:
-        """Put the arguments that came into the delta of their call."""
+        """Move the arguments to the delta of their call."""
         text = "".join(self._arguments)
         self._arguments = []
         if not text:

@@ -1,4 +1,4 @@
-"""Tools as a request defines them, checked: what is no schema is refused by its place before anything runs."""
+"""Checks the tool definitions of a request. Errors name the place in the definition, before anything runs."""
 
 import dataclasses
 import itertools
@@ -13,12 +13,13 @@ from jpaged.params.structured_outputs import REFUSED_KEYWORDS
 MAX_TOOLS = 128
 MAX_PARAMETER_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
-MAX_SCHEMAS = 10_000  # within each other: more do not go into 64 KiB, and looking at them takes time
+MAX_SCHEMAS = 10_000  # subschemas of one definition; 64 KiB has no room for more, and checking them takes time
 MAX_ENUM = 10_000
 EXAMPLE = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}'
 
 _NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+# Keywords with subschemas: one schema, a list of schemas, or a map of schemas. Then keywords with numbers.
 _ONE = (
     "additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems", "propertyNames", "contains",
     "not", "if", "then", "else",
@@ -35,8 +36,8 @@ _COUNTS = (
 class Tool:
     """A tool that a model may call.
 
-    parameters: JSON schema of the arguments, an object's; without any, the tool takes none.
-    definition: as OpenAI's API has it, which is what chat templates read.
+    parameters: JSON schema of the arguments, of type object.
+    definition: the definition in OpenAI's format, which chat templates read.
     """
 
     name: str
@@ -46,19 +47,19 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether tools are called: mode is none, auto, required or named; `name` is the tool of the last."""
+    """Whether the model calls tools. mode: none, auto, required or named. name: the tool to call, for mode named."""
 
     mode: str = "auto"
     name: str | None = None
 
     @property
     def forced(self) -> bool:
-        """Whether the answer must be a call."""
+        """True if the answer must be a call."""
         return self.mode in ("required", "named")
 
 
 def checked_tools(tools: Any) -> tuple[Tool, ...]:
-    """Tool definitions in OpenAI's shape. Raises RequestError that names tools[i] and what is accepted there."""
+    """Check tool definitions in OpenAI's format. Raises RequestError that names tools[i] and the accepted value."""
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
         raise RequestError("tools", tools, f"must be a list of tools like {EXAMPLE}")
     if len(tools) > MAX_TOOLS:
@@ -67,13 +68,13 @@ def checked_tools(tools: Any) -> tuple[Tool, ...]:
     for i, tool in enumerate(tools):
         made = _checked(f"tools[{i}]", tool)
         if any(other.name == made.name for other in checked):
-            raise RequestError(f"tools[{i}].function.name", made.name, "must differ from the other tools' names")
+            raise RequestError(f"tools[{i}].function.name", made.name, "must differ from the names of the other tools")
         checked.append(made)
     return tuple(checked)
 
 
 def checked_tool_choice(given: Any) -> ToolChoice | None:
-    """OpenAI's `tool_choice`: none, auto, required, or the definition of a function with its name. None stays None."""
+    """Check OpenAI's `tool_choice`: none, auto, required, or a function by name. None stays None."""
     if given is None or isinstance(given, ToolChoice):
         return given
     if isinstance(given, str) and given in ("none", "auto", "required"):
@@ -86,7 +87,7 @@ def checked_tool_choice(given: Any) -> ToolChoice | None:
 
 
 def check_enforced(where: str, schema: Mapping[str, Any]) -> None:
-    """Raise RequestError for a checked schema with a keyword that a forced call cannot be made to follow."""
+    """Raise RequestError if a checked schema has a keyword that cannot be enforced in a forced call."""
     waiting: list[Any] = [schema]
     while waiting:
         one = waiting.pop()
@@ -94,7 +95,7 @@ def check_enforced(where: str, schema: Mapping[str, Any]) -> None:
             continue
         for key, value in one.items():
             if key in REFUSED_KEYWORDS and (key != "uniqueItems" or value is not False):
-                accepted = f"a forced call cannot be made to follow {key}: leave it out, or do not force the call"
+                accepted = f"{key} cannot be enforced in a forced call: leave it out, or do not force the call"
                 raise RequestError(where, {key: value}, accepted)
             if key in _MAPPINGS:
                 waiting += value.values()
@@ -104,8 +105,8 @@ def check_enforced(where: str, schema: Mapping[str, Any]) -> None:
                 waiting.append(value)
 
 
-def without_notes(schema: Any) -> Any:
-    """A checked schema without what only readers need (descriptions, titles, examples): often the most of its bytes."""
+def without_annotations(schema: Any) -> Any:
+    """Return a checked schema without annotations (descriptions, titles, examples), often most of its bytes."""
     if not isinstance(schema, Mapping):
         return schema
     made = {}
@@ -113,11 +114,12 @@ def without_notes(schema: Any) -> Any:
         if key in ("description", "title", "examples", "default", "$comment"):
             continue
         if key in _ONE:
-            value = without_notes(value)
+            value = without_annotations(value)
         elif key in _LISTS or key == "items":
-            value = [without_notes(one) for one in value] if isinstance(value, list) else without_notes(value)
+            is_list = isinstance(value, list)
+            value = [without_annotations(one) for one in value] if is_list else without_annotations(value)
         elif key in _MAPPINGS:
-            value = {name: without_notes(one) for name, one in value.items()}
+            value = {name: without_annotations(one) for name, one in value.items()}
         made[key] = value
     return made
 
@@ -134,7 +136,7 @@ def _checked(where: str, tool: Any) -> Tool:
         accepted = "must be 1 to 64 letters (a to z), digits, underscores, hyphens and dots"
         raise RequestError(f"{where}.function.name", name, accepted)
     if description is not None and not isinstance(description, str):
-        raise RequestError(f"{where}.function.description", description, "must be a text")
+        raise RequestError(f"{where}.function.description", description, "must be a string")
     if not isinstance(function.get("strict"), (bool, type(None))):
         raise RequestError(f"{where}.function.strict", function["strict"], "must be true or false")
     if parameters is None:
@@ -146,62 +148,62 @@ def _checked(where: str, tool: Any) -> Tool:
 
 def _check_parameters(where: str, schema: Any) -> None:
     if not isinstance(schema, Mapping):
-        raise RequestError(where, schema, "must be a JSON schema, of an object")
+        raise RequestError(where, schema, "must be a JSON schema of type object")
     if schema.get("type", "object") != "object":
-        accepted = 'must be a JSON schema whose type is "object": its properties are the arguments'
+        accepted = 'must be a JSON schema with the type "object": its properties are the arguments'
         raise RequestError(where, schema, accepted)
-    wrong = _wrong(schema, "", 0, itertools.count())
-    if wrong is not None:
-        raise RequestError(where, schema, f"is no JSON schema: {wrong[:500]}")
+    error = _schema_error(schema, "", 0, itertools.count())
+    if error is not None:
+        raise RequestError(where, schema, f"is not a JSON schema: {error[:500]}")
     try:
         size = len(json.dumps(schema, allow_nan=False).encode())
-    except (TypeError, ValueError) as error:
-        raise RequestError(where, schema, f"must be JSON: {error}") from None
+    except (TypeError, ValueError) as cause:
+        raise RequestError(where, schema, f"must be JSON: {cause}") from None
     if size > MAX_PARAMETER_BYTES:
         raise RequestError(where, f"{size:,} bytes", f"must be at most {MAX_PARAMETER_BYTES:,} bytes as JSON")
 
 
-def _wrong(schema: Any, path: str, depth: int, seen: Iterator[int]) -> str | None:
-    """What is wrong with a schema, and where; None where nothing is. seen: counts the schemas that were looked at."""
-    if next(seen) > MAX_SCHEMAS:
-        return f"it consists of more than {MAX_SCHEMAS:,} schemas"
+def _schema_error(schema: Any, path: str, depth: int, count: Iterator[int]) -> str | None:
+    """Return the first error of a schema, with its path, or None. count: counts the checked subschemas."""
+    if next(count) > MAX_SCHEMAS:
+        return f"it has more than {MAX_SCHEMAS:,} subschemas"
     if isinstance(schema, bool):
         return None
     at = path or "the schema"
     if not isinstance(schema, Mapping):
         return f"{at} must be an object, true or false"
     if depth > MAX_SCHEMA_DEPTH:
-        return f"it is nested deeper than {MAX_SCHEMA_DEPTH}"
+        return f"it is nested deeper than {MAX_SCHEMA_DEPTH} levels"
     prefix = f"{path}." if path else ""
     for key, value in schema.items():
         where = f"{prefix}{key}"
-        wrong = None
+        error = None
         if key == "type":
             kinds = value if isinstance(value, list) and value else [value]
             if not all(isinstance(kind, str) and kind in _TYPES for kind in kinds):
-                wrong = f"{where} must be one of {', '.join(_TYPES)}, or a list of these"
+                error = f"{where} must be one of {', '.join(_TYPES)}, or a list of these"
         elif key in _ONE or (key == "items" and not isinstance(value, list)):
-            wrong = _wrong(value, where, depth + 1, seen)
+            error = _schema_error(value, where, depth + 1, count)
         elif key in _LISTS or key == "items":
             if not isinstance(value, list) or not value:
-                wrong = f"{where} must be a list of schemas"
+                error = f"{where} must be a list of schemas"
             else:
-                found = (_wrong(one, f"{where}[{i}]", depth + 1, seen) for i, one in enumerate(value))
-                wrong = next((one for one in found if one), None)
+                errors = (_schema_error(one, f"{where}[{i}]", depth + 1, count) for i, one in enumerate(value))
+                error = next(filter(None, errors), None)
         elif key in _MAPPINGS:
             if not isinstance(value, Mapping):
-                wrong = f"{where} must be an object of schemas"
+                error = f"{where} must be an object of schemas"
             else:
-                found = (_wrong(one, f"{where}.{name}", depth + 1, seen) for name, one in value.items())
-                wrong = next((one for one in found if one), None)
+                errors = (_schema_error(one, f"{where}.{name}", depth + 1, count) for name, one in value.items())
+                error = next(filter(None, errors), None)
         elif key in ("required", "enum", *_NUMBERS, *_COUNTS, "pattern", "$ref"):
-            wrong = _wrong_value(key, value, where)
-        if wrong:
-            return wrong
+            error = _value_error(key, value, where)
+        if error:
+            return error
     return None
 
 
-def _wrong_value(key: str, value: Any, where: str) -> str | None:
+def _value_error(key: str, value: Any, where: str) -> str | None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if key == "required":
         good = isinstance(value, list) and all(isinstance(name, str) for name in value)
@@ -214,7 +216,7 @@ def _wrong_value(key: str, value: Any, where: str) -> str | None:
     if key in _COUNTS:
         return None if number and int(value) == value >= 0 else f"{where} must be an integer from 0"
     if not isinstance(value, str):
-        return f"{where} must be a text"
+        return f"{where} must be a string"
     remote = key == "$ref" and not value.startswith("#")
-    return f"{where} must begin with #: schemas elsewhere are not fetched" if remote else None
+    return f"{where} must begin with #: other documents are not read" if remote else None
 

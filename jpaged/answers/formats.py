@@ -1,4 +1,4 @@
-"""The formats that models write calls in: their names, and which one a chat template tells of."""
+"""The formats of tool calls: their names, and how to detect the format of a chat template."""
 
 import dataclasses
 import secrets
@@ -16,21 +16,21 @@ Read = Callable[[Scanner, AnswerSink, Known], Steps[None]]
 
 
 def call_id() -> str:
-    """A fresh id, of OpenAI's shape."""
+    """Return a new id in OpenAI's format."""
     return f"call_{uuid.uuid4().hex}"
 
 
 def short_call_id() -> str:
-    """A fresh id of nine letters and digits, which is what Mistral's templates take."""
+    """Return a new id of nine letters and digits, as Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """One format.
+    """A format of tool calls.
 
-    read:    reads an answer into a sink, to its end or to where no more calls can come.
-    markers: what it begins and ends calls with; a tokenizer may have them as special tokens, which text then must show.
+    read:    parses an answer into a sink, until the answer ends or no more calls can follow.
+    markers: texts around calls. If they are special tokens of the tokenizer, the answer's text must include them.
     """
 
     name: str
@@ -52,18 +52,18 @@ FORMATS = {one.name: one for one in _FORMATS}
 
 
 def tool_call_format(name: str) -> ToolCallFormat:
-    """The format of this name. Raises RequestError for an unknown one."""
+    """Return the format with this name. Raises RequestError for an unknown name."""
     if name not in FORMATS:
         raise RequestError("tool_call_parser", name, f"must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def detect_format(chat_template: str) -> ToolCallFormat | None:
-    """The format that a chat template renders calls in, or asks for; None where none of FORMATS is recognised."""
+    """Return the format in which a chat template writes calls, or None if it is not recognised."""
     if "[TOOL_CALLS]" in chat_template:
         return FORMATS["mistral"]
     if "<tool_call>" in chat_template:
-        # Qwen3-Coder and GLM write XML between these tags, not JSON.
+        # Qwen3-Coder and GLM write XML between these tags instead of JSON.
         others = ("<function=", "<arg_key>", "<parameter=")
         return None if any(other in chat_template for other in others) else FORMATS["hermes"]
     if "<|python_start|>" in chat_template or "[func_name1(" in chat_template:

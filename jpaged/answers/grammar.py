@@ -1,39 +1,41 @@
-"""Grammars of answers that must be calls, as fields of StructuredOutputsParams: so their arguments always parse."""
+"""Grammars for forced tool calls, as fields of StructuredOutputsParams. The arguments of a forced call always parse."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.answers import mistral
-from jpaged.answers.definitions import Tool, ToolChoice, check_enforced, without_notes
+from jpaged.answers.definitions import Tool, ToolChoice, check_enforced, without_annotations
 from jpaged.answers.formats import FORMATS, ToolCallFormat
 
-# White space as templates and `json.dumps` write it: what models were trained on, and none that goes on for ever.
+# White space as chat templates and `json.dumps` write it. Models were trained on it, and it is bounded.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LIST_COMMA = '", "'
 
 
-def enforced_format(parser: ToolCallFormat | None) -> ToolCallFormat:
-    """The format that a forced call is written in: Python's syntax has no grammar made from a JSON schema."""
-    return FORMATS["json"] if parser is None or parser.name == "pythonic" else parser
+def enforced_format(detected: ToolCallFormat | None) -> ToolCallFormat:
+    """Return the format of forced calls: JSON if no format was detected, or for Python's syntax.
+
+    llguidance makes grammars of JSON from a schema, but not of Python's syntax.
+    """
+    return FORMATS["json"] if detected is None or detected.name == "pythonic" else detected
 
 
 def tool_grammar(
     tools: Sequence[Tool],
     tool_choice: ToolChoice,
-    parser: ToolCallFormat,
+    tool_format: ToolCallFormat,
     *,
     parallel: bool = True,
     special_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """`{"grammar": ...}` (Lark, as llguidance reads it) for a forced call; nothing where none is forced.
+    """Return `{"grammar": ...}` (Lark, for llguidance) for a forced call, or {} if no call is forced.
+
+    tool_format:    an `enforced_format`; the grammar writes calls in this format.
+    parallel:       allow several calls.
+    special_tokens: ids of the tokenizer's special tokens. A tag that is a special token is written as this token.
 
     Raises RequestError for a schema that cannot be enforced.
-
-    parser:   an `enforced_format`: what it reads is what the grammar writes.
-    parallel: whether there may be several calls.
-    special_tokens: ids of the tokenizer's special tokens: as these, and not as their letters, a format's tags are known
-        to the model.
     """
     if not tool_choice.forced:
         return {}
@@ -45,13 +47,13 @@ def tool_grammar(
     ]
     several = parallel and tool_choice.mode == "required"
     rules: list[str] = []
-    start = _calls(parser, several, special)
-    key = "parameters" if parser.name == "llama3_json" else "arguments"
-    named = parser.name == "mistral" and mistral.ARGUMENTS in special
+    start = _calls(tool_format, several, special)
+    key = "parameters" if tool_format.name == "llama3_json" else "arguments"
+    named = tool_format.name == "mistral" and mistral.ARGUMENTS in special
     alternatives = []
     for i, (where, tool) in enumerate(chosen):
         check_enforced(where, tool.parameters)
-        schema = json.dumps({**without_notes(tool.parameters), "x-guidance": SPACING})
+        schema = json.dumps({**without_annotations(tool.parameters), "x-guidance": SPACING})
         rules.append(f"arguments_{i}: %json {schema}")
         if named:
             alternatives.append(f"{_text(tool.name)} {_token(mistral.ARGUMENTS, special)} arguments_{i}")
@@ -63,11 +65,11 @@ def tool_grammar(
     return {"grammar": "\n".join([*lines, *rules]) + "\n"}
 
 
-def _calls(parser: ToolCallFormat, several: bool, special: Mapping[str, int]) -> str:
-    """One call or several, with a format's tags around them."""
-    match parser.name:
+def _calls(tool_format: ToolCallFormat, several: bool, special: Mapping[str, int]) -> str:
+    """Return the rule for one or several calls, with the format's tags around them."""
+    match tool_format.name:
         case "hermes":
-            begin, end = (_token(tag, special) for tag in parser.markers)
+            begin, end = (_token(tag, special) for tag in tool_format.markers)
             return _repeated(f'{begin} "\\n" call "\\n" {end}', '"\\n"', several)
         case "llama3_json":
             return _repeated("call", '"; "', several)
@@ -89,5 +91,5 @@ def _token(tag: str, special: Mapping[str, int]) -> str:
 
 
 def _text(literal: str) -> str:
-    """A literal of a grammar: its strings are JSON's."""
+    """Return a literal of a Lark grammar. Its strings have JSON's syntax."""
     return json.dumps(literal, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Calls that are JSON: `{"name": ..., "arguments": {...}}`, alone, in a row or in a list, between a format's tags."""
+"""Parses calls in JSON: `{"name": ..., "arguments": {...}}`, one, several or a list, between a format's tags."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from jpaged.answers.scanner import CALL_STEPS, Scanner, Steps
 
 NAME_KEY = "name"
 ARGUMENT_KEYS = ("arguments", "parameters")
-Known = Callable[[str], bool]  # whether a tool of this name was offered
+Known = Callable[[str], bool]  # returns True if the request has a tool with this name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JsonTags:
-    """Where JSON calls stand.
+    """A format with calls in JSON.
 
-    begin, end: the tags around them; an end that the model forgets is not missed.
-    bare:       whether calls without tags are taken at the beginning of the answer.
+    begin, end: the tags around calls; the end tag may be missing.
+    bare:       also accept calls without tags, at the beginning of the answer.
     """
 
     begin: str | None
@@ -27,7 +27,7 @@ class JsonTags:
     bare: bool = False
 
     def read(self, scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[None]:
-        """Read an answer to its end."""
+        """Parse an answer to its end."""
         begin = ""
         if not self.bare:
             begin = yield from self._next(scanner, sink)
@@ -38,17 +38,17 @@ class JsonTags:
                 if begin and self.end:
                     yield from close(scanner, sink, self.end)
             else:
-                sink.content.give(scanner.release())
+                sink.content.append(scanner.release())
             begin = yield from self._next(scanner, sink)
 
     def _next(self, scanner: Scanner, sink: AnswerSink) -> Steps[str | None]:
         if self.begin is None or not scanner.step(CALL_STEPS):
             return None
-        return (yield from scanner.until((self.begin,), sink.content.give))
+        return (yield from scanner.until((self.begin,), sink.content.append))
 
 
 def close(scanner: Scanner, sink: AnswerSink, end: str) -> Steps[None]:
-    """Consume an end tag, and a brace too many before it, which small models like to write."""
+    """Consume an end tag, and an extra brace before it, which small models often write."""
     scanner.hold()
     yield from scanner.space()
     yield from scanner.accept("}")
@@ -56,13 +56,13 @@ def close(scanner: Scanner, sink: AnswerSink, end: str) -> Steps[None]:
     if (yield from scanner.accept(end)):
         scanner.release()
     else:
-        sink.content.give(scanner.release())
+        sink.content.append(scanner.release())
 
 
 def read_calls(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
-    """Consume one call, several with commas or semicolons between them, or a list of them.
+    """Consume one call, several calls separated by commas or semicolons, or a list of calls.
 
-    False where there is none: nothing was given to the sink then, what was consumed is what the scanner holds.
+    Returns False if there is no call. Then the sink received nothing, and the scanner holds the consumed text.
     """
     first = yield from scanner.space()
     in_list = first == "["
@@ -82,19 +82,19 @@ def read_calls(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
             scanner.advance(scanner.pos + 1)
             char = yield from scanner.space()
         if char != "{" or not scanner.step(CALL_STEPS) or not (yield from read_call(scanner, sink, known)):
-            sink.content.give(scanner.release())
+            sink.content.append(scanner.release())
             return True
 
 
 def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
-    """Consume one call; the scanner stands at its brace, and holds. False where it is none, as of `read_calls`.
+    """Consume one call. The scanner is at its brace, and holds. Returns False like `read_calls`.
 
-    From the moment on that name and arguments have begun it is a call: if it breaks later, what follows is content.
+    As soon as the name and the beginning of the arguments are there, it is a call. Invalid text after that is content.
     """
     scanner.advance(scanner.pos + 1)
     name: str | None = None
     waiting: str | None = None  # arguments that came before the name
-    complete = False            # the arguments
+    complete = False  # the arguments are complete
     char = yield from scanner.space()
     while char == '"':
         key = yield from _text(scanner)
@@ -107,14 +107,14 @@ def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
             if name is None or not known(name):
                 return False
             if waiting is not None:
-                _give_call(sink, name, waiting)
+                _emit_call(sink, name, waiting)
                 complete = True
         elif key in ARGUMENT_KEYS and not complete and waiting is None:
             if char == "{" and name is not None:
                 sink.start_call(name)
-                scanner.release()  # it has begun: nothing of it will be content
+                scanner.release()  # the call has begun, so its text cannot become content
                 if not (yield from read_value(scanner, sink.arguments)):
-                    return True  # what is wrong with it is content
+                    return True  # the invalid rest is content
                 sink.end_call()
                 complete = True
             else:
@@ -122,9 +122,9 @@ def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
                 if waiting is None:
                     return False
                 if name is not None:
-                    _give_call(sink, name, waiting)
+                    _emit_call(sink, name, waiting)
                     complete = True
-        elif not (yield from read_value(scanner, _nowhere)):
+        elif not (yield from read_value(scanner, _discard)):
             return complete
         char = yield from scanner.space()
         if char != ",":
@@ -132,28 +132,28 @@ def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
         scanner.advance(scanner.pos + 1)
         char = yield from scanner.space()
     if char != "}":
-        return complete  # a brace is missing: the call itself is there
+        return complete  # the last brace is missing, but the call may be complete
     if name is None:
         return False
     scanner.advance(scanner.pos + 1)
     if not complete:
-        _give_call(sink, name, "{}")
+        _emit_call(sink, name, "{}")
     return True
 
 
-def _give_call(sink: AnswerSink, name: str, arguments: str) -> None:
+def _emit_call(sink: AnswerSink, name: str, arguments: str) -> None:
     sink.start_call(name)
     sink.arguments(arguments)
     sink.end_call()
 
 
 def _arguments(scanner: Scanner, char: str) -> Steps[str | None]:
-    """Arguments that cannot be given while they come: they wait for the name, are null, or JSON inside a string."""
+    """Consume arguments that cannot be streamed: before the name, null, or JSON inside a string. None if not valid."""
     if char == "{":
         pieces: list[str] = []
         return "".join(pieces) if (yield from read_value(scanner, pieces.append)) else None
     if char == "n":
-        return "{}" if (yield from read_value(scanner, _nowhere)) else None
+        return "{}" if (yield from read_value(scanner, _discard)) else None
     text = (yield from _text(scanner)) if char == '"' else None
     if text is None:
         return None
@@ -166,13 +166,13 @@ def _arguments(scanner: Scanner, char: str) -> Steps[str | None]:
     inner.ended = True
     inner.steps = scanner.steps
     pieces = []
-    whole = yield from read_value(inner, pieces.append)  # never yields: all its text is there
+    whole = yield from read_value(inner, pieces.append)  # never yields, because all of the text is there
     scanner.steps = inner.steps
     return "".join(pieces) if whole and not inner.rest().strip() else None
 
 
 def _text(scanner: Scanner) -> Steps[str | None]:
-    """Consume a string, and return what it says."""
+    """Consume a string, and return its value. None if it is not valid."""
     pieces: list[str] = []
     if not (yield from read_string(scanner, pieces.append)):
         return None
@@ -182,5 +182,5 @@ def _text(scanner: Scanner) -> Steps[str | None]:
         return None
 
 
-def _nowhere(piece: str) -> None:
-    """For values that are read over."""
+def _discard(piece: str) -> None:
+    """Drop a piece of a value that is skipped."""

@@ -1,32 +1,35 @@
-"""JSON as it comes: checked to the letter while it passes, so that whatever part was given on begins valid JSON."""
+"""Parses JSON while it streams. Each token is validated before it is emitted, so the emitted text begins valid JSON."""
 
 import re
 from collections.abc import Callable
 
 from jpaged.answers.scanner import SPACE, Scanner, Steps
 
-MAX_DEPTH = 64      # objects and arrays inside each other; templates and clients that recurse stand more
+MAX_DEPTH = 64      # nested objects and arrays; templates and clients that recurse can handle more
 MAX_SCALAR = 1_000  # characters of a number
 
-# Possessive throughout (`++`): nothing that was matched is tried again, so time is linear.
+# All quantifiers are possessive (`++`): no backtracking, so the time is linear.
 _STRING = re.compile(r'(?:[^"\\\x00-\x08\x0b\x0c\x0e-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})++')
 _WORD = re.compile(r"[-+.0-9A-Za-z]++")
 _SCALAR = re.compile(r"(?:-?+(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][-+]?+[0-9]++)?+|true|false|null)")
 _CUT = re.compile(r"[-+.0-9eE]++|t(?:ru?+)?+|f(?:a(?:ls?+)?+)?+|n(?:ul?+)?+")  # the beginning of a scalar
-Give = Callable[[str], None]
+Emit = Callable[[str], None]
 
 
-def read_value(scanner: Scanner, give: Give) -> Steps[bool]:
-    """Consume one value, giving it on token by token. False where it is none: before the first wrong token, or at the
-    end of a text that breaks off, whose last token is given as far as it came.
+def read_value(scanner: Scanner, emit: Emit) -> Steps[bool]:
+    """Consume one value and emit it token by token.
 
-    Tokens are given as they were written, spaced as `json.dumps` spaces them; line breaks and tabs in strings, which
-    models do write, as escapes.
+    Tokens are emitted as written, with the white space of `json.dumps`. Line breaks and tabs in strings, which models
+    write, are emitted as escapes.
+
+    Returns False if the value is not valid, before the first invalid token. Returns False also if the text ends inside
+    the value; then the beginning of its last token is emitted.
     """
-    closing: list[str] = []  # of what is open
+    closing: list[str] = []  # closing brackets of the open objects and arrays
+    # Or "first value", "key", "first key", "colon", "comma". "comma" and those with "first" allow a closing bracket.
     expected = "value"
     while True:
-        # Here without asking the scanner where it can be: once a token, a generator is what costs most.
+        # Skip white space without the scanner's generator if possible: a generator for each token costs the most time.
         space = SPACE.match(scanner.text, scanner.pos)
         if space is None or space.end() == len(scanner.text):
             char = yield from scanner.space()
@@ -38,71 +41,72 @@ def read_value(scanner: Scanner, give: Give) -> Steps[bool]:
         if expected == "colon":
             if char != ":":
                 return False
-            give(scanner.advance(scanner.pos + 1) + " ")
+            emit(scanner.advance(scanner.pos + 1) + " ")
             expected = "value"
             continue
         if expected == "comma":
             if char == ",":
-                give(scanner.advance(scanner.pos + 1) + " ")
+                emit(scanner.advance(scanner.pos + 1) + " ")
                 expected = "key" if closing[-1] == "}" else "value"
                 continue
             if char != closing[-1]:
                 return False
-            give(scanner.advance(scanner.pos + 1))
+            emit(scanner.advance(scanner.pos + 1))
             closing.pop()
         elif char == '"':
-            if not (yield from read_string(scanner, give)):
+            if not (yield from read_string(scanner, emit)):
                 return False
             if expected in ("key", "first key"):
                 expected = "colon"
                 continue
         elif expected.startswith("first") and char == closing[-1]:
-            give(scanner.advance(scanner.pos + 1))
+            emit(scanner.advance(scanner.pos + 1))
             closing.pop()
         elif expected in ("key", "first key"):
             return False
         elif char in "{[":
             if len(closing) == MAX_DEPTH:
                 return False
-            give(scanner.advance(scanner.pos + 1))
+            emit(scanner.advance(scanner.pos + 1))
             closing.append("}" if char == "{" else "]")
             expected = "first key" if char == "{" else "first value"
             continue
-        elif not (yield from _read_scalar(scanner, give)):
+        elif not (yield from _read_scalar(scanner, emit)):
             return False
         if not closing:
             return True
         expected = "comma"
 
 
-def read_string(scanner: Scanner, give: Give) -> Steps[bool]:
-    """Consume a string with its quotes; the scanner stands at the first of them."""
-    give(scanner.advance(scanner.pos + 1))
+def read_string(scanner: Scanner, emit: Emit) -> Steps[bool]:
+    """Consume and emit a string with its quotes. The scanner is at the first quote. Returns False if it is not
+    valid."""
+    emit(scanner.advance(scanner.pos + 1))
     while True:
         match = _STRING.match(scanner.text, scanner.pos)
         if match:
             piece = scanner.advance(match.end())
-            give(escape_breaks(piece))
+            emit(escape_breaks(piece))
         char = yield from scanner.peek()
         if char == '"':
-            give(scanner.advance(scanner.pos + 1))
+            emit(scanner.advance(scanner.pos + 1))
             return True
         if char == "\\":
-            if not (yield from _whole_escape(scanner, give)):
+            if not (yield from _whole_escape(scanner, emit)):
                 return False
         elif not char or (char < " " and char not in "\n\t\r"):
             return False
 
 
 def escape_breaks(text: str) -> str:
-    """Text of a JSON string with its line breaks and tabs as escapes."""
+    """Replace line breaks and tabs in the text of a JSON string by escapes."""
     for char, escape in (("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r")):
         text = text.replace(char, escape)
     return text
 
 
-def _whole_escape(scanner: Scanner, give: Give) -> Steps[bool]:
-    """Wait until the escape that comes next is there; it is consumed with what follows. False where it is none."""
+def _whole_escape(scanner: Scanner, emit: Emit) -> Steps[bool]:
+    """Wait until the next escape is complete, without consuming it. Returns False if it is not valid."""
     while True:
         escape = scanner.text[scanner.pos : scanner.pos + 6]
         if _STRING.match(escape):
@@ -110,12 +114,12 @@ def _whole_escape(scanner: Scanner, give: Give) -> Steps[bool]:
         if not (len(escape) == 1 or (escape[1] == "u" and len(escape) < 6)):
             return False
         if scanner.ended:
-            give(scanner.rest())
+            emit(scanner.rest())
             return False
         yield
 
 
-def _read_scalar(scanner: Scanner, give: Give) -> Steps[bool]:
+def _read_scalar(scanner: Scanner, emit: Emit) -> Steps[bool]:
     while True:
         match = _WORD.match(scanner.text, scanner.pos)
         if not match or match.end() - scanner.pos > MAX_SCALAR:
@@ -125,7 +129,7 @@ def _read_scalar(scanner: Scanner, give: Give) -> Steps[bool]:
         yield
     if not _SCALAR.fullmatch(match.group()):
         if match.end() == len(scanner.text) and _CUT.fullmatch(match.group()):
-            give(scanner.advance(match.end()))
+            emit(scanner.advance(match.end()))
         return False
-    give(scanner.advance(match.end()))
+    emit(scanner.advance(match.end()))
     return True

@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them: `[TOOL_CALLS] [{...}, {...}]`, and newer `[TOOL_CALLS]name[ARGS]{...}`."""
+"""Parses calls of Mistral's models: `[TOOL_CALLS] [{...}, {...}]`, and of newer ones `[TOOL_CALLS]name[ARGS]{...}`."""
 
 import re
 
@@ -14,20 +14,20 @@ _NAME = re.compile(r"[\w.\-]++")
 
 
 def read(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[None]:
-    """Read an answer to its end."""
+    """Parse an answer to its end."""
     while scanner.step(CALL_STEPS):
-        if (yield from scanner.until((BEGIN,), sink.content.give)) is None:
+        if (yield from scanner.until((BEGIN,), sink.content.append)) is None:
             return
         scanner.hold(BEGIN)
         bare = (yield from scanner.space()) in ("[", "{")
         if (yield from read_calls(scanner, sink, known) if bare else _read_named(scanner, sink, known)):
             scanner.release()
         else:
-            sink.content.give(scanner.release())
+            sink.content.append(scanner.release())
 
 
 def _read_named(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
-    """Consume `name[ARGS]{...}`, with the model's own id of the call in it or not; False where it is none."""
+    """Consume `name[ARGS]{...}`, with or without the model's id of the call. Returns False if it is not a call."""
     name = yield from scanner.run(_NAME, MAX_NAME)
     if not name or not known(name):
         return False

@@ -1,4 +1,4 @@
-"""The parser of answers: text in pieces of any size in, what is new in the message out; whole answers are one piece."""
+"""Parses answers: receives text in pieces of any size, and returns deltas of the message."""
 
 import dataclasses
 import itertools
@@ -13,13 +13,14 @@ from jpaged.params.reasoning_tags import ReasoningTags
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerReader:
-    """How the answers to one request are read.
+    """How to parse the answers to one request.
 
-    tool_format: of calls; None where no tools were offered: then all is content.
-    tool_names:  of the tools that were offered. What names another is text.
+    tool_format: format of calls; None if the request has no tools. Then there are no calls.
+    tool_names:  names of the request's tools. A call of another name is content.
     parallel:    False keeps the first call only.
-    reasoning:   tags of reasoning, where the model has any.
-    reasoning_opened: whether the prompt has opened it already.
+    reasoning:   tags of reasoning; None if the model has none.
+    reasoning_opened: the prompt has the start tag of the reasoning.
+    new_id:      returns a new id for a call. None: the format's own ids.
     """
 
     tool_format: ToolCallFormat | None = None
@@ -27,59 +28,59 @@ class AnswerReader:
     parallel: bool = True
     reasoning: ReasoningTags | None = None
     reasoning_opened: bool = False
-    new_id: Callable[[], str] | None = None  # of calls; by default as the format's models need it
+    new_id: Callable[[], str] | None = None
 
     def new(self) -> "AnswerParser":
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         return AnswerParser(self)
 
     def parse(self, text: str) -> ParsedAnswer:
-        """A whole answer."""
+        """Parse a whole answer."""
         return self.parse_pieces([text])
 
     def parse_pieces(self, pieces: Iterable[str]) -> ParsedAnswer:
-        """An answer that comes in pieces; how it was cut makes no difference."""
+        """Parse an answer in pieces. The result does not depend on the cuts."""
         return self.new().read(pieces)
 
 
 class AnswerParser:
-    """Reads one answer. Any text is an answer: nothing raises, and what is no call and no reasoning is content."""
+    """Parses one answer. Any text is valid: text that is neither a call nor reasoning is content."""
 
     def __init__(self, reader: AnswerReader):
-        made = reader.tool_format
-        new_id = reader.new_id or (made.new_id if made else str)
+        tool_format = reader.tool_format
+        new_id = reader.new_id or (tool_format.new_id if tool_format else str)
         self._scanner = Scanner()
         self._sink = AnswerSink(new_id, parallel=reader.parallel)
         self._steps: Steps[None] | None = self._read(reader)
 
     @property
     def called(self) -> bool:
-        """Whether the answer has a whole call."""
+        """True if the answer has a complete call."""
         return self._sink.completed > 0
 
     def read(self, pieces: Iterable[str]) -> ParsedAnswer:
-        """A whole answer."""
+        """Parse a whole answer."""
         return ParsedAnswer.of(itertools.chain(map(self.feed, pieces), (self.finish() for _ in range(1))))
 
     def feed(self, text: str) -> AnswerDelta:
-        """More text; what is certain now."""
+        """Append text, and return the delta that is certain now."""
         self._scanner.feed(text)
         self._resume()
-        return self._sink.take()
+        return self._sink.pop_new()
 
     def finish(self) -> AnswerDelta:
-        """No more text will come; what was held back."""
+        """End the answer, and return the delta that was held back."""
         self._scanner.ended = True
         self._resume()
         self._sink.reasoning.end()
         self._sink.content.end()
-        return self._sink.take()
+        return self._sink.pop_new()
 
     def _resume(self) -> None:
         if self._steps is not None and next(self._steps, StopIteration) is StopIteration:
             self._steps = None
         if self._steps is None:
-            self._sink.content.give(self._scanner.rest())
+            self._sink.content.append(self._scanner.rest())
 
     def _read(self, reader: AnswerReader) -> Steps[None]:
         if reader.reasoning is not None:

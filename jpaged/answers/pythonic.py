@@ -1,6 +1,6 @@
-"""Calls in Python's syntax: `[find(text="a", limit=3), now()]`, as Llama 3.2 and 4 and ToolACE write them.
+"""Parses calls in Python's syntax: `[find(text="a", limit=3), now()]`, as Llama 3.2, Llama 4 and ToolACE write them.
 
-Nothing is evaluated: strings, numbers, True, False, None, lists and dicts are read, and given as the JSON they mean.
+Nothing is evaluated. Strings, numbers, True, False, None, lists and dicts are parsed and emitted as JSON.
 """
 
 import json
@@ -8,7 +8,7 @@ import re
 
 from jpaged.answers.answer import AnswerSink
 from jpaged.answers.json_calls import Known
-from jpaged.answers.json_text import MAX_DEPTH, MAX_SCALAR, Give, escape_breaks
+from jpaged.answers.json_text import MAX_DEPTH, MAX_SCALAR, Emit, escape_breaks
 from jpaged.answers.scanner import CALL_STEPS, Scanner, Steps
 
 TAGS = ("<|python_start|>", "<|python_tag|>")
@@ -19,14 +19,14 @@ _NAME = re.compile(r"[\w.\-]++")
 _WORD = re.compile(r"[-+.\w]++")
 _NUMBER = re.compile(r"-?+(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][-+]?+[0-9]++)?+")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-# What means the same in a JSON string; the rest is translated one by one.
+# Text with the same meaning in a JSON string. All other characters are translated one at a time.
 _PLAIN = re.compile(r"""(?:[^'"\\\x00-\x1f]++|\\[nrtbf"\\])++""")
 _BREAKS = re.compile(r"[\n\t\r]++")
 _HEX = {"x": 2, "u": 4, "U": 8}
 
 
 def read(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[None]:
-    """Read an answer to its end. Calls stand at its beginning, or behind one of TAGS."""
+    """Parse an answer to its end. Calls are at its beginning, or after one of TAGS."""
     begin: str | None = ""
     while begin is not None:
         scanner.hold(begin)
@@ -41,29 +41,31 @@ def read(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[None]:
                 if (yield from scanner.accept(END_TAG)):
                     scanner.release()
                 else:
-                    sink.content.give(scanner.release())
+                    sink.content.append(scanner.release())
         else:
-            sink.content.give(scanner.release())
-        begin = (yield from scanner.until(TAGS, sink.content.give)) if scanner.step(CALL_STEPS) else None
+            sink.content.append(scanner.release())
+        begin = (yield from scanner.until(TAGS, sink.content.append)) if scanner.step(CALL_STEPS) else None
 
 
 def _read_list(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
-    """Consume a list of calls. False where there is none: then nothing was given, and the scanner holds it."""
+    """Consume a list of calls. Returns False if there is none: the sink received nothing, and the scanner holds the
+    text.
+    """
     if (yield from scanner.space()) != "[":
         return False
     scanner.advance(scanner.pos + 1)
-    given = False
+    found = False
     while True:
         yield from scanner.space()
         if not (yield from _read_call(scanner, sink, known)):
-            if given:
-                sink.content.give(scanner.release())
-            return given
-        given = True
+            if found:
+                sink.content.append(scanner.release())
+            return found
+        found = True
         scanner.hold()
         char = yield from scanner.space()
         if char not in (",", "]") or not scanner.step(CALL_STEPS):
-            sink.content.give(scanner.release())
+            sink.content.append(scanner.release())
             return True
         scanner.advance(scanner.pos + 1)
         if char == "]":
@@ -72,7 +74,10 @@ def _read_list(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
 
 
 def _read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
-    """Consume one call. From its first argument's name on it is one: if it breaks later, what follows is content."""
+    """Consume one call. Returns False if it is not a call.
+
+    As soon as the name of its first argument is there, it is a call. Invalid text after that is content.
+    """
     name = yield from scanner.run(_NAME, MAX_NAME)
     if not name or not known(name) or (yield from scanner.space()) != "(":
         return False
@@ -105,10 +110,12 @@ def _read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
             return True
 
 
-def read_literal(scanner: Scanner, give: Give) -> Steps[bool]:
-    """Consume one of Python's literals, giving it as JSON. False before the first character that is none of it."""
-    closing: list[str] = []
-    expected = "value"  # or first, first key, colon, comma, more, more keys: all but colon and this one may be an end
+def read_literal(scanner: Scanner, emit: Emit) -> Steps[bool]:
+    """Consume a literal of Python and emit it as JSON. Returns False before the first invalid character."""
+    closing: list[str] = []  # closing brackets of the open lists and dicts
+    # Or "first", "first key", "colon", "comma", "more", "more keys". All but "value" and "colon" allow a closing
+    # bracket.
+    expected = "value"
     while True:
         char = yield from scanner.space()
         if not char or not scanner.step():
@@ -117,7 +124,7 @@ def read_literal(scanner: Scanner, give: Give) -> Steps[bool]:
             if char != ":":
                 return False
             scanner.advance(scanner.pos + 1)
-            give(": ")
+            emit(": ")
             expected = "value"
             continue
         if expected == "comma" and char == ",":
@@ -125,16 +132,16 @@ def read_literal(scanner: Scanner, give: Give) -> Steps[bool]:
             expected = "more keys" if closing[-1] == "}" else "more"
             continue
         if closing and char == closing[-1] and expected != "value":
-            give(scanner.advance(scanner.pos + 1))
+            emit(scanner.advance(scanner.pos + 1))
             closing.pop()
         elif expected == "comma":
             return False
         else:
-            if expected.startswith("more"):  # a comma before the end stands for nothing in Python
-                give(", ")
+            if expected.startswith("more"):  # emitted only now: JSON has no comma before a closing bracket
+                emit(", ")
             is_key = expected in ("first key", "more keys")
             if char in "\"'":
-                if not (yield from _read_string(scanner, give)):
+                if not (yield from _read_string(scanner, emit)):
                     return False
                 if is_key:
                     expected = "colon"
@@ -144,18 +151,18 @@ def read_literal(scanner: Scanner, give: Give) -> Steps[bool]:
             elif char in "{[":
                 if len(closing) == MAX_DEPTH:
                     return False
-                give(scanner.advance(scanner.pos + 1))
+                emit(scanner.advance(scanner.pos + 1))
                 closing.append("}" if char == "{" else "]")
                 expected = "first key" if char == "{" else "first"
                 continue
-            elif not (yield from _read_word(scanner, give)):
+            elif not (yield from _read_word(scanner, emit)):
                 return False
         if not closing:
             return True
         expected = "comma"
 
 
-def _read_word(scanner: Scanner, give: Give) -> Steps[bool]:
+def _read_word(scanner: Scanner, emit: Emit) -> Steps[bool]:
     while True:
         match = _WORD.match(scanner.text, scanner.pos)
         if not match or match.end() - scanner.pos > MAX_SCALAR:
@@ -167,39 +174,39 @@ def _read_word(scanner: Scanner, give: Give) -> Steps[bool]:
     if word not in _CONSTANTS and not _NUMBER.fullmatch(word):
         return False
     scanner.advance(match.end())
-    give(_CONSTANTS.get(word, word))
+    emit(_CONSTANTS.get(word, word))
     return True
 
 
-def _read_string(scanner: Scanner, give: Give) -> Steps[bool]:
+def _read_string(scanner: Scanner, emit: Emit) -> Steps[bool]:
     quote = scanner.advance(scanner.pos + 1)
-    give('"')
+    emit('"')
     while True:
         match = _PLAIN.match(scanner.text, scanner.pos)
         if match:
-            give(scanner.advance(match.end()))
+            emit(scanner.advance(match.end()))
         char = yield from scanner.peek()
         if char == quote:
             scanner.advance(scanner.pos + 1)
-            give('"')
+            emit('"')
             return True
         if char == "\\":
-            if not (yield from _read_escape(scanner, give)):
+            if not (yield from _read_escape(scanner, emit)):
                 return False
         elif char in ("'", '"'):
             if not scanner.step():
                 return False
-            give(scanner.advance(scanner.pos + 1).replace('"', '\\"'))
+            emit(scanner.advance(scanner.pos + 1).replace('"', '\\"'))
         elif match := _BREAKS.match(scanner.text, scanner.pos):
             if not scanner.step():
                 return False
-            give(escape_breaks(scanner.advance(match.end())))
+            emit(escape_breaks(scanner.advance(match.end())))
         elif char < " ":  # or the end
             return False
 
 
-def _read_escape(scanner: Scanner, give: Give) -> Steps[bool]:
-    """Consume an escape; one that Python does not know stands for itself, as in Python."""
+def _read_escape(scanner: Scanner, emit: Emit) -> Steps[bool]:
+    """Consume an escape. As in Python, an unknown escape stands for itself. Returns False if it is not valid."""
     while len(scanner.text) - scanner.pos < 2:
         if scanner.ended:
             return False
@@ -208,14 +215,14 @@ def _read_escape(scanner: Scanner, give: Give) -> Steps[bool]:
     if not scanner.step():
         return False
     if kind in 'nrtbf"\\':
-        give(scanner.advance(scanner.pos + 2))
+        emit(scanner.advance(scanner.pos + 2))
         return True
     digits = _HEX.get(kind)
     if digits is None:
         if kind < " " and kind not in "\n\t\r":
             return False
         scanner.advance(scanner.pos + 2)
-        give("" if kind == "\n" else "'" if kind == "'" else "\\\\" + escape_breaks(kind))
+        emit("" if kind == "\n" else "'" if kind == "'" else "\\\\" + escape_breaks(kind))
         return True
     while len(scanner.text) - scanner.pos < 2 + digits:
         if scanner.ended:
@@ -225,5 +232,5 @@ def _read_escape(scanner: Scanner, give: Give) -> Steps[bool]:
     if not re.fullmatch(r"[0-9a-fA-F]{2,8}", code) or int(code, 16) > 0x10FFFF:
         return False
     scanner.advance(scanner.pos + 2 + digits)
-    give(json.dumps(chr(int(code, 16)))[1:-1])
+    emit(json.dumps(chr(int(code, 16)))[1:-1])
     return True

@@ -1,7 +1,7 @@
-"""The text of one answer as it comes, read from the front once: what every parser of answers stands on.
+"""Scans the streamed text of one answer. All parsers of answers use it.
 
-A parser is a generator over a `Scanner`: it yields where it needs more text, and is resumed when there is some. What is
-consumed is never looked at again, so reading is linear, and where the text was cut does not matter.
+A parser is a generator over a `Scanner`. It yields when it needs more text, and is resumed when there is more. Consumed
+text is never read again, so the time is linear. The result does not depend on the cuts between pieces.
 """
 
 import functools
@@ -13,30 +13,31 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]  # a part of a parser: yields for more text, returns T
 
 SPACE = re.compile(r"\s*+")
-# Tokens of calls' syntax in one answer, and how many of them trying to read a call counts as. What is beyond is text:
-# no model's answer has 20,000 tokens of JSON or 1,000 calls, and reading on would take longer than the 100 ms that a
-# megabyte of hostile text may cost (benchmarks/answer_parsers.py).
+# Limit on syntax tokens of calls in one answer, and the number that an attempt to parse a call counts as. Text beyond
+# the limit is content. No model's answer has 20,000 tokens of JSON or 1,000 calls. Without the limit, a megabyte of
+# hostile text would take more than 100 ms (benchmarks/answer_parsers.py).
 MAX_STEPS = 20_000
 CALL_STEPS = 20
 
 
 class Scanner:
-    """A window on the text: what is not consumed yet, and what a call that may turn out to be none has consumed."""
+    """The text that is not consumed yet, and the held text: consumed text that becomes content if a call is not
+    valid."""
 
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0
-        self.ended = False         # no more text will come
-        self.steps = MAX_STEPS     # tokens of syntax that may still be read
+        self.ended = False      # the text is complete
+        self.steps = MAX_STEPS  # syntax tokens left
         self._held: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        """More text."""
+        """Append text."""
         self.text = self.text[self.pos :] + text
         self.pos = 0
 
     def advance(self, end: int) -> str:
-        """Consume up to `end`, and return it."""
+        """Consume the text up to index `end`, and return it."""
         piece = self.text[self.pos : end]
         self.pos = end
         if self._held is not None:
@@ -44,26 +45,26 @@ class Scanner:
         return piece
 
     def rest(self) -> str:
-        """Consume all there is."""
+        """Consume all text so far, and return it."""
         return self.advance(len(self.text))
 
     def hold(self, already: str = "") -> None:
-        """Remember what is consumed from here on, and `already` before it."""
+        """Start to hold consumed text. `already` is put before it."""
         self._held = [already]
 
     def release(self) -> str:
-        """What was consumed since `hold`, which is forgotten."""
+        """Return the held text, and stop to hold."""
         held = "".join(self._held or ())
         self._held = None
         return held
 
     def step(self, count: int = 1) -> bool:
-        """Count tokens of syntax; False where the answer has had its share."""
+        """Count syntax tokens. Returns False when the limit of the answer is reached."""
         self.steps -= count
         return self.steps >= 0
 
     def peek(self) -> Steps[str]:
-        """The next character, or "" at the end."""
+        """Return the next character, or "" at the end."""
         while self.pos == len(self.text):
             if self.ended:
                 return ""
@@ -71,7 +72,7 @@ class Scanner:
         return self.text[self.pos]
 
     def space(self) -> Steps[str]:
-        """Consume white space; the character after it, or "" at the end."""
+        """Consume white space, and return the character after it, or "" at the end."""
         while True:
             end = _end(SPACE, self.text, self.pos)
             if end > self.pos:
@@ -83,7 +84,7 @@ class Scanner:
             yield
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Consume `literal` if it comes next."""
+        """Consume `literal` if it is next. Returns True if so."""
         while True:
             there = self.text[self.pos : self.pos + len(literal)]
             if there == literal:
@@ -94,7 +95,7 @@ class Scanner:
             yield
 
     def run(self, pattern: re.Pattern[str], most: int) -> Steps[str | None]:
-        """Consume all that a pattern of single characters matches; None where that is more than `most` characters."""
+        """Consume and return all characters that a pattern matches. None if they are more than `most`."""
         while True:
             end = _end(pattern, self.text, self.pos)
             if end - self.pos > most:
@@ -103,23 +104,23 @@ class Scanner:
                 return self.advance(end)
             yield
 
-    def until(self, literals: tuple[str, ...], give: Callable[[str], None]) -> Steps[str | None]:
-        """Consume up to and with the first of `literals`, giving the text before it as soon as it is certain.
+    def until(self, literals: tuple[str, ...], emit: Callable[[str], None]) -> Steps[str | None]:
+        """Consume text up to and including the first of `literals`. Emit the text before it as soon as it is certain.
 
-        Returns which it was; None where the text ends without one. None of the literals may begin another.
+        Returns the literal, or None if the text ends without one. No literal may be the beginning of another.
         """
         search = _any_of(literals)
         while True:
             match = search.search(self.text, self.pos)
             if match:
-                give(self.advance(match.start()))
+                emit(self.advance(match.start()))
                 return self.advance(match.end())
             end = len(self.text)
             if not self.ended:
                 begun, longest = _beginnings_of(literals)
                 match = begun.search(self.text, max(self.pos, end - longest))
                 end = match.start() if match else end
-            give(self.advance(end))
+            emit(self.advance(end))
             if self.ended:
                 return None
             yield
@@ -137,7 +138,7 @@ def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 @functools.lru_cache(maxsize=64)
 def _beginnings_of(literals: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
-    """What finds the beginning of a literal at the end of a text, and the most characters that it has."""
+    """Return a pattern for the beginning of a literal at the end of a text, and its largest length."""
     nested = []
     for literal in literals:
         pattern = ""

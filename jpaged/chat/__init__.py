@@ -1,1 +1,1 @@
-"""Chats: render a conversation as a prompt, and read the answer."""
+"""Chats: renders a conversation as a prompt, and prepares the reader of its answers."""

@@ -1,4 +1,4 @@
-"""One turn of a conversation: the prompt, and how its answer is read; the same for `LLM.chat` and for the server."""
+"""One turn of a chat: its prompt, and the reader of its answers. Shared by `LLM.chat` and the server."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,23 +8,23 @@ from jpaged.answers.definitions import Tool, ToolChoice
 from jpaged.answers.formats import ToolCallFormat, detect_format, tool_call_format
 from jpaged.answers.grammar import enforced_format, tool_grammar
 from jpaged.answers.parser import AnswerReader
-from jpaged.chat.prompt import chat_prompt, template_text
+from jpaged.chat.prompt import RenderOptions, chat_prompt, template_text
 from jpaged.errors import RequestError
 from jpaged.params.reasoning_tags import PROMPT_END, REASONING_PARSERS, ReasoningTags
 from jpaged.params.sampling import SamplingParams
 
-# What templates mean their callers to switch (Qwen3, DeepSeek V3.1, gpt-oss). Other variables may reach what is the
-# operator's to say: dates, built-in tools, whole system prompts.
+# Variables that templates of Qwen3, DeepSeek V3.1 and gpt-oss offer to callers. Other variables may set things that the
+# operator must control: dates, built-in tools, whole system prompts.
 DEFAULT_TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatFormats:
-    """How a model's answers are to be read: what the operator says of it.
+    """The operator's settings for prompts and answers of a chat model.
 
     chat_template: Jinja, in place of the tokenizer's own.
-    tool_calls:    None: as the chat template tells.
-    reasoning:     None: answers are not split.
+    tool_calls:    format of calls; None detects it from the chat template.
+    reasoning:     tags of reasoning; None does not separate reasoning from content.
     """
 
     chat_template: str | None = None
@@ -39,16 +39,21 @@ class ChatFormats:
         reasoning_parser: str | None = None,
         reasoning_tags: Sequence[str] | None = None,
     ) -> "ChatFormats":
-        """By vLLM's names of parsers, or with tags of reasoning as (start, end). Raises RequestError for others."""
+        """Create from vLLM's names of parsers, or from reasoning tags (start, end).
+
+        Raises RequestError for unknown names and for tags that are not valid.
+        """
         if reasoning_tags and reasoning_parser:
-            raise RequestError("reasoning_tags", tuple(reasoning_tags), "reasoning_parser has tags already: give one")
+            accepted = "reasoning_parser sets the tags already: give one of the two"
+            raise RequestError("reasoning_tags", tuple(reasoning_tags), accepted)
         if reasoning_parser is not None and reasoning_parser not in REASONING_PARSERS:
-            accepted = f"must be one of {', '.join(REASONING_PARSERS)}; or give the tags as reasoning_tags"
+            accepted = f"must be one of {', '.join(REASONING_PARSERS)}; or set reasoning_tags"
             raise RequestError("reasoning_parser", reasoning_parser, accepted)
         reasoning = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
         if reasoning_tags:
             if isinstance(reasoning_tags, str) or len(reasoning_tags) != 2:
-                raise RequestError("reasoning_tags", reasoning_tags, "must be two: where reasoning starts and ends")
+                accepted = "must be two strings: the start tag and the end tag"
+                raise RequestError("reasoning_tags", reasoning_tags, accepted)
             reasoning = ReasoningTags(reasoning_tags[0], reasoning_tags[1])
         return cls(chat_template, tool_call_format(tool_call_parser) if tool_call_parser else None, reasoning)
 
@@ -58,9 +63,9 @@ class ChatTurn:
     """A turn, ready to run.
 
     prompt:  `{"prompt_token_ids": ...}`.
-    reader:  of its answers.
-    grammar: fields of StructuredOutputsParams that the answer must follow; empty where it is free.
-    shows_special_tokens: whether the answer's text must have special tokens, since tags are among them.
+    reader:  reads the answers of this turn.
+    grammar: fields of StructuredOutputsParams for a forced call; empty if no call is forced.
+    shows_special_tokens: the answer's text must include special tokens, because some tags are special tokens.
     """
 
     prompt: dict[str, list[int]]
@@ -69,7 +74,7 @@ class ChatTurn:
     shows_special_tokens: bool
 
     def sampling_params(self, params: SamplingParams) -> SamplingParams:
-        """Sampling parameters with what this turn needs. Raises RequestError where they ask for something else."""
+        """Return `params` with the settings of this turn. Raises RequestError if they contradict a forced call."""
         if self.shows_special_tokens:
             params = dataclasses.replace(params, skip_special_tokens=False)
         if params.reasoning_tags is None and self.reader.reasoning is not None:
@@ -77,7 +82,7 @@ class ChatTurn:
         if not self.grammar:
             return params
         if params.structured_outputs is not None:
-            accepted = "the answer must be a call of a tool: it cannot follow another format too"
+            accepted = "the answer must be a tool call, so structured_outputs cannot set its format: leave one out"
             raise RequestError("tool_choice", "required or named", accepted)
         try:
             return dataclasses.replace(params, structured_outputs=self.grammar)
@@ -93,21 +98,21 @@ def chat_turn(
     tools: Sequence[Tool] = (),
     tool_choice: ToolChoice | None = None,
     parallel_tool_calls: bool = True,
-    **rendering: Any,
+    options: RenderOptions | None = None,
 ) -> ChatTurn:
-    """Render a conversation and make ready to read its answers. rendering: options of `chat_prompt`.
+    """Render a conversation and prepare to read its answers.
 
-    With tool_choice none the template does not see the tools: a model that does not know them calls none.
+    If `tool_choice` is none, the template does not receive the tools, so the model cannot call them.
     Raises RequestError.
     """
     choice = tool_choice or ToolChoice("auto" if tools else "none")
     if choice.mode == "named" and choice.name not in [tool.name for tool in tools]:
         names = ", ".join(tool.name for tool in tools) or "(there are none)"
-        raise RequestError("tool_choice.function.name", choice.name, f"must be one of the tools {names}")
+        raise RequestError("tool_choice.function.name", choice.name, f"must be one of the tools: {names}")
     if choice.mode == "required" and not tools:
-        raise RequestError("tool_choice", "required", "goes with tools")
+        raise RequestError("tool_choice", "required", "needs tools")
     offered = () if choice.mode == "none" else tools
-    prompt = chat_prompt(tokenizer, messages, formats.chat_template, tools=offered, **rendering)
+    prompt = chat_prompt(tokenizer, messages, formats.chat_template, tools=offered, options=options)
     tool_format = _tool_format(tokenizer, formats, choice, offered) if offered else None
     opened = False
     if formats.reasoning is not None:
@@ -144,14 +149,14 @@ def _tool_format(
         return enforced_format(found)
     if found is None:
         accepted = (
-            "the chat template does not tell how this model writes calls: name it with tool_call_parser (of the server "
-            "a flag: --tool-call-parser), or ask for tool_choice required"
+            "the format of this model's calls is unknown, because its chat template does not show it: set "
+            "tool_call_parser (server: --tool-call-parser), or use tool_choice required"
         )
         raise RequestError("tools", f"{len(offered)} tools, tool_choice auto", accepted)
     return found
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Ids of the tokens that are left out of text unless it is asked for."""
+    """Return the ids of special tokens, which `skip_special_tokens` removes from text."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {str(token): int(token_id) for token_id, token in added.items() if getattr(token, "special", False)}

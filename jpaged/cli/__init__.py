@@ -1,6 +1,6 @@
-"""The command line. Each command is a dataclass in a file of its own: its fields are the flags, `run()` does the work.
+"""The command line. Each command is a dataclass in its own file: the fields are the flags, `run()` does the work.
 
-`--help` must be fast, so nothing here imports jax; commands import what they run inside `run()`.
+`--help` must be fast, so this package imports no jax at its top level. Each `run()` imports what it needs.
 """
 
 import functools
@@ -13,12 +13,12 @@ from jpaged.errors import JPagedError
 
 DESCRIPTION = """LLM inference in JAX: paged KV cache, continuous batching, an OpenAI-compatible server.
 
-The model is the first argument or --model: a folder, a Hugging Face hub id, a .gguf file, or demo, which ships with
-jpaged."""
+Most commands take a model, as first argument or as --model: a folder, a Hugging Face hub id, a .gguf file, or demo, the
+small model that ships with jpaged. `jpaged COMMAND --help` lists the flags of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; the exit status is 2 where the user has to change something, and the message says what."""
+    """Run one command line. Returns the exit status: 2 after an error, whose message says what to change."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args in (["--version"], ["-V"]):
         from jpaged.version import __version__
@@ -40,19 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    """The console script."""
+    """Run the command line and exit. Entry point of the script `jpaged`."""
     sys.exit(main())
 
 
 def _log_to_stderr() -> None:
-    """What the engine says of itself, and of other libraries only what concerns the user."""
+    """Log the engine's messages, and the warnings of other libraries."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("jpaged").setLevel(logging.INFO)
     logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
 def parse(args: Sequence[str]) -> Any:
-    """The command that an argument list asks for. Exits with a message, as argparse does, when it asks for none."""
+    """Return the command of an argument list. Exits with a message, as argparse does, if the arguments are wrong."""
     import tyro
 
     from jpaged.cli.bench import Bench
@@ -81,14 +81,14 @@ def parse(args: Sequence[str]) -> Any:
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-    # Prompts may stand on both sides of the flags (`generate demo --max-tokens 8 "def f"`), and behind a bare -- they
-    # may look like flags. Parsers of argparse's kind take one run of positional arguments only and report the others
-    # as unknown: those are taken as prompts here.
+    # Prompts may come before and after flags (`generate demo --max-tokens 8 "def f"`). After a bare -- they may begin
+    # with a dash. A parser like argparse accepts only one run of positional arguments and reports the others as
+    # unknown: here the unknown ones become prompts.
     end = args.index("--") if "--" in args else len(args)
     flags, words = args[:end], args[end + 1 :]
     command, rest = read(args=flags, return_unknown_args=True)
     if isinstance(command, Generate):
         if not any(word.startswith("-") for word in rest):
             return command.with_more_words([*rest, *words])
-        return read(args=flags)  # says what is wrong, and exits
+        return read(args=flags)  # prints the error and exits
     return read(args=args) if rest or words else command

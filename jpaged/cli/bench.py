@@ -1,4 +1,4 @@
-"""`jpaged bench`: what the engine gives on this machine, with vLLM's workload defaults and names of figures."""
+"""`jpaged bench`: measures the engine on this machine, with the workloads and figures of vLLM's benchmarks."""
 
 import dataclasses
 from typing import Annotated
@@ -12,7 +12,7 @@ from jpaged.cli.bench_throughput import Throughput
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Measure throughput, latency, or single steps."""
+    """Measure the throughput of many requests, the latency of one batch, or the duration of single steps."""
 
     command: Annotated[
         Annotated[Throughput, tyro.conf.subcommand("throughput")]
@@ -22,5 +22,5 @@ class Bench:
     ]
 
     def run(self) -> int:
-        """Run the measurement that was chosen."""
+        """Run the chosen measurement."""
         return self.command.run()

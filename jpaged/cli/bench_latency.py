@@ -1,11 +1,11 @@
-"""`jpaged bench latency`: how long one batch of equal requests takes from beginning to end."""
+"""`jpaged bench latency`: measures how long one batch of equal requests takes from beginning to end."""
 
 import dataclasses
 import time
 
 import numpy as np
 
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.cli.results import OutputJson, check_writable, machine, write_json
 from jpaged.cli.workloads import random_ids
 from jpaged.errors import RequestError
@@ -13,38 +13,39 @@ from jpaged.errors import RequestError
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Measure how long a single batch takes, over and over: the mean and the percentiles."""
+    """Measure how long one batch takes. Repeats the batch, and prints the mean and the percentiles."""
 
     model_argument: ModelArgument = None
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     input_len: int = 32
-    """Prompt tokens of each request; random ids, other ones in every iteration."""
+    """Prompt tokens per request: random ids, new ones in each iteration."""
 
     output_len: int = 128
-    """Tokens each request generates (ignore_eos)."""
+    """Tokens that each request generates; end-of-sequence tokens are ignored."""
 
     batch_size: int = 8
     """Requests that run at once."""
 
     num_iters_warmup: int = 10
-    """Iterations before those that count."""
+    """Iterations that run first and are not measured."""
 
     num_iters: int = 30
-    """Iterations that count."""
+    """Iterations that are measured."""
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
 
     output_json: OutputJson = None
-    """Write the figures to this file."""
+    """Write the results to this file, as JSON."""
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def run(self) -> int:
-        """Run the iterations and print their figures."""
+        """Run the iterations and print the results."""
         options = engine_options(self.engine, self.model_argument)
         lowest = {"input_len": 1, "output_len": 1, "batch_size": 1, "num_iters_warmup": 0, "num_iters": 1}
         for name, low in lowest.items():
@@ -57,7 +58,8 @@ class Latency:
         with LLM(**options) as llm:
             if self.input_len + self.output_len > llm.max_model_len:
                 total = self.input_len + self.output_len
-                raise RequestError("input_len", total, f"with --output-len, the model takes {llm.max_model_len} tokens")
+                accepted = f"with --output-len; the engine accepts {llm.max_model_len} tokens: lower one of them"
+                raise RequestError("input_len", total, accepted)
             rng = np.random.default_rng(options["seed"])
             params = SamplingParams(temperature=self.temperature, max_tokens=self.output_len, ignore_eos=True)
             for iteration in range(self.num_iters_warmup + self.num_iters):

@@ -1,31 +1,35 @@
-"""`jpaged bench steps`: how long a step takes by what it computes, as a cost model for `jpaged simulate`."""
+"""`jpaged bench steps`: measures steps and fits a cost model for `jpaged simulate`."""
 
 import dataclasses
 import datetime
 import sys
 from typing import Any
 
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.cli.results import OutputJson, check_writable, machine, write_json
 from jpaged.errors import RequestError
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Measure steps of the engine over many loads, and fit what `jpaged simulate --cost-model` reads.
+    """Measure how long steps take under many loads, and fit a cost model for `jpaged simulate --cost-model`.
 
-    Requests of several numbers and lengths decode, with prompts of several lengths alone and beside them. Prints each
-    load with its measured and its fitted time. With --swap-space also what moving a block to the host and back takes.
+    The loads are: decodes, with different numbers and lengths of requests; prompts of different lengths; and both in
+    one batch. Prints the measured and the fitted time of each load. With --swap-space it also measures moving a block
+    to host memory and back.
+
+    Example: jpaged bench steps demo --output-json steps.json
     """
 
     model_argument: ModelArgument = None
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     repeats: int = 5
-    """How often each load is run; medians count."""
+    """Runs of each load; the median counts."""
 
     output_json: OutputJson = None
-    """Write the cost model to this file."""
+    """Write the cost model to this file, as JSON."""
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
@@ -37,7 +41,7 @@ class Steps:
         check_writable(self.output_json)
         from tqdm import tqdm
 
-        from jpaged.build import build_engine
+        from jpaged.frontend.build import build_engine
         from jpaged.simulator.cost import COEFFICIENTS, fit, relative_errors, to_json
         from jpaged.simulator.measure import designed_cases, measure_steps
 
@@ -62,7 +66,7 @@ class Steps:
         about = {"model": model, "date": datetime.date.today().isoformat(), "machine": machine()}
         where = f"{about['machine']['platform']}, {about['machine']['device']}, {about['machine']['cpus']} cores"
         fitted = fit(steps, origin=f"{model} measured on {where}, {about['date']}", engine=shape)
-        if moves is not None:  # no load moves any: the engine has measured it when it started
+        if moves is not None:  # the loads move no blocks: the engine measured this at its start
             fitted = dataclasses.replace(fitted, per_moved_block=moves.seconds_per_move)
         errors = relative_errors(fitted, steps)
         print(f"{'load':<52}{'tokens':>7}{'rows':>6}{'KV read':>9}{'ms':>9}{'fitted':>9}{'off':>7}")
@@ -82,7 +86,7 @@ class Steps:
 
 
 def engine_shape(runner: Any) -> Any:
-    """The sizes of a real engine, for the simulator."""
+    """Return the sizes of an engine, for the simulator."""
     from jpaged.simulator.step_load import EngineShape
 
     shapes = [program.shape for program in runner.programs.forwards]

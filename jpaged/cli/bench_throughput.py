@@ -1,34 +1,37 @@
-"""`jpaged bench throughput`: many requests at once, and how long all of them take."""
+"""`jpaged bench throughput`: measures how long many requests take that arrive at once."""
 
 import dataclasses
 import sys
 import time
 
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.cli.results import OutputJson, check_writable, machine, write_json
 from jpaged.cli.workloads import WorkloadFlags
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Throughput(WorkloadFlags):
-    """Measure how many requests and tokens a second the engine makes of a batch, and the share of KV it wastes.
+    """Run many requests at once. Prints requests and tokens per second, and the fraction of KV memory that is wasted.
 
-    Every request generates exactly its number of tokens (ignore_eos), at temperature 1, as in vLLM's benchmark.
+    As in vLLM's benchmark, every request generates a fixed number of tokens, at temperature 1.
+
+    Example: jpaged bench throughput demo --num-prompts 100 --input-len 128 --output-len 64
     """
 
     model_argument: ModelArgument = None
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
 
     output_json: OutputJson = None
-    """Write the figures to this file."""
+    """Write the results to this file, as JSON."""
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def run(self) -> int:
-        """Run the workload once and print its figures."""
+        """Run the workload once and print the results."""
         options = engine_options(self.engine, self.model_argument)
         check_writable(self.output_json)
         from jpaged import LLM, SamplingParams

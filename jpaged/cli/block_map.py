@@ -1,4 +1,4 @@
-"""A snapshot of the engine in the terminal: figures, the request table, the queue, and a character a block."""
+"""Prints a snapshot of the engine: totals, the request table, the queue, and one character per block."""
 
 import colorsys
 import dataclasses
@@ -13,27 +13,27 @@ from rich.text import Text
 from jpaged.snapshot import BlockSnapshot, EngineSnapshot, RequestSnapshot
 
 BLOCKS_A_LINE = 64
-EMPTY, CACHED, MANY = ".", "-", "+"  # MANY: more owners than a digit says
+EMPTY, CACHED, MANY = ".", "-", "+"  # MANY: 10 owners or more
 MARKS = string.ascii_letters
-GOLDEN = 0.618034  # steps of so much of the colour circle keep any number of hues apart
+GOLDEN = 0.618034  # of the colour circle, from one hue to the next: keeps any number of hues apart
 
 Colour = tuple[float, float, float]  # red, green, blue in [0, 1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """How a request is shown: its letter in the terminal, and its colour there and in the picture."""
+    """How a request is shown: its letter in the terminal, and its colour in the terminal and in the picture."""
 
     mark: str
     colour: Colour
 
     def shade(self, sample: int) -> Colour:
-        """The colour of one of its parallel samples: lighter from one to the next."""
+        """Return the colour of a parallel sample. Each sample is lighter than the one before."""
         return lighter(self.colour, min(0.2 * sample, 0.6))
 
 
 def looks(snapshot: EngineSnapshot) -> dict[str, Look]:
-    """The look of each request that owns blocks, by its id; in the order of the table."""
+    """Return the look of each request that owns blocks, by request id, in the order of the request table."""
     ids = dict.fromkeys(r.request_id for r in (*snapshot.running, *snapshot.waiting) if r.num_blocks)
     return {
         request_id: Look(MARKS[i % len(MARKS)], colorsys.hsv_to_rgb((0.58 + i * GOLDEN) % 1, 0.7, 0.85 - 0.2 * (i % 2)))
@@ -42,13 +42,13 @@ def looks(snapshot: EngineSnapshot) -> dict[str, Look]:
 
 
 def lighter(colour: Colour, share: float) -> Colour:
-    """A colour with so much white in it."""
+    """Mix a colour with white. share: the fraction of white."""
     red, green, blue = (part + (1 - part) * share for part in colour)
     return red, green, blue
 
 
 def figures(snapshot: EngineSnapshot) -> list[str]:
-    """The pool in a few sentences."""
+    """Describe the KV pool in up to three lines."""
     pool = snapshot.pool
     lines = [
         f"KV pool: {pool.used_blocks:,} of {pool.num_blocks:,} blocks of {pool.block_size} tokens used "
@@ -64,32 +64,34 @@ def figures(snapshot: EngineSnapshot) -> list[str]:
 
 
 def wrong_counts(snapshot: EngineSnapshot) -> list[str]:
-    """Blocks whose reference count is not the number of their owners: none, or the engine has a bug."""
+    """Describe blocks whose reference count is not the number of their owners. Such a block is a bug of the engine."""
     return [
-        f"block {block.block}: {block.ref_count} references are counted, {len(block.owners)} block tables hold it"
+        f"block {block.block}: reference count {block.ref_count}, but {len(block.owners)} block tables contain it"
         for block in snapshot.blocks
         if block.ref_count != len(block.owners)
     ]
 
 
 def show(snapshot: EngineSnapshot, out: Console) -> None:
-    """Print all of it."""
+    """Print the whole snapshot."""
     known = looks(snapshot)
     for line in (*figures(snapshot), f"step {snapshot.step:,}"):
         out.print(Text(line))
     for line in wrong_counts(snapshot):
-        out.print(Text(f"the engine's books are wrong: {line}", style="bold red"))
+        out.print(Text(f"the engine's state is inconsistent: {line}", style="bold red"))
     out.print(Text(f"\n{len(snapshot.running)} running, {len(snapshot.waiting)} waiting", style="bold"))
     if snapshot.running or snapshot.waiting:
         out.print(_requests([*snapshot.running, *snapshot.waiting], known))
     out.print(Text("blocks", style="bold"))
     for line in block_lines(snapshot, known):
         out.print(line)
-    out.print(Text(f"a letter: its one owner's   2 to 9, {MANY}: so many owners   {CACHED}: cached   {EMPTY}: empty"))
+    out.print(
+        Text(f"letter: the owner   2 to 9: number of owners   {MANY}: 10 or more   {CACHED}: cached   {EMPTY}: empty")
+    )
 
 
 def block_lines(snapshot: EngineSnapshot, known: dict[str, Look]) -> list[Text]:
-    """A character a block, BLOCKS_A_LINE a line; lines without an owner that follow each other are told as one."""
+    """Draw one character per block, BLOCKS_A_LINE per line. Consecutive lines without an owner are summed up in one."""
     lines: list[Text] = []
     free: list[BlockSnapshot] = []
     for start in range(0, len(snapshot.blocks), BLOCKS_A_LINE):

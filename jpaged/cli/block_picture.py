@@ -1,4 +1,4 @@
-"""A snapshot of the engine as a picture: a cell a block of the KV pool, coloured by the request that owns it."""
+"""Draws a snapshot of the engine: one cell per block of the KV pool, coloured by the request that owns the block."""
 
 import dataclasses
 import pathlib
@@ -10,48 +10,48 @@ from jpaged.snapshot import BlockSnapshot, EngineSnapshot
 
 DPI = 100
 LEFT, RIGHT, TOP = 64, 24, 88            # pixels around the cells
-LEAST_WIDTH = 800                        # of the picture: for the legend
+LEAST_WIDTH = 800                        # pixels: room for the legend
 LEGEND_ROW = 22
-MOST_LISTED = 24                         # requests that the legend names
+MOST_LISTED = 24                         # maximum number of requests in the legend
 CACHED = (0.80, 0.83, 0.88)
 EMPTY = (1.0, 1.0, 1.0)
 OUTLINE = (0.80, 0.80, 0.80)
-UNFILLED = 0.7                           # of white in the part of a block that has no token yet
+UNFILLED = 0.7                           # fraction of white in the part of a block without tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """Where each block's cell lies."""
+    """Position of each block's cell in the picture."""
 
     num_blocks: int
     columns: int
-    cell: int  # pixels of its side, the gap to the next one included
+    cell: int  # side of a cell in pixels, with the gap to the next cell
 
     @classmethod
     def of(cls, num_blocks: int) -> "Grid":
-        """Cells that can be read for small pools, of two pixels for large ones."""
+        """Choose columns and cell size: readable cells for a small pool, cells of two pixels for a large one."""
         columns = next((wide for wide, most in ((16, 128), (32, 512), (64, 2048)) if num_blocks <= most), 0)
         columns = columns or 32 * -(-int((2 * num_blocks) ** 0.5) // 32)  # about twice as wide as high
         return cls(num_blocks, columns, min(40, max(2, 1152 // columns)))
 
     @property
     def rows(self) -> int:
-        """Of cells."""
+        """Number of rows of cells."""
         return -(-self.num_blocks // self.columns)
 
     @property
     def gap(self) -> int:
-        """Pixels between two cells."""
+        """Gap between two cells, in pixels."""
         return 2 if self.cell >= 12 else 1 if self.cell >= 5 else 0
 
     def corner(self, block: int) -> tuple[int, int]:
-        """A cell's upper left pixel, (x, y) within the cells."""
+        """Return the upper left pixel of a block's cell, (x, y), relative to the first cell."""
         row, column = divmod(block, self.columns)
         return column * self.cell, row * self.cell
 
 
 def paint(snapshot: EngineSnapshot, known: dict[str, Look]) -> np.ndarray:
-    """The cells as float32[height, width, 3]."""
+    """Draw the cells. Returns float32[height, width, 3]."""
     grid = Grid.of(len(snapshot.blocks))
     pixels = np.ones((grid.rows * grid.cell, grid.columns * grid.cell, 3), np.float32)
     side = grid.cell - grid.gap
@@ -62,7 +62,7 @@ def paint(snapshot: EngineSnapshot, known: dict[str, Look]) -> np.ndarray:
 
 
 def _cell(block: BlockSnapshot, side: int, block_size: int, known: dict[str, Look]) -> np.ndarray:
-    """One block: its owner's colour, as wide as it is filled; of several owners diagonal stripes of their colours."""
+    """Draw one block in its owner's colour, in stripes if it has several owners; the unfilled part is pale."""
     if not block.ref_count:
         cell = np.empty((side, side, 3), np.float32)
         cell[:] = EMPTY if block.prefix_hash is None else CACHED
@@ -82,7 +82,7 @@ def _cell(block: BlockSnapshot, side: int, block_size: int, known: dict[str, Loo
 
 
 def draw(snapshot: EngineSnapshot, path: pathlib.Path) -> None:
-    """Write the picture as PNG. Needs matplotlib."""
+    """Draw the snapshot into a PNG file. Needs matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.patheffects import withStroke
@@ -96,9 +96,9 @@ def draw(snapshot: EngineSnapshot, path: pathlib.Path) -> None:
         entries = [*entries[:MOST_LISTED], rest]
     dark, bright = (0.25, 0.45, 0.7), (0.85, 0.45, 0.3)
     entries += [
-        Patch(facecolor=dark, edgecolor=bright, hatch="////", linewidth=0, label="striped: shared; the number: owners"),
-        Patch(facecolor=lighter(dark, UNFILLED), label="pale: slots that no token has filled yet"),
-        Patch(facecolor=CACHED, label="cached: free, found by a prompt that begins alike"),
+        Patch(facecolor=dark, edgecolor=bright, hatch="////", linewidth=0, label="striped: shared; number: owners"),
+        Patch(facecolor=lighter(dark, UNFILLED), label="pale: slots without a token"),
+        Patch(facecolor=CACHED, label="cached: free, reused by a prompt with the same beginning"),
         Patch(facecolor=EMPTY, edgecolor=OUTLINE, label="empty"),
     ]
     legend_high = LEGEND_ROW * -(-len(entries) // 2) + 24
@@ -106,11 +106,11 @@ def draw(snapshot: EngineSnapshot, path: pathlib.Path) -> None:
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
     for line, text in enumerate(figures(snapshot)):
         figure.text(LEFT / width, 1 - (24 + 20 * line) / height, text, fontsize=10 if line else 12)
-    # In whole pixels, so that a cell of the picture is a cell of `paint` to the pixel.
+    # Whole pixels, so that cells have the size that `paint` gives them.
     axes = figure.add_axes((LEFT / width, legend_high / height, wide / width, high / height))
     axes.imshow(pixels, interpolation="nearest", aspect="auto", extent=(0, wide, high, 0))
     axes.set_xticks([])
-    every = max(1, -(-20 // grid.cell))  # rows from one number to the next
+    every = max(1, -(-20 // grid.cell))  # rows per row number
     numbered = range(0, grid.rows, every)
     axes.set_yticks([(row + 0.5) * grid.cell for row in numbered], [f"{row * grid.columns:,}" for row in numbered])
     axes.tick_params(length=0, labelsize=8)
@@ -127,14 +127,15 @@ def draw(snapshot: EngineSnapshot, path: pathlib.Path) -> None:
         entries, ["-"] * len(entries), loc="upper left", bbox_to_anchor=(LEFT / width, (legend_high - 4) / height),
         ncols=2, fontsize=9, frameon=False, borderpad=0, borderaxespad=0,
     )  # fmt: skip
+    # The texts are set here, because matplotlib leaves out entries whose label begins with _.
     for entry, patch in zip(legend.get_texts(), entries, strict=True):
-        entry.set_parse_math(False)  # ids are text: a dollar begins no formula, and a leading _ hides no entry
+        entry.set_parse_math(False)  # ids are text: matplotlib reads $ as math
         entry.set_text(str(patch.get_label()))
     figure.savefig(path, dpi=DPI, format="png")
 
 
 def _label(snapshot: EngineSnapshot, request_id: str) -> str:
-    """A request in the legend; its parallel samples together."""
+    """Return a request's text in the legend, its parallel samples counted together."""
     samples = [r for r in (*snapshot.running, *snapshot.waiting) if r.request_id == request_id]
     tokens = sum(sample.prompt_tokens + sample.output_tokens for sample in samples)
     name = request_id if len(request_id) <= 24 else f"{request_id[:12]}…{request_id[-8:]}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jpaged.chat.prompt import chat_prompt, has_chat_template
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, read_text
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help, read_text
 from jpaged.cli.offline import outputs_as_they_come
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
@@ -18,54 +18,60 @@ from jpaged.params.sampling import SamplingParams
 if TYPE_CHECKING:
     from jpaged.async_llm import AsyncLLM
 
-HELP = "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C breaks off an answer"
-NO_TEMPLATE = "This model has no chat template: it sees a plain transcript, and may not keep to its part."
+HELP = "/clear forgets the conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
+NO_TEMPLATE = "This model has no chat template: it gets a plain transcript, and may also write your part of it."
 
 OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-    """Talk to a model in the terminal. It sees the whole conversation; sampling defaults are the model's own."""
+    """Talk to a model in the terminal. Each prompt contains the whole conversation.
+
+    Sampling parameters without a flag come from the model's generation_config.json.
+
+    Example: jpaged chat Qwen/Qwen3-0.6B --system-prompt "Answer in one sentence."
+    """
 
     model_argument: ModelArgument = None
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     system_prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
-    """System message that the conversation begins with."""
+    """System message at the beginning of the conversation."""
 
     temperature: OptionalFloat = None
-    """Divides the logits; 0 takes the most likely token always."""
+    """Sampling temperature: the logits are divided by it. 0: always the most likely token."""
 
     top_p: OptionalFloat = None
-    """Only the most likely tokens that together have this probability."""
+    """Sample only from the most likely tokens whose probabilities add up to this. 1: from all tokens."""
 
     top_k: OptionalInt = None
-    """Only so many most likely tokens; 0 means all."""
+    """Sample only from this number of most likely tokens. 0: from all tokens."""
 
     min_p: OptionalFloat = None
-    """Only tokens at least this share as likely as the most likely one."""
+    """Sample only from tokens with at least this fraction of the highest probability. 0: from all tokens."""
 
     max_tokens: OptionalInt = None
-    """Most tokens of an answer. Default: as many as fit."""
+    """Maximum number of tokens of an answer. Default: until max_model_len is reached."""
 
     chat_template: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Jinja chat template, in place of the model's own."""
+    """File with a Jinja chat template, in place of the model's own."""
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def run(self) -> int:
-        """Read, answer, repeat."""
+        """Answer the user's messages until the user quits."""
         options = engine_options(self.engine, self.model_argument)
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         given = {name: value for name, value in given.items() if value is not None}
-        SamplingParams(**given, max_tokens=self.max_tokens)  # refuses bad flags before the model loads
+        SamplingParams(**given, max_tokens=self.max_tokens)  # raises for bad flags before the model loads
         template = read_text("chat_template", self.chat_template)
         from jpaged import AsyncLLM
 
         if options["max_num_seqs"] is None:
-            options["max_num_seqs"] = 1  # one conversation: nothing runs beside it
+            options["max_num_seqs"] = 1  # one conversation is one request at a time
         with closing(AsyncLLM(**options)) as engine:
             params = dataclasses.replace(engine.default_sampling_params, **given, max_tokens=self.max_tokens)
             conversation = Conversation(engine, params, template, self.system_prompt)
@@ -86,7 +92,7 @@ class Chat:
 
 
 class Conversation:
-    """The messages so far, and how they become a prompt."""
+    """The messages so far, and their rendering as a prompt."""
 
     def __init__(self, engine: "AsyncLLM", params: SamplingParams, template: str | None, system_prompt: str | None):
         self._engine = engine
@@ -97,13 +103,14 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all but the system prompt."""
+        """Forget all messages but the system prompt."""
         self.messages = list(self._opening)
 
     def answer(self, text: str) -> Generator[str]:
-        """The pieces of the answer to `text` as they come. Both are remembered, a broken-off answer as far as it came.
+        """Yield the answer to `text` in pieces as they come.
 
-        Raises RequestError where the conversation has become too long; `text` is forgotten then.
+        Both messages join the conversation; of a stopped answer, the pieces so far. Raises RequestError if the
+        conversation is too long; then `text` does not join it.
         """
         prompt = self._prompt([*self.messages, {"role": "user", "content": text}])
         said = ""
@@ -113,7 +120,7 @@ class Conversation:
                     whole = output.outputs[0].text
                     end = len(whole) if self.templated else whole.find("\nUser:")
                     if end < 0:
-                        # A plain transcript ends where the model begins to write the user's part.
+                        # In a plain transcript, the answer ends where the model begins to write the user's part.
                         end = len(whole) if output.finished else max(len(said), len(whole) - len("\nUser:"))
                     piece, said = whole[len(said) : end], whole[:end]
                     yield piece
@@ -131,7 +138,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """What the user enters: with line editing on a terminal, else the lines of standard input."""
+    """Yield the user's lines: with line editing on a terminal, else from standard input."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
@@ -155,5 +162,5 @@ def _show(conversation: Conversation, text: str) -> None:
     except KeyboardInterrupt:
         print(" …", end="")
     except RequestError as error:
-        print(f"jpaged: {error}; /clear begins anew", file=sys.stderr)
+        print(f"jpaged: {error}; /clear starts a new conversation", file=sys.stderr)
     print()

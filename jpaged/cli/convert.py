@@ -1,4 +1,4 @@
-"""`jpaged convert`: the engine's own weights in an Orbax checkpoint, and the Hugging Face files back."""
+"""`jpaged convert`: writes a model as an Orbax checkpoint, and restores the Hugging Face files from one."""
 
 import dataclasses
 import pathlib
@@ -6,13 +6,17 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jpaged.cli.flags import one_line_help
 from jpaged.errors import RequestError
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Write a checkpoint as a folder that every command takes as MODEL: an Orbax checkpoint of the engine's own tree,
-    its matrices fused as the engine wants them, so that each process of several can read its part alone.
+    """Convert a model into a folder with an Orbax checkpoint, or back into Hugging Face files.
+
+    Every command accepts the folder as MODEL. Its weights are stored fused, as the engine uses them, so that each of
+    several processes can read only its own part.
 
     Example: jpaged convert Qwen/Qwen3-0.6B qwen3 && jpaged serve qwen3
 
@@ -20,46 +24,47 @@ class Convert:
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help_behavior_hint="")]
-    """Folder, Hugging Face hub id, or demo; with --to hf a folder that this command wrote."""
+    """Folder, Hugging Face hub id, or demo. With --to hf: a folder that this command wrote."""
 
     out: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="OUT", help_behavior_hint="")]
-    """Folder to write: a new one, or an empty one."""
+    """Folder to write. It must be new or empty."""
 
     to: Literal["orbax", "hf"] = "orbax"
-    """hf writes the Hugging Face files back: the same bytes, unless --dtype changed the weights."""
+    """orbax: convert a model into an Orbax checkpoint. hf: restore the Hugging Face files from one. They have the same
+    bytes as the original files, unless --dtype changed the weights."""
 
     dtype: str = "auto"
-    """auto, bfloat16, float16 or float32. auto is the checkpoint's own, whatever the device."""
+    """Type of the weights: auto, bfloat16, float16 or float32. auto is the checkpoint's own type, on every device."""
 
     revision: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
-    """Branch, tag or commit of a hub id."""
+    """Branch, tag or commit of a hub id. Default: the main branch."""
 
     def run(self) -> int:
-        """Convert, and say what was written."""
+        """Convert, and print what was written."""
         for name, default in (("dtype", "auto"), ("revision", None)):
             if self.to == "hf" and getattr(self, name) != default:
                 raise RequestError(name, getattr(self, name), "has no meaning with --to hf: leave it out")
         import jax
 
-        # Nothing of this needs an accelerator, and Orbax would start one, which takes its memory.
+        # Conversion needs no accelerator. Orbax would start one, which takes its memory.
         jax.config.update("jax_platforms", "cpu")
         from jpaged.loading.convert import convert, export
 
         if self.to == "hf":
             written = export(self.model, self.out)
             state = (
-                "the files are those that were converted, byte for byte"
+                "the files are the original files, byte for byte"
                 if written.same_files
                 else f"the weights are {written.dtype.name} in one new model.safetensors: they were rounded or "
-                "unpacked when they were converted, so the original bytes cannot be had back"
+                "unpacked when they were converted, so the original bytes are lost"
             )
         else:
             written = convert(self.model, self.out, dtype=self.dtype, revision=self.revision)
             back = f"jpaged convert {self.out} FOLDER --to hf"
             state = f"use it:  jpaged generate {self.out}\n" + (
-                f"the same Hugging Face files again:  {back}"
+                f"restore the Hugging Face files:  {back}"
                 if written.same_files
-                else f"the source's own files cannot be had back; Hugging Face files in {written.dtype.name}:  {back}"
+                else f"the original files cannot be restored; for Hugging Face files in {written.dtype.name}:  {back}"
             )
         print(f"wrote {self.out}: {written.num_bytes / 1e6:,.1f} MB, {written.dtype.name}\n{state}")
         return 0

@@ -1,4 +1,4 @@
-"""The prompts that `generate` runs when none is given: twenty beginnings of Python for the demo model to go on."""
+"""The default prompts of `jpaged generate`: twenty beginnings of Python code for the demo model."""
 
 BUILT_IN_PROMPTS: tuple[str, ...] = (
     "def read_json(path):",
@@ -22,4 +22,4 @@ BUILT_IN_PROMPTS: tuple[str, ...] = (
     "try:\n    import ssl\nexcept ImportError:",
     "for name in os.listdir(path):",
 )
-"""Short on purpose: a continuation shows what the model does, not what the prompt did."""
+"""Short on purpose: the output then shows the model, not the prompt."""

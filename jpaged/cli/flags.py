@@ -1,4 +1,4 @@
-"""Flags that commands share: the engine's options, made from EngineConfig, and the ways to name the model."""
+"""Flags shared by several commands: the engine's options, made from EngineConfig, and the model."""
 
 import ast
 import dataclasses
@@ -7,17 +7,23 @@ import itertools
 import pathlib
 import types
 import typing
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from jpaged.config import EngineConfig
+from jpaged.config import DTYPES, LOGPROBS_MODES, RUNNERS, SCHEDULING_POLICIES, EngineConfig
 from jpaged.errors import RequestError
 
+T = TypeVar("T")
 NO_MODEL = "name a model: a folder, a Hugging Face hub id, a .gguf file, or demo (as first argument, or with --model)"
 
-# Options that take one of a few words; the engine refuses others, from the command line as from Python.
-CHOICES = {"runner": ("auto", "generate", "pooling"), "scheduling_policy": ("fcfs", "priority", "shortest_first")}
+# Options with a few accepted words. The help lists the words; the engine checks the value.
+CHOICES = {
+    "runner": RUNNERS,
+    "scheduling_policy": SCHEDULING_POLICIES,
+    "dtype": DTYPES,
+    "logprobs_mode": LOGPROBS_MODES,
+}
 
 ModelArgument = Annotated[
     tyro.conf.Positional[str | None],
@@ -26,7 +32,7 @@ ModelArgument = Annotated[
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, by the field's name; in one line, for help is broken anew."""
+    """Return the docstring under each field of a dataclass, by field name. Line breaks become spaces."""
     definition = next(node for node in ast.walk(ast.parse(inspect.getsource(cls))) if isinstance(node, ast.ClassDef))
     docs = {}
     for field, doc in itertools.pairwise(definition.body):
@@ -35,8 +41,15 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+def one_line_help(cls: type[T]) -> type[T]:
+    """Class decorator of a command: each field's help is its docstring without line breaks, which tyro would keep."""
+    for name, doc in field_docs(cls).items():
+        cls.__annotations__[name] = Annotated[cls.__annotations__[name], tyro.conf.arg(help=doc)]
+    return cls
+
+
 def _flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
-    """A field's type with its help text; an optional value shows its type alone, its text says what None means."""
+    """Annotate a field's type with its help text. An optional value shows its type alone; the text explains None."""
     optional = isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
     if name in CHOICES:
         return Annotated[hint, tyro.conf.arg(help=help_text, metavar="{" + ",".join(CHOICES[name]) + "}")]
@@ -49,7 +62,7 @@ def _flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
 
 
 def _engine_flags() -> type:
-    """A dataclass with EngineConfig's fields as flags. The model may be left out: it can be a positional argument."""
+    """Make a dataclass with EngineConfig's fields as flags. The model is optional: it may be a positional argument."""
     docs = field_docs(EngineConfig)
     hints = typing.get_type_hints(EngineConfig)
     fields = []
@@ -64,19 +77,19 @@ def _engine_flags() -> type:
 
 EngineFlags: Any = _engine_flags()
 
-# What a command writes: `engine: EngineArguments = ENGINE_DEFAULTS`.
+# A command has the field `engine: EngineArguments = ENGINE_DEFAULTS`.
 EngineArguments = Annotated[EngineFlags, tyro.conf.arg(name="")]
 ENGINE_DEFAULTS: Any = EngineFlags()
 
 
 def engine_options(flags: Any, model: str | None) -> dict[str, Any]:
-    """Keyword arguments of `LLM` or `AsyncLLM`. `model` is the positional argument, which --model must not contradict.
+    """Return the keyword arguments of `LLM` or `AsyncLLM`.
 
-    Raises RequestError when no model is named, or two are.
+    model: the positional argument. Raises RequestError unless exactly one of it and --model is given.
     """
     options = {field.name: getattr(flags, field.name) for field in dataclasses.fields(EngineConfig)}
     if model is not None and options["model"] is not None:
-        raise RequestError("model", model, f"a second model beside --model {options['model']}: name one")
+        raise RequestError("model", model, f"a second model next to --model {options['model']}: name one")
     options["model"] = options["model"] or model
     if not options["model"]:
         raise RequestError("model", options["model"], NO_MODEL)
@@ -84,7 +97,7 @@ def engine_options(flags: Any, model: str | None) -> dict[str, Any]:
 
 
 def read_text(parameter: str, path: pathlib.Path | None) -> str | None:
-    """The text of a file that a flag names. Raises RequestError where it cannot be read."""
+    """Return the text of a file that a flag names. Raises RequestError if it cannot be read."""
     if path is None:
         return None
     try:

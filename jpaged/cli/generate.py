@@ -1,4 +1,4 @@
-"""`jpaged generate`: continue prompts, and print each as it is finished."""
+"""`jpaged generate`: completes prompts, and prints each answer when it is finished."""
 
 import dataclasses
 import time
@@ -9,16 +9,17 @@ from typing import Annotated, Any
 import tyro
 
 from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, engine_options
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, engine_options, one_line_help
 from jpaged.cli.offline import outputs_as_they_come
 from jpaged.cli.results import OutputJson, check_writable, machine, write_json
 from jpaged.cli.sampling_flags import SamplingFlags
 from jpaged.outputs import EngineStats, Logprob, RequestOutput
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate(SamplingFlags):
-    """Continue prompts in one batch, greedily unless told otherwise; each is printed as soon as it is finished.
+    """Complete prompts in one batch, and print each answer as soon as it is finished. Sampling is greedy by default.
 
     Example: jpaged generate demo "def read_json(path):"
 
@@ -30,23 +31,23 @@ class Generate(SamplingFlags):
     words: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [PROMPT ...]", help_behavior_hint="")
     ] = ()
-    """The model, unless --model names it, then prompts; behind a bare -- they may begin with a dash. Without prompts:
-    twenty beginnings of Python."""
+    """The model (unless --model names it), then prompts. Prompts after a bare -- may begin with a dash. Default:
+    twenty beginnings of Python code as prompts."""
 
     output_json: OutputJson = None
-    """Write prompts, answers and figures to this file."""
+    """Write prompts, answers and statistics to this file, as JSON."""
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def with_more_words(self, words: list[str]) -> "Generate":
-        """With positional arguments that stood behind a flag."""
+        """Return a copy with more positional arguments, which came after a flag."""
         return dataclasses.replace(self, words=(*self.words, *words))
 
     def run(self) -> int:
-        """Generate and print."""
+        """Generate the answers and print them."""
         model, prompts = self._model_and_prompts()
         options = engine_options(self.engine, model)
-        options |= {"max_queued_requests": None, "max_queued_tokens": None}  # one batch, taken whole as by LLM
+        options |= {"max_queued_requests": None, "max_queued_tokens": None}  # one batch of any size, as with LLM
         params = self.sampling_params()
         check_writable(self.output_json)
         from rich.console import Console
@@ -55,7 +56,7 @@ class Generate(SamplingFlags):
         from jpaged import AsyncLLM
 
         out = Console(highlight=False, soft_wrap=True)
-        # One console for both on a terminal, so that the bar stays below the text; else the text goes to a file.
+        # On a terminal, text and bar share a console, so that the bar stays below the text.
         screen = out if out.is_terminal else Console(stderr=True)
         answers: dict[int, RequestOutput] = {}
         with closing(AsyncLLM(**options)) as engine:
@@ -77,14 +78,14 @@ class Generate(SamplingFlags):
         tokens = sum(len(made.token_ids) for answer in answers.values() for made in answer.outputs)
         out.print(
             f"{len(answers)} prompts, {tokens:,} tokens in {elapsed:.2f} s: {tokens / elapsed:,.1f} tokens/s\n"
-            f"KV cache: at most {stats.peak_used_blocks:,} of {stats.num_blocks:,} blocks used "
-            f"({stats.peak_used_blocks / stats.num_blocks:.1%}), {stats.kv_waste:.1%} of them wasted"
+            f"KV cache: peak {stats.peak_used_blocks:,} of {stats.num_blocks:,} blocks used "
+            f"({stats.peak_used_blocks / stats.num_blocks:.1%}), {stats.kv_waste:.1%} of their slots empty"
         )
         write_json(self.output_json, self._report(options["model"], prompts, answers, tokens, elapsed, stats))
         return 0
 
     def _model_and_prompts(self) -> tuple[str | None, list[str]]:
-        """The first word is the model unless --model names it; the others are prompts."""
+        """Split the positional arguments: the first is the model, unless --model names it; the others are prompts."""
         words = list(self.words)
         model = words.pop(0) if words and self.engine.model is None else None
         return model, words or list(BUILT_IN_PROMPTS)
@@ -104,7 +105,7 @@ class Generate(SamplingFlags):
                 {
                     "prompt": prompts[index],
                     "prompt_index": index,
-                    "index": made.index,  # of this answer among those to its prompt
+                    "index": made.index,  # of the answer, among the answers to its prompt
                     "text": made.text,
                     "token_ids": made.token_ids,
                     "finish_reason": made.finish_reason,

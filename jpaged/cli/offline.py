@@ -1,4 +1,4 @@
-"""Hands out every token of prompts as it comes, to code that knows nothing of asyncio."""
+"""Runs prompts on an `AsyncLLM` from code without asyncio, and yields their outputs as they come."""
 
 import asyncio
 from collections.abc import Generator, Sequence
@@ -12,10 +12,10 @@ from jpaged.params.sampling import SamplingParams
 def outputs_as_they_come(
     engine: Generates, prompts: Sequence[Any], params: SamplingParams
 ) -> Generator[tuple[int, RequestOutput], None, None]:
-    """Each prompt's index with its output so far; the last one of a prompt is `finished`.
+    """Yield each prompt's index with its output so far. The last output of a prompt is `finished`.
 
-    Closing the generator aborts what still runs; so does Ctrl-C, which comes out as KeyboardInterrupt. Raises the error
-    of the first prompt that fails.
+    Closing the generator aborts the prompts that still run. Ctrl-C aborts them too and raises KeyboardInterrupt.
+    Raises the error of the first prompt that fails.
     """
     outputs = outputs_of(engine, prompts, params, "prompt")
     with asyncio.Runner() as runner:

@@ -1,18 +1,21 @@
-"""`jpaged plan`: where every byte of a device goes, without the device and without loading weights."""
+"""`jpaged plan`: plans an engine's device memory, without the device and without loading weights."""
 
 import dataclasses
 from typing import Annotated, Any
 
 import tyro
 
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.cli.results import OutputJson, check_writable, write_json
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Print where every byte goes: weights, temporaries, request table, KV pool; how many tokens and requests fit, and
-    the largest max_model_len. Needs no accelerator, loads no weights, and does what the engine does at its start.
+    """Print how an engine would use a device's memory: weights, temporaries, request table and KV pool.
+
+    Also prints how many tokens and requests fit, and the largest max_model_len. The calculation is the one that the
+    engine makes when it starts, but it needs no accelerator and loads no weights.
 
     Example: jpaged plan meta-llama/Llama-3.1-8B --device-memory 24GiB
 
@@ -20,25 +23,26 @@ class Plan:
     """
 
     model_argument: ModelArgument = None
-    """Folder, config.json, Hugging Face hub id, .gguf file, or demo. Of a hub id only config.json is fetched."""
+    """Folder, config.json, Hugging Face hub id, .gguf file, or demo. For a hub id, only config.json is downloaded."""
 
     device_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
-    """Memory of the device: 24GiB, 80GB, or bytes. Default: the target's. Without --target: of an NVIDIA GPU."""
+    """Memory of the device: 24GiB, 80GB, or a number of bytes. Without --target, the device is an NVIDIA GPU. Default:
+    the target's own memory."""
 
     target: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Kind of device to plan for: h200, h100, a100, a100-40gb, l40s, l4, a10, v5e, v6e, v5p or cpu. Default: the one
-    that JAX has here."""
+    """Kind of device to plan for: h200, h100, a100, a100-40gb, l40s, l4, a10, v5e, v6e, v5p or cpu. Default: the
+    device that JAX finds on this machine."""
 
     request_len: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT ...]", help_behavior_hint="")] = ()
-    """Count how many requests of so many tokens, prompt and output together, run at once."""
+    """Lengths of requests in tokens, prompt and output together: print how many of each length run at once."""
 
     output_json: OutputJson = None
-    """Write the figures to this file."""
+    """Write the plan to this file, as JSON."""
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def run(self) -> int:
-        """Plan and print; the status is 2 where the engine would not start."""
+        """Plan and print. The exit status is 2 if the engine would not start."""
         options = engine_options(self.engine, self.model_argument)
         check_writable(self.output_json)
         from jpaged.planning import parse_size, plan
@@ -47,7 +51,7 @@ class Plan:
         if self.target is not None or size is not None:
             import jax
 
-            # A device is named: the one that is here is not asked, and starting it would take its memory.
+            # The plan is for a named device. Starting this machine's own device would take its memory.
             jax.config.update("jax_platforms", "cpu")
         from rich.console import Console
 
@@ -61,7 +65,7 @@ class Plan:
 
 
 def text_of(plan: Any) -> str:
-    """The plan for people."""
+    """Return the plan as text."""
     lines = [f"{plan.model}, {plan.dtype}, on {plan.device}", ""]
     total = sum(row.num_bytes for row in plan.rows)
     if plan.device_bytes is not None and plan.memory is not None:
@@ -74,7 +78,7 @@ def text_of(plan: Any) -> str:
         table.append(("in all", total, "" if plan.device_bytes is None else "the device's memory"))
     for name, size, note in table:
         lines.append(f"{name:16} {size:>17,} {size / 2**20:>12,.1f} MiB  {note}".rstrip())
-    how = "measured" if plan.temporaries.measured else "ESTIMATED, rather too high"
+    how = "measured" if plan.temporaries.measured else "ESTIMATED, and probably too high"
     lines += ["", f"temporaries are {how}: {plan.temporaries.how}"]
     memory = plan.memory
     if memory is None:
@@ -87,7 +91,7 @@ def text_of(plan: Any) -> str:
             for length, count in plan.requests
         ]
         if plan.host_blocks:
-            tokens = plan.host_blocks * memory.limits.block_size // len(memory.limits.groups.windows)
+            tokens = plan.host_blocks * memory.limits.block_size // len(memory.limits.kv_groups.windows)
             lines.append(f"host memory (swap_space): {plan.host_blocks:,} blocks, KV of {tokens:,} tokens")
         lines.append(f"max_model_len: {memory.limits.max_model_len:,}")
     if plan.largest_max_model_len is not None:
@@ -96,7 +100,7 @@ def text_of(plan: Any) -> str:
 
 
 def figures_of(plan: Any) -> dict[str, Any]:
-    """The plan for programs."""
+    """Return the plan as JSON data."""
     memory = plan.memory
     figures: dict[str, Any] = {
         "model": plan.model,

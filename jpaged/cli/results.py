@@ -1,4 +1,4 @@
-"""What commands leave behind: a JSON file of results, and the machine they were measured on."""
+"""Writes a command's results to a JSON file, and describes the machine that they were measured on."""
 
 import json
 import os
@@ -15,7 +15,7 @@ OutputJson = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_b
 
 
 def machine() -> dict[str, Any]:
-    """What a figure is worth nothing without: versions, processor, device."""
+    """Describe this machine: versions, processor, device."""
     import jax
 
     device = jax.devices()[0]
@@ -39,7 +39,7 @@ def _processor() -> str:
 
 
 def check_writable(path: pathlib.Path | None, parameter: str = "output_json") -> None:
-    """Raises RequestError now for a file that could not be written after the work is done."""
+    """Raise RequestError if a file cannot be written. Called before the work, so that no results are lost."""
     if path is None:
         return
     try:
@@ -50,14 +50,14 @@ def check_writable(path: pathlib.Path | None, parameter: str = "output_json") ->
 
 
 def write_json(path: pathlib.Path | None, data: Any) -> None:
-    """Write results, if a file was asked for."""
+    """Write results to a file. Does nothing if path is None."""
     if path is not None:
         text = json.dumps(data, indent=2, ensure_ascii=False, default=_bytes_as_numbers)
         path.write_text(text + "\n", encoding="utf-8")
 
 
 def _bytes_as_numbers(value: Any) -> list[int]:
-    """Of a token that is part of a character only, as OpenAI's API has them."""
+    """Convert a token's bytes to a list of numbers, as OpenAI's API does: part of a character has no text."""
     if isinstance(value, bytes):
         return list(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")

@@ -1,6 +1,6 @@
-"""The flags of `generate` that say how tokens are chosen; `SamplingParams` checks them.
+"""The sampling flags of `jpaged generate`. `SamplingParams` checks their values.
 
-`chat` has fewer, of its own: one answer, read as it is written, leaves no place for several or for a beam search.
+`jpaged chat` has fewer flags of its own: it prints one answer while it is generated, so it has no beam search.
 """
 
 import dataclasses
@@ -10,96 +10,99 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from jpaged.cli.flags import read_text
+from jpaged.cli.flags import one_line_help, read_text
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
 from jpaged.params.structured_outputs import StructuredOutputsParams
 
-# One text for each time the flag is given: a list behind it would take the prompts as well.
+# One text each time the flag is given: a flag with several values would also take the prompts that follow it.
 Texts = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]]
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """One answer to a prompt or several, and how its tokens are chosen."""
+    """Flags for the number of answers per prompt, and for how their tokens are sampled."""
 
     n: int = 1
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
 
     best_of: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Samples to make, of which the n with the highest log-probability are printed. Default: n."""
+    """Number of answers to generate; the n with the highest log-probability are printed. Default: n."""
 
     use_beam_search: bool = False
-    """Search for the most likely answers, the best first; --top-p, --top-k and --min-p have no part in it."""
+    """Search for the most likely answers, and print the best first. --top-p, --top-k and --min-p are ignored."""
 
     beam_width: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Beams of a beam search. Default: best_of, or n."""
+    """Number of beams of a beam search. Default: best_of, or n."""
 
     length_penalty: float = 1.0
-    """A beam search compares log-probabilities divided by length ** length_penalty: above 0 long answers gain."""
+    """A beam search compares log-probabilities divided by length ** length_penalty. Above 0, long answers gain."""
 
     early_stopping: Literal["false", "true", "never"] = "false"
-    """A search with its answers found ends: true at once, false if no beam is better, never if none can become so."""
+    """When a beam search that has found enough answers ends. true: at once. false: when no running beam scores better.
+    never: when no running beam can still become better."""
 
     temperature: float = 0.0
-    """Divides the logits; 0 takes the most likely token always."""
+    """Sampling temperature: the logits are divided by it. 0: always the most likely token."""
 
     top_p: float = 1.0
-    """Only the most likely tokens that together have this probability."""
+    """Sample only from the most likely tokens whose probabilities add up to this. 1: from all tokens."""
 
     top_k: int = 0
-    """Only so many most likely tokens; 0 means all."""
+    """Sample only from this number of most likely tokens. 0: from all tokens."""
 
     min_p: float = 0.0
-    """Only tokens at least this share as likely as the most likely one."""
+    """Sample only from tokens with at least this fraction of the highest probability. 0: from all tokens."""
 
     typical_p: float = 1.0
-    """Only the tokens whose surprise is nearest to the expected one and that together have this probability."""
+    """Locally typical sampling: sample only from tokens whose information content is closest to the entropy, and whose
+    probabilities add up to this. 1: from all tokens."""
 
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that the answer has."""
+    """Subtracted from the logit of each token that is already in the answer."""
 
     frequency_penalty: float = 0.0
-    """Taken from the logit of every token as often as the answer has it."""
+    """Subtracted from the logit of each token, once per occurrence in the answer."""
 
     repetition_penalty: float = 1.0
-    """Makes every token that the prompt or the answer has less likely, above 1."""
+    """Above 1, tokens that are in the prompt or the answer become less likely."""
 
     sampling_seed: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Seed of each request's own draws. Default: drawn from --seed."""
+    """Seed of the sampling of each prompt. Default: drawn from --seed, another one for each prompt."""
 
     max_tokens: int = 64
-    """Most tokens of each answer."""
+    """Maximum number of tokens of each answer."""
 
     min_tokens: int = 0
-    """Fewest tokens of each answer."""
+    """Minimum number of tokens of each answer."""
 
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
 
     stop: Texts = ()
-    """A text that ends an answer; it is cut before it. Once for each."""
+    """Text that ends an answer, and is not part of it. Repeat the flag for several texts."""
 
     bad_words: Texts = ()
-    """A text that no answer may have. Once for each."""
+    """Text that no answer may contain. Repeat the flag for several texts."""
 
     json_schema: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Answers are JSON that this schema takes."""
+    """File with a JSON schema. Answers are JSON that is valid under it."""
 
     grammar: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Answers follow this grammar, Lark or GBNF."""
+    """File with a grammar in Lark or GBNF syntax. Answers follow it."""
 
     regex: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
-    """Answers match this regular expression, each as a whole."""
+    """Regular expression. Each whole answer matches it."""
 
     choice: Texts = ()
-    """Answers are this text or another that is given so. Once for each."""
+    """Text that an answer may be: each answer is one of the choices. Repeat the flag for each choice."""
 
     logprobs: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Log-probabilities of so many most likely tokens in each place; --output-json holds them."""
+    """Number of most likely tokens per position whose log-probabilities --output-json contains. Default: none."""
 
     def sampling_params(self) -> SamplingParams:
-        """As SamplingParams. Raises RequestError that names a bad flag."""
+        """Return the flags as SamplingParams. Raises RequestError that names a bad flag."""
         params = SamplingParams(
             n=self.n,
             best_of=self.best_of,
@@ -125,7 +128,7 @@ class SamplingFlags:
             logprobs=self.logprobs,
         )
         if params.greedy and params.num_sequences > 1 and not params.use_beam_search:
-            accepted = "every answer would be the same: use a higher one for several, or --use-beam-search"
+            accepted = "every answer would be the same: use a higher temperature, or --use-beam-search"
             raise RequestError("temperature", self.temperature, accepted)
         return params
 

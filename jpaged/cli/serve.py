@@ -1,4 +1,4 @@
-"""`jpaged serve`: the OpenAI-compatible HTTP server."""
+"""`jpaged serve`: runs the OpenAI-compatible HTTP server."""
 
 import dataclasses
 import pathlib
@@ -7,58 +7,62 @@ from typing import Annotated
 import tyro
 
 from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, read_text
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help, read_text
 from jpaged.errors import RequestError
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Serve a model over HTTP, with OpenAI's API.
+    """Serve a model over HTTP, with OpenAI's API. Ctrl-C stops the server.
 
     Routes: /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /version.
+
+    Example: jpaged serve Qwen/Qwen3-0.6B --port 8000 --api-key SECRET
     """
 
     model_argument: ModelArgument = None
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Only this machine reaches the default; 0.0.0.0 lets everyone in, so bring --api-key."""
+    """Address to listen on. The default accepts connections from this machine only. 0.0.0.0 accepts connections from
+    everywhere: set --api-key then."""
 
     port: int = 8000
-    """Port to listen on; 0 takes a free one and prints it."""
+    """Port to listen on. 0: any free port; the server prints it."""
 
     served_model_name: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="")] = ()
-    """Names the model answers to. Default: as it was named to start."""
+    """Model names that requests may use. Default: the name of the model as given to this command."""
 
     api_key: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY [KEY ...]", help_behavior_hint="")] = ()
-    """Ask for one of these keys (Authorization: Bearer KEY) on every route but /health. Default: ask for none."""
+    """Require one of these keys (Authorization: Bearer KEY) on every route except /health. Default: require no key."""
 
     admin_key: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY [KEY ...]", help_behavior_hint="")] = ()
-    """Add /admin/inspect, for `jpaged inspect`: who owns which block of the KV cache, who runs, who waits. It asks for
-    one of these keys (Authorization: Bearer KEY). Default: there is no such route."""
+    """Add the route /admin/inspect, for `jpaged inspect`: the owner of each KV cache block, and the running and waiting
+    requests. It requires one of these keys (Authorization: Bearer KEY). Default: no such route."""
 
     chat_template: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Jinja chat template, in place of the model's own."""
+    """File with a Jinja chat template, in place of the model's own."""
 
     tool_call_parser: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """How the model writes tool calls: hermes, llama3_json, mistral, pythonic or json. Default: as its chat template
-    tells."""
+    """Format in which the model writes tool calls: hermes, llama3_json, mistral, pythonic or json. Default: derived
+    from the chat template."""
 
     reasoning_parser: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Split what the model thinks from its answer: deepseek_r1 or qwen3. Default: answers are not split."""
+    """Return the model's reasoning separately from its answer: deepseek_r1 or qwen3. Default: not separated."""
 
     reasoning_tags: Annotated[
         tuple[str, str] | None, tyro.conf.arg(metavar="START END", help_behavior_hint="")
     ] = None
-    """Split answers at these tags, for models that reasoning_parser does not name."""
+    """Tags around the reasoning, for a model that no --reasoning-parser fits."""
 
     chat_template_kwargs: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="")
     ] = DEFAULT_TEMPLATE_KWARGS
-    """Variables of the chat template that requests may set."""
+    """Variables of the chat template that requests may set in chat_template_kwargs."""
 
     shutdown_timeout: int = 30
-    """Seconds that running requests get to finish when the server is told to stop."""
+    """Seconds that running requests may take to finish after Ctrl-C or SIGTERM."""
 
     access_log: bool = False
     """Log every HTTP request."""
@@ -76,7 +80,7 @@ class Serve:
             raise RequestError("shutdown_timeout", self.shutdown_timeout, "must be at least 0 seconds")
         for name in ("api_key", "admin_key"):
             if not all(key.strip() for key in getattr(self, name)):
-                raise RequestError(name, "", "must not be empty: everyone has that key")
+                raise RequestError(name, "", "must not be empty: anyone could send an empty key")
         address = take_address(self.host, self.port)
         from jpaged.async_llm import AsyncLLM
         from jpaged.serving.application import create_app

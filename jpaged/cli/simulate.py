@@ -1,4 +1,4 @@
-"""`jpaged simulate`: what a load does to engines of a given size, without a device."""
+"""`jpaged simulate`: simulates a load on engines of a given size, without a device."""
 
 import dataclasses
 import math
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from jpaged.cli.flags import one_line_help
 from jpaged.cli.results import OutputJson, check_writable, write_json
 from jpaged.errors import RequestError
 from jpaged.version import __version__
@@ -17,6 +18,7 @@ from jpaged.version import __version__
 if TYPE_CHECKING:
     from jpaged.simulator.cost import CostModel
     from jpaged.simulator.load import Arrival
+    from jpaged.simulator.simulation import SimulationOptions
     from jpaged.simulator.step_load import EngineShape
 
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
@@ -24,15 +26,16 @@ OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_beha
 OptionalFile = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 OptionalText = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 
-# An engine's sizes where neither a flag nor the cost model says them: what `LLM` takes on an accelerator.
+# Sizes of an engine if neither a flag nor the cost model gives them: the defaults on an accelerator.
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN = 256, 2048, 16, 2048
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Simulate a load: the real scheduler and KV manager, one or several, under a clock that a cost model drives.
+    """Simulate a load on one or several engines: the real scheduler and KV cache manager, with simulated time.
 
-    Prints throughput, latencies, preemptions, cache hits and the use of the KV cache.
+    A cost model gives the duration of each step. Prints throughput, latencies, preemptions, prefix hits and KV use.
 
     Example: jpaged simulate --cost-model demo-cpu --num-requests 2000 --rate 2 --prompt-tokens lognormal:128:0.5
 
@@ -40,127 +43,154 @@ class Simulate:
     """
 
     cost_model: OptionalText = None
-    """How long a step takes: a file that `jpaged bench steps --output-json` wrote; demo-cpu, the demo model on a CPU
-    with two cores, which is shipped; or coefficients by hand, in seconds: fixed=0.004,per_token=2e-6,per_row=...,
-    per_kv_token=...,per_prompt_pair=...,per_moved_block=... (those left out are 0)."""
+    """Durations of steps. A file: written by `jpaged bench steps --output-json`. demo-cpu: the demo model on a CPU with
+    two cores, measured. Or coefficients in seconds: fixed=0.004,per_token=2e-6,per_row=...,per_kv_token=...,
+    per_prompt_pair=...,per_moved_block=... (default 0 each)."""
 
     trace: OptionalFile = None
-    """The load: a file of requests, .csv with a header or JSON lines. Columns arrival (seconds), prompt_tokens,
-    output_tokens, and if you like prefix_id, prefix_tokens, priority. Without it a load is generated:"""
+    """File of requests: .csv with a header, or JSON lines. Columns: arrival (seconds), prompt_tokens, output_tokens;
+    optional: prefix_id, prefix_tokens, priority. Default: a load is generated, by the flags that follow."""
 
     num_requests: int = 1000
-    """Requests of a generated load."""
+    """Number of requests of a generated load."""
 
     rate: OptionalFloat = None
-    """Requests a second, on average; inf: all at once."""
+    """Average number of requests per second. inf: all requests arrive at once."""
 
     arrivals: str = "poisson"
-    """poisson; gamma:SPREAD (standard deviation of the gaps over their mean: 1 is poisson, above is bursty); or
-    onoff:ON:OFF (poisson for ON seconds, nothing for OFF seconds; --rate is the average over both)."""
+    """Distribution of arrival times. poisson. gamma:SPREAD: SPREAD is the standard deviation of the gaps divided by
+    their mean; 1 equals poisson, more is bursty. onoff:ON:OFF: poisson for ON seconds, then nothing for OFF seconds;
+    --rate is the average over both."""
 
     prompt_tokens: str = "256"
-    """Prompt tokens of each request, beside its prefix: N, uniform:LOWEST:HIGHEST, or lognormal:MEAN:SPREAD (standard
-    deviation over mean)."""
+    """Prompt tokens of each request, without its prefix: N, uniform:LOWEST:HIGHEST, or lognormal:MEAN:SPREAD, where
+    SPREAD is the standard deviation divided by the mean."""
 
     output_tokens: str = "128"
-    """Tokens that each request generates, likewise. Lengths are cut to --max-model-len."""
+    """Tokens that each request generates, in the same form. Lengths are cut to --max-model-len."""
 
     prefixes: int = 0
-    """How many different prefixes requests begin with."""
+    """Number of different prefixes that requests begin with."""
 
     prefix_tokens: int = 0
-    """Tokens of each prefix."""
+    """Length of each prefix, in tokens."""
 
     prefix_zipf: float = 1.0
-    """How uneven their popularity is: the k-th is chosen in proportion to 1 / k to this power; 0: all alike."""
+    """Exponent of the prefixes' popularity: prefix k is chosen in proportion to 1 / k**exponent. 0: all alike."""
 
     prefix_share: float = 1.0
-    """Share of the requests that begin with a prefix."""
+    """Fraction of the requests that begin with a prefix."""
 
     priorities: str = "0"
-    """Priorities of the requests with their shares, lower first: 0:9,-5:1. Needs --scheduling-policy priority."""
+    """Priorities of the requests, with weights: 0:9,-5:1 gives one request in ten priority -5. Lower ones start first.
+    Needs --scheduling-policy priority."""
 
     seed: int = 0
-    """Of the generated load."""
+    """Seed of the generated load."""
 
     concurrency: OptionalInt = None
-    """An arrival is held back while so many requests are in the system: with --rate inf, so many clients that each
-    send the next request when they have an answer."""
+    """Maximum number of requests in the system; further arrivals are held back. With --rate inf: the number of clients
+    that each send their next request when they have an answer. Default: no limit."""
 
     max_queued_requests: OptionalInt = None
-    """An arrival is refused while so many requests wait at its replica. Default: none is."""
+    """Maximum number of requests that wait at a replica; further arrivals are refused. Default: no limit."""
 
     max_queued_tokens: OptionalInt = None
-    """An arrival is refused when it would bring the prompt tokens that wait at its replica beyond this."""
+    """Maximum number of prompt tokens that wait at a replica; further arrivals are refused. Default: no limit."""
 
     scheduling_policy: Literal["fcfs", "priority", "shortest_first"] = "fcfs"
-    """Who starts first: who came first; the lowest priority (60 s of waiting count as one); or who may generate the
-    fewest tokens (a second of waiting counts as 20)."""
+    """Order in which waiting requests start. fcfs: first come, first served. priority: the lowest priority first; 60 s
+    of waiting count as one step of priority. shortest_first: the fewest tokens left to generate first; a second of
+    waiting counts as 20 tokens."""
 
     max_num_partial_prefills: int = 1
-    """Prompts too long for one step that are under way at once."""
+    """Maximum number of prompts that are computed in chunks at the same time."""
 
     target_step_ms: OptionalFloat = None
-    """Milliseconds that a step should take at most: prompts advance in smaller chunks."""
+    """Target duration of a step, in milliseconds. While requests are generating, prompts advance in smaller chunks to
+    keep it. Default: no target."""
 
     max_tokens: OptionalInt = None
-    """What each request allows itself, as far as the scheduler knows; it ends earlier, at a stop token. Default: what
-    it generates."""
+    """max_tokens of each request, which the scheduler knows; the request ends earlier, at a stop token. Default: the
+    number of tokens that it generates."""
 
     num_replicas: int = 1
-    """Engines behind the router."""
+    """Number of engines. A router distributes the requests."""
 
     routing: Literal["round-robin", "least-loaded", "prefix-affine"] = "round-robin"
-    """round-robin: in turns. least-loaded: fewest requests that wait or run. prefix-affine: a prefix has its replica,
-    unless that has over 1.25 times the mean number of requests plus one; then the prefix's next one."""
+    """Choice of the replica. round-robin: in turn. least-loaded: the one with the fewest requests. prefix-affine: each
+    prefix has its own replica; if that has more than 1.25 times the mean number of requests plus one, the prefix's next
+    replica."""
 
     num_blocks: OptionalInt = None
-    """Blocks of each engine's KV pool. Default: the measured engine's."""
+    """Blocks of each engine's KV pool. Default: the cost model's."""
 
     block_size: OptionalInt = None
-    """Tokens in a block. Default: the measured engine's, or 16."""
+    """Tokens per block. Default: the cost model's, or 16."""
 
     max_num_seqs: OptionalInt = None
-    """Most requests that run at once. Default: the measured engine's, or 256."""
+    """Maximum number of requests that run at once. Default: the cost model's, or 256."""
 
     max_num_batched_tokens: OptionalInt = None
-    """Most tokens computed in one step. Default: the measured engine's, or 2048."""
+    """Maximum number of tokens computed in one step. Default: the cost model's, or 2048."""
 
     max_model_len: OptionalInt = None
-    """Most tokens of one request, prompt and output together. Default: the measured engine's, or 2048."""
+    """Maximum number of tokens of one request, prompt and output together. Default: the cost model's, or 2048."""
 
     enable_prefix_caching: bool = True
-    """Reuse the KV of requests that begin alike."""
+    """Reuse the KV of earlier requests that begin with the same tokens."""
 
     host_blocks: OptionalInt = None
-    """Blocks that host memory has room for beside each engine: a second tier of the prefix cache, and of preempted
-    requests. Default: none."""
+    """Blocks that each engine may keep in host memory: those of preempted requests, and KV for later prefix hits.
+    Default: none."""
 
     swap_space: OptionalFloat = None
-    """The same in GiB, where the cost model knows the bytes of a block."""
+    """The same in GiB. The cost model must contain the size of a block."""
 
     seconds_per_move: OptionalFloat = None
-    """Seconds that moving a block to the host takes, or back. Default: the cost model's per_moved_block."""
+    """Seconds to move a block to host memory, or back. Default: the cost model's per_moved_block."""
 
     output_json: OutputJson = None
-    """Write all figures, the distributions and the course over time to this file."""
+    """Write all results, with distributions and the course over time, to this file, as JSON."""
 
     plot: OptionalFile = None
-    """Draw the course over time and the distributions to this file (.png, .svg, .pdf). Needs matplotlib."""
+    """Draw the course over time and the distributions into this file (.png, .svg, .pdf). Needs matplotlib."""
 
     def run(self) -> int:
-        """Simulate and print."""
+        """Simulate the load and print the results."""
         from jpaged.simulator.cost import read_cost_model
         from jpaged.simulator.plot import check_plot, draw
-        from jpaged.simulator.simulation import SchedulingOptions, SimulationOptions, simulate
-        from jpaged.simulator.trace import Trace
+        from jpaged.simulator.simulation import simulate
 
         if self.cost_model is None:
             forms = "a file of `jpaged bench steps --output-json`, demo-cpu, or fixed=SECONDS,per_token=SECONDS"
-            raise RequestError("cost_model", None, f"say how long steps take: {forms}")
+            raise RequestError("cost_model", None, f"give the durations of steps: {forms}")
         cost = self._with_move(read_cost_model(self.cost_model))
         shape = self._shape(cost)
-        options = SimulationOptions(
+        options = self._options(cost, shape)
+        check_writable(self.output_json)
+        if self.plot is not None:
+            check_plot(self.plot)
+        load, total = self._load(shape)
+        from tqdm import tqdm
+
+        with tqdm(total=total, unit="req", disable=not sys.stderr.isatty(), leave=False, mininterval=0.5) as bar:
+            result = simulate(load, options, progress=bar.update)
+        self._print_engine(load, shape)
+        if options.host_blocks and not result.host_blocks:
+            print("Host tier:               none: moving a block both ways takes longer than computing its tokens")
+        print(result.table())
+        if self.plot is not None:
+            title = f"{result.finished_requests:,} requests, {self.num_replicas} x {shape.max_num_seqs} rows"
+            draw(result, self.plot, f"{title}; {cost.origin}")
+        about = {"jpaged": __version__, "python": platform.python_version()}
+        write_json(self.output_json, {**result.as_json(), "versions": about})
+        return 0
+
+    def _options(self, cost: "CostModel", shape: "EngineShape") -> "SimulationOptions":
+        from jpaged.simulator.simulation import SchedulingOptions, SimulationOptions
+
+        return SimulationOptions(
             shape=shape,
             cost=cost,
             num_replicas=self.num_replicas,
@@ -177,32 +207,18 @@ class Simulate:
             ),
             host_blocks=self._host_blocks(shape),
         )
-        check_writable(self.output_json)
-        if self.plot is not None:
-            check_plot(self.plot)
-        load, total = self._load(shape)
-        from tqdm import tqdm
 
-        with tqdm(total=total, unit="req", disable=not sys.stderr.isatty(), leave=False, mininterval=0.5) as bar:
-            result = simulate(load, options, progress=bar.update)
+    def _print_engine(self, load: "Iterable[Arrival]", shape: "EngineShape") -> None:
+        from jpaged.simulator.trace import Trace
+
         print(
             f"Engine:                  {self.num_replicas} x {shape.max_num_seqs} rows, "
             f"{shape.max_num_batched_tokens:,} tokens a step, {shape.num_blocks:,} blocks of {shape.block_size}, "
             f"{self.routing}"
         )
-        heeded = self.scheduling_policy == "priority"
-        ignored = isinstance(load, Trace) and load.has_priorities and not heeded
-        note = "; the trace's priorities count with --scheduling-policy priority only" if ignored else ""
+        ignored = isinstance(load, Trace) and load.has_priorities and self.scheduling_policy != "priority"
+        note = "; the trace's priorities have an effect with --scheduling-policy priority only" if ignored else ""
         print(f"Policy:                  {self.scheduling_policy}{note}")
-        if options.host_blocks and not result.host_blocks:
-            print("Host tier:               none: moving a block both ways takes longer than computing its tokens")
-        print(result.table())
-        if self.plot is not None:
-            title = f"{result.finished_requests:,} requests, {self.num_replicas} x {shape.max_num_seqs} rows"
-            draw(result, self.plot, f"{title}; {cost.origin}")
-        about = {"jpaged": __version__, "python": platform.python_version()}
-        write_json(self.output_json, {**result.as_json(), "versions": about})
-        return 0
 
     def _with_move(self, cost: "CostModel") -> "CostModel":
         given = self.seconds_per_move
@@ -217,23 +233,23 @@ class Simulate:
         if self.swap_space is None:
             return self.host_blocks or 0
         if self.host_blocks is not None:
-            raise RequestError("host_blocks", self.host_blocks, "is what --swap-space says in GiB: give one of them")
+            raise RequestError("host_blocks", self.host_blocks, "and --swap-space exclude each other: give one of them")
         if not 0 <= self.swap_space < math.inf:
             raise RequestError("swap_space", self.swap_space, "must be GiB of host memory, from 0")
         if shape.block_bytes is None:
             raise RequestError(
-                "swap_space", self.swap_space, "the cost model does not know the bytes of a block: give --host-blocks"
+                "swap_space", self.swap_space, "the cost model does not contain the size of a block: give --host-blocks"
             )
         return int(self.swap_space * 2**30) // shape.block_bytes
 
     def _shape(self, cost: "CostModel") -> "EngineShape":
-        """The engine: what the flags say, then what was measured, then defaults."""
+        """Return the engine's sizes: from the flags, else from the cost model, else the defaults."""
         from jpaged.simulator.step_load import EngineShape
 
         measured = cost.engine
         if measured is None:
             if self.num_blocks is None:
-                raise RequestError("num_blocks", None, "the cost model names no engine: say how many blocks the KV has")
+                raise RequestError("num_blocks", None, "the cost model has no engine: give the number of KV blocks")
             measured = EngineShape(
                 self.num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, self.max_model_len or MAX_MODEL_LEN
             )
@@ -249,7 +265,7 @@ class Simulate:
         )
 
     def _load(self, shape: "EngineShape") -> "tuple[Iterable[Arrival], int]":
-        """The requests, and how many they are."""
+        """Return the requests and their number."""
         from jpaged.simulator.load import ArrivalTimes, GeneratedLoad, LengthDistribution, parse_priorities
         from jpaged.simulator.trace import Trace
 
@@ -260,10 +276,10 @@ class Simulate:
             trace = Trace(self.trace, shape.max_model_len)
             return trace, trace.num_requests
         if self.rate is None:
-            raise RequestError("rate", None, "say how many requests arrive a second (or inf), or give a --trace")
+            raise RequestError("rate", None, "give the number of requests per second (or inf), or a --trace")
         priorities = parse_priorities(self.priorities)
         if len(priorities) > 1 and self.scheduling_policy != "priority":
-            raise RequestError("priorities", self.priorities, "count with --scheduling-policy priority only")
+            raise RequestError("priorities", self.priorities, "have an effect with --scheduling-policy priority only")
         generated = GeneratedLoad(
             num_requests=self.num_requests,
             times=ArrivalTimes(self.arrivals, self.rate),

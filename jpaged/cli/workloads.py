@@ -1,4 +1,4 @@
-"""What the benchmarks send: lists of prompts as token ids, with the number of tokens to generate for each."""
+"""The requests of a benchmark: prompts as token ids, each with the number of tokens to generate."""
 
 import dataclasses
 import json
@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
+from jpaged.cli.flags import one_line_help
 from jpaged.errors import RequestError
 
-# vLLM's sizes of the random dataset, and its filter for conversations (in tokens).
+# vLLM's sizes of the random dataset, and its limits on conversations, in tokens.
 RANDOM_INPUT_LEN, RANDOM_OUTPUT_LEN = 1024, 128
 SHAREGPT_MIN_LEN, SHAREGPT_MAX_PROMPT_LEN, SHAREGPT_MAX_TOTAL_LEN = 4, 1024, 2048
 
@@ -23,9 +24,10 @@ class BenchRequest:
     """One request of a workload."""
 
     prompt_token_ids: list[int]
-    output_len: int  # tokens to generate, whatever they are
+    output_len: int  # tokens to generate, past any end-of-sequence token
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkloadFlags:
     """The flags that choose a workload."""
@@ -34,43 +36,43 @@ class WorkloadFlags:
         Literal["random", "random-total", "sharegpt"] | None,
         tyro.conf.arg(metavar="{random,random-total,sharegpt}", help_behavior_hint=""),
     ] = None
-    """random: random ids, lengths around --input-len and --output-len. random-total: random ids, prompt and output
-    together between --total-len-min and --total-len-max. sharegpt: conversations of the file --dataset-path names.
-    Default: sharegpt with --dataset-path, random without."""
+    """random: random token ids, with lengths around --input-len and --output-len. random-total: random token ids, with
+    a total length between --total-len-min and --total-len-max. sharegpt: conversations from the file --dataset-path.
+    Default: sharegpt if --dataset-path is given, else random."""
 
     dataset_path: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """JSON file of conversations, as ShareGPT has them."""
+    """JSON file of conversations in ShareGPT's format."""
 
     num_prompts: int = 1000
-    """How many requests."""
+    """Number of requests."""
 
     input_len: OptionalInt = None
-    """Prompt tokens of random. Default 1024."""
+    """Prompt tokens per request, with random. Default: 1024."""
 
     output_len: OptionalInt = None
-    """Tokens to generate. Default 128 for random; for sharegpt as many as the recorded answer has."""
+    """Tokens to generate per request. Default: 128 with random; with sharegpt, the length of the recorded answer."""
 
     random_range_ratio: float = 0.0
-    """random draws both lengths uniformly between (1 - ratio) and (1 + ratio) times what they are given as."""
+    """With random, draw lengths uniformly between (1 - ratio) and (1 + ratio) times --input-len and --output-len."""
 
     prefix_len: int = 0
-    """Tokens of random that all prompts begin with, before --input-len of their own."""
+    """With random, length of a prefix shared by all prompts. It comes before the --input-len tokens of each prompt."""
 
     total_len_min: int = 256
-    """Fewest tokens of random-total, prompt and output together."""
+    """With random-total, minimum number of tokens of a request, prompt and output together."""
 
     total_len_max: int = 1024
-    """Most tokens of random-total."""
+    """With random-total, maximum number of tokens of a request, prompt and output together."""
 
     output_len_min: int = 16
-    """Fewest of them that are output."""
+    """With random-total, minimum number of output tokens."""
 
     def requests(
         self, *, vocab_size: int, max_model_len: int, seed: int, encode: Callable[[str], list[int]] | None
     ) -> list[BenchRequest]:
-        """The workload. encode: the model's tokenizer, which only sharegpt needs.
+        """Make the requests. encode: the model's tokenizer, which only sharegpt needs.
 
-        Raises RequestError for flags that do not fit together or do not fit the model.
+        Raises RequestError for flags that contradict each other or exceed the model's limits.
         """
         if self.num_prompts < 1:
             raise RequestError("num_prompts", self.num_prompts, "must be at least 1")
@@ -130,7 +132,7 @@ class WorkloadFlags:
         self, rng: np.random.Generator, max_model_len: int, encode: Callable[[str], list[int]] | None
     ) -> list[BenchRequest]:
         if self.dataset_path is None:
-            raise RequestError("dataset_path", None, "sharegpt needs the JSON file of its conversations")
+            raise RequestError("dataset_path", None, "sharegpt needs a JSON file of conversations")
         if encode is None:
             raise RequestError("dataset_name", "sharegpt", "needs a model with a tokenizer: use random")
         turns = _first_turns(self.dataset_path)
@@ -153,12 +155,12 @@ class WorkloadFlags:
 
 
 def random_ids(rng: np.random.Generator, count: int, vocab_size: int) -> list[int]:
-    """Token ids drawn uniformly from the vocabulary."""
+    """Draw token ids uniformly from the vocabulary."""
     return rng.integers(0, vocab_size, size=count).tolist()
 
 
 def _first_turns(path: pathlib.Path) -> Sequence[tuple[str, str]]:
-    """The first question and answer of each conversation."""
+    """Return the first question and answer of each conversation."""
     try:
         conversations: Any = json.loads(path.read_text(encoding="utf-8"))
         return [
@@ -167,4 +169,4 @@ def _first_turns(path: pathlib.Path) -> Sequence[tuple[str, str]]:
             if len(entry.get("conversations", ())) >= 2
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError("dataset_path", str(path), f"is no file of ShareGPT conversations: {error}") from None
+        raise RequestError("dataset_path", str(path), f"is not a file of ShareGPT conversations: {error}") from None

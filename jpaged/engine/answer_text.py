@@ -1,4 +1,4 @@
-"""One answer's text: its tokens as text, up to a stop string, given out as a whole or as what is new."""
+"""Text of one answer: detokenizes its tokens, ends at a stop string, and returns the whole text or the new part."""
 
 from jpaged.engine.detokenizer import Detokenizer
 from jpaged.engine.stop_strings import StopText
@@ -6,10 +6,10 @@ from jpaged.params.sampling import SamplingParams
 
 
 class AnswerText:
-    """Takes one answer's tokens in order. What it gives out is never taken back.
+    """Text of one answer. Its tokens are appended in order; text that was returned never changes.
 
-    offsets: characters of the text before each token, where log-probabilities are asked for. A token that begins inside
-    of a character has that character's; those of a stop string that is cut off count as if it were there.
+    offsets: number of characters before each token, or None if the request has no `logprobs`. A token that begins
+        inside a character has the offset of that character. Characters of a stop string that is cut off are counted.
     """
 
     def __init__(self, detokenizer: Detokenizer, params: SamplingParams):
@@ -20,50 +20,56 @@ class AnswerText:
         self._plain = self._stop is None and self.offsets is None
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._length = 0  # characters so far, with those that are held back
-        self._new: list[str] = []  # joined when it is asked for: adding to a long text would copy it for every token
+        self._length = 0  # characters so far, including held-back ones
+        self._new: list[str] = []  # joined on demand: appending to a long string would copy it for every token
         self._whole = ""
         self._ended = False
 
     def add(self, token_id: int) -> str | None:
-        """Take a token; the stop string that is complete with it. Of the first min_tokens none is."""
+        """Append a token. Returns the stop string that it completes, or None.
+
+        No stop string ends the answer within its first `min_tokens` tokens.
+        """
         if self._plain:
             piece = self._detokenizer.add(token_id)
             if piece:
                 self._new.append(piece)
             return None
         self.add_without_text(token_id)
-        return self._take(self._detokenizer.add(token_id))
+        return self._append_text(self._detokenizer.add(token_id))
 
     def add_without_text(self, token_id: int) -> None:
-        """Take a token that is left out of the text: one that ends the answer."""
+        """Append a token that has no text because it ends the answer."""
         self._num_tokens += 1
         if self.offsets is not None:
-            self.offsets.append(self._length + self._detokenizer.begins(token_id))
+            self.offsets.append(self._length + self._detokenizer.offset_of_next(token_id))
 
     def end(self) -> str | None:
-        """No more tokens come: give out what was held back; a stop string that is complete with it. Once is enough."""
+        """End the answer and release held-back text. Returns the stop string that this completes, or None.
+
+        Calling it again does nothing.
+        """
         if self._ended:
             return None
         self._ended = True
-        stop = self._take(self._detokenizer.finish())
+        stop = self._append_text(self._detokenizer.finish())
         if self._stop is not None:
             self._new.append(self._stop.rest())
         return stop
 
     def whole(self) -> str:
-        """All that is given out. Whoever asks for this does not ask for what is new."""
+        """Return the whole text so far. An answer uses either `whole` or `new`, not both."""
         if self._new:
             self._whole += self.new()
         return self._whole
 
     def new(self) -> str:
-        """What is given out and was not the last time."""
+        """Return the text since the last call."""
         text = "".join(self._new)
         self._new.clear()
         return text
 
-    def _take(self, piece: str) -> str | None:
+    def _append_text(self, piece: str) -> str | None:
         if not piece:
             return None
         self._length += len(piece)

@@ -1,10 +1,10 @@
-"""A limit on reasoning: when a request has thought for so many tokens, the end tag's tokens are what comes next.
+"""Limits reasoning: after `budget` reasoning tokens, the tokens of the end tag are forced.
 
-Host side. Whoever samples asks `forced` before a token and tells `take` of each that came; after a preemption the state
-is that of a new one which took the same tokens again.
+Runs on the host. The engine reads `forced` before each token and calls `append` after it. The state depends only on the
+appended tokens, so a preempted request can be followed again from its tokens.
 
-Where reasoning begins and ends is read from the text, as a parser of the answer and a grammar read it: a model writes a
-tag in other tokens than the tokenizer would, or begins and ends it inside of one.
+Reasoning begins and ends where its tags are in the text, as in the answer parser and in grammars. A model may write a
+tag with other tokens than the tokenizer, or begin and end it inside a token.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedReasoningTags:
-    """The tags around reasoning: their text in UTF-8, and the tokens that the end tag is written with."""
+    """The tags around reasoning, as UTF-8, and the tokens of the end tag."""
 
     start: bytes
     end: bytes
@@ -20,30 +20,30 @@ class EncodedReasoningTags:
 
 
 class ReasoningBudget:
-    """Follows one answer. Reasoning stands at its beginning, or nowhere.
+    """Follows one answer. Only text at the beginning of an answer can be reasoning.
 
-    budget: tokens of reasoning, tags not counted; 0 ends it at once.
-    opened: whether the prompt has opened the reasoning.
+    budget: most reasoning tokens, tags not counted; 0 ends the reasoning at once.
+    opened: the prompt has the start tag.
     """
 
     def __init__(self, tags: EncodedReasoningTags, budget: int, *, opened: bool):
         self._tags = tags
         self._left = budget
-        self._recent: tuple[int, ...] = ()  # the last tokens: where the end tag may be under way
-        self._text = b""                    # of the answer, as far as a tag may still be in it
+        self._recent: tuple[int, ...] = ()  # last tokens, which may be the beginning of the end tag
+        self._text = b""                    # end of the answer's text, which may be the beginning of a tag
         self._in_reasoning = opened
         self._ended = False
-        self._written = 0  # tokens of the end tag that stand at the answer's end
+        self._written = 0  # number of end-tag tokens at the end of the answer
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next; None where the model is free."""
+        """The token that must come next; None if any token may."""
         if not self._in_reasoning or self._left > self._written:
             return None
         return self._tags.end_ids[self._written]
 
     def append(self, token_id: int, text: bytes) -> None:
-        """One more token of the answer, and what it stands for."""
+        """Append a token of the answer, and its text in UTF-8."""
         if self._ended:
             return
         self._text += text
@@ -55,7 +55,7 @@ class ReasoningBudget:
             self._in_reasoning, self._text = True, self._text[len(start) :]
             self._look_for_end()
         elif not start.startswith(self._text):
-            self._ended = True  # the answer has begun: what it says of tags is none of reasoning's
+            self._ended = True  # the answer has begun: tags in it are ordinary text
 
     def _append_reasoning(self, token_id: int) -> None:
         before = self._written
@@ -63,7 +63,7 @@ class ReasoningBudget:
         self._written = _overlap(self._recent, self._tags.end_ids)
         self._look_for_end()
         if not self._ended:
-            # What looked like the beginning of the end tag and was none has been reasoning after all.
+            # Tokens that seemed to begin the end tag, and did not, count as reasoning now.
             self._left -= before + 1 - self._written
 
     def _look_for_end(self) -> None:
@@ -75,6 +75,6 @@ class ReasoningBudget:
 
 
 def _overlap(recent: tuple[int, ...], tag: tuple[int, ...]) -> int:
-    """The most tokens at the end of `recent` that a tag begins with."""
+    """Length of the longest end of `recent` that is a beginning of `tag`."""
     counts = range(min(len(tag), len(recent)), 0, -1)
     return next((count for count in counts if recent[-count:] == tag[:count]), 0)

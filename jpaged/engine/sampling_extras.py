@@ -1,11 +1,13 @@
-"""What a request's sampling needs beside the fields of its row: biases, which ids it may sample, what it has so far.
+"""Sampling state of a request that has no column in the request table: biases, masks, tokens for the penalties.
 
-Which ids may be sampled is worked out here, as packed bits: ids that were allowed, single ids that were forbidden, ends
-that come too early (`min_tokens`), and the last token of a forbidden sequence whose others have just been sampled. The
-device only looks bits up.
+The host computes the mask of each row, as packed bits; the device only reads it. A mask combines four rules:
+- `allowed_token_ids`;
+- bad words of one token;
+- end tokens before `min_tokens`;
+- the last token of a longer bad word, after its other tokens were sampled.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SamplingExtras:
-    """Of one user's request; its answers share it. Changes nothing once made."""
+    """Sampling extras of a request group. All its requests share them; they are immutable."""
 
     def __init__(
         self,
@@ -31,9 +33,12 @@ class SamplingExtras:
         bad_words: Sequence[Sequence[int]] = (),
         processors: Sequence[LogitsProcessor] = (),
     ):
-        """end_token_ids: what ends the request. bad_words: sequences of ids that must not be sampled.
+        """Prepare the extras.
 
-        processors: the engine's. Raises RequestError where the request names another, or other parameters.
+        end_token_ids: ids that end the request. bad_words: sequences of ids that must not be sampled.
+        processors: the engine's logits processors.
+
+        Raises RequestError if the request names an unknown logits processor, or wrong parameters of one.
         """
         self._counts = params.has_penalties
         self._bias = None
@@ -44,50 +49,36 @@ class SamplingExtras:
         if params.allowed_token_ids is not None:
             self._always[:] = False
             self._always[list(params.allowed_token_ids)] = True
-        self._sequences: dict[tuple[int, ...], list[int]] = {}  # what must not be followed by which ids
+        self._forbidden_after: dict[tuple[int, ...], list[int]] = {}  # last tokens of bad words, by the tokens before
         for *before, last in bad_words:
             if before:
-                self._sequences.setdefault(tuple(before), []).append(last)
+                self._forbidden_after.setdefault(tuple(before), []).append(last)
             else:
                 self._always[last] = False
         self._ends = np.array(sorted(set(end_token_ids)), np.int64)
         self._min_tokens = params.min_tokens if len(self._ends) else 0
-        self._lengths = sorted({len(before) for before in self._sequences})
-        asked = params.logits_processors or {}
-        self.processors, custom = 0, [np.zeros(len(each.parameters), np.float32) for each in processors]
-        for name, parameters in asked.items():
-            index = next((i for i, each in enumerate(processors) if each.name == name), None)
-            if index is None:
-                known = ", ".join(each.name for each in processors) or "none"
-                raise RequestError("logits_processors", name, f"the engine was not started with it: there is {known}")
-            wanted = processors[index].parameters
-            if set(parameters) != set(wanted):
-                accepted = f"{name!r} takes the parameters {', '.join(wanted) or 'none'}"
-                raise RequestError("logits_processors", dict(parameters), accepted)
-            self.processors |= 1 << index
-            custom[index][:] = [parameters[parameter] for parameter in wanted]
-        self._custom = np.concatenate(custom) if asked else None
-        # what the request itself knows of its tokens: where it stands in its grammar, and in its reasoning
+        self._lengths = sorted({len(before) for before in self._forbidden_after})
+        self.processors, self._custom = _processor_arguments(params.logits_processors or {}, processors)
         self.has_grammar_or_budget = params.structured_outputs is not None or params.thinking_token_budget is not None
         self._packed = pack_mask(self._always)
         self.masks = self.follows_tokens or self._min_tokens > 0 or not self._always.all()
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether what may be sampled depends on which tokens were."""
-        return self.has_grammar_or_budget or bool(self._sequences)
+        """True if the mask depends on the tokens sampled before."""
+        return self.has_grammar_or_budget or bool(self._forbidden_after)
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything at all."""
+        """True if the row needs extras on the device."""
         return self._counts or self._bias is not None or self.masks or self.processors > 0
 
     def changes_at(self, num_output_tokens: int) -> bool:
-        """Whether the mask of the token behind so many is another than that of the one before it."""
+        """True if the mask changes after `num_output_tokens` tokens, because `min_tokens` is reached."""
         return self._min_tokens > 0 and num_output_tokens == self._min_tokens
 
     def row_extras(self, request: "Request") -> RowExtras:
-        """What a row is given that starts, or goes on, with the request's known tokens."""
+        """Return the extras to upload when a row starts, or resumes, with the request's known tokens."""
         return RowExtras(
             token_ids=np.array(request.token_ids, np.int32) if self._counts else None,
             prompt_len=request.prompt_len,
@@ -98,12 +89,15 @@ class SamplingExtras:
         )
 
     def mask(self, token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
-        """uint32[words], not to be changed: what may be sampled behind tokens of which the last so many are output."""
+        """Return the mask, uint32[words], of the token after `token_ids`. It may be shared: do not change it.
+
+        num_output_tokens: how many tokens at the end of `token_ids` are output.
+        """
         forbidden = [
             token_id
             for length in self._lengths
             if length <= num_output_tokens
-            for token_id in self._sequences.get(tuple(token_ids[-length:]), ())
+            for token_id in self._forbidden_after.get(tuple(token_ids[-length:]), ())
         ]
         is_early = num_output_tokens < self._min_tokens
         if not forbidden and not is_early:
@@ -115,14 +109,39 @@ class SamplingExtras:
         return pack_mask(allowed)
 
     def allows_some(self, known_ids: np.ndarray | None) -> bool:
-        """Whether there is always an id left to sample, of those that the engine ever samples (None: of all)."""
+        """True if every mask of the request allows at least one id.
+
+        known_ids: bool[vocab_size], ids that the engine may sample; None means all.
+        """
         left = self._always.copy() if known_ids is None else self._always & known_ids
         left[self._ends[: len(self._ends) if self._min_tokens else 0]] = False
-        left[[last for lasts in self._sequences.values() for last in lasts]] = False
+        left[[last for lasts in self._forbidden_after.values() for last in lasts]] = False
         return bool(left.any())
 
 
+def _processor_arguments(
+    requested: Mapping[str, Mapping[str, float]], processors: Sequence[LogitsProcessor]
+) -> tuple[int, np.ndarray | None]:
+    """Return (bit flags of the requested processors, parameters of all processors as one float32 array or None).
+
+    Raises RequestError for an unknown processor, and for wrong parameters.
+    """
+    flags, arguments = 0, [np.zeros(len(each.parameters), np.float32) for each in processors]
+    for name, values in requested.items():
+        index = next((i for i, each in enumerate(processors) if each.name == name), None)
+        if index is None:
+            known = ", ".join(each.name for each in processors) or "none"
+            raise RequestError("logits_processors", name, f"the engine was not started with it: there is {known}")
+        parameters = processors[index].parameters
+        if set(values) != set(parameters):
+            accepted = f"{name!r} takes the parameters {', '.join(parameters) or 'none'}"
+            raise RequestError("logits_processors", dict(values), accepted)
+        flags |= 1 << index
+        arguments[index][:] = [values[parameter] for parameter in parameters]
+    return flags, np.concatenate(arguments) if requested else None
+
+
 def pack_mask(allowed: np.ndarray) -> np.ndarray:
-    """uint32[ceil(N / 32)] of bool[N]: bit i % 32 of word i // 32 is entry i."""
+    """Pack bool[N] into uint32[ceil(N / 32)]: entry i is bit i % 32 of word i // 32."""
     bits = np.packbits(allowed, bitorder="little")
     return np.pad(bits, (0, -len(bits) % 4)).view(np.uint32)

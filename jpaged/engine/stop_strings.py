@@ -1,28 +1,28 @@
-"""Stop strings in a text that comes in pieces: what may be given out, and where the text ends.
+"""Finds stop strings in text that arrives in pieces.
 
-One automaton (Aho-Corasick) a set of strings: each character is looked at once, however many strings there are and
-wherever a piece ends. It knows the longest end of the text that a stop string begins with, and that much is held back,
-no more: of `a b</s` the last three characters where `</stop>` is one.
+Each set of stop strings has one Aho-Corasick automaton. It reads each character once, for any number of strings and any
+split into pieces. Its state gives the longest end of the text that may begin a stop string. Exactly this end is held
+back: with the stop string `</stop>`, the last three characters of `a b</s`.
 
-The string that is complete first ends the text, so that the answer does not depend on how the text was split; of two
-that are complete at the same character the one that stands first in the list, as in vLLM. The text is cut before it,
-or, with `include`, after it: then nothing ever has to be held back.
+The string that is complete first ends the text, so the result does not depend on the split. If two are complete at the
+same character, the first in the list counts, as in vLLM. The text is cut before the stop string, or after it with
+`include`; then no text is held back.
 """
 
 import functools
 from collections import deque
 from collections.abc import Sequence
 
-KEPT = 16  # automata of the sets that were used last; one of 4,096 characters takes about 1.1 MB and 11 ms
+CACHE_SIZE = 16  # automata; one of 4,096 characters takes about 1.1 MB and 11 ms
 
 
 class StopAutomaton:
-    """Of one set of stop strings; state 0 is where nothing of any has been seen."""
+    """Aho-Corasick automaton of a set of stop strings. In state 0, no string has begun."""
 
     def __init__(self, strings: Sequence[str]):
         self.strings = tuple(dict.fromkeys(strings))
         self.steps: list[dict[str, int]] = [{}]
-        self.found: list[int] = [-1]  # the string, first in the list, that is complete in a state; -1: none
+        self.found: list[int] = [-1]  # by state: index of the first string that is complete, or -1
         depth = [0]
         for index, string in enumerate(self.strings):
             state = 0
@@ -35,14 +35,14 @@ class StopAutomaton:
                     depth.append(depth[state] + 1)
                 state = following
             self.found[state] = index
-        self.held = [0] * len(self.steps)  # characters at the text's end that a stop string may begin with
-        self.fallback = [0] * len(self.steps)  # the state of the longest end that is another string's beginning
+        self.held = [0] * len(self.steps)  # by state: characters at the end of the text that may begin a stop string
+        self.fallback = [0] * len(self.steps)  # by state: state of its longest proper suffix that begins a string
         waiting = deque(self.steps[0].values())
-        self._note(waiting, depth)
+        self._fill_from_fallbacks(waiting, depth)
         self.firsts = frozenset(self.steps[0])
 
-    def _note(self, waiting: deque[int], depth: list[int]) -> None:
-        """Fill in, the nearest states first, what a state takes over from the one it falls back to."""
+    def _fill_from_fallbacks(self, waiting: deque[int], depth: list[int]) -> None:
+        """Fill in `fallback`, `held` and `found`, in order of depth: a state inherits from its fallback state."""
         for state in waiting:
             self.held[state] = depth[state] if self.steps[state] else 0
         while waiting:
@@ -58,16 +58,16 @@ class StopAutomaton:
                 waiting.append(following)
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=CACHE_SIZE)
 def stop_automaton(strings: tuple[str, ...]) -> StopAutomaton:
-    """Of a set that other requests may have as well: shared, it is only read."""
+    """Return the automaton of a set of strings. Requests with the same set share it, so it is read-only."""
     return StopAutomaton(strings)
 
 
 class StopText:
-    """One answer's text on its way through: `add` gives what may be given out, until `stop` is a string.
+    """Searches the text of one answer. `add` returns the text that is certain; `stop` is the stop string once found.
 
-    include: give out the stop string too.
+    include: the text includes the stop string.
     """
 
     __slots__ = ("_automaton", "_held", "_include", "_state", "stop")
@@ -80,19 +80,22 @@ class StopText:
         self.stop: str | None = None
 
     def add(self, piece: str, *, ends: bool = True) -> str:
-        """Take a piece. ends: whether a stop string that is complete within it ends the text."""
+        """Append a piece and return the text that is certain.
+
+        ends: a stop string that is complete within this piece ends the text.
+        """
         automaton = self._automaton
         if self.stop is not None or (not self._state and automaton.firsts.isdisjoint(piece)):
             return "" if self.stop is not None else piece
         steps, fallback, state = automaton.steps, automaton.fallback, self._state
-        for place, character in enumerate(piece, start=1):
+        for length, character in enumerate(piece, start=1):
             following = steps[state].get(character)
             while following is None and state:
                 state = fallback[state]
                 following = steps[state].get(character)
             state = following or 0
             if ends and automaton.found[state] >= 0:
-                return self._end(automaton.strings[automaton.found[state]], self._held + piece[:place])
+                return self._end(automaton.strings[automaton.found[state]], self._held + piece[:length])
         self._state = state
         held = 0 if self._include else automaton.held[state]
         text = self._held + piece
@@ -101,7 +104,7 @@ class StopText:
         return text[:cut]
 
     def rest(self) -> str:
-        """What is still held back, when no more text comes."""
+        """Return the held-back text. Called after the last piece."""
         held, self._held = self._held, ""
         return held
 

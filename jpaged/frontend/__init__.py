@@ -1,1 +1,1 @@
-"""Parts that the front doors `LLM`, `AsyncLLM`, the server and the command line share."""
+"""Code shared by `LLM`, `AsyncLLM`, the server and the command line."""

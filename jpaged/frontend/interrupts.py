@@ -1,4 +1,4 @@
-"""The ends that come from outside, Ctrl-C and the interpreter's: between two steps of the engine, never inside one."""
+"""Ctrl-C and the end of the interpreter: both take effect between two steps of the engine, never inside a step."""
 
 import atexit
 import signal
@@ -10,10 +10,10 @@ from typing import Any, Self
 
 
 class DeferredInterrupt:
-    """Inside, Ctrl-C is remembered; `check` raises it where it does no harm, and so does leaving, even by an error.
+    """A context in which Ctrl-C does not interrupt at once. `check`, and leaving the context, raise KeyboardInterrupt.
 
-    Half a step would be a cache that no longer fits its index. A second Ctrl-C is not held back. Does nothing outside
-    the main thread, or where somebody else handles the signal.
+    An interrupt inside a step would leave a KV cache that does not match its index. A second Ctrl-C interrupts at once.
+    The context does nothing outside the main thread, or if SIGINT is ignored or has another handler.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class DeferredInterrupt:
             self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C has come."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self._pending:
             self._pending = False
             raise KeyboardInterrupt
@@ -48,9 +48,10 @@ class DeferredInterrupt:
 
 
 def call_at_exit(method: Callable[[], None]) -> Callable[[], Any]:
-    """Call a bound method when the interpreter ends, if its object still lives; returns what `atexit.unregister` takes.
+    """Call a bound method when the interpreter ends, if its object still exists.
 
-    It must end the threads that use the device: one inside XLA while the interpreter is torn down aborts the process.
+    Returns the argument for `atexit.unregister`. The method must end the threads that use the device. A thread inside
+    XLA at the interpreter's end aborts the process.
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,4 +1,4 @@
-"""Several prompts on one `AsyncLLM` at once: their outputs as they come, for the server and the command line."""
+"""Runs several prompts on one `AsyncLLM` and merges their outputs, for the server and the command line."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -12,30 +12,30 @@ OutputT = TypeVar("OutputT")
 
 
 class Generates(Protocol):
-    """The one method of `AsyncLLM` that this needs."""
+    """The method of `AsyncLLM` that is used here."""
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs so far, each with all before it. Closing the generator aborts the request."""
+        """Yield the outputs of one request. Closing the generator aborts the request."""
         ...
 
 
 def outputs_of(
     engine: Generates, prompts: Sequence[Any], params: SamplingParams, request_id: str, *, priority: int = 0
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of several prompts as they come, each with its prompt's index. Closing it aborts all of them.
+    """Yield (index of the prompt, output) for several prompts, in order of arrival. Closing it aborts all requests.
 
-    The first prompt that fails ends all: its error is raised here.
+    If one prompt fails, its error is raised and the other requests are aborted.
     """
     streams = [
         engine.generate(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
     ]
-    return merged(streams)
+    return merge_streams(streams)
 
 
-async def merged(streams: Sequence[AsyncGenerator[OutputT, None]]) -> AsyncGenerator[tuple[int, OutputT], None]:
-    """What several generators give, as it comes, each with its generator's index. Closing it closes all of them."""
+async def merge_streams(streams: Sequence[AsyncGenerator[OutputT, None]]) -> AsyncGenerator[tuple[int, OutputT], None]:
+    """Yield (index of the generator, value) for several generators, in order of arrival. Closing it closes them all."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for output in stream:

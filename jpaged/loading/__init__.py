@@ -1,4 +1,4 @@
-"""Checkpoints in: from a folder, a hub id, a GGUF file or live arrays to a model on the device."""
+"""Loads models: from a folder, a hub id, a GGUF file or live arrays to weights on the device."""
 
 from jpaged.loading.model import LoadedModel, load_model
 from jpaged.loading.tokenizer import load_tokenizer, valid_token_mask

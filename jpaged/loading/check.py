@@ -1,15 +1,15 @@
-"""Is this checkpoint computed as Transformers computes it? If not, from which layer on?
+"""Compares the layers of a checkpoint with Transformers' layers, and names the first layer that differs.
 
-    python -m jpaged.loading.check MODEL                        beside Transformers, where torch is installed
-    python -m jpaged.loading.check MODEL --record answers.json  the same, and keep Transformers' values
-    python -m jpaged.loading.check MODEL --answers answers.json beside kept values, without torch
+    python -m jpaged.loading.check MODEL                         compare with Transformers; needs torch
+    python -m jpaged.loading.check MODEL --record answers.json   the same, and write Transformers' values to a file
+    python -m jpaged.loading.check MODEL --answers answers.json  compare with the values in the file, without torch
 
-1. Both run the same token ids in float32, with dense attention: what is compared is the model, not the engine.
-2. What goes into the first layer and what comes out of each is compared, then the logits of the last token; a
-   sequence classifier's scores; with --runner pooling the last token's state after the final norm.
-3. The first output that differs is named; those behind it differ because of it and are not shown.
+1. Both run the same token ids in float32 with dense attention. This compares the model, not the engine.
+2. The input of the first layer and the output of each layer are compared. Then the logits of the last token, a
+   classifier's scores, or, with --runner pooling, the last token's hidden state after the final norm.
+3. The first output that differs is named. Later outputs differ because of it and are not shown.
 
-An entry point: of jpaged.models, it alone imports jpaged.loading, and nothing imports it.
+An entry point: no other module imports it.
 """
 
 import base64
@@ -28,43 +28,43 @@ from jpaged.errors import JPagedError, ModelLoadError, RequestError
 from jpaged.loading import LoadedModel, load_model
 from jpaged.models.decoder import decode, dense_causal_attend, lm_head
 
-NUM_TOKENS = 24  # more than the sliding windows of the tests' models; a 7B's answers are a file of 18 MB
+NUM_TOKENS = 24  # more than the sliding windows of the tests' models; the answers of a 7B model take 18 MB
 
-# Largest difference that is rounding, as a share of the token's largest value. Float32 sums in another order gave at
-# most 7e-6 over all models of tests/golden and 1e-5 behind the 24 layers of a Qwen2 0.5B; a real error gives more: the
-# demo model with an epsilon of 2e-5 in its norms instead of 1e-6 is off by 6e-4 in its first layer.
+# Largest difference that counts as rounding, as a share of the token's largest value. Float32 sums in another order
+# gave at most 7e-6 over all models of tests/golden, and 1e-5 after the 24 layers of a Qwen2 0.5B. Real errors are
+# larger: the demo model with 2e-5 instead of 1e-6 as its norms' epsilon is off by 6e-4 in its first layer.
 TOLERANCE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """What one implementation gives for a prompt."""
+    """Values that one implementation computes for a prompt."""
 
     token_ids: list[int]
-    outputs: list[np.ndarray]  # float32[tokens, hidden]: what goes into the first layer, what comes out of each
-    logits: np.ndarray         # float32[1, output]: of the last token; or its scores, or its state after the last norm
+    outputs: list[np.ndarray]  # float32[tokens, hidden]: input of the first layer, then the output of each layer
+    logits: np.ndarray         # float32[1, output]: of the last token; or its scores, or its state after the final norm
 
     def write(self, path: pathlib.Path) -> None:
-        """Write them as JSON, arrays as base64 of little-endian float32."""
+        """Write a JSON file. Arrays are base64 of little-endian float32."""
         arrays = [_encode(array) for array in (*self.outputs, self.logits)]
         path.write_text(json.dumps({"token_ids": self.token_ids, "arrays": arrays}) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: pathlib.Path) -> "Answers":
-        """Read what `write` wrote. Raises RequestError."""
+        """Read a file that `write` wrote. Raises RequestError."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             *outputs, logits = (_decode(array) for array in values["arrays"])
             return cls(values["token_ids"], outputs, logits)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RequestError("answers", str(path), f"is no file that --record wrote ({error})") from error
+            raise RequestError("answers", str(path), f"must be a file that --record wrote ({error})") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
     """Compare a checkpoint's layers with Transformers', and name the first one that differs.
 
-    The exit status is 0 where all agree, 1 where one does not, 2 where they could not be compared.
+    The exit status is 0 if all agree, 1 if one differs, and 2 if the comparison failed.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help_behavior_hint="")]
@@ -74,22 +74,22 @@ class Check:
     """Text to run. Default: a fixed set of token ids."""
 
     answers: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Compare with what --record wrote; torch is not needed then."""
+    """Compare with the values in this file, which --record wrote. Does not need torch."""
 
     record: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Write what Transformers gives to this file."""
+    """Write Transformers' values to this file."""
 
     runner: Literal["auto", "generate", "pooling"] = "auto"
-    """pooling: compare what an embedding is made of, of a model that may have no output matrix."""
+    """pooling: compare the last token's hidden state, for a model without lm_head."""
 
     tolerance: float = TOLERANCE
-    """Largest difference that passes, as a share of the largest value of its token."""
+    """Largest difference that passes, as a share of the token's largest value."""
 
     def run(self) -> int:
-        """Compare, and print the table."""
+        """Compare and print the table. Returns the exit status."""
         if self.answers is not None and (self.record is not None or self.prompt is not None):
             other = "record" if self.record is not None else "prompt"
-            raise RequestError(other, getattr(self, other), "has no meaning with --answers: leave one of them out")
+            raise RequestError(other, getattr(self, other), "does not go with --answers: leave one of them out")
         expected = None if self.answers is None else Answers.read(self.answers)
         if expected is None:
             _need_torch()
@@ -104,7 +104,7 @@ class Check:
         if self.prompt is None:
             return fixed_token_ids(model.spec.vocab_size)
         if model.tokenizer is None:
-            raise RequestError("prompt", self.prompt, "the model has no tokenizer: leave it out")
+            raise RequestError("prompt", self.prompt, "the model has no tokenizer: leave the prompt out")
         ids = model.tokenizer(self.prompt)["input_ids"]
         if not ids:
             raise RequestError("prompt", self.prompt, "gives no tokens")
@@ -112,12 +112,12 @@ class Check:
 
 
 def fixed_token_ids(vocab_size: int) -> list[int]:
-    """NUM_TOKENS ids from all over the vocabulary."""
+    """NUM_TOKENS token ids, spread over the vocabulary."""
     return [(7 + 7919 * i) % vocab_size for i in range(NUM_TOKENS)]
 
 
 def output_after(model: LoadedModel, token_ids: list[int], layers: int) -> np.ndarray:
-    """float32[tokens, hidden]: our hidden states after so many layers; 0 gives what goes into the first."""
+    """float32[tokens, hidden]: our hidden states after the first `layers` layers. 0: the input of the first layer."""
     ids = jnp.asarray(token_ids, jnp.int32)
     hidden, _ = decode(
         model.spec,
@@ -133,14 +133,14 @@ def output_after(model: LoadedModel, token_ids: list[int], layers: int) -> np.nd
 
 
 def last_logits(model: LoadedModel, hidden: np.ndarray) -> np.ndarray:
-    """float32[1, output]: our logits of the last token, or what is pooled, from the states after the last layer."""
+    """float32[1, output]: our logits (or pooled vector) of the last token. hidden: states after the last layer."""
     return np.asarray(lm_head(model.spec, model.params, jnp.asarray(hidden[-1:])))
 
 
 def compare(model: LoadedModel, expected: Answers, tolerance: float) -> int:
-    """Print how far each layer is off, up to the first that differs; 1 where one does, else 0."""
+    """Print the difference of each layer, up to the first that differs. Returns 1 if one differs, else 0."""
     spec = model.spec
-    name, kind, rest = "logits", "tokens", "the final norm or the output matrix does not"
+    name, kind, rest = "logits", "tokens", "the final norm or the lm_head does not"
     if spec.pools:
         name, kind, rest = "last state", "numbers", "the final norm does not"
     if spec.num_labels is not None:
@@ -148,9 +148,9 @@ def compare(model: LoadedModel, expected: Answers, tolerance: float) -> int:
     shapes = [(len(expected.token_ids), spec.hidden_size)] * (spec.num_layers + 1) + [(1, spec.output_size)]
     if [array.shape for array in (*expected.outputs, expected.logits)] != shapes:
         raise ModelLoadError(
-            f"{model.source}: {spec.num_layers} layers of {spec.hidden_size} and {spec.output_size:,} {kind}; the "
-            f"answers are of {len(expected.outputs) - 1} layers of {expected.outputs[0].shape[-1]} and "
-            f"{expected.logits.shape[-1]:,} {kind}: they are of another model"
+            f"{model.source} has {spec.num_layers} layers of width {spec.hidden_size} and {spec.output_size:,} "
+            f"{kind}. The answers have {len(expected.outputs) - 1} layers of width {expected.outputs[0].shape[-1]} and "
+            f"{expected.logits.shape[-1]:,} {kind}. They are from another model"
         )
     print(f"{model.source}: {len(expected.token_ids)} tokens, float32, tolerance {tolerance:g} of the largest value\n")
     print(f"{'':12} max |difference|   max |value|      share")
@@ -158,7 +158,7 @@ def compare(model: LoadedModel, expected: Answers, tolerance: float) -> int:
     for layers, theirs in enumerate(expected.outputs):
         ours = output_after(model, expected.token_ids, layers)
         if not _agree(f"layer {layers - 1}" if layers else "embedding", ours, theirs, tolerance):
-            before = "what goes into it agrees" if layers else "no layer has run yet"
+            before = "its input agrees" if layers else "no layer has run yet"
             print(f"\nthe first difference is in {f'layer {layers - 1}' if layers else 'the embedding'}: {before}")
             return 1
     if not _agree(name, last_logits(model, ours), expected.logits, tolerance):
@@ -169,17 +169,17 @@ def compare(model: LoadedModel, expected: Answers, tolerance: float) -> int:
 
 
 def _agree(name: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> bool:
-    """Print one line. A token at a time: the first one's values are often a thousand times the others'."""
+    """Print one line of the table. The share is per token: the first token's values are often 1,000 times larger."""
     difference = np.abs(ours - theirs)
     share = (difference.max(-1) / np.maximum(np.abs(theirs).max(-1), np.finfo(np.float32).tiny)).max()
-    agree = bool(share <= tolerance)  # not where anything is NaN
+    agree = bool(share <= tolerance)  # False for NaN
     verdict = "agrees" if agree else "DIFFERS"
     print(f"{name:12} {difference.max():16.3g} {np.abs(theirs).max():13.4g} {share:10.2g}   {verdict}", flush=True)
     return agree
 
 
 def transformers_answers(model: LoadedModel, token_ids: list[int]) -> Answers:
-    """What Transformers gives, in float32 on CPU."""
+    """Transformers' values, in float32 on CPU."""
     import torch
     import transformers
 
@@ -187,7 +187,7 @@ def transformers_answers(model: LoadedModel, token_ids: list[int]) -> Answers:
     if model.spec.num_labels is not None:
         kind = transformers.AutoModelForSequenceClassification
     try:
-        # Eager is the reference for soft caps and sinks; of Falcon's ALiBi it adds the biases twice, once in the mask.
+        # Eager attention is the reference for soft caps and sinks. For Falcon's ALiBi it adds the biases twice.
         attention = "sdpa" if model.config.get("alibi") else "eager"
         theirs = kind.from_pretrained(
             model.source, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
@@ -221,7 +221,7 @@ def _need_torch() -> None:
         import torch  # noqa: F401
     except ImportError:
         raise RequestError(
-            "answers", None, "torch is not installed: name a file that --record wrote where it is, or install it"
+            "answers", None, "torch is not installed: install it, or give a file that --record wrote elsewhere"
         ) from None
 
 

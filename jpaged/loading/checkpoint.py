@@ -1,4 +1,4 @@
-"""A checkpoint folder: its JSON files, and its tensors wherever in the shards they lie."""
+"""A checkpoint folder: its JSON files, and its tensors, found in any shard."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,16 +13,16 @@ from jpaged.loading.safetensors_file import SafetensorsFile, TensorEntry
 
 _SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CONVERTED = "jpaged.json"  # what `jpaged convert` says of a folder that it wrote
+CONVERTED = "jpaged.json"  # the manifest of a folder that `jpaged convert` wrote
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether `jpaged convert` wrote the folder."""
+    """Return True if `jpaged convert` wrote the folder."""
     return (folder / CONVERTED).is_file()
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """A JSON object; {} where the file is not there. Raises ModelLoadError for anything else."""
+    """Read a JSON object. A missing file gives {} unless it is required. Raises ModelLoadError for anything else."""
     if not path.is_file():
         if required:
             raise ModelLoadError(f"{path} is missing: model must be a folder with a Hugging Face checkpoint")
@@ -32,16 +32,16 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+        raise ModelLoadError(f"{path} must contain a JSON object, not a {type(value).__name__}")
     return value
 
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """Tensors by Hugging Face's names: safetensors files, packed ones among them, or a GGUF file."""
+    """Tensors under Hugging Face's names. They come from safetensors files, packed or not, or from a GGUF file."""
 
-    folder: Path                # or the file, for people
-    config_name: str            # what says which tensors there must be, for people
+    folder: Path      # the folder or GGUF file; error messages name it
+    config_name: str  # where the expected tensors are defined; error messages name it
 
     @property
     def names(self) -> Iterable[str]: ...
@@ -56,7 +56,7 @@ class TensorSource(Protocol):
 
 
 class Checkpoint:
-    """All tensors of a checkpoint folder, by name. A context manager: leaving it unmaps the files."""
+    """All tensors of a checkpoint folder, by name. A context manager: its exit unmaps the files."""
 
     config_name = "config.json"
 
@@ -90,23 +90,23 @@ class Checkpoint:
         return name in self._file_of
 
     def entry(self, name: str) -> TensorEntry:
-        """Shape, dtype and place of a tensor."""
+        """Shape, dtype and position in the file of a tensor."""
         return self._file_of[name].entries[name]
 
     def path(self, name: str) -> Path:
-        """The file that a tensor lies in."""
+        """Path of the file that contains a tensor."""
         return self._file_of[name].path
 
     def label(self, name: str) -> str:
-        """A tensor's name for people."""
+        """Name of a tensor in error messages."""
         return name
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor, a view of the mapped file: drop it before the checkpoint is closed."""
+        """Return a tensor as a view of the mapped file. Drop the view before the checkpoint is closed."""
         return self._file_of[name].array(name)
 
     def release(self, name: str) -> None:
-        """Give the pages of a tensor that is done with back to the system."""
+        """Release the memory pages of a tensor. A later read loads them again."""
         self._file_of[name].release(name)
 
     def close(self) -> None:
@@ -120,8 +120,8 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # While an exception is under way its frames may still hold views, and a map with views cannot be closed:
-        # it goes with the last of them.
+        # After an exception, its frames may still refer to views, and a map with views cannot be closed. Python
+        # closes it when the last view is gone.
         if error is None:
             self.close()
 
@@ -144,14 +144,14 @@ class Checkpoint:
             if not (self.folder / shard).is_file():
                 name = next(n for n, s in weight_map.items() if s == shard)
                 raise ModelLoadError(
-                    f"{self.folder / shard} is missing; {INDEX} says that it holds {name}: fetch the checkpoint again"
+                    f"{self.folder / shard} is missing; {INDEX} lists {name} in it: fetch the checkpoint again"
                 )
             self._add(self.folder / shard)
         for name, shard in weight_map.items():
             if name not in self._file_of or self._file_of[name].path.name != shard:
                 raise ModelLoadError(
-                    f"{self.folder / shard} has no tensor {name}, though {INDEX} says so: index and shards are of "
-                    "different checkpoints, fetch them again"
+                    f"{self.folder / shard} has no tensor {name}, but {INDEX} lists it there: index and shards are "
+                    "from different checkpoints, fetch them again"
                 )
 
     def _open_only_file(self) -> None:
@@ -159,13 +159,13 @@ class Checkpoint:
         if len(found) == 1:
             self._add(found[0])
         elif found:
-            raise ModelLoadError(f"{self.folder} has {len(found)} safetensors files but no {INDEX}: fetch it as well")
+            raise ModelLoadError(f"{self.folder} has {len(found)} safetensors files but no {INDEX}: fetch the index")
         else:
             others = [p.name for p in sorted(self.folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-            pickled = f", only {others[0]}, a pickle that could run code" if others else ""
+            pickled = f", only {others[0]}, a pickle, which could run code" if others else ""
             raise ModelLoadError(
-                f"{self.folder} has no safetensors file{pickled}. Supported are {_SINGLE} and shards with {INDEX}; "
-                "convert other formats with Transformers: model.save_pretrained(folder)"
+                f"{self.folder} has no safetensors file{pickled}. Supported are {_SINGLE} and shards with {INDEX}. "
+                "Convert other formats with Transformers: model.save_pretrained(folder)"
             )
 
     def _add(self, path: Path) -> None:
@@ -173,5 +173,5 @@ class Checkpoint:
         self._files.append(file)
         for name in file.entries:
             if name in self._file_of:
-                raise ModelLoadError(f"{path}: tensor {name} is in {self._file_of[name].path.name} as well")
+                raise ModelLoadError(f"{path}: tensor {name} is also in {self._file_of[name].path.name}")
             self._file_of[name] = file

@@ -1,7 +1,7 @@
-"""From a Hugging Face checkpoint to a folder with the engine's own tree, and back.
+"""Converts a Hugging Face checkpoint to a folder with the engine's own parameter tree, and back.
 
-The folder's parts are in converted.py. Both ways work in a temporary folder beside the result, which gets its name when
-it is complete; both hold one leaf in memory at a time.
+converted.py describes the folder. Both directions write to a temporary folder next to `out` and rename it when it is
+complete. Both keep one leaf in memory at a time.
 """
 
 import contextlib
@@ -35,28 +35,28 @@ from jpaged.models.families.base import LeafTensors
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import leaf_dtype, param_shapes
 
-_SPARE = 1 << 20  # bytes for what lies beside the arrays
-# Of these a device of several holds some columns. A shard of rows is a run of a mapped file, one of columns lies all
-# over it: cut into files, it is read alone.
+_SPARE = 1 << 20  # bytes for the files other than arrays
+# With several devices, each device stores some columns of these leaves. A shard of rows is contiguous in a file. A
+# shard of columns is spread over the whole file, so these leaves are cut into files that are read one by one.
 _BY_COLUMNS, _PIECES = ("o", "down"), 8
 _CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What was written."""
+    """Summary of a conversion."""
 
     folder: Path
     dtype: np.dtype
-    num_bytes: int     # of all files
-    same_files: bool   # convert: whether they can be written back bit for bit; export: whether they were
+    num_bytes: int     # size of all files
+    same_files: bool   # convert: the original files can be restored bit for bit; export: they were
 
 
 def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None = None) -> Written:
-    """Write the folder that `converted.py` describes.
+    """Write a model as the folder that converted.py describes.
 
-    dtype: of the arrays; auto is the checkpoint's own, on CPU too.
-    Raises ModelLoadError for the model, RequestError for the other arguments, before anything is written.
+    dtype: dtype of the arrays. auto keeps the checkpoint's own dtype, on CPU too.
+    Raises ModelLoadError for the model and RequestError for the other arguments. Nothing is written then.
     """
     if dtype != "auto" and dtype not in BY_NAME:
         raise RequestError("dtype", dtype, f"must be auto, {', '.join(BY_NAME)}")
@@ -75,7 +75,8 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
         shapes = param_shapes(plan.spec, kind)
         total = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
         _check_space(out, total + _SPARE)
-        # GGUF files and packed tensors are unpacked for good, other dtypes rounded
+        # The files can be restored only if no value changes. GGUF files and packed tensors stay unpacked, and other
+        # dtypes are rounded.
         files = checkpoint.files if isinstance(checkpoint, Checkpoint) and main_dtype(checkpoint) == kind else []
         with _complete_or_gone(out) as work:
             _write_small_files(path, values, work)
@@ -90,7 +91,10 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
 
 
 def export(model: str, out: Path) -> Written:
-    """Write the Hugging Face files of a converted folder: bit for bit, or in the arrays' dtype where it was changed."""
+    """Write the Hugging Face files of a converted folder.
+
+    The files are bit for bit the original ones, unless the conversion changed the dtype: then they have the new dtype.
+    """
     _check_out(out)
     folder = find_model(model)
     if not is_converted(folder):
@@ -113,7 +117,7 @@ def export(model: str, out: Path) -> Written:
             called = {table: name for name, table in manifest.tensors.items()}
             names = _new_file(work, leaves, tree.shapes, kind, called)
             key = "torch_dtype" if "torch_dtype" in values else "dtype"
-            values.pop("quantization_config", None)  # MXFP4, which has been unpacked
+            values.pop("quantization_config", None)  # it describes MXFP4 tensors, which are unpacked now
             (work / "config.json").write_text(json.dumps(values | {key: kind.name}, indent=2) + "\n", encoding="utf-8")
         with _Outputs(work) as outputs, _progress(tree.num_bytes) as progress:
             for leaf in leaves:
@@ -140,9 +144,9 @@ def _new_leaves(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, on_
 
 
 def _held(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, *, exactly: bool) -> dict[str, str]:
-    """The tensors that the tree holds, by their names in the files; with their names in the family's table.
+    """Map the tensors that the tree contains from their names in the files to their names in the family's table.
 
-    exactly: only those that are of their leaf's dtype in the files.
+    exactly: leave out tensors whose dtype in the files differs from their leaf's dtype.
     """
     held = {}
     for leaf_plan in plan.leaves:
@@ -157,7 +161,7 @@ def _held(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, *, exactl
 
 
 def _keep_rest(folder: Path, source: Path, files: Iterable[SafetensorsFile], held: Mapping[str, str]) -> None:
-    """Keep headers, index, and the tensors that the tree does not hold."""
+    """Copy headers, the index, and the tensors that are not in the tree (those missing in `held`)."""
     if (source / INDEX).is_file():
         shutil.copyfile(source / INDEX, folder / INDEX)
     for file in files:
@@ -170,13 +174,16 @@ def _keep_rest(folder: Path, source: Path, files: Iterable[SafetensorsFile], hel
 
 
 def _restore_rest(source: Path, out: Path, manifest: Manifest) -> dict[str, list[str]]:
-    """Files of their full length with everything but what the tree holds; gives where that goes."""
+    """Write the original files at full length, with everything except the tensors of the tree.
+
+    Returns the names in the files of each tensor of the tree, by its name in the family's table.
+    """
     names: dict[str, list[str]] = {}
     for file, size in manifest.files.items():
         try:
             header, rest = ((source / f"{file}.{part}").read_bytes() for part in ("header", "rest"))
         except OSError as error:
-            raise ModelLoadError(f"{source}: what is kept of {file} cannot be read ({error}): {AGAIN}") from error
+            raise ModelLoadError(f"{source}: the saved parts of {file} cannot be read ({error}): {AGAIN}") from error
         path = out / file
         path.write_bytes(header)
         os.truncate(path, size)
@@ -203,13 +210,17 @@ def _restore_rest(source: Path, out: Path, manifest: Manifest) -> dict[str, list
 def _new_file(
     out: Path, leaves: list[LeafTensors], tree: Mapping[str, Any], dtype: np.dtype, names: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """model.safetensors with a header and room for all tensors. names: what the source called those of the table."""
+    """Create model.safetensors with its header and space for all tensors.
+
+    names: the source's names by the names of the family's table.
+    Returns the names in the file of each tensor, by its name in the family's table.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for leaf in leaves:
         shape = (tree if leaf.layer is None else tree["layers"][leaf.layer])[leaf.leaf].shape
         kind = leaf_dtype(leaf.leaf, dtype)
-        blank = np.broadcast_to(np.zeros((), kind), shape)  # a shape to cut views from, without memory
+        blank = np.broadcast_to(np.zeros((), kind), shape)  # gives views their shapes; needs no memory
         for tensor in leaf.tensors:
             sizes = tensor.rule.shape(leaf.block(blank, tensor))
             begin, end = end, end + int(np.prod(sizes)) * kind.itemsize
@@ -224,7 +235,7 @@ def _new_file(
 
 
 class _Outputs:
-    """The safetensors files of a folder, whose headers are there, open for their tensors."""
+    """Safetensors files of a folder, opened to write tensors. Their headers exist."""
 
     def __init__(self, folder: Path):
         self._place = {}
@@ -252,7 +263,7 @@ def _name(leaf: LeafTensors) -> str:
 
 
 def _write_small_files(source: Path, values: Mapping[str, Any], out: Path) -> None:
-    """Config and tokenizer: copies of a folder's, or what a GGUF file has of them."""
+    """Write config and tokenizer files: copies from a folder, or made from a GGUF file."""
     if source.is_dir():
         _copy_small_files(source, out)
         return
@@ -263,7 +274,7 @@ def _write_small_files(source: Path, values: Mapping[str, Any], out: Path) -> No
 
 
 def _copy_small_files(folder: Path, out: Path) -> None:
-    """Config and tokenizer, as they are."""
+    """Copy config and tokenizer files unchanged."""
     patterns = [p for p in (*MODEL_FILES, *TOKENIZER_FILES) if ".safetensors" not in p]
     for path in sorted(folder.iterdir()):
         if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns):
@@ -288,7 +299,7 @@ def _check_space(out: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def _complete_or_gone(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its name at the end; it is removed if something is in the way."""
+    """Yield a temporary folder next to `out`. It is renamed to `out` at the end, or removed after an error."""
     out = out.absolute()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +309,7 @@ def _complete_or_gone(out: Path) -> Iterator[Path]:
     try:
         yield work
         work.chmod(0o777 & ~_umask())
-        work.rename(out)  # over an empty folder too
+        work.rename(out)  # replaces an empty folder
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise

@@ -1,8 +1,8 @@
-"""The folder that `jpaged convert` writes, and what is checked before its weights are read.
+"""The folder that `jpaged convert` writes, and the checks before its weights are read.
 
-    OUT/config.json, generation_config.json, tokenizer files    as they were
+    OUT/config.json, generation_config.json, tokenizer files    unchanged
     OUT/params/       an Orbax checkpoint of the tree of `param_shapes` (orbax_tree.py)
-    OUT/source/       what the Hugging Face files have beside those numbers: headers, the index, other tensors
+    OUT/source/       the rest of the Hugging Face files: headers, the index, tensors that are not in the tree
     OUT/jpaged.json   a Manifest; written last
 """
 
@@ -33,23 +33,23 @@ AGAIN = "convert the model again"
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a converted folder says of itself."""
+    """Contents of jpaged.json."""
 
-    dtype: str                         # of all leaves
+    dtype: str                         # dtype of all leaves
     files: dict[str, int] = dataclasses.field(default_factory=dict)
-    # The safetensors files that can be written again bit for bit, and their bytes; none if the dtype was changed.
+    # Safetensors files that can be restored bit for bit, with their sizes in bytes. Empty if the dtype was changed.
     tensors: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Tensors that the tree holds, by the name in the family's table. If files are kept, all others lie beside the tree.
+    # Tensors in the tree: name in the files -> name in the family's table. With `files`, OUT/source has all others.
     version: str = __version__
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        """Write it into the folder."""
+        """Write jpaged.json into the folder."""
         (folder / CONVERTED).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read a folder's. Raises ModelLoadError, for one of another format too."""
+        """Read jpaged.json of a folder. Raises ModelLoadError if it is damaged or has another format."""
         path = folder / CONVERTED
         values = read_json(path, required=True)
         if values.get("format") != FORMAT:
@@ -65,22 +65,22 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedTree:
-    """A converted folder's tree, checked."""
+    """The parameter tree of a converted folder, after its checks."""
 
     spec: DecoderSpec
-    shapes: dict[str, Any]  # `param_shapes` of what is stored
+    shapes: dict[str, Any]  # `param_shapes` of the stored arrays
     num_bytes: int
 
 
 def open_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -> StoredWeights:
-    """A converted folder's weights, checked as `check_converted` does."""
+    """Check a converted folder with `check_converted` and return its weights, which are loaded later."""
     tree = check_converted(folder, spec, config)
     load = functools.partial(_load, folder / PARAMS, tree.spec)
     return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load)
 
 
 def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -> ConvertedTree:
-    """Check that the files are whole, and that names, shapes and dtype are the config's. Raises ModelLoadError."""
+    """Check that the files are complete, and that names, shapes and dtype match the config. Raises ModelLoadError."""
     dtype = BY_NAME[Manifest.read(folder).dtype]
     tree = check_tree(folder / PARAMS)
     stored = tree.leaves
@@ -88,7 +88,7 @@ def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -
     if spec.pools:
         stored = {name: leaf for name, leaf in stored.items() if name != "lm_head"}
     if spec.tie_embeddings and "lm_head" in stored:
-        spec = dataclasses.replace(spec, tie_embeddings=False)  # as the checkpoint had it, whatever its config says
+        spec = dataclasses.replace(spec, tie_embeddings=False)  # the checkpoint overrides its config
     shapes = param_shapes(spec, dtype)
     wanted = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
     for name in sorted(wanted.keys() | stored.keys()):
@@ -96,8 +96,8 @@ def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -
         if have != want:
             to_embed = "; to embed with it, start with runner='pooling'" if (name, have) == ("lm_head", MISSING) else ""
             raise ModelLoadError(
-                f"{folder / PARAMS}: {name} is {have}, config.json calls for {want}: they are of different models, or "
-                f"of different versions of jpaged; {AGAIN}{to_embed}"
+                f"{folder / PARAMS}: {name} is {have}, config.json calls for {want}: they are from different models, "
+                f"or from different versions of jpaged; {AGAIN}{to_embed}"
             )
     return ConvertedTree(spec, shapes, tree.num_bytes)
 

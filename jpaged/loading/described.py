@@ -1,7 +1,7 @@
-"""A model without its weights: what `jpaged plan` needs to know of it.
+"""Describes a model without loading its weights, for `jpaged plan`.
 
-Where the weights are in the folder their headers are read and checked, as a load would: they say whether embeddings
-are tied and in which dtype most of them are. Where there is only a config.json, that is believed.
+If the folder has weights, their headers are read and checked, as at a load. The headers show whether embeddings are
+tied, and which dtype most weights have. If there is only a config.json, its values are used.
 """
 
 import dataclasses
@@ -23,18 +23,19 @@ from jpaged.models.spec import DecoderSpec
 
 @dataclasses.dataclass(frozen=True)
 class DescribedModel:
-    """A model's shape."""
+    """Shape and dtype of a model."""
 
-    name: str        # for people
+    name: str        # in printed tables
     spec: DecoderSpec
-    dtype: np.dtype  # that the weights would be held in
-    masked: bool     # whether some ids may not be sampled
+    dtype: np.dtype  # dtype of the weights once loaded
+    masked: bool     # some token ids may not be sampled
 
 
 def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
-    """The model that `config.model` names. platform: of the device it is for; None: JAX's own.
+    """Describe the model that `config.model` names.
 
-    Raises ModelLoadError where the engine would, but for what only the weights' bytes can tell.
+    platform: platform of the device that the model is for; None: JAX's default.
+    Raises ModelLoadError in the same cases as the engine, except for errors in the weights' bytes.
     """
     path = find_config(config.model, config.revision)
     alone = path.name == CONFIG
@@ -57,7 +58,10 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _masked(config: EngineConfig, spec: DecoderSpec, folder: Path) -> bool:
-    """Whether the sampler gets a mask of ids. Without a tokenizer to ask: as if it did, which takes more memory."""
+    """Return True if the sampler needs a mask of token ids.
+
+    Without a tokenizer the answer is True, the case that takes more memory.
+    """
     if spec.pools or not config.mask_unknown_tokens:
         return False
     if config.tokenizer is not None:

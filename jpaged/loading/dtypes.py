@@ -1,4 +1,4 @@
-"""Which dtype the weights are held in."""
+"""Chooses the dtype of the weights on the device."""
 
 import logging
 
@@ -22,13 +22,13 @@ _FORMAT_NAMES = {"BF16": BY_NAME["bfloat16"], "F16": BY_NAME["float16"], "F32": 
 
 
 def checkpoint_dtype(config: CheckpointConfig, checkpoint: TensorSource) -> np.dtype:
-    """What config.json says (`dtype`, formerly `torch_dtype`), else what most of the weights' bytes are."""
+    """The dtype in config.json (`dtype`, formerly `torch_dtype`). If it names none: `main_dtype`."""
     named = config.get("dtype", "torch_dtype")
     return BY_NAME[named] if isinstance(named, str) and named in BY_NAME else main_dtype(checkpoint)
 
 
 def main_dtype(checkpoint: TensorSource) -> np.dtype:
-    """What most of the weights' bytes are."""
+    """The dtype of the largest share of the weights' bytes."""
     sizes = dict.fromkeys(_FORMAT_NAMES, 0)
     for name in checkpoint.names:
         entry = checkpoint.entry(name)
@@ -38,10 +38,11 @@ def main_dtype(checkpoint: TensorSource) -> np.dtype:
 
 
 def resolve_dtype(requested: str, checkpoint: np.dtype | None, platform: str | None = None) -> np.dtype:
-    """The dtype to hold weights in: as requested, or for "auto" the checkpoint's (float32 if that is unknown).
+    """Choose the dtype of the weights: the requested one, or for "auto" the checkpoint's (float32 if unknown).
 
-    On CPU before JAX 0.11, auto holds 16-bit weights in float32, and logs why. platform: of the device that they are
-    for; None: JAX's default. Raises RequestError.
+    On CPU before JAX 0.11, auto stores 16-bit weights as float32, and logs why.
+    platform: platform of the device that the weights are for; None: JAX's default.
+    Raises RequestError for an unknown dtype.
     """
     if requested != "auto":
         if requested not in BY_NAME:
@@ -52,7 +53,7 @@ def resolve_dtype(requested: str, checkpoint: np.dtype | None, platform: str | N
     if checkpoint.itemsize == 2 and (platform or jax.default_backend()) == "cpu" and jax.__version_info__ < (0, 11):
         logger.info(
             "dtype=auto: the checkpoint's %s weights are held in float32, because JAX %s on CPU converts every 16-bit "
-            "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) holds them as they are.",
+            "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) keeps their dtype.",
             checkpoint.name, jax.__version__,
         )  # fmt: skip
         return BY_NAME["float32"]

@@ -1,9 +1,10 @@
-"""A GGUF file as a checkpoint: its tensors under the names, and in the order of rows, that Hugging Face gives them.
+"""A GGUF file as a checkpoint: its tensors have Hugging Face's names and order of rows.
 
-What llama.cpp's converter did is undone as a tensor is read: llama's query and key rows lie for interleaved rotary
-embedding, Gemma's norms have their one added, and the experts of a layer are merged into one tensor. Quantized tensors
-are dequantised to float32 one at a time, in numpy: 160 to 330 million weights a second on one core (Q8_0, Q4_0, Q4_K,
-Q5_K, Q6_K; benchmarks/gguf_reading.py), so that a model of 8 billion in Q4_K takes about 40 s.
+llama.cpp's converter made three changes, which are undone when a tensor is read. Query and key rows of llama are
+ordered for interleaved rotary embedding. Gemma's norms have 1 added. The experts of a layer are one tensor.
+
+Quantized tensors are dequantised to float32 in numpy, one at a time. One core does 160 to 330 million weights a second
+(Q8_0, Q4_0, Q4_K, Q5_K, Q6_K; benchmarks/gguf_reading.py). A model of 8 billion weights in Q4_K takes about 40 s.
 """
 
 import dataclasses
@@ -23,8 +24,8 @@ from jpaged.loading.safetensors_file import TensorEntry
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _ALL_EXPERTS = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|ffn_down)_exps\.weight")
-_ONE_EXPERT = re.compile(r"(ffn_gate|ffn_up|ffn_down)\.(\d+)")  # as files before April 2024 have them
-_BUFFER = re.compile(r"(blk\.\d+\.)?attn_rot_embd\.(weight|bias)")  # old buffers that llama.cpp does not read either
+_ONE_EXPERT = re.compile(r"(ffn_gate|ffn_up|ffn_down)\.(\d+)")  # in files from before April 2024
+_BUFFER = re.compile(r"(blk\.\d+\.)?attn_rot_embd\.(weight|bias)")  # old buffers, which llama.cpp ignores too
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -40,7 +41,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_OF = {  # what differs
+_LAYER_OF = {  # differences from _LAYER, by architecture
     "gemma2": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
@@ -55,18 +56,21 @@ _GEMMAS = ("gemma", "gemma2")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor as Hugging Face has it, and what it is in the file."""
+    """A tensor of the Hugging Face model, and its source in the file."""
 
     entry: TensorEntry
     file: GgufFile
-    source: str       # its name in the file
-    expert: int = 0   # which of so many that are merged
-    experts: int = 1
+    source: str       # name in the file
+    expert: int = 0   # index of the expert, if `source` has several
+    experts: int = 1  # number of experts in `source`
 
 
 class GgufCheckpoint:
-    """All tensors of a GGUF file, or of the files it is split into, by Hugging Face's names. A context manager, which
-    has what `checkpoint.Checkpoint` has, and `config`: what config.json would say."""
+    """All tensors of a GGUF model in one or several files, by Hugging Face's names. A context manager.
+
+    It has the interface of `checkpoint.Checkpoint`, and `config`: the values of the config.json that the model would
+    have as a Hugging Face checkpoint.
+    """
 
     config_name = "the file's metadata"
 
@@ -93,27 +97,27 @@ class GgufCheckpoint:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """All keys of the file, of the first where it is split."""
+        """All keys of the file; of the first file if there are several."""
         return self._files[0].metadata
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def entry(self, name: str) -> TensorEntry:
-        """Shape, dtype (what `array` gives) and place of a tensor."""
+        """Shape, dtype (of `array`) and position in the file of a tensor."""
         return self._tensors[name].entry
 
     def path(self, name: str) -> Path:
-        """The file that a tensor lies in."""
+        """Path of the file that contains a tensor."""
         return self._tensors[name].file.path
 
     def label(self, name: str) -> str:
-        """A tensor's name for people: the one in the file first."""
+        """Name of a tensor in error messages: its name in the file, then Hugging Face's."""
         source = self._tensors[name].source if name in self._tensors else self._source_of(name)
         return name if source == name else f"{source} ({name})"
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor's numbers: float32 where it is quantized, else as it is stored (then a view of the mapped file)."""
+        """Return a tensor: float32 if it is quantized, else a view of the mapped file in the stored dtype."""
         tensor = self._tensors[name]
         raw = tensor.file.raw(tensor.source, tensor.expert, tensor.experts)
         values = numbers(raw, tensor.file.entries[tensor.source].dtype).reshape(tensor.entry.shape)
@@ -125,7 +129,7 @@ class GgufCheckpoint:
         return values
 
     def release(self, name: str) -> None:
-        """Give the pages of a tensor that is done with back to the system."""
+        """Release the memory pages of a tensor. A later read loads them again."""
         tensor = self._tensors[name]
         tensor.file.release_bytes(tensor.entry.begin, tensor.entry.end)
 
@@ -152,7 +156,7 @@ class GgufCheckpoint:
         for file in self._files:
             for name, entry in file.entries.items():
                 if name in entries:
-                    raise ModelLoadError(f"{file.path}: tensor {name} is in another part of the model as well")
+                    raise ModelLoadError(f"{file.path}: tensor {name} is also in another part of the model")
                 entries[name] = entry
         self._architecture = str(self.metadata.get("general.architecture"))
         divisors = {}
@@ -168,14 +172,14 @@ class GgufCheckpoint:
                         self._tensors[tensor.entry.name] = tensor
 
     def _open_parts(self, path: Path, count: int) -> None:
-        """Open all parts of a model in place of the one that was named; the first has the metadata."""
+        """Open all parts of a model instead of the named one. The first part has the metadata."""
         self.close()
         self._files.clear()
         match = _PART.fullmatch(path.name)
         if match is None or int(match[3]) != count:
             raise ModelLoadError(
-                f"{path}: split.count={count}: a part of a model in {count} files, which must be named as they were "
-                f"made, NAME-00001-of-{count:05d}.gguf"
+                f"{path}: split.count={count}: this is a part of a model in {count} files. They must have their "
+                f"original names, NAME-00001-of-{count:05d}.gguf"
             )
         for number in range(1, count + 1):
             part = path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf")
@@ -187,7 +191,7 @@ class GgufCheckpoint:
             raise ModelLoadError(f"{path}: split.tensors.count={wanted}, but the {count} files have {found} tensors")
 
     def _tensors_of(self, file: GgufFile, entry: TensorEntry) -> Iterable[_Tensor]:
-        """What a tensor of the file is to Hugging Face: one, or an expert each. One of unknown name keeps it."""
+        """The Hugging Face tensors in a tensor of the file: one, or one per expert. An unknown name is kept."""
         dtype = entry.dtype if entry.dtype in PLAIN else "F32"
         if (match := _ALL_EXPERTS.fullmatch(entry.name)) and len(entry.shape) == 3:
             experts, *shape = entry.shape
@@ -201,7 +205,7 @@ class GgufCheckpoint:
         yield _Tensor(dataclasses.replace(entry, name=name, dtype=dtype), file, entry.name)
 
     def _name_of(self, source: str) -> str:
-        """Hugging Face's name of a tensor of the file; its own where there is none."""
+        """Hugging Face's name of a tensor of the file, or the unchanged name if there is none."""
         stem, _, kind = source.rpartition(".")
         if stem in _TOP:
             return f"{_TOP[stem]}.{kind}"
@@ -212,7 +216,7 @@ class GgufCheckpoint:
         return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}" if match and match[2] in names else source
 
     def _source_of(self, name: str) -> str:
-        """The name in a file of a tensor of Hugging Face's name, for one that is missing."""
+        """The name in a GGUF file of a tensor of the Hugging Face model, for errors about missing tensors."""
         stem, _, kind = name.rpartition(".")
         for source, known in _TOP.items():
             if stem == known:
@@ -230,7 +234,7 @@ class GgufCheckpoint:
         return _LAYER | _LAYER_OF.get(self._architecture, {})
 
     def _permuted_heads(self, name: str) -> int:
-        """How many heads the rows of a tensor are, if the converter put each head's rows in another order; else 0."""
+        """Number of heads in a tensor whose rows the converter reordered within each head; 0 for other tensors."""
         if self._architecture != "llama":
             return 0
         if ".self_attn.q_proj." in name:

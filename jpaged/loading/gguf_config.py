@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file -> what its config.json would say, so that the families read it unchanged.
+"""Converts the metadata of a GGUF file to the values of a Hugging Face config.json, which the families can read.
 
-Every key of the architecture is either used, known to change nothing, or refused by its name. The keys are those of
-gguf's constants.py; they mean what llama.cpp's converter (conversion/*.py) wrote, and llama.cpp does with them.
+Every key of the architecture is used, known to change nothing, or refused by name. gguf's constants.py lists the keys.
+Their meaning follows llama.cpp and its converter (conversion/*.py).
 """
 
 import math
@@ -18,7 +18,7 @@ from jpaged.models.spec import Rope
 
 ROPE_FREQS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-ROPE_TENSORS = {"llama": (ROPE_FREQS,), "phi3": (LONG_FACTORS, SHORT_FACTORS)}  # by architecture
+ROPE_TENSORS = {"llama": (ROPE_FREQS,), "phi3": (LONG_FACTORS, SHORT_FACTORS)}  # architecture -> tensors with divisors
 
 # general.architecture -> the architecture of config.json
 _ARCHITECTURES = {
@@ -31,7 +31,7 @@ _ARCHITECTURES = {
 }
 _GEMMA2_27B_LAYERS = 46
 
-# Keys that may be there and change nothing, with the values that they may have (None: any).
+# Keys that change nothing, with their accepted values (None: any).
 _HARMLESS: dict[str, tuple[Any, ...] | None] = {
     "attention.causal": (True,),
     "attention.sliding_window": (0,),
@@ -41,13 +41,13 @@ _HARMLESS: dict[str, tuple[Any, ...] | None] = {
     "nextn_predict_layers": (0,),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.finetuned": None,
-    "rope.scaling.factor": (0.0, 1.0),  # with a type it is used
-    "rope.scaling.original_context_length": None,  # likewise
+    "rope.scaling.factor": (0.0, 1.0),  # used if there is a rope.scaling.type
+    "rope.scaling.original_context_length": None,  # same
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "rope.scale_linear": (1.0,),
     "tensor_data_layout": None,
 }
-# Texts of tokens that end a turn; llama.cpp stops at them whatever eos_token_id says.
+# Texts of tokens that end a turn. llama.cpp stops at them regardless of eos_token_id.
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>",
 )  # fmt: skip
@@ -57,16 +57,17 @@ _CONTROL = 3
 def hugging_face_config(
     path: Path, metadata: Mapping[str, Any], entries: Mapping[str, TensorEntry], divisors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """config.json of the model.
+    """Return the values of the model's config.json.
 
-    entries: the file's other tensors. divisors: ROPE_TENSORS, float32[rotated numbers / 2], which divide frequencies.
-    Raises ModelLoadError that names the key or tensor that cannot be honoured.
+    entries:  all tensors except the divisors.
+    divisors: the tensors in ROPE_TENSORS, float32[rotary_dim / 2]; they divide the rotary frequencies.
+    Raises ModelLoadError that names the unsupported key or tensor.
     """
     return _Reader(path, metadata, entries).config(divisors)
 
 
 class _Reader:
-    """Look-ups in the keys of the architecture; what nobody looked up is found in the end."""
+    """Reads the keys of the architecture, and remembers which were read: all others are refused at the end."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Mapping[str, TensorEntry]):
         self._path = path
@@ -74,7 +75,7 @@ class _Reader:
         self._entries = entries
         kind = metadata.get("general.type", "model")
         if kind != "model":
-            raise ModelLoadError(f"{path}: general.type={kind!r}: the file holds no language model but a part for one")
+            raise ModelLoadError(f"{path}: general.type={kind!r} is not a language model: use a file of type 'model'")
         self._architecture = str(metadata.get("general.architecture"))
         if self._architecture not in _ARCHITECTURES:
             raise ModelLoadError(
@@ -84,7 +85,7 @@ class _Reader:
         self._used: set[str] = set()
 
     def config(self, divisors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """All of it."""
+        """Return all values."""
         experts = self._integer("expert_count", 0)
         if experts and self._architecture != "llama":
             raise self._refused("expert_count", "(only in llama)")
@@ -109,8 +110,8 @@ class _Reader:
             "attention_bias": "blk.0.attn_q.bias" in self._entries,
         }
         if any(entry.dtype not in ("F32", "F16", "BF16") for entry in self._entries.values()):
-            # Dequantised numbers are float32. What models are trained in holds them in half the memory, and unlike
-            # float16 has room for their activations.
+            # Dequantised values are float32. bfloat16, the dtype of training, needs half the memory. float16 has too
+            # small a range for the activations.
             values["dtype"] = "bfloat16"
         match self._architecture:
             case "llama" if experts:
@@ -152,8 +153,11 @@ class _Reader:
         return width
 
     def _gemma2(self, hidden: int, heads: int, layers: int, head_dim: int) -> dict[str, Any]:
-        """Keys of Gemma 2's own. What queries are scaled by is not in the file: llama.cpp tells the 27B model, whose
-        heads are narrower than their share of the hidden size, by its layers."""
+        """Return the values that only Gemma 2 has.
+
+        The scale of queries is not in the file. Like llama.cpp, recognise the 27B model by its number of layers: its
+        heads are narrower than hidden_size / num_heads.
+        """
         return {
             "sliding_window": self._integer("attention.sliding_window", 4096),
             "attn_logit_softcapping": self._number("attn_logit_softcapping", 50.0),
@@ -163,7 +167,7 @@ class _Reader:
 
     def _rope_scaling(self, context: int) -> dict[str, Any] | None:
         kind = self._get("rope.scaling.type", "none")
-        linear = self._number("rope.scale_linear", 1.0)  # what files of 2023 have
+        linear = self._number("rope.scale_linear", 1.0)  # in files from 2023
         if kind == "none" and linear != 1.0:
             kind = "linear"
         if kind == "none":
@@ -172,7 +176,7 @@ class _Reader:
             return {"rope_type": "linear", "factor": self._number("rope.scaling.factor", linear)}
         if kind != "yarn":
             raise self._refused("rope.scaling.type", "(only none, linear and yarn)")
-        # Converters and llama.cpp have differed in what yarn_attn_factor and yarn_ext_factor mean: they are refused.
+        # yarn_attn_factor and yarn_ext_factor are refused: converters and llama.cpp have disagreed on their meaning.
         scaling = {
             "rope_type": "yarn",
             "factor": self._number("rope.scaling.factor"),
@@ -184,10 +188,10 @@ class _Reader:
         return scaling
 
     def _longrope(self, divisors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Phi-3's scaling, whose numbers are two tensors; the factor of cos and sin is a key, made by the converter."""
+        """Phi-3's scaling: two tensors of factors, and one key that the converter made, the factor of cos and sin."""
         if SHORT_FACTORS not in divisors:
             raise ModelLoadError(
-                f"{self._path}: tensor {SHORT_FACTORS} is missing beside {LONG_FACTORS}: use another conversion"
+                f"{self._path}: tensor {LONG_FACTORS} has no tensor {SHORT_FACTORS} with it: use another conversion"
             )
         if self._get("rope.scaling.type", "none") not in ("none", "longrope"):
             raise self._refused("rope.scaling.type", f"(only longrope, with the tensor {LONG_FACTORS})")
@@ -199,15 +203,15 @@ class _Reader:
         }
 
     def _llama3_scaling(self, factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-        """The scaling that Llama 3.1 and later have, from what it divides each frequency by.
+        """Compute the parameters of the scaling of Llama 3.1 and later from the divisors of the frequencies.
 
-        The converter writes the divisors and none of the numbers they come from: 1 for short waves, `factor` for long
-        ones, and between them 1 / ((1 - s) / factor + s), where s = (original / wavelength - low) / (high - low), a
-        straight line in the frequency. Only the ratios of original, low and high count, so that low can be 1.
+        The converter writes only the divisors. Short wavelengths have divisor 1 and long ones `factor`. Between them it
+        is 1 / ((1 - s) / factor + s) with s = (original / wavelength - low) / (high - low). s is linear in the
+        frequency. Only the ratios of original, low and high matter, so low is set to 1.
         """
         plain, _ = inv_freq(Rope(theta=theta), head_dim, 0)
         unclear = ModelLoadError(
-            f"{self._path}: tensor {ROPE_FREQS} is no scaling as Llama 3.1 has it, and no other is supported: "
+            f"{self._path}: tensor {ROPE_FREQS} is not the scaling of Llama 3.1, the only one supported: "
             "use another conversion of the model"
         )
         factor = float(factors.max(initial=0))
@@ -228,14 +232,14 @@ class _Reader:
         }  # fmt: skip
 
     def _ends(self, vocab_size: int) -> dict[str, Any]:
-        """Ids of special tokens: the keys', and the tokens that end a turn by their text."""
+        """Ids of special tokens: from the keys, and from the texts of tokens that end a turn."""
         tokens, types = self._metadata.get("tokenizer.ggml.tokens"), self._metadata.get("tokenizer.ggml.token_type")
         if not isinstance(tokens, list):
             tokens = []
         if len(tokens) > vocab_size:
             raise ModelLoadError(
                 f"{self._path}: tokenizer.ggml.tokens has {len(tokens):,} tokens, but the embedding "
-                f"(token_embd.weight) {vocab_size:,} rows: tokenizer and weights are of different models"
+                f"(token_embd.weight) has {vocab_size:,} rows: tokenizer and weights are from different models"
             )
         ids = {name: self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
         ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
@@ -257,7 +261,7 @@ class _Reader:
 
     def _get(self, name: str, default: Any) -> Any:
         value = self._metadata.get(self._key(name), default)
-        if isinstance(value, np.ndarray):  # one number a layer
+        if isinstance(value, np.ndarray):  # one value per layer
             if value.size == 0 or (value != value[0]).any():
                 raise self._refused(name, "(only one value for all layers)")
             value = value[0].item()
@@ -276,7 +280,7 @@ class _Reader:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self._wrong(name, value, "a finite number")
-        # 1e-05 and not 9.999999747378752e-06: the number that the float32 in the file was made from
+        # Return 1e-05, not 9.999999747378752e-06: the shortest number with this float32 value.
         return float(str(np.float32(value))) if value == np.float32(value) else float(value)
 
     def _wrong(self, name: str, value: Any, wanted: str) -> ModelLoadError:

@@ -1,9 +1,13 @@
-"""One GGUF file, memory-mapped: its header is checked against the file before a tensor is looked at.
+"""One GGUF file, memory-mapped. Its header is checked against the file's size before any tensor is read.
 
-Format (ggml's docs/gguf.md, versions 2 and 3): "GGUF", u32 version, u64 tensors, u64 keys; the keys with typed values;
-of every tensor its name, dimensions (the fastest first), type and offset; padding; the data. All little-endian.
-The header is parsed here and not by `gguf.GGUFReader`, which makes numpy arrays of every string: 150,000 tokens and
-150,000 merges took it 5.9 s, and this 0.08 s (benchmarks/gguf_reading.py).
+Format (ggml's docs/gguf.md, versions 2 and 3), all little-endian:
+1. "GGUF", u32 version, u64 number of tensors, u64 number of keys.
+2. The keys with typed values.
+3. For every tensor its name, dimensions (the fastest first), type and offset.
+4. Padding, then the data.
+
+The header is parsed here, because `gguf.GGUFReader` makes a numpy array of every string. For 150,000 tokens and
+150,000 merges it took 5.9 s, and this parser 0.08 s (benchmarks/gguf_reading.py).
 """
 
 import functools
@@ -27,22 +31,25 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
-_ALIGNMENT = 32  # bytes, where general.alignment does not say
-_CHUNK = 1 << 16  # elements dequantised at once: what gguf.quants makes on the way stays in the cache
+_ALIGNMENT = 32  # bytes, without a key general.alignment
+_CHUNK = 1 << 16  # elements dequantised at once: the temporaries of gguf.quants then fit into the CPU's cache
 
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
 
 
 class GgufFile(MappedFile):
-    """A GGUF file open for reading: `metadata` by key, `entries` by tensor name (dtype as ggml names it, shape as numpy
-    has it). What `raw` gives are views of the mapped file: drop them before `close`."""
+    """A GGUF file open for reading: `metadata` by key, `entries` by tensor name.
+
+    Entries have ggml's name of the dtype and numpy's order of dimensions. `raw` returns views of the mapped file: drop
+    them before `close`.
+    """
 
     def __init__(self, path: Path):
         """Read and check the header. Raises ModelLoadError that names the file, the tensor or key, and what to do."""
         super().__init__(path)
         try:
             if self.size < 24:
-                raise self._damaged("it is no GGUF file")
+                raise self._damaged("it is too short")
             self._map_all()
             self.metadata: dict[str, Any] = {}
             self.entries = self._read_header()
@@ -51,7 +58,7 @@ class GgufFile(MappedFile):
             raise
 
     def raw(self, name: str, part: int = 0, parts: int = 1) -> np.ndarray:
-        """A tensor's bytes, uint8[rows, bytes of a row], a view; or one of so many equal shares of its rows."""
+        """Return a view of a tensor's bytes, uint8[rows, bytes per row], or of one of `parts` equal shares of rows."""
         entry = self.entries[name]
         rows = math.prod(entry.shape[:-1])
         data = np.frombuffer(self._map, np.uint8, entry.end - entry.begin, entry.begin).reshape(rows, -1)
@@ -60,7 +67,7 @@ class GgufFile(MappedFile):
 
     def _read_header(self) -> dict[str, TensorEntry]:
         if self._map[:4] != b"GGUF":
-            raise self._damaged("it is no GGUF file")
+            raise self._damaged('it does not start with "GGUF"')
         version = int.from_bytes(self._map[4:8], "little")
         if version not in _VERSIONS:
             kind = "written for a big-endian machine" if version and version % 65536 == 0 else f"of version {version}"
@@ -94,7 +101,7 @@ class GgufFile(MappedFile):
         return self._bytes(self._number("<Q")).decode("utf-8")
 
     def _value(self, key: str, kind: int) -> Any:
-        """A value as Python has it; an array of numbers stays one of numpy."""
+        """Read a value as a Python object; an array of numbers as a numpy array."""
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
@@ -103,10 +110,10 @@ class GgufFile(MappedFile):
                 return list(self._strings(count))
             if inner in _SCALARS:
                 return self._numbers(inner, count)
-            raise self._damaged(f"key {key} is an array of type {inner}, which GGUF does not have")
+            raise self._damaged(f"key {key} is an array of type {inner}, which GGUF does not define")
         if kind in _SCALARS:
             return self._numbers(kind, 1)[0].item()
-        raise self._damaged(f"key {key} has a value of type {kind}, which GGUF does not have")
+        raise self._damaged(f"key {key} has a value of type {kind}, which GGUF does not define")
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:
         dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
@@ -124,7 +131,7 @@ class GgufFile(MappedFile):
         self._at = at
 
     def _entry(self) -> TensorEntry:
-        """A tensor as the header has it; `begin` counts from the start of the data yet."""
+        """Read a tensor's entry in the header. Its `begin` and `end` count from the start of the data."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name, dimensions = self._string(), self._number("<I")
@@ -144,10 +151,10 @@ class GgufFile(MappedFile):
         return TensorEntry(name, kind.name, shape, begin, begin + math.prod(shape) // block * size)
 
     def _placed(self, entries: list[TensorEntry]) -> dict[str, TensorEntry]:
-        """The entries with places in the file, checked: inside the file, and none over another."""
+        """Move entries to positions in the file. Check that they are inside the file and do not overlap."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._damaged(f"general.alignment={alignment!r} is no power of two")
+            raise self._damaged(f"general.alignment={alignment!r} is not a power of two")
         start = -(-self._at // alignment) * alignment
         placed: dict[str, TensorEntry] = {}
         expected, before = start, "the header"
@@ -167,17 +174,17 @@ class GgufFile(MappedFile):
 
     def _unsupported(self, name: str, kind: str) -> ModelLoadError:
         return ModelLoadError(
-            f"{self.path}: tensor {name} is quantized as {kind}, which cannot be read; supported are "
-            f"{', '.join(supported_types())}: use another quantization of the model"
+            f"{self.path}: tensor {name} is quantized as {kind}, which is not supported (only "
+            f"{', '.join(supported_types())}): use another quantization of the model"
         )
 
     def _damaged(self, what: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.path}: {what}; the file is damaged or no GGUF file: fetch it again")
+        return ModelLoadError(f"{self.path}: {what}; the file is damaged or not a GGUF file: fetch it again")
 
 
 @functools.cache
 def supported_types() -> tuple[str, ...]:
-    """Names of the types that `numbers` reads: plain ones, and those that gguf.quants dequantises."""
+    """Names of the types that `numbers` reads: plain types, and the types that gguf.quants dequantises."""
     from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
@@ -193,7 +200,7 @@ def supported_types() -> tuple[str, ...]:
 
 
 def numbers(raw: np.ndarray, kind: str) -> np.ndarray:
-    """What bytes of rows (uint8[rows, bytes]) stand for: [rows, columns], float32 unless the type is a plain one."""
+    """Decode rows of bytes, uint8[rows, bytes], to [rows, columns]: float32, or the type itself if it is plain."""
     if kind in PLAIN:
         return raw.view(PLAIN[kind])
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -203,7 +210,7 @@ def numbers(raw: np.ndarray, kind: str) -> np.ndarray:
     columns = raw.shape[1] // size * block
     out = np.empty((len(raw), columns), np.float32)
     step = max(1, _CHUNK // columns)
-    with np.errstate(over="ignore", invalid="ignore"):  # of scales that are not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # scales may be infinite or NaN
         for start in range(0, len(raw), step):
             out[start : start + step] = dequantize(raw[start : start + step], GGMLQuantizationType[kind])
     return out

@@ -1,8 +1,9 @@
-"""The tokenizer of a GGUF file: built from the keys tokenizer.*, to give the ids that the original gives.
+"""Builds the tokenizer of a GGUF file from the keys tokenizer.*. It gives the same ids as the original tokenizer.
 
-Two kinds: "gpt2", byte-level BPE, whose way to split text is named by tokenizer.ggml.pre (llama.cpp's
-src/llama-vocab.cpp has what each name stands for); and "llama", SentencePiece's BPE, where the best-scored pair is
-merged first and what no piece covers falls back to bytes.
+There are two kinds:
+- "gpt2": byte-level BPE. tokenizer.ggml.pre names the way to split text; llama.cpp's src/llama-vocab.cpp defines the
+  names.
+- "llama": SentencePiece's BPE. The pair with the best score is merged first. Text that no piece covers becomes bytes.
 """
 
 import dataclasses
@@ -17,14 +18,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from jpaged.errors import ModelLoadError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type
-_PADDING = re.compile(r"\[PAD\d+\]")  # what converters call rows of the embedding that no token has
+_PADDING = re.compile(r"\[PAD\d+\]")  # converters' name for rows of the embedding without a token
 _SPACE = "▁"
 _KEYS = {
     "model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix",
     "token_type_count",
 }  # fmt: skip
 
-# How text is cut before merges are looked for, as the original tokenizer.json has it.
+# Regular expressions that split text before BPE merges, from the original tokenizer.json files.
 _LETTERS, _ENDINGS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LLAMA3 = _ENDINGS + (
@@ -39,13 +40,13 @@ _GPT4O = _CASED % (_ENDINGS + "?", _ENDINGS + "?") + r"|\p{N}{1,3}" + _AFTER_WOR
 
 @dataclasses.dataclass(frozen=True)
 class _Pre:
-    """What one name in tokenizer.ggml.pre stands for."""
+    """Meaning of one name in tokenizer.ggml.pre."""
 
-    split: str | None = None      # None: GPT-2's own expression
-    digits: bool = False          # every digit alone
-    compose: bool = False         # Unicode's NFC first
+    split: str | None = None      # regular expression; None: GPT-2's own
+    digits: bool = False          # split every digit off first
+    compose: bool = False         # apply Unicode's NFC first
     whole_words: bool = False     # a word that is a token needs no merges
-    add_bos: bool = False         # where add_bos_token does not say
+    add_bos: bool = False         # default of add_bos_token
 
 
 _PRE: dict[str, _Pre] = {
@@ -66,9 +67,9 @@ _PRE: dict[str, _Pre] = {
 
 
 def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any | None:
-    """The tokenizer (transformers.PreTrainedTokenizerBase) of a file's keys; None where the file has none.
+    """Build the tokenizer (transformers.PreTrainedTokenizerBase) of a GGUF file; None if the file has none.
 
-    Raises ModelLoadError that names the key that cannot be honoured.
+    Raises ModelLoadError that names the unsupported key.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +86,7 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any | None:
     keys.refuse_the_rest()
     template = metadata.get("tokenizer.chat_template")
     if not (template is None or isinstance(template, str)):
-        raise keys.damaged("tokenizer.chat_template must be a text")
+        raise keys.damaged("tokenizer.chat_template must be a string")
     tokenizer.add_special_tokens(keys.added(_CONTROL, _UNKNOWN))
     tokenizer.add_tokens(keys.added(_USER_DEFINED))
     begin = keys.special("bos") if keys.flag("add_bos_token", add_bos) else None
@@ -108,7 +109,7 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any | None:
 
 
 class _Keys:
-    """The keys tokenizer.ggml.*, checked."""
+    """Reads and checks the keys tokenizer.ggml.*."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]):
         self._path = path
@@ -120,7 +121,7 @@ class _Keys:
         self.architecture = metadata.get("general.architecture")
         self.tokens: list[str] = self._texts("tokens")
         self.types: list[int] = self._numbers("token_type", np.full(len(self.tokens), _NORMAL)).tolist()
-        if self.kind == "llama":  # spelled both ways in files
+        if self.kind == "llama":  # files spell user-defined tokens with ▁ or with a space
             self.tokens = [
                 token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
                 for token, kind in zip(self.tokens, self.types, strict=True)
@@ -141,23 +142,23 @@ class _Keys:
         return self._values.get("model")
 
     def get(self, name: str) -> Any:
-        """A key as it is, None where it is absent."""
+        """The value of a key, or None."""
         return self._values.get(name)
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """The value of a key that must be true or false."""
         value = self._values.get(name, default)
         if not isinstance(value, bool):
             raise self.damaged(f"tokenizer.ggml.{name}={value!r} must be true or false")
         return value
 
     def special(self, name: str) -> str | None:
-        """The text of a special token, None where the file names none or one that is not there."""
+        """The text of a special token; None if the file names none, or an id without a token."""
         number = self._values.get(f"{name}_token_id")
         return self.tokens[number] if isinstance(number, int) and 0 <= number < len(self.tokens) else None
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """Pairs to merge, the first first; None where the file has none."""
+        """Pairs to merge, the first one first; None if the file has no merges."""
         if "merges" not in self._values:
             return None
         merges = self._texts("merges")
@@ -165,14 +166,14 @@ class _Keys:
         return [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
 
     def scores(self) -> list[float]:
-        """One a token, required."""
+        """One score per token. Raises ModelLoadError if the file has none."""
         if "scores" not in self._values:
             raise self.damaged("tokenizer.ggml.scores is missing")
         return self._numbers("scores", np.zeros(0)).tolist()
 
     def added(self, *types: int) -> list[AddedToken]:
-        """Tokens of these types, which are found in a text before anything else is done with it."""
-        # Phi-3's, but for three, take the space behind them: its tokenizer.json says so, and no key does.
+        """Tokens of these types. The tokenizer finds them in the text before any other step."""
+        # All but three of Phi-3's tokens include the space that follows them. Its tokenizer.json says so; no key does.
         strip = self.architecture == "phi3" and self.kind == "llama"
         return [
             AddedToken(
@@ -186,14 +187,14 @@ class _Keys:
         ]
 
     def refuse_the_rest(self) -> None:
-        """Refuse keys that nobody here looks at, where they ask for something."""
+        """Refuse keys that are not read here, unless their value is empty or false."""
         for name, value in self._values.items():
             asks = value.size if isinstance(value, np.ndarray) else value
             if asks and name not in _KEYS and not name.endswith("token_id"):
                 raise self.refused(name)
 
     def refused(self, name: str, usual: str = "") -> ModelLoadError:
-        """What to raise for a key that cannot be honoured."""
+        """Make the error for an unsupported key."""
         value = self._values.get(name)
         shown = f"[{len(value)} values]" if isinstance(value, (np.ndarray, list)) else repr(value)
         return ModelLoadError(
@@ -202,13 +203,13 @@ class _Keys:
         )
 
     def damaged(self, what: str) -> ModelLoadError:
-        """What to raise for keys that contradict each other."""
+        """Make the error for keys that contradict each other."""
         return ModelLoadError(f"{self._path}: {what}: use another conversion, or name a tokenizer with tokenizer=")
 
     def _texts(self, name: str) -> list[str]:
         value = self._values.get(name)
         if not isinstance(value, list):
-            raise self.damaged(f"tokenizer.ggml.{name} must be a list of texts")
+            raise self.damaged(f"tokenizer.ggml.{name} must be a list of strings")
         return list(value)
 
     def _numbers(self, name: str, default: np.ndarray) -> np.ndarray:
@@ -219,7 +220,7 @@ class _Keys:
 
 
 def _byte_level(keys: _Keys) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether a text begins with BOS where the file does not say."""
+    """Build byte-level BPE. Also returns the default of add_bos_token: True if texts begin with BOS."""
     name = keys.get("pre")
     pre = _PRE.get(name) if isinstance(name, str) else None
     if pre is None:
@@ -239,7 +240,7 @@ def _byte_level(keys: _Keys) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(keys: _Keys) -> Tokenizer:
-    """SentencePiece's BPE. A space goes before a text and before what follows an added token, as in llama.cpp."""
+    """Build SentencePiece's BPE. Like llama.cpp, add a space before the text and after each added token."""
     tokenizer = _bpe(
         keys, keys.merges() or _merges_by_score(keys), byte_fallback=_BYTE in keys.types, fuse_unk=True,
         unk_token=keys.special("unknown"),
@@ -255,7 +256,7 @@ def _sentencepiece(keys: _Keys) -> Tokenizer:
 
 
 def _merges_by_score(keys: _Keys) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece: the best-scored piece first, those of equal score as they are listed."""
+    """Every pair of pieces whose concatenation is a piece, sorted by its score; ties in the order of the file."""
     scores = keys.scores()
     pieces = {token: i for token, i in keys.vocab.items() if keys.types[i] == _NORMAL}
     found = []
@@ -273,5 +274,5 @@ def _bpe(keys: _Keys, merges: list[tuple[str, str]] | None, **options: Any) -> T
         raise keys.damaged("tokenizer.ggml.merges is missing")
     try:
         return Tokenizer(models.BPE(vocab=keys.vocab, merges=merges, **options))
-    except Exception as error:  # the library has no type of its own: a merge of what is no token
+    except Exception as error:  # tokenizers has no error type of its own; a merge may name an unknown token
         raise keys.damaged(f"tokenizer.ggml.tokens and merges do not make a tokenizer ({error})") from error

@@ -1,7 +1,7 @@
-"""From what a user calls a model to a folder or a GGUF file: a path, a Hugging Face hub id, or the demo model.
+"""Finds the folder or GGUF file of a model: from a path, a Hugging Face hub id, or the name `demo`.
 
-The hub client reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT itself; a snapshot that is in its cache is used
-when there is no network.
+The hub client reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT itself. Without a network it uses a snapshot in
+its cache.
 """
 
 import logging
@@ -20,23 +20,24 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZER_FILES = (
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
-POOLING = "1_Pooling/config.json"  # of Sentence Transformers: how a model pools
+POOLING = "1_Pooling/config.json"  # Sentence Transformers' file on how a model pools
 CONFIG = "config.json"
 MODEL_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", POOLING)
-# Other formats in sub-folders, and the same weights once more under other names.
+# Sub-folders with other formats, and files that repeat the weights under other names.
 _UNWANTED = ("[!1]*/*", "1*/*.safetensors*", "1*/*.model", "consolidated*")
 
 
 def find_model(model: str, revision: str | None = None) -> Path:
-    """The folder of a model, fetched first if it is a hub id, or its GGUF file. Raises ModelLoadError with what to do.
+    """Return the folder or the GGUF file of a model. A hub id is fetched first.
 
-    A folder that holds nothing but one model as GGUF stands for that file.
+    For a folder without config.json and with one GGUF model, the GGUF file is returned.
+    Raises ModelLoadError that says what to do.
     """
     if model == DEMO:
         folder = Path(__file__).parent.parent / "demo_model"
         if not folder.is_dir():
             raise ModelLoadError(
-                f"{folder} is missing: this installation of jpaged has no demo model, install it again"
+                f"{folder} is missing: this installation of jpaged has no demo model, install jpaged again"
             )
         return folder
     path = _find(model, revision, MODEL_FILES + TOKENIZER_FILES)
@@ -44,8 +45,10 @@ def find_model(model: str, revision: str | None = None) -> Path:
 
 
 def find_config(model: str, revision: str | None = None) -> Path:
-    """The folder of a model, its GGUF file, or a config.json that was named itself. Of a hub id only the config.json is
-    fetched. Raises ModelLoadError with what to do."""
+    """Return the folder of a model, its GGUF file, or the config.json that `model` names.
+
+    If `model` is a hub id, only its config.json is fetched. Raises ModelLoadError that says what to do.
+    """
     path = Path(model).expanduser()
     if path.name == CONFIG and path.is_file():
         return path
@@ -55,12 +58,12 @@ def find_config(model: str, revision: str | None = None) -> Path:
 
 
 def find_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
-    """The folder of a tokenizer, fetched first if it is a hub id; or the GGUF file that has it."""
+    """Return the folder or the GGUF file of a tokenizer. A hub id is fetched first."""
     return _find(tokenizer, revision, ("config.json", *TOKENIZER_FILES))
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether what `find_model` gave is a GGUF file."""
+    """Return True for the path of a GGUF file, by its name."""
     return path.suffix == _GGUF
 
 
@@ -76,26 +79,26 @@ def _find(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
         )
     if is_gguf(path):
         raise ModelLoadError(
-            f"there is no file {name!r}; one on the hub must be fetched first: hf download OWNER/NAME {path.name}"
+            f"there is no file {name!r}; a file on the hub must be fetched first: hf download OWNER/NAME {path.name}"
         )
     if not _HUB_ID.fullmatch(name):
-        raise ModelLoadError(f"there is no folder {name!r}, and it is no hub id (owner/name) either")
+        raise ModelLoadError(f"there is no folder {name!r}, and the name is not a hub id (owner/name)")
     return _fetch(name, revision, patterns)
 
 
 def _gguf_in(folder: Path) -> Path | None:
-    """The GGUF model of a folder, None where there is none; the first part of one that is split."""
+    """The GGUF model of a folder, or None. If the model is split, its first part."""
     models = [p for p in sorted(folder.glob(f"*{_GGUF}")) if not _LATER_PART.fullmatch(p.name)]
     if len(models) > 1:
         raise ModelLoadError(
-            f"{folder} has {len(models)} GGUF models: name the file, for example {models[0]}; others are "
-            f"{', '.join(p.name for p in models[1:])}"
+            f"{folder} has {len(models)} GGUF models: name one of the files, for example {models[0]}; the others "
+            f"are {', '.join(p.name for p in models[1:])}"
         )
     return models[0] if models else None
 
 
 def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    # Imported here: it takes a quarter of a second, and a folder needs none of it.
+    # Imported here because it takes 0.25 s, and a local folder does not need it.
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -107,26 +110,27 @@ def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
         )
     except errors.GatedRepoError as error:
         raise ModelLoadError(
-            f"{repo}: the hub gives it only to those who accepted its terms: do so on its page, and set HF_TOKEN"
+            f"{repo}: the hub serves this model only to users who accepted its terms: accept them on the model's page, "
+            "and set HF_TOKEN"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelLoadError(
             f"{repo}: no such folder here and no such model on the hub; if it is private, set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ModelLoadError(f"{repo}: the hub's model has no revision {revision!r}") from error
+        raise ModelLoadError(f"{repo}: the model on the hub has no revision {revision!r}") from error
     except errors.LocalEntryNotFoundError as error:
-        # A snapshot that another program fetched may lack files that are not needed: what is needed and not there is
-        # found, and named, when the folder is opened.
+        # A snapshot that another program fetched may lack files. Missing files that jpaged needs are reported by name
+        # when the folder is opened.
         if snapshot := getattr(error, "snapshot_path", None):
             logger.warning("%s: the hub cannot be reached, and its cached snapshot lacks files; trying it", repo)
             return Path(snapshot)
         raise ModelLoadError(
             f"{repo}: no such folder here, it is not in the cache ({huggingface_hub.constants.HF_HUB_CACHE}), and the "
-            "hub cannot be reached (or HF_HUB_OFFLINE is set): fetch it where there is a network, or give a folder"
+            "hub cannot be reached (or HF_HUB_OFFLINE is set): fetch it with a network, or name a local folder"
         ) from error
-    except Exception as error:  # the client's HTTP library, and with it its errors, change from version to version
+    except Exception as error:  # the client's HTTP library and its error types differ between versions
         raise ModelLoadError(
             f"{repo}: cannot be fetched from the hub ({type(error).__name__}: {error}); "
-            "files that are complete are kept, try again to fetch the rest"
+            "complete files are kept, try again to fetch the rest"
         ) from error

@@ -1,4 +1,4 @@
-"""Live arrays as a model: checked against the spec, and used as they are, without a copy."""
+"""Checks live arrays against the spec of a model. The engine then uses them without a copy."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ _PASS_LAYOUT = "pass layout=jpaged.models.spec.WeightLayout(split_qkv=…, split
 
 @dataclasses.dataclass(frozen=True)
 class LiveParams:
-    """A checked tree: the caller's own arrays, how they are stored, and their dtype."""
+    """Live arrays after their checks: the caller's own arrays, their layout and their dtype."""
 
     params: dict[str, Any]
     layout: WeightLayout
@@ -28,7 +28,7 @@ class LiveParams:
 
 
 def config_values(model_config: Any) -> dict[str, Any]:
-    """The dictionary of a Hugging Face config: given as one, or as an object with `to_dict()`."""
+    """Return a Hugging Face config as a dictionary. It may be a dictionary, or an object with `to_dict()`."""
     if isinstance(model_config, Mapping):
         return dict(model_config)
     if hasattr(model_config, "to_dict"):
@@ -40,12 +40,15 @@ def config_values(model_config: Any) -> dict[str, Any]:
 
 
 def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = None) -> LiveParams:
-    """Check a tree of JAX arrays against the spec; the arrays that come back are the ones that went in.
+    """Check a tree of JAX arrays against the spec. Returns the caller's arrays, not copies.
 
-    Accepted: the tree of `param_shapes(spec, dtype)`; q, k, v ("q" [heads * head_dim, in], …) and gate, up
-    ([intermediate, in]) in leaves of their own; matrices in either orientation. Orientation is read off the shapes;
-    square matrices of the layers go with the others of the layers. `layout` states it where shapes cannot tell: then it
-    must be given. Raises ModelLoadError that names the leaf, RequestError for a layout that names what is no matrix.
+    Accepted are the tree of `param_shapes(spec, dtype)`, and these differences from it:
+    - separate leaves for q, k, v ("q" [heads * head_dim, in], …) and for gate, up ([intermediate, in]);
+    - matrices stored [out, in] or [in, out].
+
+    The orientation is found from the shapes. Square matrices of a layer have the orientation of its other matrices.
+    If the shapes do not determine the orientation, the caller must pass `layout`.
+    Raises ModelLoadError that names the leaf, and RequestError for a layout that transposes other leaves than matrices.
     """
     if layout is not None:
         _check_layout(layout)
@@ -54,14 +57,14 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
     layers = params.get("layers")
     if isinstance(layers, Mapping) or hasattr(layers, "shape"):
         raise ModelLoadError(
-            "params['layers'] is stacked over layers: give a tuple with one dictionary of arrays a layer. A stacked "
+            "params['layers'] is stacked over layers: pass a tuple with one dictionary of arrays per layer. A stacked "
             "tree cannot be used without copying each layer's matrices: slice it first, for example "
             "tuple(jax.tree.map(lambda a: a[i], stacked) for i in range(num_layers))"
         )
     if not isinstance(layers, Sequence) or not all(isinstance(layer, Mapping) for layer in layers):
         raise ModelLoadError(
-            "params['layers'] must be a tuple with one dictionary of arrays a layer; docs/live_arrays.md has the names "
-            "of the leaves beside those of Hugging Face"
+            "params['layers'] must be a tuple with one dictionary of arrays per layer; docs/live_arrays.md lists the "
+            "names of the leaves next to Hugging Face's names"
         )
     if len(layers) != spec.num_layers:
         raise ModelLoadError(f"params['layers'] has {len(layers)} layers, the config calls for {spec.num_layers}")
@@ -71,14 +74,14 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
     expected = layout_shapes(spec, dtype, found)
     for i, (layer, shapes) in enumerate(zip(layers, expected["layers"], strict=True)):
         _check_leaves(f"layers[{i}]", layer, shapes, dtype)
-    # A model that pools needs no output matrix, and may have one.
+    # A pooling model needs no lm_head, but may have one.
     _check_leaves("", params, expected, dtype, unused={"layers", "lm_head"} if spec.pools else {"layers"})
     checked = {name: params[name] for name in expected} | {"layers": tuple(dict(layer) for layer in layers)}
     return LiveParams(checked, found, dtype)
 
 
 def layout_shapes(spec: DecoderSpec, dtype: Any, layout: WeightLayout) -> dict[str, Any]:
-    """`param_shapes` as `layout` stores it: a tree of ShapeDtypeStructs."""
+    """Return `param_shapes` in the given layout: a tree of ShapeDtypeStructs."""
     tree = param_shapes(spec, dtype)
 
     def turned(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -102,11 +105,11 @@ def _check_layout(layout: WeightLayout) -> None:
     strange = sorted(map(str, set(layout.transposed) - {*_LAYER_MATRICES, *_TOP_MATRICES}))
     if strange:
         names = ", ".join((*_LAYER_MATRICES, *_TOP_MATRICES))
-        raise RequestError("layout", layout, f"{strange[0]} cannot be stored [in, out]; of the leaves, {names} can")
+        raise RequestError("layout", layout, f"{strange[0]} cannot be stored [in, out]; only {names} can")
 
 
 def _dtype(params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> np.dtype:
-    """The one dtype of all leaves, which must be JAX arrays."""
+    """Return the dtype of all leaves. Raises ModelLoadError if they differ, or if a leaf is not a live JAX array."""
     dtype, first = None, ""
     named = [(name, f"params[{name!r}]", leaf) for name, leaf in params.items() if name != "layers"]
     for i, layer in enumerate(layers):
@@ -115,29 +118,29 @@ def _dtype(params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> np
         if not isinstance(leaf, jax.Array):
             raise ModelLoadError(f"{name} is a {type(leaf).__name__}, not a JAX array: put it on the device first")
         if leaf.is_deleted():
-            raise ModelLoadError(f"{name} has been deleted: somebody donated it to a jitted function, or deleted it")
+            raise ModelLoadError(f"{name} is deleted: it was donated to a jitted function, or deleted by the caller")
         if np.dtype(leaf.dtype) not in BY_NAME.values():
             raise ModelLoadError(f"{name} is {leaf.dtype}; supported are {', '.join(BY_NAME)}")
         if short in FLOAT32_LEAVES:
             if leaf.dtype != np.float32:
-                raise ModelLoadError(f"{name} is {leaf.dtype}: it must be float32, whatever the others are")
+                raise ModelLoadError(f"{name} is {leaf.dtype}: it must be float32, also in models of another dtype")
             continue
         if dtype is not None and leaf.dtype != dtype:
             raise ModelLoadError(f"{name} is {leaf.dtype}, but {first} is {dtype}: all arrays must have one dtype")
         dtype, first = np.dtype(leaf.dtype), name
     if dtype is None:
-        raise ModelLoadError("params holds no arrays")
+        raise ModelLoadError("params has no arrays")
     return dtype
 
 
 def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> WeightLayout:
-    """How the tree is stored, by its leaves' names and shapes; by the first layer, which the others must equal."""
+    """Find the layout from names and shapes of leaves. Reads the first layer only: all layers must have one layout."""
     first = layers[0] if layers else {}
     plain = WeightLayout(split_qkv="q" in first, split_gate_up="gate" in first)
     expected = layout_shapes(spec, np.float32, plain)
 
     def is_turned(leaf: Any, shape: tuple[int, ...]) -> bool | None:
-        """Whether the leaf is stored [in, out]; None where a square matrix does not tell."""
+        """Return True if the leaf is stored [in, out], False if [out, in], None if it is square."""
         if len(shape) != 2 or shape[0] == shape[1]:
             return None
         return tuple(leaf.shape) == shape[::-1]
@@ -156,7 +159,7 @@ def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequenc
     if unknown and not known:
         raise ModelLoadError(
             f"params['layers'][0][{unknown[0]!r}] and all other matrices of a layer are square, so their shapes do not "
-            f"tell [out, in] from [in, out]: {_PASS_LAYOUT}"
+            f"distinguish [out, in] from [in, out]: {_PASS_LAYOUT}"
         )
     if known == {True}:
         seen |= dict.fromkeys(unknown, True)
@@ -164,8 +167,8 @@ def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequenc
     unknown = [name for name, turned in top.items() if turned is None]
     if unknown and known != {False}:
         raise ModelLoadError(
-            f"params[{unknown[0]!r}] is square, and the layers' matrices are not all stored [out, in], so nothing "
-            f"tells how it is stored: {_PASS_LAYOUT}"
+            f"params[{unknown[0]!r}] is square, and the layers' matrices are not all stored [out, in], so its "
+            f"orientation is unknown: {_PASS_LAYOUT}"
         )
     return dataclasses.replace(plain, transposed=frozenset(n for n, turned in (seen | top).items() if turned))
 
@@ -188,4 +191,4 @@ def _check_leaves(
     extra = sorted(leaves.keys() - shapes.keys() - unused)
     if extra:
         size = math.prod(leaves[extra[0]].shape)
-        raise ModelLoadError(f"{name(extra[0])} ({size:,} elements) has no place in a model of this config")
+        raise ModelLoadError(f"{name(extra[0])} ({size:,} elements) is not a parameter of a model with this config")

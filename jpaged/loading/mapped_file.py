@@ -1,4 +1,4 @@
-"""A file of weights, memory-mapped: what the formats have in common."""
+"""Base class of memory-mapped files with weights."""
 
 import mmap
 from pathlib import Path
@@ -7,7 +7,7 @@ from jpaged.errors import ModelLoadError
 
 
 class MappedFile:
-    """A file open for reading. A format's class maps it once its size is known to be enough."""
+    """A file open for reading. Subclasses check its size, then map it."""
 
     _map: mmap.mmap
 
@@ -21,7 +21,7 @@ class MappedFile:
         self.size = self._file.seek(0, 2)
 
     def release_bytes(self, begin: int, end: int) -> None:
-        """Give the pages of these bytes back to the system; they are read again if used again."""
+        """Release the memory pages of these bytes. A later access reads them from the file again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)

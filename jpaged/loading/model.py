@@ -1,11 +1,13 @@
-"""load_model: everything that makes up a model, checked and on the device.
+"""load_model: checks a model and puts it on the device.
 
-1. Find the folder: a path, a hub id, the demo model; or the GGUF file (hub.py).
-2. config.json -> family, DecoderSpec (jpaged.models.families); a GGUF file's keys are made into one (gguf_config.py).
-3. Check every tensor by the files' headers, then put leaf after leaf on the device (source.py opens them,
-   weights.py loads them); or the same with a folder that `jpaged convert` wrote (converted.py); or check live
-   arrays and use them as they are (live.py).
-4. generation_config.json and the tokenizer.
+1. Find the folder or the GGUF file: from a path, a hub id, or the name of the demo model (hub.py).
+2. Read config.json, find the family and build the DecoderSpec (jpaged.models.families). The keys of a GGUF file are
+   converted to the values of a config.json first (gguf_config.py).
+3. Load the weights. There are three sources:
+   - A checkpoint: source.py opens it, weights.py checks the headers, then puts one leaf after another on the device.
+   - A folder that `jpaged convert` wrote: converted.py does the same.
+   - Live arrays: live.py checks them, and they are used without a copy.
+4. Read generation_config.json and the tokenizer.
 """
 
 import contextlib
@@ -39,20 +41,20 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to run."""
+    """A loaded model: everything that an engine needs."""
 
     spec: DecoderSpec
-    params: dict[str, Any]             # on the device: the tree of `param_shapes(spec, dtype)`, or as `layout` says
-    layout: WeightLayout               # how live arrays differ from that tree
-    dtype: np.dtype                    # of all params
-    config: dict[str, Any]             # config.json; {} where only a DecoderSpec was given
-    generation_config: dict[str, Any]  # generation_config.json; without the file, what config.json says of generation
+    params: dict[str, Any]             # on the device: the tree of `param_shapes(spec, dtype)`, in `layout`
+    layout: WeightLayout               # differences between live arrays and that tree
+    dtype: np.dtype                    # dtype of params
+    config: dict[str, Any]             # config.json; {} for live arrays with a DecoderSpec
+    generation_config: dict[str, Any]  # generation_config.json; its special tokens default to those in config.json
     tokenizer: Any | None              # transformers.PreTrainedTokenizerBase
-    source: str                        # where it came from, for people
+    source: str                        # path of the model, or "live arrays"; for logs
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text."""
+        """Ids of tokens that end a text."""
         ids = self.generation_config.get("eos_token_id")
         return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
 
@@ -64,16 +66,16 @@ def load_model(
     layout: WeightLayout | None = None,
     check: Callable[[DecoderSpec, np.dtype], None] | None = None,
 ) -> LoadedModel:
-    """Load the model that `config.model` names, or take live arrays.
+    """Load the model that `config.model` names, or use live arrays.
 
-    params:       arrays to use as they are, without a copy: the tree of `param_shapes`; q, k, v and gate, up may lie
-                  apart, and matrices may be [in, out]. None: read the checkpoint.
-    model_config: of live arrays: a DecoderSpec, or a Hugging Face config (or its dictionary).
+    params:       live arrays, used without a copy: the tree of `param_shapes`. q, k, v and gate, up may be separate
+                  leaves, and matrices may be [in, out]. None: load the checkpoint.
+    model_config: config of the live arrays: a DecoderSpec, a Hugging Face config, or its dictionary.
                   None: `config.json` of `config.model`.
-    layout:       how live arrays are stored. None: as their names and shapes say.
-    check:        called with the spec and the dtype before any weight is on the device; raises if the model must not
-                  be loaded.
-    Raises ModelLoadError that names the file, the tensor and the remedy, before device memory is taken.
+    layout:       layout of the live arrays. None: found from their names and shapes.
+    check:        called with the spec and the dtype before any weight is on the device. It raises an error if the
+                  model must not be loaded.
+    Raises ModelLoadError that names the file, the tensor and what to do, before device memory is allocated.
     """
     if params is None:
         return _from_checkpoint(config, check)
@@ -108,9 +110,9 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
 
 @contextlib.contextmanager
 def open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, Any], StoredWeights]]:
-    """config.json, or what it would be, and the weights, checked: of a folder or of a GGUF file."""
+    """Open a folder or a GGUF file. Yields the values of config.json and the checked weights, not loaded yet."""
     if is_converted(path):
-        from jpaged.loading.converted import open_converted  # Orbax takes half a second, and only this needs it
+        from jpaged.loading.converted import open_converted  # imports Orbax, which takes 0.5 s
 
         values = read_json(path / "config.json", required=True)
         spec = for_runner(spec_of(values), config.runner)
@@ -123,7 +125,7 @@ def open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, A
 
 
 def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> StoredWeights:
-    """The tensors of an open checkpoint, checked against the config."""
+    """Check the tensors of an open checkpoint against the config."""
     reader = CheckpointConfig(values)
     try:
         family = family_of(values)
@@ -133,7 +135,7 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
         if not is_gguf(checkpoint.folder):
             raise
         raise ModelLoadError(
-            f"{checkpoint.folder}: its metadata, written as a config.json, is refused: {error}"
+            f"{checkpoint.folder}: its metadata, converted to a config.json, is refused: {error}"
         ) from error
     plan = plan_weights(family, spec, family.constants(reader), checkpoint)
     load = functools.partial(load_weights, plan, checkpoint)
@@ -141,10 +143,10 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
 
 
 def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:
-    """The spec for what `EngineConfig.runner` asks of the model. Raises ModelLoadError where it cannot do that."""
+    """Return the spec for `EngineConfig.runner`. Raises ModelLoadError if the model cannot do what is asked."""
     if runner == "generate" and spec.pools:
         raise ModelLoadError(
-            "runner='generate': the model is a sequence classifier, which has no output matrix: leave runner out"
+            "runner='generate': the model is a sequence classifier and has no lm_head: leave runner out"
         )
     return dataclasses.replace(spec, pools=True) if runner == "pooling" else spec
 
@@ -160,7 +162,7 @@ def _from_live(
     else:
         values = config_values(model_config)
         if "layers" in values or not values:
-            raise ModelLoadError("live arrays come as (config, params), in this order: this is no config")
+            raise ModelLoadError("live arrays are passed as (config, params), in this order: the first is not a config")
         reader = CheckpointConfig(values)
         check_depth(reader, len(jax.tree.leaves(params)))
         spec = family_of(values).spec(reader)
@@ -169,7 +171,7 @@ def _from_live(
     if config.dtype not in ("auto", live.dtype.name):
         resolve_dtype(config.dtype, None)
         raise ModelLoadError(
-            f"dtype={config.dtype!r}, but the arrays are {live.dtype.name}: live arrays are used as they are, "
+            f"dtype={config.dtype!r}, but the arrays are {live.dtype.name}: live arrays are not converted, "
             "convert them first or leave dtype at auto"
         )
     return LoadedModel(
@@ -185,7 +187,7 @@ def _from_live(
 
 
 def _check_pooling(folder: Path) -> None:
-    """Refuse a model that Sentence Transformers pools in another way than by its last token."""
+    """Refuse a model that Sentence Transformers does not pool by the last token. Raises ModelLoadError."""
     values = read_json(folder.joinpath(POOLING))
     begin = "pooling_mode_"
     modes = [values["pooling_mode"]] if "pooling_mode" in values else []
@@ -198,7 +200,7 @@ def _check_pooling(folder: Path) -> None:
 
 
 def _config_of(path: Path) -> dict[str, Any]:
-    """config.json of a folder, or what it would be for a GGUF file."""
+    """The values of config.json of a folder, or those made from a GGUF file."""
     if is_gguf(path):
         with GgufCheckpoint(path) as checkpoint:
             return checkpoint.config
@@ -206,10 +208,10 @@ def _config_of(path: Path) -> dict[str, Any]:
 
 
 def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Path) -> None:
-    """A checkpoint of a known family needs no code of its own: say so where somebody might think that it was run."""
+    """Log that no code of the checkpoint is run, if the user or the config asks for such code."""
     if config.trust_remote_code or values.get("auto_map"):
         logger.info(
-            "%s: jpaged has its own code for %s; no code of the checkpoint is needed and none is run",
+            "%s: jpaged has its own code for %s; the checkpoint's code is not needed and not run",
             folder, ", ".join(values.get("architectures") or [str(values.get("model_type"))]),
         )  # fmt: skip
 
@@ -225,7 +227,7 @@ def _tokenizer(config: EngineConfig, folder: Path | None, vocab_size: int) -> An
 
 
 def _generation_config(folder: Path | None, values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Defaults of generation: the file's; what config.json has of the end and the beginning fills the gaps."""
+    """Read generation_config.json. Missing ids of special tokens are filled in from config.json."""
     has_file = folder is not None and not is_gguf(folder)
     found = read_json(folder / "generation_config.json") if has_file else {}
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):

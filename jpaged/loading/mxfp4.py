@@ -1,7 +1,7 @@
-"""MXFP4 tensors of a checkpoint, presented as the bfloat16 tensors that they stand for (gpt-oss's experts).
+"""Presents the MXFP4 tensors of a checkpoint (gpt-oss's experts) as bfloat16 tensors.
 
-Format (OCP Microscaling Formats 1.0): blocks of 32 numbers in 4 bits each (E2M1), two a byte, the lower half first, and
-a power of two a block in a byte (E8M0, bias 127). A tensor NAME [experts, in, out] lies in the file transposed, as
+Format (OCP Microscaling Formats 1.0): blocks of 32 numbers with 4 bits each (E2M1), two per byte, the lower half first.
+Each block has a power of two in one byte (E8M0, bias 127). A tensor NAME [experts, in, out] is stored transposed, as
 NAME_blocks uint8[experts, out, in / 32, 16] and NAME_scales uint8[experts, out, in / 32].
 """
 
@@ -18,17 +18,17 @@ from jpaged.loading.safetensors_file import TensorEntry
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], -1)  # of a byte
+_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], -1)  # float32[256, 2], by byte
 _BIAS, _NAN = 127, 255
 
 
 class Mxfp4Checkpoint:
-    """A checkpoint whose MXFP4 tensors look like bfloat16 ones, which hold their values exactly."""
+    """A checkpoint whose MXFP4 tensors look like bfloat16 tensors. bfloat16 represents their values exactly."""
 
     config_name = Checkpoint.config_name
 
     def __init__(self, checkpoint: Checkpoint):
-        """Raises ModelLoadError for blocks without scales, or of shapes that do not go together."""
+        """Raises ModelLoadError for blocks without scales, and for blocks and scales of unmatched shapes."""
         self.folder = checkpoint.folder
         self._checkpoint = checkpoint
         names = set(checkpoint.names)
@@ -37,17 +37,17 @@ class Mxfp4Checkpoint:
             if name + _SCALES not in names:
                 raise ModelLoadError(f"{checkpoint.path(name + _BLOCKS)}: {name}{_BLOCKS} has no {name}{_SCALES}")
             if name in names:
-                raise ModelLoadError(f"{checkpoint.path(name)}: {name} is there as it is and as {name}{_BLOCKS}, too")
+                raise ModelLoadError(f"{checkpoint.path(name)}: has both {name} and {name}{_BLOCKS}, of one tensor")
             self._check(name)
 
     @property
     def is_packed(self) -> bool:
-        """Whether there is any MXFP4 tensor."""
+        """True if there is any MXFP4 tensor."""
         return bool(self._packed)
 
     @property
     def names(self) -> Iterable[str]:
-        """Names of all tensors, packed ones by the name of what they stand for."""
+        """Names of all tensors. A packed tensor has the name of its unpacked form."""
         parts = {name + part for name in self._packed for part in (_BLOCKS, _SCALES)}
         return [*(name for name in self._checkpoint.names if name not in parts), *sorted(self._packed)]
 
@@ -60,11 +60,11 @@ class Mxfp4Checkpoint:
         return name in self._packed or name in self._checkpoint
 
     def label(self, name: str) -> str:
-        """A tensor's name for people."""
+        """Name of a tensor in error messages."""
         return name + _BLOCKS if name in self._packed else name
 
     def entry(self, name: str) -> TensorEntry:
-        """Shape, dtype and place of a tensor; of a packed one what it stands for, at the place of its blocks."""
+        """Shape, dtype and position of a tensor. A packed one has its unpacked shape and the position of its blocks."""
         if name not in self._packed:
             return self._checkpoint.entry(name)
         blocks = self._checkpoint.entry(name + _BLOCKS)
@@ -72,25 +72,25 @@ class Mxfp4Checkpoint:
         return dataclasses.replace(blocks, name=name, dtype="BF16", shape=(experts, 2 * count * size, out))
 
     def path(self, name: str) -> Path:
-        """The file that a tensor lies in."""
+        """Path of the file that contains a tensor."""
         return self._checkpoint.path(name + _BLOCKS if name in self._packed else name)
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor; packed ones are unpacked, one expert at a time, into bfloat16[experts, in, out]."""
+        """Return a tensor. A packed one is unpacked to bfloat16[experts, in, out], one expert at a time."""
         if name not in self._packed:
             return self._checkpoint.array(name)
         blocks, scales = (self._checkpoint.array(name + part) for part in (_BLOCKS, _SCALES))
         experts, out, count, size = blocks.shape
         unpacked = np.empty((experts, out, count * size * 2), ml_dtypes.bfloat16)
         if (scales == _NAN).any():
-            raise ModelLoadError(f"{self.path(name)}: {name}{_SCALES} has a byte {_NAN}, which stands for no number")
+            raise ModelLoadError(f"{self.path(name)}: {name}{_SCALES} has a byte {_NAN}, which means NaN")
         for values, block, scale in zip(unpacked, blocks, scales, strict=True):
             wide = _PAIRS[block].reshape(out, count, 2 * size)
             values[...] = np.ldexp(wide, scale[..., None].astype(np.int32) - _BIAS).reshape(out, -1)
         return unpacked.swapaxes(1, 2)
 
     def release(self, name: str) -> None:
-        """Give the pages of a tensor that is done with back to the system."""
+        """Release the memory pages of a tensor. A later read loads them again."""
         parts = (_BLOCKS, _SCALES) if name in self._packed else ("",)
         for part in parts:
             self._checkpoint.release(name + part)
@@ -101,6 +101,6 @@ class Mxfp4Checkpoint:
         if not right or scales.shape != blocks.shape[:3]:
             raise ModelLoadError(
                 f"{self._checkpoint.path(blocks.name)}: {blocks.name} {blocks.dtype}{list(blocks.shape)} and "
-                f"{scales.name} {scales.dtype}{list(scales.shape)} are no MXFP4: U8[experts, out, in / 32, 16] and "
-                "U8[experts, out, in / 32] are"
+                f"{scales.name} {scales.dtype}{list(scales.shape)} are not MXFP4: they must be "
+                "U8[experts, out, in / 32, 16] and U8[experts, out, in / 32]"
             )

@@ -1,9 +1,11 @@
-"""A parameter tree in an Orbax checkpoint: written leaf after leaf, read shard after shard.
+"""Stores a parameter tree as an Orbax checkpoint: written leaf by leaf, read shard by shard.
 
-A leaf is an uncompressed zarr array in one file, or in equal pieces, so that lengths can be checked before anything is
-read, and so that reading maps a file and copies what a shard needs to where it will stay. Orbax's own array handler
-reads the file into memory, copies it to an array, and copies that to the device, which takes half as long again or
-more (docs/decisions.md). It stays an ordinary Orbax checkpoint, which that handler reads too.
+A leaf is an uncompressed zarr array in one file or in files of equal size. So file lengths can be checked before
+anything is read. A file is mapped, and the bytes of a shard are copied once, to their final memory.
+
+Orbax's own array handler reads the file into memory, copies it to an array, and copies that to the device. That takes
+1.5 times as long or more (docs/decisions.md). The result is still an ordinary Orbax checkpoint, which that handler can
+read.
 """
 
 import asyncio
@@ -26,35 +28,35 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.weights import aligned_empty
 
 _MAPPED = ts.Context({"file_io_mode": {"mode": "memmap"}})
-_AT_ONCE = 4  # leaves that are read at a time: host memory holds so many above what is on the device
+_AT_ONCE = 4  # leaves read at the same time, which is also the number of leaves in host memory
 
 
 @dataclasses.dataclass(frozen=True)
 class NewLeaf:
-    """A leaf to write: `make` gives it when its turn comes."""
+    """A leaf to write. `make` is called to make its array just before it is written."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[], np.ndarray]
-    pieces: int = 1  # files that its last axis is cut into, where that goes evenly
+    pieces: int = 1  # the last axis is cut into gcd(its size, pieces) files
 
 
 def save_tree(folder: Path, tree: Any) -> None:
-    """Write a tree of NewLeafs as an Orbax checkpoint; one of them is in memory at a time."""
+    """Write a tree of NewLeafs as an Orbax checkpoint, with one leaf in memory at a time."""
     with _checkpointer() as checkpointer:
         checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree))
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTree:
-    """What a checkpoint holds."""
+    """Leaves of a checkpoint and its size."""
 
     leaves: dict[str, jax.ShapeDtypeStruct]  # by name: "layers.0.qkv"
     num_bytes: int
 
 
 def check_tree(folder: Path) -> StoredTree:
-    """What a checkpoint holds, by its metadata and the lengths of its files. Raises ModelLoadError."""
+    """Read a checkpoint's metadata and check the lengths of its files. Raises ModelLoadError."""
     _metadata(folder / "_METADATA", "tree_metadata")
     leaves, total = {}, 0
     for path in sorted(child for child in folder.iterdir() if child.is_dir()):
@@ -80,10 +82,11 @@ def check_tree(folder: Path) -> StoredTree:
 
 
 def load_tree(folder: Path, target: Any, on_read: Callable[[int], Any] = lambda _: None) -> Any:
-    """Read a checkpoint into arrays as `target`, a tree of ShapeDtypeStructs, says: shape, dtype, sharding.
+    """Read a checkpoint to the device. `target` is a tree of ShapeDtypeStructs: shape, dtype and sharding of each leaf.
 
-    Of a sharded leaf a process reads what its own devices hold. Without a sharding a leaf goes to the default device.
-    on_read: called with the bytes of each leaf that is done. Raises ModelLoadError.
+    A process reads only the shards of its own devices. A leaf without a sharding is put on the default device.
+    on_read: called after each leaf with its size in bytes.
+    Raises ModelLoadError.
     """
 
     def argument(leaf: jax.ShapeDtypeStruct) -> type_handlers.ArrayRestoreArgs:
@@ -99,21 +102,21 @@ def load_tree(folder: Path, target: Any, on_read: Callable[[int], Any] = lambda 
 
 
 def read_leaf(folder: Path, name: str) -> np.ndarray:
-    """One leaf, on the host. Raises ModelLoadError."""
+    """Read one leaf to the host. Raises ModelLoadError."""
     try:
         store = ts.open(_spec(folder / name), open=True, context=_MAPPED).result()
         return store.read().result()
-    except Exception as error:  # whatever damaged files make tensorstore raise
+    except Exception as error:  # tensorstore raises several types for damaged files
         raise _damaged(folder / name, f"it cannot be read ({_first_line(error)})") from error
 
 
 def leaf_name(path: Sequence[Any]) -> str:
-    """The name of a leaf, by its path in the tree: the name of its folder."""
+    """Return the name of a leaf at a path in the tree, such as "layers.0.qkv". Its folder has this name."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path)
 
 
 class _OneFileHandler(type_handlers.NumpyHandler):
-    """Writes NewLeafs and reads arrays, one file each."""
+    """Writes NewLeafs and reads arrays as uncompressed zarr arrays."""
 
     def __init__(self, on_read: Callable[[int], Any]):
         super().__init__()
@@ -170,7 +173,7 @@ async def _read(path: Path, wanted: Any) -> jax.Array:
 
 
 async def _read_part(path: Path, store: Any, dtype: np.dtype) -> np.ndarray:
-    """A part of a leaf, converted to the dtype, in memory that JAX on CPU uses without a copy."""
+    """Read a part of a leaf and convert its dtype. JAX on CPU uses the result's memory without a copy."""
     host = aligned_empty(store.shape, dtype)
     await ts.array(host).write(ts.cast(store[ts.d[:].translate_to[0]], ts.dtype(dtype)))
     if dtype == np.float16 and store.dtype != ts.dtype(dtype) and not np.isfinite(host).all():
@@ -185,7 +188,7 @@ def _spec(path: Any) -> dict[str, Any]:
 
 
 def _checkpointer(on_read: Callable[[int], Any] = lambda _: None) -> ocp.Checkpointer:
-    # It warns that a checkpoint has no parts of several processes to merge, and none of its own arrays.
+    # absl logs two harmless warnings: no parts of several processes to merge, and no metadata of Orbax's own arrays.
     logging.getLogger("absl").addFilter(_is_news)
     handler = _OneFileHandler(on_read)
     registry = type_handlers.create_type_handler_registry((np.ndarray, handler), (NewLeaf, handler))
@@ -193,7 +196,7 @@ def _checkpointer(on_read: Callable[[int], Any] = lambda _: None) -> ocp.Checkpo
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """A function of its own: added again and again, it is one filter."""
+    """Drop the two warnings. A module-level function, because a logger adds the same filter only once."""
     message = record.getMessage()
     return "Skipping merge of OCDBT" not in message and "ArrayMetadata persistence is disabled" not in message
 

@@ -1,4 +1,4 @@
-"""One safetensors file, memory-mapped: its header is checked against the file before a tensor is looked at.
+"""One safetensors file, memory-mapped. Its header is checked against the file's size before any tensor is read.
 
 Format: eight bytes of header length (little-endian), a JSON header of {name: {dtype, shape, data_offsets}}, the data.
 """
@@ -26,17 +26,17 @@ _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies. `begin` and `end` count from the start of the file."""
+    """Shape, dtype and position of a tensor. `begin` and `end` count bytes from the start of the file."""
 
     name: str
-    dtype: str  # the format's name of it
+    dtype: str  # the file format's name of the dtype
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
 class SafetensorsFile(MappedFile):
-    """A safetensors file open for reading. `array` gives views of the mapped file: drop them before `close`."""
+    """A safetensors file open for reading. `array` returns views of the mapped file: drop them before `close`."""
 
     def __init__(self, path: Path):
         """Read and check the header. Raises ModelLoadError that names the file, the tensor and what to do."""
@@ -49,23 +49,23 @@ class SafetensorsFile(MappedFile):
             raise
 
     def array(self, name: str) -> np.ndarray:
-        """The tensor, a read-only view of the mapped file: no byte is read until it is used."""
+        """Return the tensor as a read-only view of the mapped file. Bytes are read when they are used."""
         entry = self.entries[name]
         dtype = np.dtype(DTYPES[entry.dtype])
         count = math.prod(entry.shape)
         return np.frombuffer(self._map, dtype, count, entry.begin).reshape(entry.shape)
 
     def header(self) -> bytes:
-        """Everything before the tensors, as it is in the file."""
+        """Return all bytes before the tensors."""
         return self._map[: 8 + int.from_bytes(self._map[:8], "little")]
 
     def data(self, name: str) -> bytes:
-        """The tensor's bytes, of whatever dtype."""
+        """Return the tensor's bytes. Works for unknown dtypes too."""
         entry = self.entries[name]
         return self._map[entry.begin : entry.end]
 
     def release(self, name: str) -> None:
-        """Give the tensor's pages back to the system; they are read again if used again."""
+        """Release the memory pages of a tensor. A later read loads them again."""
         entry = self.entries[name]
         self.release_bytes(entry.begin, entry.end)
 
@@ -73,7 +73,7 @@ class SafetensorsFile(MappedFile):
         self._file.seek(0)
         length = int.from_bytes(self._file.read(8), "little")
         if self.size < 8 or length > _MAX_HEADER:
-            raise self._damaged("it is no safetensors file")
+            raise self._damaged("it is not a safetensors file")
         start = 8 + length
         if start > self.size:
             raise self._damaged(f"its header should end at byte {start:,}, the file ends at {self.size:,}: truncated")
@@ -82,7 +82,7 @@ class SafetensorsFile(MappedFile):
         except (ValueError, RecursionError) as error:
             raise self._damaged(f"its header cannot be read ({error})") from error
         if not isinstance(header, dict):
-            raise self._damaged("its header is no JSON object")
+            raise self._damaged("its header is not a JSON object")
         header.pop("__metadata__", None)
         entries = {name: self._entry(name, fields, start) for name, fields in header.items()}
         self._check_layout(entries, start)
@@ -97,12 +97,12 @@ class SafetensorsFile(MappedFile):
             raise self._damaged(f"the header's entry of tensor {name} is not valid")
         if dtype in DTYPES and end - begin != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:
             raise self._damaged(
-                f"tensor {name} has {end - begin:,} bytes, which {dtype} of shape {list(shape)} has not"
+                f"tensor {name} has {end - begin:,} bytes, which does not match {dtype} of shape {list(shape)}"
             )
         return TensorEntry(name, dtype, shape, start + begin, start + end)
 
     def _check_layout(self, entries: dict[str, TensorEntry], start: int) -> None:
-        """Tensors must follow each other without gap or overlap, from the header to the end of the file."""
+        """Check that tensors fill the file from the header to the end, without gap or overlap."""
         expected, before = start, "the header"
         for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):
             if entry.begin != expected or entry.end < entry.begin:

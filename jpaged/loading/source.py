@@ -1,4 +1,4 @@
-"""Where tensors come from: a folder of safetensors files, packed ones among them, or a GGUF file, opened alike."""
+"""Opens the tensors of a model: a folder of safetensors files, with or without packed tensors, or a GGUF file."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,9 +14,10 @@ from jpaged.models.families import family_of
 
 @contextlib.contextmanager
 def open_source(path: Path) -> Iterator[tuple[dict[str, Any], TensorSource]]:
-    """config.json, or what it would be, and the tensors; a `Checkpoint` where they lie in the files as they are.
+    """Open a folder or a GGUF file. Yields the values of config.json and the tensors.
 
-    Raises ModelLoadError; for a family that is not supported before any file of weights is opened.
+    The tensors are a `Checkpoint` if none of them is packed.
+    Raises ModelLoadError. For an unsupported family it is raised before any file with weights is opened.
     """
     if is_gguf(path):
         with GgufCheckpoint(path) as checkpoint:

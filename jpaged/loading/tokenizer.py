@@ -1,4 +1,4 @@
-"""The tokenizer of a model."""
+"""Loads and checks the tokenizer of a model."""
 
 import contextlib
 import logging
@@ -21,20 +21,20 @@ _FILES = (
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a folder has a tokenizer; a GGUF file always has."""
+    """Return True if a folder has a tokenizer, and for every GGUF file."""
     return is_gguf(path) or any((path / name).is_file() for name in _FILES)
 
 
 def load_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer (transformers.PreTrainedTokenizerBase) of a folder or a GGUF file; None where it has none.
+    """Load the tokenizer (transformers.PreTrainedTokenizerBase) of a folder or a GGUF file; None if it has none.
 
-    Code that a checkpoint brings is not run. Raises ModelLoadError.
+    Code in the checkpoint is never run. Raises ModelLoadError.
     """
     if not has_tokenizer(folder):
-        logger.warning("%s has no tokenizer: only prompts of token ids are taken, and outputs have no text", folder)
+        logger.warning("%s has no tokenizer: prompts must be token ids, and outputs have no text", folder)
         return None
-    # Imported here: it takes seconds, and prompts of token ids need none of it.
-    # On import it warns that PyTorch is not there and models cannot be used, which is no news here.
+    # Imported here because it takes seconds, and prompts of token ids do not need it. The filter drops its warning that
+    # PyTorch is missing: only its tokenizers are used.
     logging.getLogger("transformers").addFilter(_is_news)
     import transformers
     from transformers.utils import logging as transformers_logging
@@ -48,12 +48,12 @@ def load_tokenizer(folder: Path) -> Any | None:
     transformers_logging.set_verbosity_error()
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever a damaged tokenizer file makes it raise
+    except Exception as error:  # damaged tokenizer files raise many types
         own_code = read_json(folder / "tokenizer_config.json").get("auto_map")
         if isinstance(own_code, dict) and "AutoTokenizer" in own_code:
             raise ModelLoadError(
-                f"{folder / 'tokenizer_config.json'}: the tokenizer needs code of its own (auto_map), which jpaged "
-                "does not run: convert it to tokenizer.json, or name another one with tokenizer="
+                f"{folder / 'tokenizer_config.json'}: the tokenizer needs code in the checkpoint (auto_map), which "
+                "jpaged does not run: convert it to tokenizer.json, or name another tokenizer with tokenizer="
             ) from error
         raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
     finally:
@@ -61,14 +61,14 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """A function of its own: added again and again, it is one filter."""
+    """Drop the warning about PyTorch. A module-level function, because a logger adds the same filter only once."""
     return "PyTorch was not found" not in record.getMessage()
 
 
 def check_vocabulary(tokenizer: Any | None, vocab_size: int, source: Path) -> None:
-    """Raise ModelLoadError where the tokenizer's own vocabulary does not fit into the embedding.
+    """Raise ModelLoadError if the tokenizer's vocabulary is larger than the embedding.
 
-    Tokens that were added to it may lie beyond (Gemma 3's <image_soft_token>): a prompt that has one is refused.
+    Added tokens may have larger ids (Gemma 3's <image_soft_token>). A prompt with such a token is refused later.
     """
     if tokenizer is None:
         return
@@ -77,8 +77,8 @@ def check_vocabulary(tokenizer: Any | None, vocab_size: int, source: Path) -> No
     for number, token in beyond:
         if token not in added:
             raise ModelLoadError(
-                f"{source}: the tokenizer has token {token!r} as {number}, but the embedding {vocab_size:,} rows: "
-                "tokenizer and weights are of different models"
+                f"{source}: the tokenizer's token {token!r} has id {number}, but the embedding has {vocab_size:,} "
+                "rows: tokenizer and weights are from different models"
             )
     if beyond:
         logger.warning("%s: %d added tokens have no row in the embedding and are refused in prompts: %s",
@@ -86,9 +86,9 @@ def check_vocabulary(tokenizer: Any | None, vocab_size: int, source: Path) -> No
 
 
 def valid_token_mask(tokenizer: Any | None, vocab_size: int) -> np.ndarray | None:
-    """bool[vocab_size]: which ids the tokenizer has; None where it has all of them, or there is no tokenizer.
+    """Return bool[vocab_size]: True for ids of the tokenizer. None if all are True, or if there is no tokenizer.
 
-    Vocabularies are padded for speed (151,646 tokens in 151,936 rows for Qwen2): sampling a padding id gives no text.
+    Embeddings are padded for speed (Qwen2: 151,646 tokens, 151,936 rows). A padding id has no text.
     """
     if tokenizer is None:
         return None

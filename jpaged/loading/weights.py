@@ -1,9 +1,9 @@
-"""From a checkpoint's tensors to the parameter tree on the device.
+"""Loads a checkpoint's tensors into the parameter tree on the device.
 
-1. `plan_weights` goes by the headers alone: every leaf's tensors must be there in the right shape and in a dtype that
-   can be converted, and nothing may be left over. Whatever is wrong is found here, before device memory is taken.
-2. `load_weights` assembles one leaf at a time on the host, in the dtype it will have, and puts it on the device before
-   it begins the next: host memory holds one fused leaf above the mapped files.
+1. `plan_weights` reads headers only. Every leaf must have its tensors, in the right shape and a convertible dtype, and
+   no tensor may be left over. All errors are found here, before device memory is allocated.
+2. `load_weights` assembles one leaf at a time on the host, in its final dtype. It puts the leaf on the device before it
+   begins the next one. So host memory contains one fused leaf, in addition to the mapped files.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ _CONVERTIBLE = ("F64", "F32", "F16", "BF16")
 HEAD = "lm_head.weight"
 _EMBED = "embed"
 _BEYOND_MEMORY = 2**48  # elements of one leaf; numpy cannot address 2**61 of them
-_ALIGNMENT = 64  # bytes; from here JAX on CPU uses a buffer as it is instead of copying it
+_ALIGNMENT = 64  # bytes; JAX on CPU uses a buffer with this alignment without a copy
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """One leaf of the parameter tree and where it comes from."""
+    """One leaf of the parameter tree and its source."""
 
     leaf: LeafTensors
     shape: tuple[int, ...]
@@ -43,38 +43,38 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True)
 class WeightPlan:
-    """A checked assignment of all tensors. `spec` may differ from the config's in whether embeddings are tied."""
+    """A checked assignment of all tensors to leaves. `spec.tie_embeddings` may differ from the config's."""
 
     spec: DecoderSpec
     leaves: tuple[LeafPlan, ...]
-    copies: tuple[str, ...] = ()  # names in the checkpoint of the tied embedding's own copies
+    copies: tuple[str, ...] = ()  # tensors of the checkpoint that repeat the tied embedding
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredWeights:
-    """Weights that were checked against the config and are not on the device yet."""
+    """Weights of a checkpoint, checked against the config, not on the device yet."""
 
     spec: DecoderSpec
-    dtype: np.dtype | None  # the checkpoint's own
-    num_bytes: int          # of its files
-    load: Callable[[np.dtype], dict[str, Any]]  # the tree of `param_shapes(spec, dtype)` on the default device
+    dtype: np.dtype | None  # the checkpoint's dtype; None: unknown
+    num_bytes: int          # size of its files
+    load: Callable[[np.dtype], dict[str, Any]]  # loads the tree of `param_shapes(spec, dtype)` to the default device
 
 
 def check_depth(config: CheckpointConfig, tensors: int) -> None:
-    """Refuse more layers than there are tensors, before anything of that size is made."""
+    """Refuse a config with more layers than tensors, before anything of that size is allocated."""
     for key in ("num_hidden_layers", "n_layer"):
         layers = config.get(key)
         if isinstance(layers, int) and layers > tensors:
             raise ModelLoadError(
-                f"config.json: {key}={layers}, but the weights are {tensors} tensors: "
-                "config and weights are of different models"
+                f"config.json: {key}={layers}, but the weights have only {tensors} tensors: "
+                "config and weights are from different models"
             )
 
 
 def plan_weights(
     family: Family, spec: DecoderSpec, constants: Mapping[str, float], checkpoint: TensorSource
 ) -> WeightPlan:
-    """Assign every tensor of the checkpoint to a leaf. Raises ModelLoadError that names file, tensor and remedy."""
+    """Assign every tensor of the checkpoint to a leaf. Raises ModelLoadError with file, tensor and what to do."""
     names = _Names(family, checkpoint)
     if spec.tie_embeddings:
         spec = _check_tied(names, family, spec, checkpoint)
@@ -87,10 +87,10 @@ def plan_weights(
             continue
         if math.prod(shape) >= _BEYOND_MEMORY:
             raise ModelLoadError(
-                f"{checkpoint.config_name} calls for {leaf.leaf} of shape {list(shape)}, more than any memory holds: "
-                "config and weights are of different models"
+                f"{checkpoint.config_name} calls for {leaf.leaf} of shape {list(shape)}, which fits no memory: "
+                "config and weights are from different models"
             )
-        blank = np.broadcast_to(np.float32(0), shape)  # a shape to cut views from, without memory
+        blank = np.broadcast_to(np.float32(0), shape)  # gives views their shapes; needs no memory
         files = []
         for tensor in leaf.tensors:
             name = next((found for n in tensor.names if (found := names.find(n)) is not None), None)
@@ -104,27 +104,27 @@ def plan_weights(
         remedy = ": to embed with it, start with runner='pooling'" if missing == [checkpoint.label(HEAD)] else ""
         raise ModelLoadError(
             f"{checkpoint.folder}: {_some(missing)} missing, which {checkpoint.config_name} calls for: "
-            f"the checkpoint is incomplete or {checkpoint.config_name} is of another model{remedy}"
+            f"the checkpoint is incomplete, or {checkpoint.config_name} is from another model{remedy}"
         )
     used = {name for plan in leaves for name in plan.files}
     extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
     copies: tuple[str, ...] = ()
     if spec.pools:
-        extra = [n for n in extra if n != HEAD]  # an output matrix that nobody asks
+        extra = [n for n in extra if n != HEAD]  # a pooling model does not use its lm_head
     elif spec.tie_embeddings:
-        copies = tuple(n for n in extra if n == HEAD)  # checked to be the embedding's own
+        copies = tuple(n for n in extra if n == HEAD)  # _check_tied found it equal to the embedding
         extra = [n for n in extra if n not in copies]
     if extra:
         raise ModelLoadError(
             f"{checkpoint.path(extra[0])}: {_some([checkpoint.label(n) for n in extra])} more than "
-            f"{checkpoint.config_name} calls for: {checkpoint.config_name} is of another model, or the checkpoint has "
-            "a part that jpaged does not know"
+            f"{checkpoint.config_name} calls for: {checkpoint.config_name} is from another model, or jpaged does not "
+            "support a part of the checkpoint"
         )
     return WeightPlan(spec, tuple(leaves), copies)
 
 
 def load_weights(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype) -> dict[str, Any]:
-    """The parameter tree of `param_shapes(plan.spec, dtype)` on the default device."""
+    """Load the parameter tree of `param_shapes(plan.spec, dtype)` to the default device."""
     tree: dict[str, Any] = {"layers": [{} for _ in range(plan.spec.num_layers)]}
     with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", delay=2) as progress:
         for leaf_plan in plan.leaves:
@@ -140,14 +140,14 @@ def load_weights(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype) ->
 def assemble(
     leaf_plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, on_read: Callable[[int], Any] = lambda _: None
 ) -> np.ndarray:
-    """One leaf on the host, in its dtype. on_read: called with the bytes of each tensor that is done."""
+    """Make one leaf on the host, in its final dtype. on_read: called after each tensor with its size in bytes."""
     leaf = leaf_plan.leaf
     dtype = leaf_dtype(leaf_plan.leaf.leaf, dtype)
     host = aligned_empty(leaf_plan.shape, dtype)
     if leaf_plan.constant is not None:
         host[...] = leaf_plan.constant
     for tensor, name in zip(leaf.tensors, leaf_plan.files, strict=True):
-        with np.errstate(over="ignore"):  # looked for below
+        with np.errstate(over="ignore"):  # overflow is checked below
             tensor.rule.store(checkpoint.array(name), leaf.block(host, tensor))
         checkpoint.release(name)
         entry = checkpoint.entry(name)
@@ -162,12 +162,12 @@ def assemble(
 
 
 def is_bare(family: Family, checkpoint: TensorSource) -> bool:
-    """Whether the files were saved from the bare base model: their names lack the causal language model's prefix."""
+    """Return True if the files were saved from the base model: no name has the causal language model's prefix."""
     return not any(name.startswith(family.prefix) for name in checkpoint.names)
 
 
 class _Names:
-    """Names of tensors as the family's table has them -> as the checkpoint has them."""
+    """Maps names of tensors in the family's table to names in the checkpoint."""
 
     def __init__(self, family: Family, checkpoint: TensorSource):
         self._checkpoint = checkpoint
@@ -175,19 +175,19 @@ class _Names:
         self._renamed: dict[str, str] = {}
 
     def find(self, name: str) -> str | None:
-        """The checkpoint's name, or None where it has no such tensor."""
+        """The name in the checkpoint, or None if it has no such tensor."""
         name = self._renamed.get(name, name.removeprefix(self._bare))
         return name if name in self._checkpoint else None
 
     def rename(self, name: str, to: str) -> None:
-        """Take `to` for `name` from now on."""
+        """From now on, find the tensor `to` under `name`."""
         self._renamed[name] = to
 
 
 def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: TensorSource) -> DecoderSpec:
-    """Settle what tied embeddings mean for this file, as Transformers does.
+    """Decide whether embeddings are tied in this checkpoint, as Transformers does.
 
-    One of the two matrices serves for both, whichever is there. Where both are there and differ, they are not tied.
+    If only one of the two matrices exists, it is used for both. If both exist and differ, they are not tied.
     """
     embed_rule = next(rule.name for rule in family.rules if rule.leaf == _EMBED)
     head, embed = names.find(HEAD), names.find(embed_rule)
@@ -203,14 +203,14 @@ def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: Te
         if same:
             return spec
     logger.warning(
-        "%s ties the embeddings, but %s and %s differ: they are used as two matrices",
+        "%s ties the embeddings, but %s and %s differ: both matrices are used",
         checkpoint.config_name, a.name, b.name,
     )  # fmt: skip
     return dataclasses.replace(spec, tie_embeddings=False)
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays hold the same bytes."""
+    """Return True if two arrays have the same bytes."""
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(a, b, strict=True))
 
 
@@ -219,7 +219,7 @@ def _check_tensor(checkpoint: TensorSource, name: str, shape: tuple[int, ...]) -
     if entry.shape != shape:
         raise ModelLoadError(
             f"{checkpoint.path(name)}: {checkpoint.label(name)} has shape {list(entry.shape)}, "
-            f"{checkpoint.config_name} calls for {list(shape)}: config and weights are of different models"
+            f"{checkpoint.config_name} calls for {list(shape)}: config and weights are from different models"
         )
     if entry.dtype not in _CONVERTIBLE:
         raise ModelLoadError(
@@ -229,7 +229,7 @@ def _check_tensor(checkpoint: TensorSource, name: str, shape: tuple[int, ...]) -
 
 
 def _some(names: list[str]) -> str:
-    """'x is' or 'x, y, z and 7 others are'."""
+    """Return 'tensor x is' or 'tensors x, y, z and 7 others are'."""
     if len(names) == 1:
         return f"tensor {names[0]} is"
     others = f" and {len(names) - 3} others" if len(names) > 3 else ""
@@ -237,7 +237,7 @@ def _some(names: list[str]) -> str:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that begins at a multiple of _ALIGNMENT bytes."""
+    """Allocate an uninitialised array whose address is a multiple of _ALIGNMENT bytes."""
     count = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(count + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT

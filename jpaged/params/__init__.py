@@ -1,1 +1,1 @@
-"""Parameters of a request, and of what an engine adds to sampling. Each class checks its values when it is made."""
+"""Parameter types of requests and of logits processors. Each class checks its values when it is created."""

@@ -1,6 +1,6 @@
-"""Custom logits processors: pure JAX functions that an engine is started with, and requests name.
+"""Custom logits processors: pure JAX functions. The engine starts with them, and requests select them by name.
 
-A processor takes one row's logits and its own parameters as float32 scalars, and gives the row's new logits:
+A processor receives one row's logits and its parameters as float32 scalars, and returns the new logits:
 
     def scale(logits, by):
         return logits * by
@@ -8,8 +8,8 @@ A processor takes one row's logits and its own parameters as float32 scalars, an
     llm = LLM(model, logits_processors={"scale": scale})
     llm.generate(prompt, SamplingParams(logits_processors={"scale": {"by": 0.5}}))
 
-It becomes part of the program that samples, vectorised over the rows, and runs behind `logit_bias` and before the
-penalties. An id at -inf may not be sampled, and is to stay there.
+It is compiled into the `sample` program, vectorised over the rows. It runs after `logit_bias` and before the penalties.
+A logit of -inf marks an id that must not be sampled; the processor must keep it at -inf.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from typing import Any
 
 from jpaged.errors import RequestError
 
-MAX_PROCESSORS = 31  # a bit each, in the request table
+MAX_PROCESSORS = 31  # the request table has one bit for each
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitsProcessor:
-    """One of an engine's processors."""
+    """A logits processor of the engine."""
 
     name: str
     function: Callable[..., Any]  # (float32[vocab], *float32[]) -> float32[vocab]
@@ -35,18 +35,18 @@ class LogitsProcessor:
 
 
 def logits_processors(given: Any) -> tuple[LogitsProcessor, ...]:
-    """The option `logits_processors`, checked: {name: function}. Raises RequestError."""
+    """Check the engine option `logits_processors`, {name: function}. Raises RequestError if it is not valid."""
     if given is None:
         return ()
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
-        raise RequestError("logits_processors", given, "must be a dict from names to functions")
+        raise RequestError("logits_processors", given, "must be a dict of names and functions")
     if len(given) > MAX_PROCESSORS:
         raise RequestError("logits_processors", f"{len(given)} functions", f"at most {MAX_PROCESSORS}")
     return tuple(_processor(name, function) for name, function in given.items())
 
 
 def _processor(name: str, function: Any) -> LogitsProcessor:
-    accepted = f"{name!r} must be a function of a row's logits, and behind them of parameters by name"
+    accepted = f"{name!r} must be a function of a row's logits, followed by named parameters"
     try:
         first, *others = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

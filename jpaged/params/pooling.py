@@ -1,4 +1,4 @@
-"""What a caller of `embed` or `classify` asks for."""
+"""PoolingParams: parameters of `embed` and `classify`. Checked when created, then immutable."""
 
 import dataclasses
 
@@ -9,20 +9,20 @@ TASKS = ("embed", "classify")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """How a prompt's last hidden state is given out. Raises RequestError for a value of no use."""
+    """How a prompt's last hidden state is returned. Raises RequestError for an invalid value."""
 
     dimensions: int | None = None
-    """Keep the first so many numbers of an embedding, before it is normalised: for models that were trained so
-    (Matryoshka, arXiv:2205.13147). None: all."""
+    """Length of the embedding, at least 1: keep its first `dimensions` numbers, before normalisation. For models
+    trained that way (Matryoshka, arXiv:2205.13147). None keeps all."""
 
     normalize: bool = True
     """Scale an embedding to length 1."""
 
     activation: bool = True
-    """Make probabilities of a classifier's scores; False gives the scores themselves."""
+    """Turn a classifier's scores into probabilities; False returns the scores."""
 
     task: str | None = None
-    """embed or classify; `LLM.embed` and `LLM.classify` fill it in. None: what the model is for."""
+    """"embed" or "classify"; `LLM.embed` and `LLM.classify` set it. None: the model's own task."""
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):

@@ -1,4 +1,4 @@
-"""RepetitionDetectionParams: when an answer that goes round in circles ends. Checked when made, frozen afterwards."""
+"""RepetitionDetectionParams: when a repetitive answer ends. Checked when created, then immutable."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,28 +6,28 @@ from typing import Self
 
 from jpaged.errors import RequestError, unknown_field
 
-MAX_PATTERN = 1024  # tokens: each new one is compared with as many before it, 6 us
+MAX_PATTERN = 1024  # tokens; each new token is compared with this many earlier tokens, in 6 us
 
 
 @dataclasses.dataclass(frozen=True)
 class RepetitionDetectionParams:
-    """The answer ends where its last tokens are one pattern, of some length, again and again.
+    """End an answer when its last tokens are one pattern, repeated `min_count` times.
 
     Names and defaults are vLLM's. Raises RequestError that names the field as `repetition_detection.FIELD`.
     """
 
     max_pattern_size: int = 0
-    """Tokens of the longest pattern that is looked for; 0: none is."""
+    """Length of the longest pattern, in tokens, from 0 to 1,024. 0 switches the detection off."""
 
     min_pattern_size: int = 0
-    """Tokens of the shortest one; 0 is 1."""
+    """Length of the shortest pattern, in tokens, from 0 to `max_pattern_size`. 0 means 1."""
 
     min_count: int = 0
-    """Times that the pattern must stand there, at least 2."""
+    """Number of repetitions that ends the answer, at least 2. It must be 0 if `max_pattern_size` is 0."""
 
     @classmethod
     def from_fields(cls, fields: object) -> Self:
-        """From a mapping of its fields, or one of it as it is. Raises RequestError that names an unknown field."""
+        """Create from a mapping of fields; return an instance unchanged. Raises RequestError for an unknown field."""
         if isinstance(fields, cls):
             return fields
         if not isinstance(fields, Mapping):
@@ -42,7 +42,7 @@ class RepetitionDetectionParams:
         self._check("max_pattern_size", 0, MAX_PATTERN)
         self._check("min_pattern_size", 0, self.max_pattern_size)
         if self.max_pattern_size == 0:
-            self._check("min_count", 0, 0, " where max_pattern_size is 0")
+            self._check("min_count", 0, 0, " if max_pattern_size is 0")
             return
         self._check("min_count", 2, None)
         object.__setattr__(self, "min_pattern_size", max(self.min_pattern_size, 1))

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are chosen, and when they end. Checked when made, frozen afterwards."""
+"""SamplingParams: how the tokens of one request are sampled, and when it ends. Checked when created, then immutable."""
 
 import dataclasses
 import difflib
@@ -16,27 +16,27 @@ from jpaged.params.repetition_detection import RepetitionDetectionParams
 from jpaged.params.structured_outputs import StructuredOutputsParams
 
 MAX_N = 64
-GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM: logits divided by less overflow float32
+GREEDY_BELOW = 1e-5  # a lower temperature is greedy, as in vLLM: dividing logits by it overflows float32
 MAX_LOGIT_BIAS = 1024  # entries
-MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # texts, characters of one
+MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # number of strings, characters of one string
 NOT_WITH_BEAMS = (
     "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
     "bad_words", "min_tokens", "logits_processors", "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_STOP_STRINGS = 256
-MAX_STOP_CHARACTERS = 4096  # of all stop strings together: preparing to look for them takes 11 ms and 1.1 MB
+MAX_STOP_CHARACTERS = 4096  # of all stop strings together; their automaton then takes 11 ms to build, and 1.1 MB
 
 
 class RequestOutputKind(enum.Enum):
-    """What a streaming request yields each time: everything so far, only what is new, or only the end."""
+    """Content of each output of a stream: the whole answer so far, the new part, or only the final answer."""
 
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
 
 
-# Fields that are not built yet, each with the values besides its default that mean "off" as well.
+# Fields that are not built yet. The values, like the field's default, mean "off" and are accepted.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_token_ids": (),
     "prompt_logprob_start": (),
@@ -53,146 +53,159 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """How the tokens of one request are sampled.
 
-    Names and defaults are vLLM's. Every field is checked here and stored as a plain Python value; an unknown field, or
-    one that is not built yet and is not at its neutral value, raises `RequestError` naming it. What depends on the
-    model (ids against its vocabulary, `logprobs` against `max_logprobs`) is checked when the request is added.
+    Names and defaults are vLLM's. Every field is checked here and stored as a plain Python value. An unknown field
+    raises `RequestError`, as does a field that is not built yet and is not at its neutral value. Checks that need the
+    model are made when the request is added: ids against its vocabulary, `logprobs` against `max_logprobs`.
     """
 
     n: int = 1
-    """Answers to one prompt. They share its KV and go their own ways from there."""
+    """Number of answers to the prompt, from 1 to 64. They share the prompt's KV."""
 
     best_of: int | None = None
-    """Samples to make, of which the `n` with the highest cumulative log-probability are given. Default: n."""
+    """Number of answers to generate, from `n` to 64. The `n` with the highest cumulative log-probability are returned.
+    None: `n`."""
 
     use_beam_search: bool = False
-    """Search for the most likely answers instead of sampling: `n` of them, the best first. temperature divides the
-    logits (0 leaves them), top_p, top_k and min_p have no part in it. Nothing is streamed before the end."""
+    """Search for the `n` most likely answers instead of sampling, and return the best first. `temperature` divides the
+    logits, and 0 leaves them unchanged. `top_p`, `top_k` and `min_p` have no effect. Nothing is streamed before the
+    end."""
 
     beam_width: int | None = None
-    """Beams of a beam search. Default: best_of, or n."""
+    """Number of beams of a beam search, from 2 to 64 and at least `n`. None: `best_of`, or else `n`."""
 
     length_penalty: float = 1.0
-    """A beam search compares log-probabilities divided by length ** length_penalty: above 0 long answers gain."""
+    """Any finite number. A beam search ranks answers by log-probability / length ** length_penalty. Values above 0
+    favour long answers."""
 
     early_stopping: bool | str = False
-    """When a beam search with `beam_width` finished answers ends: True at once, False when none that runs is better so
-    far, "never" when none can become better."""
+    """When a beam search with `beam_width` finished answers ends. True: at once. False: when no running beam has a
+    better score so far. "never": when no running beam can reach a better score."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token always."""
+    """Divides the logits; from 0. 0 always selects the most likely token (greedy)."""
 
     top_p: float = 1.0
-    """Only the most likely tokens that together have this probability, in (0, 1]."""
+    """Sample from the smallest set of most likely tokens with this total probability, in (0, 1]. 1 keeps all tokens."""
 
     top_k: int = 0
-    """Only so many most likely tokens; 0 and -1 mean all."""
+    """Sample from the `top_k` most likely tokens. 0 and -1 keep all tokens."""
 
     min_p: float = 0.0
-    """Only tokens at least this share as likely as the most likely one, in [0, 1]."""
+    """Sample from tokens with at least `min_p` times the probability of the most likely one, in [0, 1]. 0 keeps all
+    tokens."""
 
     typical_p: float = 1.0
-    """Only the tokens whose surprise is nearest to the expected one and that together have this probability, in (0, 1]
-    (locally typical sampling). After all other filters."""
+    """Locally typical sampling, after all other filters: sample from the tokens whose surprise is nearest to the
+    entropy, up to this total probability, in (0, 1]. 1 keeps all tokens."""
 
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that the answer has, in [-2, 2]."""
+    """Subtracted from the logit of every token that is in the answer, in [-2, 2]. 0 does nothing."""
 
     frequency_penalty: float = 0.0
-    """Taken from the logit of every token as often as the answer has it, in [-2, 2]."""
+    """Subtracted from a token's logit once for each time it is in the answer, in [-2, 2]. 0 does nothing."""
 
     repetition_penalty: float = 1.0
-    """Divides the logit of every token that the prompt or the answer has where it is positive, else multiplies it.
-    Above 0; 1 does nothing."""
+    """For every token in the prompt or the answer, divides a positive logit and multiplies a negative one. Above 0; 1
+    does nothing."""
 
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of token ids, each in [-100, 100]; before the penalties."""
+    """Numbers in [-100, 100] added to the logits of token ids, before the penalties. At most 1,024 ids. None adds
+    nothing."""
 
     allowed_token_ids: Sequence[int] | None = None
-    """Sample only these. Stored as a tuple."""
+    """Sample only these ids, at least one. None allows all. Stored as a tuple."""
 
     bad_words: Sequence[str] | None = None
-    """Texts that the answer must not have: the last token of one is never sampled behind its others."""
+    """Strings that must not be in the answer: the last token of a string is never sampled after its other tokens. At
+    most 1,024 strings of 1 to 256 characters. None forbids nothing."""
 
     logits_processors: dict[str, dict[str, float]] | None = None
-    """Custom processors that the engine was started with (option `logits_processors`), by name, each with its
-    parameters."""
+    """Logits processors to apply, by name, each with its parameters. The engine must have been started with them
+    (option `logits_processors`). None applies none."""
 
     min_tokens: int = 0
-    """Sample no end of the answer (the model's own, `stop_token_ids`) before so many tokens."""
+    """Minimum number of tokens of an answer, from 0 to `max_tokens`. Before that, no end-of-sequence id and no id of
+    `stop_token_ids` is sampled, and no stop string ends the answer."""
 
     seed: int | None = None
-    """Makes the request's draws its own: the same tokens whoever runs beside it. Reduced to 64 bits; -1 is None."""
+    """Seed of the request's random numbers: with a seed, other requests in the batch do not change its tokens. From
+    -2**63 to 2**64 - 1, stored modulo 2**64. None and -1: a random seed."""
 
     max_tokens: int | None = 16
-    """Most tokens to generate; None, and whatever does not fit, means as many as `max_model_len` leaves room for."""
+    """Maximum number of tokens to generate, at least 1. `max_model_len` limits it too. None: no other limit."""
 
     stop_token_ids: Sequence[int] | None = None
-    """Token ids that end the answer, besides the model's own end-of-sequence ids. Stored as a tuple."""
+    """Token ids that end the answer, in addition to the model's end-of-sequence ids. Stored as a tuple."""
 
     stop: str | Sequence[str] | None = None
-    """Texts that end the answer, at most 256 of together 4,096 characters. The one that is complete first does, of
-    several at once the first in the list; the text is cut before it. Needs text (`detokenize`). Stored as a tuple."""
+    """Strings that end the answer: at most 256, with 4,096 characters together. The one that is complete first ends it;
+    if several are, the first in the list. The text is cut before it. Needs `detokenize`. Stored as a tuple."""
 
     include_stop_str_in_output: bool = False
-    """Cut the text after the stop string instead, and keep the text of a stop token (special ones are left out still,
-    unless skip_special_tokens is off)."""
+    """Keep the stop string, and the text of a stop token, in the text. A special stop token has text only if
+    `skip_special_tokens` is False."""
 
     ignore_eos: bool = False
-    """Do not end at the model's own end-of-sequence ids."""
+    """Do not end at the model's end-of-sequence ids."""
 
     skip_reading_prefix_cache: bool | None = None
-    """Compute the whole prompt, whatever of it is in the prefix cache. Default: only with prompt_logprobs."""
+    """Compute the whole prompt, without reading KV from the prefix index. None: True if `prompt_logprobs` is set."""
 
     logprobs: int | None = None
-    """For each generated token, the log-probabilities of so many most likely tokens, and of the token itself."""
+    """For each generated token, return its log-probability and those of the `logprobs` most likely tokens. From 0 to
+    the engine's `max_logprobs`. None returns none."""
 
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first: its log-probability, those of so many most likely ones in
-    its place, and ranks. Always of the model itself: nothing is done to a prompt's logits."""
+    """For each prompt token except the first, return its log-probability and rank, and those of the `prompt_logprobs`
+    most likely tokens. From 0 to the engine's `max_logprobs`. None returns none. They are computed from unchanged
+    logits."""
 
     repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
-    """End an answer that repeats itself, with finish_reason "repetition"; not before min_tokens. Stored as
-    RepetitionDetectionParams."""
+    """End an answer that repeats itself, with finish_reason "repetition", but not before `min_tokens`. None: never.
+    Stored as RepetitionDetectionParams."""
 
     detokenize: bool = True
-    """Turn the tokens into text."""
+    """Turn the tokens into text. False: outputs have no text."""
 
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
     spaces_between_special_tokens: bool = True
-    """False: an added token right after another one stands in the text without a space, where the tokenizer puts spaces
-    between tokens (as BERT's does). Special ones are there only without skip_special_tokens."""
+    """False: write no space between two added tokens in a row. Matters only for tokenizers that put spaces between all
+    tokens (such as BERT's). Special tokens are in the text only if `skip_special_tokens` is False."""
 
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of a stream (`AsyncLLM.generate`) holds: all so far, what is new, or only the last one comes.
-    `LLM` gives the last one, with all, in any case."""
+    """Content of each output of a stream (`AsyncLLM.generate`): see RequestOutputKind. `LLM` always returns the final
+    answer."""
 
     stream_interval: int | None = None
-    """New tokens between two outputs of a stream. The first and the last one come at once. Default: 1."""
+    """Number of new tokens between two outputs of a stream, at least 1. The first and the last token are sent at once.
+    None: 1."""
 
     truncate_prompt_tokens: int | None = None
-    """Keep so many of the prompt's tokens at most; -1: as many as leave room for max_tokens. Of a text the special
-    tokens that the tokenizer puts around it are among them, and stay."""
+    """Keep at most this many tokens of the prompt, at least 1. -1: as many as leave room for `max_tokens`. None: all.
+    Special tokens that the tokenizer adds around a text are counted, and are kept."""
 
     truncation_side: str | None = None
-    """Which end of a prompt that is truncated goes: "left" (the default, the last tokens are kept) or "right"."""
+    """End of the prompt to remove, with `truncate_prompt_tokens`: "left" keeps the last tokens, "right" the first.
+    None: "left"."""
 
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
-    """What the text must match: a JSON schema, a regular expression, a grammar. Stored as StructuredOutputsParams."""
+    """Format that the text must match, such as a JSON schema, a regular expression or a grammar. None: any text. Stored
+    as StructuredOutputsParams."""
 
     reasoning_tags: ReasoningTags | Sequence[str] | None = None
-    """The tags (start, end) between which the model may think before it answers, for the two fields that have to know:
-    `structured_outputs` begins behind the end tag, `thinking_token_budget` counts up to it. `LLM.chat` and the server
-    know them by their reasoning_parser. Stored as ReasoningTags."""
+    """The tags (start, end) around the model's reasoning. `structured_outputs` applies after the end tag, and
+    `thinking_token_budget` counts the tokens before it. `LLM.chat` and the server set the tags from `reasoning_parser`.
+    None: the model has no reasoning. Stored as ReasoningTags."""
 
     thinking_token_budget: int | None = None
-    """Most tokens of reasoning: when the answer has so many and goes on, the end tag is what comes next. Needs
-    reasoning_tags."""
+    """Maximum number of reasoning tokens, from 0. Then the end tag is forced. None: no limit. Needs
+    `reasoning_tags`."""
 
-    # Known by name, not built yet: only the default, or what means the same (NOT_BUILT), is accepted.
+    # Not built yet: only the default, or an equivalent value (NOT_BUILT), is accepted.
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
@@ -205,13 +218,13 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Refuse unknown fields by name, before the generated `__init__` would with a TypeError."""
+        """Raise RequestError for an unknown field. The generated `__init__` would raise a TypeError."""
         for name in fields:
             if name not in cls.__dataclass_fields__:
                 close = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else "see the fields of jpaged.SamplingParams"
                 if name.startswith("guided_") or name == "response_format":
-                    hint = "what the answer must match is told as structured_outputs"
+                    hint = "set the format of the answer with structured_outputs"
                 raise RequestError(name, fields[name], f"unknown sampling parameter; {hint}")
         return super().__new__(cls)
 
@@ -238,7 +251,7 @@ class SamplingParams:
             seed = integer("seed", low=-(2**63), high=2**64 - 1, accepted="an integer in [-2**63, 2**64), or None")
             object.__setattr__(self, "seed", None if seed == -1 else seed % 2**64)
         if self.max_tokens is not None:
-            integer("max_tokens", low=1, accepted="an integer from 1, or None for as many as fit")
+            integer("max_tokens", low=1, accepted="an integer from 1, or None for no limit but max_model_len")
         most = self.max_tokens
         integer("min_tokens", low=0, high=most, accepted=f"an integer from 0 to max_tokens ({most})")
         self._check_ids()
@@ -265,49 +278,51 @@ class SamplingParams:
             structured = StructuredOutputsParams.from_fields(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", structured)
             if self.use_beam_search:
-                accepted = "goes with sampling only: leave use_beam_search out"
+                accepted = "does not work with use_beam_search: leave one of them out"
                 raise RequestError("structured_outputs", structured, accepted)
         for name, also_off in NOT_BUILT.items():
             value, default = getattr(self, name), self.__dataclass_fields__[name].default
             if value is not default and not any(_same(value, off) for off in (default, *also_off)):
-                raise RequestError(name, value, f"not supported yet: leave it out, or {default!r}")
+                raise RequestError(name, value, f"not supported yet: leave it out, or set it to {default!r}")
             object.__setattr__(self, name, default)
 
-    # cached: asked for at every token
+    # Cached, because these are read for every token.
     @functools.cached_property
     def num_sequences(self) -> int:
-        """Answers that are made, of which `n` are given."""
+        """Number of answers to generate; `n` of them are returned."""
         return (self.beam_width or self.best_of or self.n) if self.use_beam_search else (self.best_of or self.n)
 
     @functools.cached_property
     def chooses(self) -> bool:
-        """Whether it is known at the end only which answers are given."""
+        """True if the answers to return are chosen only after all have ended (`best_of`, beam search)."""
         return self.use_beam_search or self.num_sequences > self.n
 
     @functools.cached_property
     def needs_logprobs(self) -> bool:
-        """Whether log-probabilities of the sampled tokens are needed, asked for or not."""
+        """True if log-probabilities of the sampled tokens are needed: to return them, or to rank answers."""
         return self.logprobs is not None or self.chooses
 
     @property
     def skips_prefix_cache(self) -> bool:
-        """Whether the whole prompt is computed, whatever of it there is already."""
+        """True if the whole prompt is computed, without reading KV from the prefix index."""
         skips = self.skip_reading_prefix_cache
         return self.prompt_logprobs is not None if skips is None else skips
 
     def clone(self) -> Self:
-        """Itself: it is frozen, so nobody changes it. `dataclasses.replace(params, top_p=0.9)` gives a changed one."""
+        """Return the same object: it is immutable. For a changed copy, use `dataclasses.replace(params, top_p=0.9)`."""
         return self
 
     @property
     def has_penalties(self) -> bool:
-        """Whether it matters which tokens there have been."""
+        """True if the logits depend on earlier tokens, through a penalty."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def samples_forced_tokens(self) -> bool:
-        """Whether a token must be sampled even where a grammar allows one only: something is told of it, counts it, or
-        may forbid it."""
+        """True if forced tokens must be sampled too.
+
+        Another parameter then returns their log-probabilities, counts them, or may forbid them.
+        """
         others = (
             self.needs_logprobs, self.has_penalties, self.bad_words, self.allowed_token_ids, self.min_tokens,
             self.logits_processors,
@@ -316,7 +331,7 @@ class SamplingParams:
 
     @property
     def needs_extras(self) -> bool:
-        """Whether sampling needs more than numbers: what there has been, or what may be."""
+        """True if sampling needs state that has no column in the request table (see `SamplingExtras`)."""
         others = (
             self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens, self.logits_processors,
             self.structured_outputs,
@@ -325,11 +340,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always selected."""
         return self.temperature < GREEDY_BELOW
 
     def _check_ids(self) -> None:
-        """logit_bias, allowed_token_ids and bad_words, as far as no model is needed to."""
+        """Check `logit_bias`, `allowed_token_ids` and `bad_words`, except for the size of the vocabulary."""
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError("logit_bias", self.logit_bias, "must be a dict from token ids to numbers")
@@ -348,12 +363,12 @@ class SamplingParams:
                 raise RequestError("allowed_token_ids", [], "must not be empty: leave it out to allow all")
         if self.bad_words is not None:
             if isinstance(self.bad_words, str) or not isinstance(self.bad_words, Sequence):
-                raise RequestError("bad_words", self.bad_words, "must be a list of texts")
+                raise RequestError("bad_words", self.bad_words, "must be a list of strings")
             if len(self.bad_words) > MAX_BAD_WORDS:
-                raise RequestError("bad_words", f"{len(self.bad_words):,} texts", f"at most {MAX_BAD_WORDS:,}")
+                raise RequestError("bad_words", f"{len(self.bad_words):,} strings", f"at most {MAX_BAD_WORDS:,}")
             for word in self.bad_words:
                 if not isinstance(word, str) or not word or len(word) > MAX_BAD_WORD:
-                    raise RequestError("bad_words", word, f"must be texts of 1 to {MAX_BAD_WORD} characters")
+                    raise RequestError("bad_words", word, f"must be strings of 1 to {MAX_BAD_WORD} characters")
             object.__setattr__(self, "bad_words", tuple(self.bad_words) or None)
 
     def _check_processors(self) -> None:
@@ -383,25 +398,26 @@ class SamplingParams:
             if self.num_sequences == 1:
                 raise RequestError("beam_width", self.beam_width, "a beam search needs more than one beam: at least 2")
             if self.beam_width is not None and self.best_of not in (None, self.beam_width):
-                raise RequestError("best_of", self.best_of, f"of a beam search it is beam_width ({self.beam_width})")
+                accepted = f"must be None or equal to beam_width ({self.beam_width}) in a beam search"
+                raise RequestError("best_of", self.best_of, accepted)
             for name in NOT_WITH_BEAMS:
                 if getattr(self, name) != self.__dataclass_fields__[name].default:
-                    raise RequestError(name, getattr(self, name), "does not go with use_beam_search: leave it out")
+                    raise RequestError(name, getattr(self, name), "does not work with use_beam_search: leave it out")
             return
         for name in ("beam_width", "length_penalty", "early_stopping"):
             if getattr(self, name) != self.__dataclass_fields__[name].default:
-                raise RequestError(name, getattr(self, name), "goes with use_beam_search=True: leave it out")
+                raise RequestError(name, getattr(self, name), "needs use_beam_search=True: leave it out")
 
     def _check_stop(self) -> None:
         stop = self.stop
         if stop is not None and not isinstance(stop, (str, list, tuple)):
-            raise RequestError("stop", stop, "must be a text, or a list of texts")
+            raise RequestError("stop", stop, "must be a string, or a list of strings")
         strings = [stop] if isinstance(stop, str) else list(stop or ())
         if len(strings) > MAX_STOP_STRINGS:
             raise RequestError("stop", strings, f"{len(strings):,} strings, at most {MAX_STOP_STRINGS}")
         for string in strings:
             if not isinstance(string, str):
-                raise RequestError("stop", string, "must be a text, or a list of texts")
+                raise RequestError("stop", string, "must be a string, or a list of strings")
             if not string:
                 raise RequestError("stop", stop, "an empty text would end every answer at once: leave it out")
         characters = sum(map(len, strings))
@@ -409,9 +425,9 @@ class SamplingParams:
             accepted = f"{characters:,} characters, all stop strings together have at most {MAX_STOP_CHARACTERS:,}"
             raise RequestError("stop", stop, accepted)
         if strings and not self.detokenize:
-            raise RequestError("stop", stop, "is looked for in the text: leave it out, or detokenize on")
+            raise RequestError("stop", stop, "needs text: leave it out, or set detokenize=True")
         if strings and self.use_beam_search:
-            raise RequestError("stop", stop, "has no part in a beam search: leave it out, or use stop_token_ids")
+            raise RequestError("stop", stop, "does not work with use_beam_search: leave it out, or use stop_token_ids")
         object.__setattr__(self, "stop", tuple(strings))
 
     def _check_streaming(self) -> None:
@@ -424,7 +440,7 @@ class SamplingParams:
         tags = self.reasoning_tags
         if tags is not None and not isinstance(tags, ReasoningTags):
             if isinstance(tags, str) or not isinstance(tags, Sequence) or len(tags) != 2:
-                raise RequestError("reasoning_tags", tags, "must be two texts: where reasoning starts and ends")
+                raise RequestError("reasoning_tags", tags, "must be two strings: the start tag and the end tag")
             object.__setattr__(self, "reasoning_tags", ReasoningTags(tags[0], tags[1]))
         if self.thinking_token_budget is not None:
             self._integer("thinking_token_budget", low=0, accepted="an integer from 0, or None for no limit")
@@ -435,7 +451,7 @@ class SamplingParams:
             raise RequestError("truncation_side", side, "must be 'left', 'right' or None")
         if self.truncate_prompt_tokens is None:
             if side is not None:
-                raise RequestError("truncation_side", side, "goes with truncate_prompt_tokens: leave it out")
+                raise RequestError("truncation_side", side, "needs truncate_prompt_tokens: leave it out")
             return
         accepted = "an integer from 1, -1 for as many as leave room for max_tokens, or None"
         if self._integer("truncate_prompt_tokens", low=-1, accepted=accepted) == 0:
@@ -480,7 +496,7 @@ def _is_number(value: object) -> bool:
 
 
 def _same(value: object, off: object) -> bool:
-    """Whether a value is this neutral one; 0 is 0.0, but True is not 1."""
+    """True if a value equals a neutral value. 0 equals 0.0, but True does not equal 1."""
     if isinstance(off, (bool, np.bool_)) or isinstance(value, (bool, np.bool_)):
         return isinstance(value, (bool, np.bool_)) and isinstance(off, bool) and bool(value) is off
     if _is_number(off):

@@ -1,7 +1,7 @@
-"""StructuredOutputsParams: what the text of an answer must look like. Checked when made, frozen afterwards.
+"""StructuredOutputsParams: a format that the text of an answer must match. Checked when created, then immutable.
 
-Only what can be told without an engine is checked here. The engine's limits (size, depth, ...) and what a grammar
-may contain are `jpaged.engine.grammar`'s business.
+Only checks that need no engine are made here. `jpaged.engine.grammar` checks the content of a grammar, and the engine's
+limits on size and depth.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ from typing import Any, Self
 from jpaged.errors import RequestError, unknown_field
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_WITH_JSON = ("json", "json_object", "structural_tag")  # kinds that have white space between the tokens of JSON
+_WITH_JSON = ("json", "json_object", "structural_tag")  # kinds with white space between tokens of JSON
 
-# Blanks of JSON, escapes of them, classes of those, groups, alternatives and repetitions: whatever such a pattern
-# matches, JSON stays JSON.
+# White space of JSON, as characters, escapes or classes, with groups, alternatives and repetitions. JSON allows all
+# text that such a pattern matches between any two tokens.
 _BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|0[9aAdD]))"
 _WHITESPACE = re.compile(rf"(?:{_BLANK}|\[{_BLANK}+\]|\(\?:|[()|?*+]|\{{\d*,?\d*\}})*")
 
-# Keywords of JSON schemas, draft 4 to 2020-12, that restrict and are not enforced.
+# Keywords of JSON Schema, draft 4 to 2020-12, that restrict the answer and cannot be enforced.
 REFUSED_KEYWORDS = frozenset(
     {
         "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
@@ -32,44 +32,44 @@ REFUSED_KEYWORDS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What the text of one answer must match: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and
-    `structural_tag`.
+    """The format of one answer: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`.
 
     Names are vLLM's. Raises RequestError that names the field as `structured_outputs.FIELD`.
     """
 
     json: str | Mapping[str, Any] | None = None
-    """A JSON schema, as a mapping or as text. Stored as text."""
+    """A JSON schema that the answer follows, as a mapping or as text. Stored as text."""
 
     regex: str | None = None
     """A regular expression that the whole answer matches."""
 
     choice: tuple[str, ...] | list[str] | None = None
-    """The answer is one of these texts. Stored as a tuple."""
+    """The answer is one of these strings, at least one. Stored as a tuple."""
 
     grammar: str | None = None
-    """A context-free grammar: Lark (it has a rule `start:`) or GBNF (it has a rule `root ::=`)."""
+    """A context-free grammar: Lark (with a rule `start:`) or GBNF (with a rule `root ::=`)."""
 
     json_object: bool | None = None
-    """The answer is any JSON object."""
+    """True: the answer is any JSON object."""
 
     disable_any_whitespace: bool = False
-    """No white space between the tokens of JSON. By default one blank, or one line break with its indentation."""
+    """Allow no white space between the tokens of JSON. By default one blank, or one line break with indentation, is
+    allowed."""
 
     disable_additional_properties: bool = False
-    """Objects of the schema that do not speak of additionalProperties have none."""
+    """Treat `additionalProperties` as false in every object of the schema that does not set it."""
 
     whitespace_pattern: str | None = None
-    """What may stand between the tokens of JSON: a regular expression of blanks, instead of the bounded default."""
+    """White space allowed between the tokens of JSON: a regular expression of white space, in place of the default."""
 
     structural_tag: str | Mapping[str, Any] | None = None
-    """Free text in which each trigger begins a tag whose content follows a JSON schema:
+    """Free text with tags: each trigger starts a tag, and the content of the tag follows a JSON schema.
     {"type": "structural_tag", "triggers": [text, ...], "structures": [{"begin": text, "schema": {...}, "end": text}]},
     as a mapping or as text. Stored as text."""
 
     @classmethod
     def from_fields(cls, fields: object) -> Self:
-        """From a mapping of its fields, or one of it as it is. Raises RequestError that names an unknown field."""
+        """Create from a mapping of fields; return an instance unchanged. Raises RequestError for an unknown field."""
         if isinstance(fields, cls):
             return fields
         if not isinstance(fields, Mapping):
@@ -97,12 +97,12 @@ class StructuredOutputsParams:
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             kinds = ", ".join(KINDS)
-            raise RequestError("structured_outputs", given, f"give exactly one of {kinds}")
+            raise RequestError("structured_outputs", given, f"set exactly one of {kinds}")
         self._check_options()
 
     @property
     def kind(self) -> str:
-        """Which of the six kinds it is."""
+        """Name of the field that is set, one of KINDS."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
     def _document(self, name: str) -> None:
@@ -116,21 +116,22 @@ class StructuredOutputsParams:
                 raise _error(name, type(value).__name__, f"cannot be written as JSON: {error}") from None
             except RecursionError:
                 raise _error(name, type(value).__name__, "is nested too deep") from None
-        object.__setattr__(self, name, _text(name, value, "a JSON schema" if name == "json" else "a structural tag"))
+        kind = "a JSON schema" if name == "json" else "a structural tag"
+        object.__setattr__(self, name, _text(name, value, f"{kind}, as a mapping or as a string"))
 
     def _choices(self) -> None:
         if self.choice is None:
             return
         if not isinstance(self.choice, (list, tuple)) or not self.choice:
-            raise _error("choice", self.choice, "must be a list of at least one text")
+            raise _error("choice", self.choice, "must be a list of at least one string")
         object.__setattr__(self, "choice", tuple(_text("choice", text) for text in self.choice))
 
     def _check_options(self) -> None:
         for name in ("disable_any_whitespace", "whitespace_pattern"):
             if getattr(self, name) and self.kind not in _WITH_JSON:
-                raise _error(name, getattr(self, name), f"goes with {', '.join(_WITH_JSON)}: leave it out")
+                raise _error(name, getattr(self, name), f"works only with {', '.join(_WITH_JSON)}: leave it out")
         if self.disable_additional_properties and self.kind not in ("json", "structural_tag"):
-            raise _error("disable_additional_properties", True, "goes with json, structural_tag: leave it out")
+            raise _error("disable_additional_properties", True, "works only with json, structural_tag: leave it out")
         if self.whitespace_pattern is None:
             return
         if self.disable_any_whitespace:
@@ -145,13 +146,13 @@ class StructuredOutputsParams:
             raise _error("whitespace_pattern", self.whitespace_pattern, accepted)
 
 
-def _text(name: str, value: object, what: str = "a text") -> str:
+def _text(name: str, value: object, expected: str = "a string") -> str:
     if not isinstance(value, str):
-        raise _error(name, value, f"must be {what}" + (", as a mapping or as text" if what != "a text" else ""))
+        raise _error(name, value, f"must be {expected}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _error(name, value, "has half of a surrogate pair, which no UTF-8 text can hold") from None
+        raise _error(name, value, "has half of a surrogate pair, which is not valid in UTF-8") from None
     return value
 
 

@@ -1,1 +1,1 @@
-"""The device side: the step, its state, its programs. Everything here touches jax."""
+"""The device side: the step, its state and its programs. Everything in here uses jax."""

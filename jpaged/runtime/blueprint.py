@@ -1,10 +1,16 @@
-"""What an engine's programs are made from, before anything is on a device: shapes, options, and the kind of device.
+"""Start-up as a chain: blueprint -> fitted build -> runner (`runner.ModelRunner`).
 
-A start and `jpaged plan` both draw one, so that the plan compiles the program that the engine will run, and sizes its
-pool with the same arithmetic.
+1. `Blueprint.draw` decides sizes, shapes and the attention implementation from model, options and device. It knows
+   nothing of memory.
+2. `Blueprint.fit` sizes the KV pool and returns a `FittedBuild`, which knows every array's shape and compiles programs.
+3. The runner is made from the fitted build and the weights.
+
+`jpaged plan` uses the same chain up to the fitted build. So the plan compiles the program that the engine runs.
 """
 
 import dataclasses
+import logging
+import pathlib
 from typing import Any
 
 import jax
@@ -12,158 +18,252 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.runtime import memory
+from jpaged.runtime.block_moves import host_slots
 from jpaged.runtime.estimate import estimate_temporaries
-from jpaged.runtime.heads import HeadShape, compile_head
 from jpaged.runtime.jax_settings import pinned
-from jpaged.runtime.programs import Shape, bucket_shapes, temp_bytes
+from jpaged.runtime.output_programs import PoolShape, SampleShape, compile_output
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.programs import ProgramTable, Shape, bucket_shapes, temp_bytes
 from jpaged.runtime.sampler import SamplerOptions
-from jpaged.runtime.state import StateSizes, state_shapes
-from jpaged.runtime.step import ForwardShape, compile_forward
-from pallas_kernels import KVPages
+from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
+from jpaged.runtime.step import ForwardShape, compile_forward, upload_row
+from pallas_kernels import KernelCheckError, KVPages, self_check
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A model as an engine runs it, without the values of its weights."""
+
+    spec: DecoderSpec
+    params: Params  # arrays or ShapeDtypeStructs
+    layout: WeightLayout = WeightLayout()
+    masked: bool = False  # a mask of the tokenizer's token ids limits what is sampled
+    processors: tuple[LogitsProcessor, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """Shapes and decisions that all programs of an engine share. Make it with `draw`."""
+    """Sizes and shapes of an engine, before memory is known. Make it with `draw`."""
 
-    spec: DecoderSpec
+    model: ServedModel  # its params are ShapeDtypeStructs
     config: EngineConfig
-    params: Any          # the parameter tree as ShapeDtypeStructs
-    allowed: Any         # bool[vocab_size] as a ShapeDtypeStruct, or None
-    layout: WeightLayout
-    device: Any          # a jax Device, or what stands for one (`targets.Target`)
-    sharding: Any        # where the arrays will lie; None: nothing is compiled
-    limits: memory.Limits  # as asked for: the pool may shrink them
-    implementation: str  # of attention
-    processors: tuple[LogitsProcessor, ...] = ()
+    placement: Placement
+    limits: memory.Limits  # `fit` may lower max_model_len
+    implementation: str    # of attention
 
     @classmethod
-    def draw(
-        cls,
-        spec: DecoderSpec,
-        config: EngineConfig,
-        params: Any,
-        device: Any,
-        *,
-        sharding: Any = None,
-        layout: WeightLayout = WeightLayout(),
-        masked: bool = False,
-        processors: tuple[LogitsProcessor, ...] = (),
-    ) -> "Blueprint":
-        """Decide what the options leave open.
+    def draw(cls, model: ServedModel, config: EngineConfig, placement: Placement) -> "Blueprint":
+        """Decide the options that are None.
 
-        params: arrays or ShapeDtypeStructs. masked: not all ids may be sampled.
-        Raises ModelLoadError where an option does not fit the model or the device.
+        Raises ModelLoadError for an option that does not fit the model or the device.
         """
-        limits = memory.decide_limits(spec, config, device.platform)
-        limits = dataclasses.replace(limits, custom=sum(len(each.parameters) for each in processors))
-        dtype = params["embed"].dtype
-        mask = jax.ShapeDtypeStruct((spec.vocab_size,), np.dtype(bool), sharding=sharding) if masked else None
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params)
-        implementation = _implementation(spec, config, limits, dtype, device)
-        return cls(spec, config, abstract, mask, layout, device, sharding, limits, implementation, processors)
+        limits = memory.decide_limits(model.spec, config, placement.platform)
+        custom = sum(len(processor.parameters) for processor in model.processors)
+        limits = dataclasses.replace(limits, custom=custom)
+        implementation = _implementation(model, config, limits, placement)
+        model = dataclasses.replace(model, params=placement.shapes_of(model.params))
+        return cls(model, config, placement, limits, implementation)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the weights and the KV pages."""
-        return self.params["embed"].dtype
+        """Dtype of the weights and the KV pages."""
+        return _dtype(self.model)
 
     @property
     def num_logprobs(self) -> int:
-        """Most log-probabilities a token that the programs give."""
-        return min(self.config.max_logprobs, self.spec.vocab_size)
+        """Most log-probabilities that the programs return for a token."""
+        return min(self.config.max_logprobs, self.model.spec.vocab_size)
 
     @property
     def sampler_options(self) -> SamplerOptions:
-        """What all heads have in common."""
-        return SamplerOptions(
-            self.num_logprobs, self.config.logprobs_mode, self.processors, can_skip=self.device.platform != "gpu"
-        )
+        """Options of every `sample` and `score` program."""
+        can_skip = self.placement.platform != "gpu"
+        return SamplerOptions(self.num_logprobs, self.config.logprobs_mode, self.model.processors, can_skip=can_skip)
 
-    def shapes(self, limits: memory.Limits) -> list[Shape]:
-        """The program table."""
+    @property
+    def mask_shape(self) -> jax.ShapeDtypeStruct | None:
+        """Mask of the tokenizer's token ids, bool[vocab]; None = every id may be sampled."""
+        return self.placement.shape((self.model.spec.vocab_size,), np.bool_) if self.model.masked else None
+
+    @property
+    def program_shapes(self) -> list[Shape]:
+        """Shapes of the program table."""
+        limits, config = self.limits, self.config
         return bucket_shapes(
             max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
-            block_size=limits.block_size, num_groups=len(limits.groups.windows),
-            smallest=limits.smallest_bucket,
-            row_buckets=self.config.row_buckets, token_buckets=self.config.token_buckets, pools=self.spec.pools,
+            block_size=limits.block_size, num_kv_groups=len(limits.kv_groups.windows), smallest=limits.smallest_bucket,
+            row_buckets=config.row_buckets, token_buckets=config.token_buckets, pools=self.model.spec.pools,
         )  # fmt: skip
 
     @property
-    def largest_shapes(self) -> tuple[ForwardShape, HeadShape]:
-        """The programs whose temporaries are the largest: most tokens; most rows, and all that a sampler can do."""
-        shapes = self.shapes(self.limits)
-        forward = max((s for s in shapes if isinstance(s, ForwardShape)), key=lambda s: (s.tokens, not s.is_decode))
-        return forward, max((s for s in shapes if isinstance(s, HeadShape)), key=lambda s: (s.rows, s.variant or 0))
+    def largest_shapes(self) -> tuple[ForwardShape, SampleShape | PoolShape]:
+        """The programs with the largest temporaries: most tokens, and most rows with the most complete sampler."""
+        shapes = self.program_shapes
+        forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
+        samplers = [shape for shape in shapes if isinstance(shape, SampleShape)]
+        poolers = [shape for shape in shapes if isinstance(shape, PoolShape)]
+        forward = max(forwards, key=lambda shape: (shape.tokens, not shape.is_decode))
+        if poolers:
+            return forward, max(poolers, key=lambda shape: shape.rows)
+        return forward, max(samplers, key=lambda shape: (shape.rows, shape.variant))
 
-    def sizes(self, limits: memory.Limits, num_blocks: int) -> StateSizes:
-        """Of the device state."""
-        return StateSizes(
-            num_blocks, limits.block_size, limits.max_num_seqs, limits.width, limits.state_tokens, limits.custom
-        )
+    def fit(self, *, temp_bytes: int = 0, free_bytes: int | None = None) -> "FittedBuild":
+        """Size the KV pool: see `memory.fit` for arguments and errors."""
+        plan = memory.fit(
+            self.model.spec, self.config, self.limits, dtype=self.dtype,
+            weight_bytes=memory.tree_bytes(self.model.params), platform=self.placement.platform,
+            temp_bytes=temp_bytes, free_bytes=free_bytes,
+        )  # fmt: skip
+        return FittedBuild(self, plan)
 
-    def state(self, limits: memory.Limits, num_blocks: int) -> Any:
-        """The device state as ShapeDtypeStructs."""
-        sizes = self.sizes(limits, num_blocks)
-        return state_shapes(self.spec, limits.groups, sizes, dtype=self.dtype, sharding=self.sharding)
+    def fit_device(self, device: jax.Device, cache_folder: pathlib.Path | None) -> "FittedBuild":
+        """Size the KV pool by the free memory of a device that holds the weights already.
 
-    def compile(self, shape: Shape, limits: memory.Limits, num_blocks: int) -> Any:
-        """Compile one program: see `compile_forward` and `compile_head`."""
-        state = self.state(limits, num_blocks)
-        with pinned():  # here, too: settings are a thread's, and programs compile in several
-            if isinstance(shape, HeadShape):
-                return compile_head(
-                    self.params, self.allowed, state, spec=self.spec, layout=self.layout, shape=shape,
-                    options=self.sampler_options, sharding=self.sharding,
+        On an accelerator this compiles the programs with the largest temporaries. The pool keeps the size of an earlier
+        start if that still fits (`memory.remembered_blocks`).
+        """
+        free = memory.free_device_bytes(device, self.config)
+        if free is None:
+            return self.fit()
+        build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
+        key = f"{device.device_kind} {self.model.spec} {self.config} {jax.__version__}"
+        blocks = memory.remembered_blocks(cache_folder, key, build.memory_plan.num_blocks)
+        return build.with_blocks(max(blocks, build.limits.blocks_per_request))
+
+    def check_memory(self, device: jax.Device) -> None:
+        """Raise ModelLoadError if the device's free memory cannot serve the model. The weights are not on it yet."""
+        host_slots(self.config.swap_space, self.block_bytes)
+        free = memory.free_device_bytes(device, self.config)
+        weights = memory.tree_bytes(self.model.params)
+        self.fit(free_bytes=None if free is None else max(0, free - weights))
+
+    def check_attention(self, device: jax.Device) -> None:
+        """Compare attention with its reference. Raises ModelLoadError if the kernels are wrong on this device."""
+        spec, largest = self.model.spec, 0.0
+        for window in dict.fromkeys(spec.windows):
+            try:
+                errors = self_check(
+                    q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+                    block_size=self.limits.block_size, dtype=self.dtype, sliding_window=window,
+                    logit_softcap=spec.attention_softcap, with_sinks=spec.sinks, with_alibi=spec.alibi is not None,
+                    implementation=self.implementation, device=device,
                 )  # fmt: skip
-            return compile_forward(
-                self.params, state, spec=self.spec, groups=limits.groups, layout=self.layout, shape=shape,
-                implementation=self.implementation, sharding=self.sharding,
-            )  # fmt: skip
+            except KernelCheckError as error:
+                raise ModelLoadError(f"{error}: attention_implementation='xla'") from error
+            largest = max(largest, *errors.values())
+        logger.info("attention %r agrees with its reference: largest difference %.2g", self.implementation, largest)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block."""
+        return memory.block_bytes(self.model.spec, self.limits, self.dtype, self.placement.platform)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the device state without the pages."""
+        return memory.table_bytes(self.model.spec, self.limits, self.dtype)
+
+    def with_blocks(self, num_blocks: int) -> "FittedBuild":
+        """A build with a pool of `num_blocks` blocks, whether or not they fit into memory."""
+        weights = memory.tree_bytes(self.model.params)
+        plan = memory.MemoryPlan(self.limits, num_blocks, self.block_bytes, weights, 0, self.table_bytes)
+        return FittedBuild(self, plan)
 
     def largest_temporaries(self, free_bytes: int | None) -> tuple[Shape, int]:
-        """The program with the most temporaries, and their bytes: compiled over a pool about as large as it will be.
+        """The program with the most temporaries, and their bytes: compiled with a pool of about the final size.
 
-        They do depend on the pool: for Llama 3.1 8B XLA kept a copy of the logits less over 2,048 blocks than over
-        8,192 (427 and 559 MB on an H200, deviceless). free_bytes: see `fit`.
+        The temporaries depend on the pool. For Llama 3.1 8B on an H200 (deviceless), XLA kept one copy of the logits
+        less over 2,048 blocks than over 8,192: 427 and 559 MB. free_bytes: see `memory.fit`.
         """
-        table = memory.table_bytes(self.spec, self.limits, self.dtype)
-        each = memory.block_bytes(self.spec, self.limits, self.dtype, self.device.platform)
         if free_bytes is not None:
-            free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - table)
-        blocks = max(1, memory.round_down(memory.pool_bytes(self.config, self.limits, each, free_bytes) // each))
-        sizes = [(shape, temp_bytes(self.compile(shape, self.limits, blocks))) for shape in self.largest_shapes]
+            free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - self.table_bytes)
+        pool = memory.pool_bytes(self.config, self.limits, self.block_bytes, free_bytes)
+        build = self.with_blocks(max(1, memory.round_down(pool // self.block_bytes)))
+        sizes = [(shape, temp_bytes(build.compile(shape))) for shape in self.largest_shapes]
         return max(sizes, key=lambda size: size[1])
 
-    def fit(self, *, temp_bytes: int = 0, free_bytes: int | None = None) -> memory.MemoryPlan:
-        """The memory plan: see `memory.fit`."""
-        return memory.fit(
-            self.spec, self.config, self.limits, dtype=self.dtype, weight_bytes=memory.tree_bytes(self.params),
-            platform=self.device.platform, temp_bytes=temp_bytes, free_bytes=free_bytes,
-        )  # fmt: skip
+
+@dataclasses.dataclass(frozen=True)
+class FittedBuild:
+    """A blueprint with a memory plan: the shape of every array is known. Make it with `Blueprint.fit`."""
+
+    blueprint: Blueprint
+    memory_plan: memory.MemoryPlan
+
+    @property
+    def limits(self) -> memory.Limits:
+        """Sizes of the engine, as they fit."""
+        return self.memory_plan.limits
+
+    def with_blocks(self, num_blocks: int) -> "FittedBuild":
+        """The same build with another size of the pool."""
+        return dataclasses.replace(self, memory_plan=dataclasses.replace(self.memory_plan, num_blocks=num_blocks))
+
+    def state_shapes(self) -> DeviceState:
+        """The device state as ShapeDtypeStructs."""
+        blueprint, sizes = self.blueprint, self.limits.state_sizes(self.memory_plan.num_blocks)
+        return state_shapes(
+            blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype, placement=blueprint.placement
+        )
+
+    def create_state(self) -> DeviceState:
+        """Allocate the device state."""
+        blueprint, sizes = self.blueprint, self.limits.state_sizes(self.memory_plan.num_blocks)
+        return create_state(
+            blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype, placement=blueprint.placement
+        )
+
+    def compile(self, shape: Shape) -> jax.stages.Compiled:
+        """Compile one program of the table: see `compile_forward` and `compile_output`."""
+        blueprint, model, state = self.blueprint, self.blueprint.model, self.state_shapes()
+        with pinned():  # settings belong to a thread, and programs compile in several
+            if isinstance(shape, ForwardShape):
+                return compile_forward(
+                    model.params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
+                    implementation=blueprint.implementation, placement=blueprint.placement,
+                )  # fmt: skip
+            return compile_output(
+                model.params, blueprint.mask_shape, state, shape, spec=model.spec, layout=model.layout,
+                options=blueprint.sampler_options, placement=blueprint.placement,
+            )  # fmt: skip
+
+    def compile_table(self, *, progress: bool) -> ProgramTable:
+        """Compile the program table. progress: show a bar."""
+        return ProgramTable.compile(self.blueprint.program_shapes, self.compile, progress=progress)
+
+    def compile_upload_row(self) -> jax.stages.Compiled:
+        """Compile `upload_row`."""
+        state = self.state_shapes()
+        row = self.blueprint.placement.shape((1 + state.blocks.shape[1],), np.int32)
+        return jax.jit(upload_row, donate_argnums=0, out_shardings=formats(state)).lower(state, row).compile()
 
 
-def _implementation(
-    spec: DecoderSpec, config: EngineConfig, limits: memory.Limits, dtype: Any, device: Any
-) -> str:
-    """The attention implementation that the options ask for, or the one for the platform and the model's shape."""
-    q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), np.dtype(dtype))
+def _dtype(model: ServedModel) -> np.dtype:
+    return model.params["embed"].dtype
+
+
+def _implementation(model: ServedModel, config: EngineConfig, limits: memory.Limits, placement: Placement) -> str:
+    """The attention implementation that the options name, or the default of the platform and the model's shape."""
+    spec, dtype, device = model.spec, _dtype(model), placement.device
+    q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), dtype)
     pages = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
     tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.width), np.dtype(np.int32))
-    call = (q, pages, tables, limits.max_num_batched_tokens)
+    call: tuple[Any, ...] = (q, pages, tables, limits.max_num_batched_tokens)
     name = config.attention_implementation
     if name is None:
         return choose_implementation(device, *call)
     if name not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
-        raise ModelLoadError(f"attention_implementation={name!r}: there are {known}; leave it out to have one chosen")
+        raise ModelLoadError(f"attention_implementation={name!r}: must be one of {known}; leave it out for the default")
     reason = IMPLEMENTATIONS[name].refuse(device, *call)
     if reason is not None:
         raise ModelLoadError(
-            f"attention_implementation={name!r} cannot serve this model here: {reason}; leave it out to have one chosen"
+            f"attention_implementation={name!r} cannot serve this model here: {reason}; leave it out for the default"
         )
     return name

@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk between starts, and the count of compiles that should not have happened."""
+"""Compiled programs kept on disk between starts, and a counter of programs compiled after ready."""
 
 import contextlib
 import logging
@@ -15,23 +15,24 @@ from jpaged.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # fires for programs read from the disk cache, too
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # also fires for programs read from the disk cache
 
 _lock = threading.Lock()
 
 
 def default_folder() -> pathlib.Path:
-    """Where compiled programs lie unless somebody says otherwise: in the platform's cache folder."""
+    """Default folder of compiled programs: in the platform's cache folder."""
     return pathlib.Path(platformdirs.user_cache_dir("jpaged")) / "programs"
 
 
 @contextlib.contextmanager
 def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
-    """Keep every program compiled inside on disk, however quick it was; JAX's own settings are put back after.
+    """Keep every program compiled inside on disk, however short its compile was. Restores JAX's settings on exit.
 
-    folder: None = the folder JAX is already told to use, else `default_folder()`.
-    Gives the folder in use; None, with a logged line, where the default one cannot be written: then nothing is kept.
-    Raises ModelLoadError where the caller's own cannot. The settings are the process's: engines start one by one.
+    folder: None = the folder that JAX's own setting names, else `default_folder()`.
+    Yields the folder in use. Yields None, and logs a warning, if the default folder cannot be written: then nothing is
+    kept. Raises ModelLoadError if the caller's folder cannot be written.
+    The settings belong to the process, so engines must start one after another.
     """
     current = jax.config.jax_compilation_cache_dir
     used = pathlib.Path(folder or current or default_folder())
@@ -40,7 +41,7 @@ def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
         tempfile.TemporaryFile(dir=used).close()
     except OSError as error:
         if folder is not None:
-            message = f"compilation_cache_dir={folder!r} cannot be written: {error}; name a folder that can"
+            message = f"compilation_cache_dir={folder!r} cannot be written: {error}; name a folder that can be written"
             raise ModelLoadError(message) from error
         logger.warning("%s cannot be written (%s): compiled programs are not kept for the next start", used, error)
         yield None
@@ -58,7 +59,7 @@ def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
             for name, value in settings.items():
                 jax.config.update(name, value)
             if moved:
-                # JAX decides at its first compile whether there is a cache, and where: make it look again.
+                # JAX reads these settings at its first compile only. Resetting makes it read them again.
                 compilation_cache.reset_cache()
             yield used
         finally:
@@ -69,7 +70,7 @@ def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
 
 
 class CompileCounter:
-    """Counts the programs that this thread compiles inside `watching()`: in the step there should be none."""
+    """Counts the programs that this thread compiles inside `watching()`. During a step there should be none."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -78,7 +79,7 @@ class CompileCounter:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Compiles of this thread count while inside: those of other threads are somebody else's."""
+        """Count this thread's compiles inside the context. Compiles of other threads are not the engine's."""
         self._here.active = True
         try:
             yield
@@ -86,7 +87,7 @@ class CompileCounter:
             self._here.active = False
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening to JAX's events."""
         with contextlib.suppress(ValueError):
             jax.monitoring.unregister_event_duration_listener(self._on_event)
 

@@ -1,44 +1,46 @@
-"""Temporaries of a program without compiling it: for devices whose compiler is not installed. Errs on the high side.
+"""Estimate the temporaries of a program without compiling it, for devices without an installed compiler.
 
-A layer's intermediate results and the sampler's copies of the logits are never alive together, and layers reuse each
-other's buffers. What is alive at once was fitted to compiled programs; docs/decisions.md has the ratios.
+The estimate errs on the high side. A layer's intermediate results and the sampler's copies of the logits are never
+alive together, and layers reuse each other's buffers. The factors were fitted to compiled programs; docs/decisions.md
+has the ratios.
 """
 
 from typing import TYPE_CHECKING
 
 from jpaged.models.experts import rows_per_block
-from jpaged.runtime.heads import HeadShape
+from jpaged.runtime.output_programs import PoolShape, SampleShape
 from jpaged.runtime.step import ForwardShape
 
 if TYPE_CHECKING:
     from jpaged.runtime.blueprint import Blueprint
     from jpaged.runtime.programs import Shape
 
-# float32 copies of the logits: the logits, what the sampler makes of them, and the sort of the most likely ones.
+# float32 copies of the logits: the logits, the sampler's processed ones, and the sort of the most likely ones.
 LOGITS = {"gpu": 4.5, "tpu": 10.0, "cpu": 4.5}
 HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, normed, and in float32
 TILE_ROWS, KEYS = 16, 128  # of the XLA attention
 
 
 def estimate_temporaries(blueprint: "Blueprint") -> "tuple[Shape, int]":
-    """The program with the most temporaries, and their bytes, about."""
-    forward, head = blueprint.largest_shapes
-    hidden = HIDDEN * forward.tokens * blueprint.spec.hidden_size * blueprint.dtype.itemsize
+    """The program with the most temporaries, and their bytes."""
+    forward, output = blueprint.largest_shapes
+    hidden = HIDDEN * forward.tokens * blueprint.model.spec.hidden_size * blueprint.dtype.itemsize
     layers = hidden + max(_feed_forward(blueprint, forward), _attention(blueprint, forward))
-    logits = _logits(blueprint, head)
-    return (forward, layers) if layers > logits else (head, logits)
+    logits = _logits(blueprint, output)
+    return (forward, layers) if layers > logits else (output, logits)
 
 
-def _logits(blueprint: "Blueprint", shape: HeadShape) -> int:
-    """The logits of every row and the sampler's copies; of a model that pools, its result."""
-    copies = 1 if shape.variant is None else LOGITS[blueprint.device.platform]
-    hidden = HIDDEN * shape.rows * blueprint.spec.hidden_size * blueprint.dtype.itemsize
-    return hidden + int(copies * 4 * shape.rows * blueprint.spec.output_size)
+def _logits(blueprint: "Blueprint", shape: SampleShape | PoolShape) -> int:
+    """Logits of every row and the sampler's copies, or the vectors of a model that pools."""
+    spec = blueprint.model.spec
+    copies = 1 if isinstance(shape, PoolShape) else LOGITS[blueprint.placement.platform]
+    hidden = HIDDEN * shape.rows * spec.hidden_size * blueprint.dtype.itemsize
+    return hidden + int(copies * 4 * shape.rows * spec.output_size)
 
 
 def _feed_forward(blueprint: "Blueprint", shape: ForwardShape) -> int:
-    """Gate and up side by side, and their product: of the widest kind of layer."""
-    spec = blueprint.spec
+    """Gate, up and their product, in the widest kind of layer."""
+    spec = blueprint.model.spec
     width = 3 if spec.gated else 2
     dense = 0
     if spec.experts is None or not all(spec.experts.layers):
@@ -54,8 +56,8 @@ def _feed_forward(blueprint: "Blueprint", shape: ForwardShape) -> int:
 
 
 def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
-    """Queries, keys and values twice (before and behind rope), and what XLA's attention gathers a step."""
-    spec, item = blueprint.spec, blueprint.dtype.itemsize
+    """Queries, keys and values twice (before and after rope), and the keys and values that XLA's attention gathers."""
+    spec, item = blueprint.model.spec, blueprint.dtype.itemsize
     v_dim = spec.page_v_dim or spec.head_dim
     total = 2 * shape.tokens * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * item
     if not blueprint.implementation.startswith("xla"):

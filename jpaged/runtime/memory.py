@@ -1,4 +1,4 @@
-"""How many bytes everything takes, and how many KV blocks fit: an engine's start and `jpaged plan` both ask here."""
+"""Limits of an engine, bytes of its parts, and the number of KV blocks that fit. Also used by `jpaged plan`."""
 
 import bisect
 import dataclasses
@@ -9,58 +9,66 @@ import logging
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from jpaged.config import LOGPROBS_MODES, EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, most_blocks
-from jpaged.models.spec import DecoderSpec
+from jpaged.models.spec import DecoderSpec, Params
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.programs import smallest_bucket
-from jpaged.runtime.state import StateSizes, beside_pages, state_shapes
+from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes
 from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
 
-CPU_POOL_BYTES = 2**30  # the KV pool on CPU, where all memory belongs to somebody else
+CPU_POOL_BYTES = 2**30  # most of the default KV pool on CPU, whose memory other programs need too
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Sizes of an engine, decided."""
+    """Sizes of an engine, with every default filled in."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
-    groups: KVGroups
+    kv_groups: KVGroups
     smallest_bucket: int  # fewest tokens and rows of a program
     custom: int = 0       # parameters of all custom logits processors
 
     @property
     def state_tokens(self) -> int:
-        """Most tokens of a program: of so many the state keeps what the layers gave."""
+        """Capacity of `DeviceState.hidden`, in tokens: the largest token bucket."""
         return max(self.max_num_batched_tokens, self.smallest_bucket)
 
     @property
     def width(self) -> int:
-        """Entries of a block table: blocks of the longest request in a group that keeps them all."""
+        """Entries of a block table: blocks of the longest request in a KV group without a window."""
         return -(-self.max_model_len // self.block_size)
+
+    def state_sizes(self, num_blocks: int) -> StateSizes:
+        """Sizes of the device state over a pool of `num_blocks` blocks."""
+        return StateSizes(num_blocks, self.block_size, self.max_num_seqs, self.width, self.state_tokens, self.custom)
 
     @property
     def blocks_per_request(self) -> int:
-        """Most blocks of all groups that the longest request holds at a time."""
+        """Most blocks that the longest request holds at a time, in all KV groups together."""
         return self.blocks_of(self.max_model_len)
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Most blocks of all groups that a request of so many tokens holds at a time."""
+        """Most blocks that a request of `num_tokens` tokens holds at a time, in all KV groups together."""
         chunk = self.max_num_batched_tokens
-        return most_blocks(self.groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
+        return most_blocks(self.kv_groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
 
     def longest_where(self, fits: Callable[[int], bool]) -> int:
-        """Tokens of the longest request that fits, in whole blocks, at most max_model_len. What is shorter must fit."""
+        """Tokens of the longest request that fits, in whole blocks, at most max_model_len.
+
+        If a length fits, every shorter one must fit.
+        """
         sizes = range(1, self.width + 1)
         count = bisect.bisect_left(sizes, True, key=lambda blocks: not fits(blocks * self.block_size))
         return min(count * self.block_size, self.max_model_len)
@@ -68,18 +76,18 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Where the bytes go."""
+    """Bytes of each part of an engine, and the number of blocks in its KV pool."""
 
     limits: Limits
     num_blocks: int
-    block_bytes: int   # one block, a page in every array
+    block_bytes: int  # of one block: one page in every page array
     weight_bytes: int
-    temp_bytes: int    # of the largest program; 0 = not known yet
-    table_bytes: int   # of the state beside the pages
+    temp_bytes: int   # of the largest program; 0 = not known yet
+    table_bytes: int  # of the device state without the pages
 
     @property
     def kv_bytes(self) -> int:
-        """The KV pool."""
+        """Bytes of the KV pool."""
         return self.num_blocks * self.block_bytes
 
     def __str__(self) -> str:
@@ -94,32 +102,32 @@ class MemoryPlan:
         return "\n".join([*lines, self.request_line()])
 
     def request_line(self) -> str:
-        """What the longest request takes of the pool, and how the layers share it where they are of several kinds."""
-        limits, groups = self.limits, self.limits.groups
+        """KV bytes of the longest request, and the KV groups if there are several."""
+        limits, kv_groups = self.limits, self.limits.kv_groups
         line = f"KV of one request of {limits.max_model_len:,} tokens: {_size(self.request_bytes)}"
-        if any(window is not None for window in groups.windows):
+        if any(window is not None for window in kv_groups.windows):
             line += f" at most (full attention in every layer would take {_size(self.full_attention_bytes)})"
-        return line if len(groups.windows) == 1 else f"{line}; {groups}"
+        return line if len(kv_groups.windows) == 1 else f"{line}; {kv_groups}"
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the pool holds when no layer has dropped any of them yet."""
-        return self.num_blocks // len(self.limits.groups.windows) * self.limits.block_size
+        """Tokens that fit into the pool while no KV group has freed blocks before its window."""
+        return self.num_blocks // len(self.limits.kv_groups.windows) * self.limits.block_size
 
     def requests_of(self, num_tokens: int) -> int:
-        """How many requests of so many tokens run at once, each holding the most that it ever does."""
+        """Number of requests of `num_tokens` tokens that can run at once, each with the most blocks that it needs."""
         return min(self.num_blocks // self.limits.blocks_of(num_tokens), self.limits.max_num_seqs)
 
     @property
     def request_bytes(self) -> int:
-        """KV that the longest request holds at most."""
+        """Most KV bytes of the longest request."""
         return self.limits.blocks_per_request * self.block_bytes
 
     @property
     def full_attention_bytes(self) -> int:
-        """KV that it would hold if no layer had a window."""
-        groups = self.limits.groups
-        return self.limits.width * self.block_bytes * len(groups.places) // groups.num_arrays
+        """KV bytes of the longest request if no layer had a window."""
+        kv_groups = self.limits.kv_groups
+        return self.limits.width * self.block_bytes * len(kv_groups.places) // kv_groups.num_arrays
 
 
 def _size(num_bytes: int) -> str:
@@ -136,13 +144,13 @@ _PARTS = {
     "output matrix": ("lm_head", "project_out", "score"),
     "attention": ("qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
-    "experts": (),  # and what chooses them: by the beginnings of the names
-    "norms": (),    # whatever has the word in its name
+    "experts": (),  # and routers: found by the beginning of the name
+    "norms": (),  # every name that contains "norm"
 }
 
 
-def weight_parts(params: Any) -> dict[str, int]:
-    """Bytes of the parameter tree (arrays or ShapeDtypeStructs) by what they are for; parts of no bytes left out."""
+def weight_parts(params: Params) -> dict[str, int]:
+    """Bytes of the parameter tree (arrays or ShapeDtypeStructs) by part; empty parts are left out."""
     sizes = dict.fromkeys(_PARTS, 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         sizes[_part_of(path[-1].key)] += tree_bytes(leaf)
@@ -150,7 +158,7 @@ def weight_parts(params: Any) -> dict[str, int]:
 
 
 def _part_of(name: str) -> str:
-    """The part that a leaf of `param_shapes` belongs to, fused or apart."""
+    """Part of a leaf of `param_shapes`. q, k, v and gate, up may be fused or separate."""
     if "norm" in name:
         return "norms"
     if name.startswith(("expert_", "router", "shared_")):
@@ -160,7 +168,10 @@ def _part_of(name: str) -> str:
 
 
 def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
-    """Fill in what the caller left open, and check what was said. platform: "cpu", "gpu" or "tpu"."""
+    """Fill in the options that are None, and check all of them. platform: "cpu", "gpu" or "tpu".
+
+    Raises ModelLoadError for an option that does not fit the model or another option.
+    """
     on_cpu = platform == "cpu"
     max_model_len = _positive("max_model_len", config.max_model_len, spec.max_position)
     if max_model_len > spec.max_position:
@@ -176,21 +187,21 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     if budget < max_num_seqs:
         raise ModelLoadError(
             f"max_num_batched_tokens={budget}: must be at least max_num_seqs={max_num_seqs}, so that every running "
-            "request advances in each step; raise it or lower max_num_seqs"
+            "request advances in each step; raise it, or lower max_num_seqs"
         )
     block_size = _positive("block_size", config.block_size, 64 if platform == "tpu" else 16)
     if isinstance(config.max_logprobs, bool) or not isinstance(config.max_logprobs, int) or config.max_logprobs < 0:
         raise ModelLoadError(f"max_logprobs={config.max_logprobs!r}: must be a whole number of at least 0")
     if config.logprobs_mode not in LOGPROBS_MODES:
-        raise ModelLoadError(f"logprobs_mode={config.logprobs_mode!r}: there are {', '.join(LOGPROBS_MODES)}")
+        raise ModelLoadError(f"logprobs_mode={config.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}")
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ModelLoadError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")
     if block_size & (block_size - 1) or not 8 <= block_size <= 128:
         raise ModelLoadError(f"block_size={block_size}: must be 8, 16, 32, 64 or 128")
     if spec.pools and config.row_buckets is not None:
         raise ModelLoadError("row_buckets: with runner='pooling' there are no decode programs; leave it out")
-    groups = group_layers(spec.windows, max_model_len)
-    return Limits(max_model_len, max_num_seqs, budget, block_size, groups, smallest_bucket(spec, platform))
+    kv_groups = group_layers(spec.windows, max_model_len)
+    return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
 
 
 def _positive(name: str, value: int | None, default: int) -> int:
@@ -201,17 +212,17 @@ def _positive(name: str, value: int | None, default: int) -> int:
     return value
 
 
-def block_bytes(spec: DecoderSpec, limits: Limits, dtype: Any, platform: str) -> int:
-    """Bytes of one KV block on a platform: keys and values of a page in every array."""
+def block_bytes(spec: DecoderSpec, limits: Limits, dtype: np.dtype, platform: str) -> int:
+    """Bytes of one KV block on a platform: one page in every page array."""
     page = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
-    return limits.groups.num_arrays * page.bytes_on(platform)
+    return limits.kv_groups.num_arrays * page.bytes_on(platform)
 
 
 def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_bytes: int | None) -> int:
-    """Bytes the KV pool may take. free_bytes: what an accelerator has left after weights and temporaries; None on CPU.
+    """Most bytes of the KV pool. free_bytes: left on an accelerator after weights and temporaries; None on CPU.
 
-    On CPU the smaller of 1 GiB and twice what `max_num_seqs` requests of `max_model_len` need, so that a small model
-    does not hold memory it can never use.
+    On CPU: the smaller of 1 GiB and twice the need of `max_num_seqs` requests of `max_model_len` tokens. So a small
+    model does not allocate memory that it can never use.
     """
     if config.kv_cache_memory_bytes is not None:
         wanted = _positive("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 0)
@@ -221,11 +232,9 @@ def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_
     return min(CPU_POOL_BYTES, 2 * limits.max_num_seqs * limits.blocks_per_request * bytes_per_block)
 
 
-def table_bytes(spec: DecoderSpec, limits: Limits, dtype: Any) -> int:
-    """Bytes of what the state holds beside the pages: request table, block tables, hidden states of one step, and what
-    rows need for penalties, masks and biases."""
-    sizes = StateSizes(1, limits.block_size, limits.max_num_seqs, limits.width, limits.state_tokens, limits.custom)
-    return beside_pages(state_shapes(spec, limits.groups, sizes, dtype=dtype))
+def table_bytes(spec: DecoderSpec, limits: Limits, dtype: np.dtype) -> int:
+    """Bytes of the device state without the pages: request table, block tables, hidden states of a step, extras."""
+    return bytes_without_pages(state_shapes(spec, limits.kv_groups, limits.state_sizes(1), dtype=dtype))
 
 
 def fit(
@@ -233,20 +242,21 @@ def fit(
     config: EngineConfig,
     limits: Limits,
     *,
-    dtype: Any,
+    dtype: np.dtype,
     weight_bytes: int,
     platform: str,
     temp_bytes: int = 0,
     free_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The memory plan. An explicit max_model_len that cannot fit is refused, the default shrinks to what fits.
+    """Fit the KV pool into memory. The default max_model_len shrinks to the longest that fits.
 
-    free_bytes: what an accelerator has left beside the weights: for temporaries, the table and the pool; None on CPU.
+    free_bytes: left on an accelerator after the weights, for temporaries, the table and the pool; None on CPU.
+    Raises ModelLoadError if not one block fits, or if an explicit max_model_len does not fit.
     """
     per_block = block_bytes(spec, limits, dtype, platform)
 
     def pool_of(limits: Limits) -> int:
-        """Bytes for the pool: tables of longer requests leave less."""
+        """Bytes for the pool. Block tables of longer requests leave less."""
         tables = table_bytes(spec, limits, dtype)
         left = None if free_bytes is None else max(0, free_bytes - temp_bytes - tables)
         return pool_bytes(config, limits, per_block, left)
@@ -264,14 +274,14 @@ def fit(
         need = limits.blocks_per_request * per_block
         shortage = (
             f"a request of max_model_len={limits.max_model_len} tokens needs {need} bytes of KV cache "
-            f"({need / 2**20:.1f} MiB), but only {available} ({available / 2**20:.1f} MiB) are there"
+            f"({need / 2**20:.1f} MiB), but only {available} ({available / 2**20:.1f} MiB) are available"
         )
         remedy = "free memory on the device"
         if free_bytes is None or available == config.kv_cache_memory_bytes:
             remedy = "raise kv_cache_memory_bytes"
         if longest < 2:
-            groups = len(limits.groups.windows)
-            each = f" for each of {groups} groups of layers" if groups > 1 else ""
+            num_kv_groups = len(limits.kv_groups.windows)
+            each = f" for each of {num_kv_groups} KV groups" if num_kv_groups > 1 else ""
             raise ModelLoadError(f"{shortage}: not one block of {per_block} bytes fits{each}; {remedy}")
         if config.max_model_len is not None:
             raise ModelLoadError(f"{shortage}: lower max_model_len to at most {longest}, or {remedy}")
@@ -282,34 +292,37 @@ def fit(
 
 
 def round_down(num_blocks: int) -> int:
-    """Keep the 5 most significant bits: the pool's size is part of every program's shape, so that a few free
-    megabytes more or less at the next start would compile everything anew."""
+    """Keep the 5 most significant bits of the number of blocks.
+
+    The pool's size is part of every program's shape. Without rounding, a few free megabytes more or less at the next
+    start would recompile every program.
+    """
     spare = max(0, num_blocks.bit_length() - 5)
     return num_blocks >> spare << spare
 
 
 def usable_bytes(device_bytes: int, config: EngineConfig) -> int:
-    """Bytes that the engine may take, all in all, of an accelerator with so many."""
+    """Bytes of an accelerator with `device_bytes` that the engine may use in all."""
     return int(device_bytes * config.gpu_memory_utilization)
 
 
 def claim_gpu_memory(config: EngineConfig) -> None:
-    """Have JAX take as much of an NVIDIA GPU as `gpu_memory_utilization` lets the engine take: it takes 75% otherwise.
+    """Let JAX allocate as much of an NVIDIA GPU as `gpu_memory_utilization` allows. JAX's default is 75%.
 
-    Half of the rest stays outside of JAX's own pool, for the libraries; the other half is for fragments in it. Without
-    effect where JAX has started already, or where the caller has said how much it should take.
+    Half of the rest stays outside JAX's pool, for the libraries. The other half is in it, for fragmentation. No effect
+    if JAX has started already, or if the caller has set the share.
     """
     said = any(name in os.environ for name in _GPU_MEMORY_VARIABLES) or jax.config.jax_pjrt_client_create_options
     installed = [name for name in _NVIDIA_PLUGINS if importlib.util.find_spec(name)]
     if said or not installed or importlib.util.find_spec("libtpu") or backends_are_started():
         return
-    if 0 < config.gpu_memory_utilization <= 1:  # what else it is, `decide_limits` refuses
+    if 0 < config.gpu_memory_utilization <= 1:  # `decide_limits` refuses other values
         share = (1 + config.gpu_memory_utilization) / 2
         jax.config.update("jax_pjrt_client_create_options", {_FRACTION: share})
 
 
 _NVIDIA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-# What JAX's users say it with, and what makes it take no pool at all.
+# Variables that set JAX's share, or that switch its pool off.
 _GPU_MEMORY_VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
@@ -317,19 +330,30 @@ _GPU_MEMORY_VARIABLES = (
 _FRACTION = "memory_fraction"  # option of JAX's GPU client: its share of the card
 
 
-def device_bytes(device: Any) -> tuple[int, int] | None:
-    """Bytes of an accelerator and how many of them are taken; None on CPU and where the back end does not tell."""
+@runtime_checkable
+class HasMemoryStats(Protocol):
+    """The part of a jax Device that tells of its memory."""
+
+    platform: str
+
+    def memory_stats(self) -> Any:
+        """Bytes by name; None if the back end does not report them."""
+        ...
+
+
+def device_bytes(device: HasMemoryStats) -> tuple[int, int] | None:
+    """Bytes of an accelerator, and bytes in use; None on CPU, and if the back end does not report them."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return None
     options = jax.config.jax_pjrt_client_create_options
     share = options.get(_FRACTION, 1.0) if isinstance(options, dict) and device.platform == "gpu" else 1.0
-    # what the back end shows is the share that it was given
+    # bytes_limit is JAX's share of the card
     return int(stats["bytes_limit"] / share), stats["bytes_in_use"]
 
 
-def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
-    """Bytes that the engine may still take on an accelerator; None on CPU and where the back end does not tell."""
+def free_device_bytes(device: HasMemoryStats, config: EngineConfig) -> int | None:
+    """Bytes of an accelerator that the engine may still allocate; None as in `device_bytes`."""
     found = device_bytes(device)
     if found is None:
         return None
@@ -338,8 +362,11 @@ def free_device_bytes(device: Any, config: EngineConfig) -> int | None:
 
 
 def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:
-    """The pool size of an earlier start with the same key if it still fits and wastes less than an eighth, else this
-    one, which is remembered. Keeps the programs in the compile cache usable when free memory differs a little."""
+    """Pool size of an earlier start with the same key, if it still fits and wastes less than an eighth.
+
+    Otherwise `num_blocks`, which is stored. So programs in the compile cache stay usable if free memory differs a
+    little between starts. folder: of the compile cache; None = store nothing.
+    """
     if folder is None:
         return num_blocks
     file = folder / f"pool-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -348,7 +375,7 @@ def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) ->
         if num_blocks * 7 // 8 <= before <= num_blocks:
             return before
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # nothing remembered, or a file cut short: remember anew
+        pass  # no file, or one that was cut short: store it again
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"num_blocks": num_blocks, "key": key}))
     return num_blocks

@@ -1,4 +1,4 @@
-"""The finite table of programs: which shapes, compiled before ready, and which of them runs a plan."""
+"""The finite table of programs: their shapes, compiling them all before ready, and choosing one for a plan."""
 
 import concurrent.futures
 import dataclasses
@@ -6,23 +6,24 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import DecoderSpec
-from jpaged.runtime.heads import HeadShape
+from jpaged.runtime.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
 from jpaged.runtime.step import ForwardShape
 
-# All programs of an engine by default. Three are not steps: upload_row, and copying blocks in two sizes. A host tier
-# has two more.
+# Most programs of an engine with default options. Three of them are not in the table: upload_row, and copying blocks in
+# two sizes. A host tier adds two.
 MAX_PROGRAMS = 24
 MAX_STEP_PROGRAMS = MAX_PROGRAMS - 3
 MAX_ROW_BUCKETS = 4
 MAX_FORWARD_PROGRAMS = 8
-MAX_FULL_BUCKETS = 2  # of the head that can do everything
+MAX_FULL_BUCKETS = 2  # of `sample` programs with SamplerVariant.FULL
 # Below 8 rows XLA's CPU products give other bits, and bf16 is 5 to 18 times slower; 8 rows cost what 2 do.
 MIN_BUCKET = 8
 # XLA's CPU reductions over fewer elements than this, in all rows together, give other bits.
@@ -30,13 +31,13 @@ MIN_REDUCTION = 4096
 
 
 def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
-    """The fewest rows and tokens of a program: on CPU as many as keep a row's bits the same in every program.
+    """Fewest rows and tokens of a program. On CPU, a row's bits are then the same in every program.
 
-    8 for every model of use; tiny ones need more, so that their norms reduce over MIN_REDUCTION elements.
+    It is 8 for every model of use. Tiny models need more, so that their norms reduce over MIN_REDUCTION elements.
     """
     if platform != "cpu":
         return MIN_BUCKET
-    widths = [spec.hidden_size, spec.vocab_size]  # of what is normalised
+    widths = [spec.hidden_size, spec.vocab_size]  # of normalised vectors
     if spec.qk_norm is not None:
         widths.append(spec.num_kv_heads * spec.head_dim)
     if spec.latent is not None:
@@ -45,8 +46,8 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
     return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
 
 
-Shape = ForwardShape | HeadShape
-ShapeT = TypeVar("ShapeT", ForwardShape, HeadShape, covariant=True)
+Shape = ForwardShape | OutputShape
+ShapeT = TypeVar("ShapeT", bound=Shape, covariant=True)
 
 
 def bucket_shapes(
@@ -54,17 +55,18 @@ def bucket_shapes(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     block_size: int,
-    num_groups: int = 1,
+    num_kv_groups: int = 1,
     smallest: int = MIN_BUCKET,
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
     pools: bool = False,
 ) -> list[Shape]:
-    """The programs of an engine's steps, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
+    """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
 
-    Forward programs: one for decodes alone a row bucket, one for everything else a token bucket with rows at the
-    maximum. Heads: one a row bucket and kind of sampling, few of the one that can do everything, and one for prompts'
-    log-probabilities. A model that pools has no decodes.
+    Forward programs: one per row bucket for steps of decodes only; one per token bucket, with rows at the maximum, for
+    all other steps. `sample` programs: one per row bucket for each sampler variant, fewer for FULL. One `score`
+    program. A model that pools has no decodes: it has a forward program per token bucket, a `pool` program per row
+    bucket.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
@@ -75,26 +77,26 @@ def bucket_shapes(
     if token_buckets:
         tokens = _checked(token_buckets, smallest, max_tokens)
     else:
-        # The small ones go first: a chunk of 16 tokens costs about what 32 do, one of 128 half of what 256 do.
+        # Small buckets are dropped first: a chunk of 16 tokens costs about what 32 do, one of 128 half of what 256 do.
         tokens = _powers(2 * smallest, max_tokens)[-(MAX_FORWARD_PROGRAMS - (0 if pools else len(rows))) :]
-    mixed = [ForwardShape(False, n, max_rows, block_size, num_groups) for n in tokens]
+    mixed = [ForwardShape(False, n, max_rows, block_size, num_kv_groups) for n in tokens]
     if pools:
-        return [*mixed, *(HeadShape(n, None) for n in rows)]
-    decodes = [ForwardShape(True, n, n, block_size, num_groups) for n in rows]
-    heads = [HeadShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
+        return [*mixed, *(PoolShape(n) for n in rows)]
+    decodes = [ForwardShape(True, n, n, block_size, num_kv_groups) for n in rows]
+    samplers = [SampleShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
     full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
-    score = HeadShape(rows[-1], None, scores=True)
-    return [*decodes, *mixed, *heads, *(HeadShape(n, SamplerVariant.FULL) for n in full), score]
+    samplers += [SampleShape(n, SamplerVariant.FULL) for n in full]
+    return [*decodes, *mixed, *samplers, ScoreShape(rows[-1])]
 
 
 def _powers(low: int, high: int) -> list[int]:
-    """Powers of two from low, ending with high itself."""
+    """Powers of two from low, then high itself."""
     values = [low << i for i in range(32) if low << i < high]
     return [*values, high]
 
 
 def _thin(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of the values, evenly spread; the largest is always among them."""
+    """At most `most` of the values, evenly spread, the largest included."""
     if len(values) <= most:
         return list(values)
     if most == 1:
@@ -103,47 +105,63 @@ def _thin(values: Sequence[int], most: int) -> list[int]:
 
 
 def _checked(values: Sequence[int], smallest: int, largest: int) -> list[int]:
-    """Buckets that a caller named: none below the smallest, sorted, the largest added where it is missing."""
+    """Buckets that the caller named, sorted, raised to the smallest where below it, and the largest added."""
     return sorted({max(smallest, min(int(v), largest)) for v in values} | {largest})
+
+
+@runtime_checkable
+class CompiledProgram(Protocol):
+    """A `jax.stages.Compiled`, called with the arguments that its compile function lists."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Program(Generic[ShapeT]):
-    """One compiled program and what making it took."""
+    """A compiled program, and the cost of making it."""
 
     shape: ShapeT
-    run: Callable[..., Any]  # the compiled program
-    seconds: float           # to trace, lower and compile, or to read it from the disk cache
-    temp_bytes: int          # device memory that it takes while it runs, beside arguments and results
+    run: CompiledProgram
+    seconds: float   # to trace, lower and compile, or to read from the disk cache
+    temp_bytes: int  # device memory that it allocates while it runs; arguments and results not included
 
 
 class ProgramTable:
     """All programs of an engine, compiled."""
 
-    def __init__(self, forwards: Sequence[Program[ForwardShape]], heads: Sequence[Program[HeadShape]]):
+    def __init__(self, programs: Sequence[Program[Any]]):
+        def of(kind: type) -> list[Program[Any]]:
+            return [program for program in programs if isinstance(program.shape, kind)]
+
+        forwards: list[Program[ForwardShape]] = of(ForwardShape)
+        samplers: list[Program[SampleShape]] = of(SampleShape)
+        poolers: list[Program[PoolShape]] = of(PoolShape)
+        scorers: list[Program[ScoreShape]] = of(ScoreShape)
         self.forwards = sorted(forwards, key=lambda p: (not p.shape.is_decode, p.shape.tokens))
-        sampling = [program for program in heads if not program.shape.scores]
-        self.heads = sorted(sampling, key=lambda p: (p.shape.variant or 0, p.shape.rows))
-        self.scoring = next((p for p in heads if p.shape.scores), None)
+        self.samplers = sorted(samplers, key=lambda p: (p.shape.variant, p.shape.rows))
+        self.poolers = sorted(poolers, key=lambda p: p.shape.rows)
+        self.scorer = scorers[0] if scorers else None
 
     @property
     def programs(self) -> list[Program[Any]]:
-        """All of them."""
-        return [*self.forwards, *self.heads, *([] if self.scoring is None else [self.scoring])]
+        """All programs of the table."""
+        return [*self.forwards, *self.samplers, *self.poolers, *([] if self.scorer is None else [self.scorer])]
 
     @classmethod
     def compile(
-        cls, shapes: Sequence[Shape], compile_one: Callable[[Shape], Any], *, progress: bool
+        cls, shapes: Sequence[Shape], compile_one: Callable[[Shape], jax.stages.Compiled], *, progress: bool
     ) -> "ProgramTable":
-        """Compile every shape, in as many threads as there are cores: XLA compiles outside Python's lock."""
+        """Compile every shape, in one thread per core: XLA compiles outside Python's lock."""
 
-        def make(shape: Any) -> Program[Any]:
+        def make(shape: Shape) -> Program[Any]:
             start = time.perf_counter()
             run = compile_one(shape)
             return Program(shape, run, time.perf_counter() - start, temp_bytes(run))
 
-        # The largest programs take longest: begun first, so that none is left running alone at the end.
-        order = sorted(shapes, key=lambda s: (isinstance(s, HeadShape), -_places(s)))
+        # The largest programs take longest. They start first, so that none of them runs alone at the end.
+        order = sorted(shapes, key=lambda shape: (not isinstance(shape, ForwardShape), -_size(shape)))
         with (
             concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
             tqdm(total=len(shapes), desc="Compiling", unit="program", disable=not progress, leave=False) as bar,
@@ -153,16 +171,12 @@ class ProgramTable:
                 for future in concurrent.futures.as_completed(futures):
                     future.result()
                     bar.update()
-            except BaseException as error:  # a failed program, or Ctrl-C: what has not begun is not begun any more
+            except BaseException as error:  # a failed program, or Ctrl-C: do not start the remaining programs
                 pool.shutdown(wait=False, cancel_futures=True)
                 if isinstance(error, KeyboardInterrupt) and progress:
                     bar.write("stopping when the programs that are being compiled are done", file=sys.stderr)
                 raise
-            programs = [future.result() for future in futures]
-        return cls(
-            [program for program in programs if isinstance(program.shape, ForwardShape)],
-            [program for program in programs if isinstance(program.shape, HeadShape)],
-        )
+            return cls([future.result() for future in futures])
 
     def forward(self, plan: StepPlan) -> Program[ForwardShape]:
         """The smallest forward program that can run the plan."""
@@ -174,16 +188,23 @@ class ProgramTable:
                 return program
         raise ValueError(f"no program takes {tokens} tokens in {rows} rows")
 
-    def head(self, num_places: int, variant: SamplerVariant) -> Program[HeadShape]:
-        """The smallest head for so many places that samples as `variant` does, or of a model that pools."""
-        for program in self.heads:
-            if program.shape.rows >= num_places and program.shape.variant in (variant, None):
+    def sampler(self, num_rows: int, variant: SamplerVariant) -> Program[SampleShape]:
+        """The smallest `sample` program of a variant for `num_rows` rows."""
+        for program in self.samplers:
+            if program.shape.rows >= num_rows and program.shape.variant is variant:
                 return program
-        raise ValueError(f"no head takes {num_places} rows")
+        raise ValueError(f"no {variant.name} sample program takes {num_rows} rows")
+
+    def pooler(self, num_rows: int) -> Program[PoolShape]:
+        """The smallest `pool` program for `num_rows` rows."""
+        for program in self.poolers:
+            if program.shape.rows >= num_rows:
+                return program
+        raise ValueError(f"no pool program takes {num_rows} rows")
 
     @property
     def temp_bytes(self) -> int:
-        """The most temporary memory that any program takes."""
+        """Most temporary memory of any program."""
         return max(program.temp_bytes for program in self.programs)
 
     def __str__(self) -> str:
@@ -192,11 +213,12 @@ class ProgramTable:
         return "\n".join(lines)
 
 
-def _places(shape: Shape) -> int:
-    return shape.tokens if isinstance(shape, ForwardShape) else shape.rows
+def _size(shape: Shape) -> int:
+    """Rows or tokens of a program: the larger its number, the longer it takes to compile."""
+    return shape.tokens if isinstance(shape, ForwardShape | ScoreShape) else shape.rows
 
 
-def temp_bytes(compiled: Any) -> int:
-    """Temporary device memory of a compiled program; 0 where the back end does not tell."""
+def temp_bytes(compiled: jax.stages.Compiled) -> int:
+    """Temporary device memory of a compiled program, in bytes; 0 if the back end does not report it."""
     analysis = compiled.memory_analysis()
     return int(analysis.temp_size_in_bytes) if analysis is not None else 0

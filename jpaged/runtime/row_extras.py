@@ -1,8 +1,7 @@
-"""What rows have beside their fields goes to the device here: when a row starts, and masks whenever they change."""
+"""Uploads the extras of rows: all of them when a row starts, and its mask whenever it changes."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,36 +10,36 @@ from jaxtyping import Array, Int, UInt
 
 from jpaged.engine.step_plan import RowExtras, RowInit, RowMask
 from jpaged.params.sampling import MAX_LOGIT_BIAS
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import DeviceState, SamplingState
 
 MASKS_AT_ONCE = 8
 
 
 class ExtrasUploader:
-    """Two programs: one sets all that a row has, one the masks of up to MASKS_AT_ONCE rows. Both in place."""
+    """Two programs: one sets all extras of a row, one sets masks of up to MASKS_AT_ONCE rows. Both work in place."""
 
     num_programs = 2
 
-    def __init__(self, state: DeviceState, max_model_len: int, sharding: Any):
-        """state: the engine's, or its shapes. max_model_len: most tokens that are counted."""
-        self._sharding = sharding
+    def __init__(self, state: DeviceState, max_model_len: int, placement: Placement):
+        """state: arrays or ShapeDtypeStructs. max_model_len: most tokens that penalties count."""
+        self._placement = placement
         self._max_tokens = max_model_len
         self._words = state.sampling.masks.shape[1]
         self._custom = state.sampling.custom.shape[1]
-        self._padding = state.sampling.counts.shape[1]  # an id that there is not
+        self._padding = state.sampling.counts.shape[1]  # an id past the vocabulary
         size = 3 + max_model_len + 2 * MAX_LOGIT_BIAS + self._words + self._custom
 
-        def compiled(function: Any, *arguments: Any) -> Any:
-            shapes = [jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding) for shape, dtype in arguments]
-            return jax.jit(function, donate_argnums=0).lower(state.sampling, *shapes).compile()
+        def compiled(function: Callable[..., SamplingState], *arguments: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+            return jax.jit(function, donate_argnums=0).lower(state.sampling, *arguments).compile()
 
         start = functools.partial(_start_row, max_tokens=max_model_len)
-        self._start = compiled(start, ((size,), np.int32))
-        words = ((MASKS_AT_ONCE, self._words), np.uint32)
-        self._set_masks = compiled(_set_masks, ((MASKS_AT_ONCE,), np.int32), words)
+        self._start = compiled(start, placement.shape((size,), np.int32))
+        rows = placement.shape((MASKS_AT_ONCE,), np.int32)
+        self._set_masks = compiled(_set_masks, rows, placement.shape((MASKS_AT_ONCE, self._words), np.uint32))
 
     def start(self, state: DeviceState, init: RowInit) -> DeviceState:
-        """Set what a row has from its start on; `state` is donated."""
+        """Set all extras of a row that starts. `state` is donated."""
         extras = init.extras or RowExtras()
         tokens = np.full(self._max_tokens, self._padding, np.int32)
         bias_ids = np.full(MAX_LOGIT_BIAS, self._padding, np.int32)
@@ -57,11 +56,11 @@ class ExtrasUploader:
         if extras.custom is not None:
             custom[:] = extras.custom
         parts = (head, tokens, bias_ids, bias.view(np.int32), mask.view(np.int32), custom.view(np.int32))
-        packed = jax.device_put(np.concatenate(parts), self._sharding)
+        packed = self._placement.put(np.concatenate(parts))
         return state.replace(sampling=self._start(state.sampling, packed))
 
     def set_masks(self, state: DeviceState, masks: Sequence[RowMask]) -> DeviceState:
-        """Set masks of rows; `state` is donated."""
+        """Set masks of rows. `state` is donated."""
         sampling: SamplingState = state.sampling
         for first in range(0, len(masks), MASKS_AT_ONCE):
             part = masks[first : first + MASKS_AT_ONCE]
@@ -69,8 +68,7 @@ class ExtrasUploader:
             words = np.zeros((MASKS_AT_ONCE, self._words), np.uint32)
             for i, mask in enumerate(part):
                 rows[i], words[i] = mask.row, mask.words
-            rows, words = (jax.device_put(array, self._sharding) for array in (rows, words))
-            sampling = self._set_masks(sampling, rows, words)
+            sampling = self._set_masks(sampling, self._placement.put(rows), self._placement.put(words))
         return state.replace(sampling=sampling)
 
 

@@ -1,17 +1,14 @@
-"""ModelRunner: the device, as the engine sees it. Packs a plan, picks a program, dispatches, collects one step late.
+"""ModelRunner: the device, as the engine sees it. It packs plans, chooses programs, and runs them.
 
-`create` decides the sizes, compiles the program table and makes the state; then `dispatch` returns at once with a
-handle, and `collect` waits for what that step sampled. Between the two the engine makes the next plan: the device
-never waits for the host.
+`dispatch` starts a step and returns at once with a handle. `collect` waits for that step's tokens. In between the
+engine makes the next plan, so the device never waits for the host.
 """
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Generator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,97 +16,102 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowMask, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
-from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout, param_shapes
 from jpaged.params.logits_processors import LogitsProcessor
-from jpaged.runtime import memory
 from jpaged.runtime.block_moves import BlockMover, host_slots
-from jpaged.runtime.blueprint import Blueprint
+from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
-from jpaged.runtime.heads import HeadShape, head_params, pack_places
 from jpaged.runtime.jax_settings import pinned
-from jpaged.runtime.programs import Program, ProgramTable
+from jpaged.runtime.output_programs import OutputShape, lm_head_params, pack_rows
+from jpaged.runtime.placement import Placement, device_of
+from jpaged.runtime.programs import Program, Shape
 from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.sampler import Sampled
-from jpaged.runtime.state import DeviceState, create_state, formats
-from jpaged.runtime.step import block_updates, pack, upload_row
-from pallas_kernels import KernelCheckError, self_check
+from jpaged.runtime.state import DeviceState
+from jpaged.runtime.step import block_updates, pack
 
 logger = logging.getLogger(__name__)
 
+CLOSED = "the engine is closed: make a new one"
+
+Output = Sampled | jax.Array  # of a `sample` or `score` program, or float32[rows, size] of a `pool` program
+
 
 @dataclasses.dataclass(frozen=True)
-class Handle:
-    """A step under way."""
+class StepHandle:
+    """A step that was dispatched. Arrays are still on the device, and may still be computed."""
 
     plan: StepPlan
-    computed: jax.Array                  # int32[]     there when the forward pass is done
-    scores: tuple[Sampled, ...]          # of the plan's `scored`, a chunk each
-    given: Sampled | jax.Array | None    # a row a row that samples, and padding; of a model that pools: float32[, size]
+    num_tokens: jax.Array        # int32[]  ready when the forward pass is done
+    scores: tuple[Sampled, ...]  # of the plan's `scored` tokens, in chunks
+    output: Output | None        # of the rows that sample or pool, then padding; None if no row does, or not yet
 
 
 class ModelRunner:
     """A model on a device, with its KV pool and its compiled programs. See `engine.step_plan.Runner`."""
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        params: Any,
-        allowed: Any,
-        plan: memory.MemoryPlan,
-        programs: ProgramTable,
-        upload: Any,
-        counter: CompileCounter,
-        make_state: Any,
-        num_logprobs: int,
-        mover: BlockMover,
-        host_slots: int,
-        uploader: ExtrasUploader | None,
+        self, build: FittedBuild, params: Params, token_mask: jax.Array | None = None, *, progress: bool = False
     ):
+        """Compile every program and allocate the device state. Nothing compiles after that.
+
+        params:     weights of the shapes in the blueprint. They are used without a copy.
+        token_mask: bool[vocab_size], ids that may be sampled; None = all. Given if the blueprint's model is `masked`.
+        progress:   show a bar while compiling.
+        """
+        blueprint, start = build.blueprint, time.perf_counter()
+        spec, placement, limits = blueprint.model.spec, blueprint.placement, build.limits
+        state = build.state_shapes()
+        self.programs = build.compile_table(progress=progress)
+        self._upload_row = build.compile_upload_row()
+        self.host_slots = host_slots(blueprint.config.swap_space, build.memory_plan.block_bytes)
+        self._mover = BlockMover(state, placement, host_slots=self.host_slots)
+        self._uploader = None if spec.pools else ExtrasUploader(state, limits.max_model_len, placement)
+        count = len(self.programs.programs) + 1 + self._mover.num_programs
+        count += 0 if self._uploader is None else self._uploader.num_programs
+        logger.info("compiled %d programs in %.1f s:\n%s", count, time.perf_counter() - start, self.programs)
+        self.memory_plan = dataclasses.replace(build.memory_plan, temp_bytes=self.programs.temp_bytes)
+        logger.info("device memory:\n%s", self.memory_plan)
+
         self.spec = spec
-        self.memory_plan = plan
-        self.programs = programs
-        self.num_blocks = plan.num_blocks
-        self.block_size = plan.limits.block_size
-        self.windows = plan.limits.groups.windows
-        self.max_num_seqs = plan.limits.max_num_seqs
-        self.max_num_batched_tokens = plan.limits.max_num_batched_tokens
-        self.max_model_len = plan.limits.max_model_len
+        self.num_blocks = self.memory_plan.num_blocks
+        self.block_size = limits.block_size
+        self.windows = limits.kv_groups.windows
+        self.max_num_seqs = limits.max_num_seqs
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
+        self.max_model_len = limits.max_model_len
         self.vocab_size = spec.vocab_size
-        self.max_logprobs = num_logprobs
+        self.max_logprobs = blueprint.num_logprobs
         longrope = spec.rope is not None and spec.rope.scaling == "longrope"
         self.longrope_switch_len = spec.rope.original_max_position if longrope else None
-        self._params = params
-        self._head_params = head_params(spec, params)
-        self._allowed = allowed
-        self._upload = upload
-        self._counter = counter
-        self._make_state = make_state
-        self._state: DeviceState | None = make_state()
-        self._device = _only_device(self._state)
-        self._mover = mover
-        self._uploader = uploader
-        self.host_slots = host_slots
-        self.transfer_costs = self._measure_transfers() if host_slots else None
-        # On CPU a step of 64 tokens takes nearly twice as long as one of 32; elsewhere as long, the weights' time.
-        self.min_jump_per_request = 1.0 if self._device.platform == "cpu" else 0.0
+        # On CPU a step of 64 tokens takes nearly twice as long as one of 32. Elsewhere both take as long as reading the
+        # weights.
+        self.min_jump_per_request = 1.0 if placement.platform == "cpu" else 0.0
+
+        self._build = build
+        self._placement = placement
+        self._params: Params | None = params
+        self._lm_head_params: Params | None = lm_head_params(spec, params)
+        self._token_mask = token_mask
+        self._counter = CompileCounter()
+        self._state: DeviceState | None = build.create_state()
+        self.transfer_costs = self._measure_transfers() if self.host_slots else None
 
     @staticmethod
-    def check(spec: DecoderSpec, dtype: Any, config: EngineConfig, device: Any = None) -> None:
-        """Raise ModelLoadError where the options or the device's memory cannot serve a model; takes no memory.
+    def check(spec: DecoderSpec, dtype: np.dtype, config: EngineConfig) -> None:
+        """Raise ModelLoadError if the options or the free memory of JAX's default device cannot serve a model.
 
-        `create` would raise the same, but with the weights on the device already. device: the default one otherwise.
+        `create` raises the same errors, but only after the weights are on the device. This allocates nothing.
         """
-        device = device or jax.devices()[0]
-        blueprint = Blueprint.draw(spec, config, param_shapes(spec, dtype), device)
-        host_slots(config.swap_space, memory.block_bytes(spec, blueprint.limits, dtype, device.platform))
-        free = memory.free_device_bytes(device, config)
-        blueprint.fit(free_bytes=None if free is None else max(0, free - memory.tree_bytes(blueprint.params)))
+        device = jax.devices()[0]
+        model = ServedModel(spec, param_shapes(spec, dtype))
+        Blueprint.draw(model, config, Placement.single(device)).check_memory(device)
 
     @classmethod
     def create(
         cls,
         spec: DecoderSpec,
-        params: Any,
+        params: Params,
         config: EngineConfig,
         *,
         layout: WeightLayout = WeightLayout(),
@@ -117,170 +119,150 @@ class ModelRunner:
         processors: tuple[LogitsProcessor, ...] = (),
         progress: bool = False,
     ) -> "ModelRunner":
-        """Size the pool, compile every program, make the state: after this nothing compiles.
+        """Size the pool by the device's free memory and make a runner: blueprint -> fitted build -> runner.
 
-        params:        the tree of `spec.param_shapes` (or as `layout` says), on one device, used without a copy.
-        tokenizer_ids: bool[vocab_size]; ids that may be sampled. None = all.
+        params:        the tree of `spec.param_shapes` (or as `layout` says), on one device. Used without a copy.
+        tokenizer_ids: bool[vocab_size], ids that may be sampled; None = all.
         progress:      show a bar while compiling.
 
-        Raises ModelLoadError where an option does not fit the model or the memory.
+        Raises ModelLoadError for an option that does not fit the model or the memory.
         """
-        device = _only_device(params)
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        allowed = None
+        device = device_of(params)
+        placement = Placement.single(device)
+        token_mask = None
         if tokenizer_ids is not None and not tokenizer_ids.all():
-            allowed = jax.device_put(np.asarray(tokenizer_ids, bool), sharding)
-        blueprint = Blueprint.draw(
-            spec, config, params, device, sharding=sharding, layout=layout, masked=allowed is not None,
-            processors=processors,
-        )  # fmt: skip
-        dtype = blueprint.dtype
+            token_mask = placement.put(np.asarray(tokenizer_ids, np.bool_))
+        model = ServedModel(spec, params, layout, token_mask is not None, processors)
+        blueprint = Blueprint.draw(model, config, placement)
         with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
-            if device.platform != "cpu" and spec.latent is None:  # latent pages: XLA's operations everywhere
-                _check_attention(spec, blueprint.limits, blueprint.implementation, dtype, device)
-            free = memory.free_device_bytes(device, config)
-            if free is None:
-                plan = blueprint.fit()
-            else:
-                plan = blueprint.fit(temp_bytes=blueprint.largest_temporaries(free)[1], free_bytes=free)
-                key = f"{device.device_kind} {spec} {config} {jax.__version__}"
-                blocks = memory.remembered_blocks(folder, key, plan.num_blocks)
-                plan = dataclasses.replace(plan, num_blocks=max(blocks, plan.limits.blocks_per_request))
-            start = time.perf_counter()
-            table = ProgramTable.compile(
-                blueprint.shapes(plan.limits),
-                lambda shape: blueprint.compile(shape, plan.limits, plan.num_blocks),
-                progress=progress,
-            )
-            state = blueprint.state(plan.limits, plan.num_blocks)
-            row = jax.ShapeDtypeStruct((1 + state.blocks.shape[1],), np.dtype(np.int32), sharding=sharding)
-            upload = jax.jit(upload_row, donate_argnums=0, out_shardings=formats(state)).lower(state, row).compile()
-            slots = host_slots(config.swap_space, plan.block_bytes)
-            mover = BlockMover(state, sharding, host_slots=slots)
-            uploader = None if spec.pools else ExtrasUploader(state, plan.limits.max_model_len, sharding)
-            seconds = time.perf_counter() - start
-            count = len(table.programs) + 1 + mover.num_programs + (uploader.num_programs if uploader else 0)
-            logger.info("compiled %d programs in %.1f s:\n%s", count, seconds, table)
-            plan = dataclasses.replace(plan, temp_bytes=table.temp_bytes)
-            logger.info("device memory:\n%s", plan)
-            make_state = functools.partial(
-                create_state, spec, plan.limits.groups, blueprint.sizes(plan.limits, plan.num_blocks), dtype=dtype,
-                device=sharding,
-            )  # fmt: skip
-            return cls(
-                spec, params, allowed, plan, table, upload, CompileCounter(), make_state, blueprint.num_logprobs, mover,
-                slots, uploader,
-            )  # fmt: skip
+            # latent pages (spec.latent) use XLA's operations on every platform
+            if placement.platform != "cpu" and spec.latent is None:
+                blueprint.check_attention(device)
+            return cls(blueprint.fit_device(device, folder), params, token_mask, progress=progress)
 
     @property
     def compiles_after_ready(self) -> int:
-        """Programs compiled in a step: 0, or the program table has a hole."""
+        """Programs that steps compiled. 0, unless the program table lacks a program."""
         return self._counter.count
 
-    def dispatch(self, plan: StepPlan) -> Handle:
-        """Start a step; returns at once. Raises EngineError when the device fails; the KV pool is empty after that."""
-        forward = self.programs.forward(plan)
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Start a step; returns at once. Raises EngineError if the device fails; then the KV pool is empty."""
+        program = self.programs.forward(plan)
         width = self.memory_plan.limits.width
         updates = block_updates(plan, width)
-        with pinned(), self._counter.watching(), self._recovering(forward):
+        with pinned(), self._counter.watching(), self._recovering(program.shape):
             if len(plan.moves):
                 self._state = self._mover.run(self._live_state, plan.moves)
-            # What the packed plan has no room for goes first, a row at a time, longest tables first.
+            # Block tables that do not fit into the packed plan are uploaded first, one row at a time, longest first.
             for init in sorted(plan.row_inits, key=lambda i: -len(i.blocks)):
-                if len(updates) <= forward.shape.max_updates:
+                if len(updates) <= program.shape.max_updates:
                     break
                 row = np.zeros(1 + self._live_state.blocks.shape[1], np.int32)
                 row[0] = init.row
                 row[1 + init.blocks[:, 0] * width + init.blocks[:, 1]] = init.blocks[:, 2]
-                self._state = self._upload(self._live_state, jax.device_put(row, self._device))
+                self._state = self._upload_row(self._live_state, self._placement.put(row))
                 updates = updates[updates[:, 0] != init.row]
-            packed = jax.device_put(pack(plan, updates, forward.shape), self._device)
+            packed = self._placement.put(pack(plan, updates, program.shape))
             for init in plan.row_inits:
                 if init.extras is not None and self._uploader is not None:
                     self._state = self._uploader.start(self._live_state, init)
-            self._state, computed = forward.run(self._params, self._live_state, packed)
+            self._state, num_tokens = program.run(self._params, self._live_state, packed)
             scores = self._score(plan.scored)
-            given = None if plan.waits_for_masks else self._apply_head(plan, plan.masks)
-        jax.tree.map(lambda x: x.copy_to_host_async(), (computed, scores, given))
-        return Handle(plan, computed, scores, given)
+            output = None if plan.waits_for_masks else self._sample_or_pool(plan, plan.masks)
+        jax.tree.map(lambda x: x.copy_to_host_async(), (num_tokens, scores, output))
+        return StepHandle(plan, num_tokens, scores, output)
 
-    def sample(self, handle: Handle, masks: Sequence[RowMask]) -> Handle:
-        """Sample for a step whose plan waits for masks; returns at once. Raises EngineError when the device fails."""
+    def sample(self, handle: StepHandle, masks: Sequence[RowMask]) -> StepHandle:
+        """Sample for a step whose plan waits for masks; returns at once. Raises EngineError if the device fails."""
         with pinned(), self._counter.watching(), self._recovering():
-            given = self._apply_head(handle.plan, [*handle.plan.masks, *masks])
-        jax.tree.map(lambda x: x.copy_to_host_async(), given)
-        return dataclasses.replace(handle, given=given)
+            output = self._sample_or_pool(handle.plan, [*handle.plan.masks, *masks])
+        jax.tree.map(lambda x: x.copy_to_host_async(), output)
+        return dataclasses.replace(handle, output=output)
 
-    def _score(self, scored: np.ndarray) -> tuple[Sampled, ...]:
-        """Log-probabilities of known tokens, in chunks: no more logits are there at a time than a step samples from."""
-        chunks, program = [], self.programs.scoring
-        if program is None:
-            return ()  # it pools: nobody asks
-        for first in range(0, scored.shape[1], program.shape.rows):
-            part = scored[:, first : first + program.shape.rows]
-            places = np.zeros((2, program.shape.rows), np.int32)
-            places[1, : part.shape[1]], places[0, : part.shape[1]] = part
-            chunks.append(self._run_head(program, places))
-        return tuple(chunks)
-
-    def _apply_head(self, plan: StepPlan, masks: Sequence[RowMask]) -> Sampled | jax.Array | None:
-        """Sample for the rows of a plan that have reached their end, or pool; None where there are none."""
-        count = int(np.count_nonzero(plan.samples))
-        if not count:
-            return None
-        if masks and self._uploader is not None:
-            self._state = self._uploader.set_masks(self._live_state, masks)
-        head = self.programs.head(count, plan.sampler)
-        return self._run_head(head, pack_places(plan, head.shape))
-
-    def _run_head(self, head: Program[HeadShape], places: np.ndarray) -> Any:
-        state = self._live_state
-        table, sampling, given = head.run(
-            self._head_params, self._allowed, state.table, state.sampling, state.hidden,
-            jax.device_put(places, self._device),
-        )  # fmt: skip
-        self._state = state.replace(table=table, sampling=sampling)
-        return given
-
-    def collect(self, handle: Handle) -> StepResult:
-        """Wait for a step and fetch what it sampled."""
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for a step and download its result. Raises EngineError if the device fails."""
         samples = handle.plan.samples
         with pinned(), self._counter.watching(), self._recovering():
-            np.asarray(handle.computed)
+            np.asarray(handle.num_tokens)
             scores = _joined(handle.scores, handle.plan.scored.shape[1])
-            if handle.given is None:
+            if handle.output is None:
                 return StepResult(np.zeros(len(samples), np.int32), scores=scores)
-            host = jax.tree.map(lambda x: _spread(np.asarray(x), samples), handle.given)
+            host = jax.tree.map(lambda x: _spread(np.asarray(x), samples), handle.output)
         if self.spec.pools:
             return StepResult(np.zeros(0, np.int32), pooled=host)
         return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs, scores)
 
+    def set_params(self, params: Params) -> None:
+        """Replace the weights by a tree of the same structure, shapes, dtypes and placement. No compile, no copy.
+
+        Steps dispatched before keep the old weights. The caller then calls the engine's `note_new_weights`, so that KV
+        of the old weights is not reused.
+        Raises ModelLoadError for a tree that differs, and EngineError if the runner is closed.
+        """
+        if self._state is None:
+            raise EngineError(CLOSED)
+        model = self._build.blueprint.model
+        _check_params(model.params, params, self._placement)
+        self._params, self._lm_head_params = params, lm_head_params(model.spec, params)
+
     def prefix_cacheable(self, prompt_len: int) -> bool:
-        """Whether KV of such a prompt may be shared: with dynamic rope, keys beyond the first range depend on it."""
+        """True if KV of a prompt may be shared. With dynamic rope, keys past the first range depend on its length."""
         rope = self.spec.rope
         if rope is None or rope.scaling != "dynamic":
             return True
         return prompt_len <= (rope.original_max_position or self.spec.max_position)
 
     def close(self) -> None:
-        """Give the KV pool back and let go of the weights."""
+        """Free the device state, and drop the references to the weights."""
         if self._state is not None:
             for leaf in jax.tree.leaves(self._state):
                 if not leaf.is_deleted():
                     leaf.delete()
-        self._state = self._params = self._head_params = self._allowed = None
+        self._state = self._params = self._lm_head_params = self._token_mask = None
         self._mover.close()
         self._counter.close()
 
-    def _measure_transfers(self) -> TransferCosts:
-        """What the choice between moving a block and computing it goes by.
+    def _score(self, scored: np.ndarray) -> tuple[Sampled, ...]:
+        """Log-probabilities of known tokens, in chunks: no more logits are alive at a time than in sampling."""
+        chunks, program = [], self.programs.scorer
+        if program is None:
+            return ()  # a model that pools
+        size = program.shape.tokens
+        for first in range(0, scored.shape[1], size):
+            part = scored[:, first : first + size]
+            packed = np.zeros((2, size), np.int32)
+            packed[1, : part.shape[1]], packed[0, : part.shape[1]] = part
+            chunks.append(self._run_output(program, packed))
+        return tuple(chunks)
 
-        A step of padding costs what a full one does, but for its attention.
-        """
+    def _sample_or_pool(self, plan: StepPlan, masks: Sequence[RowMask]) -> Output | None:
+        """Sample or pool for the rows of a plan that reach their end. None if no row does."""
+        count = int(np.count_nonzero(plan.samples))
+        if not count:
+            return None
+        if masks and self._uploader is not None:
+            self._state = self._uploader.set_masks(self._live_state, masks)
+        if self.spec.pools:
+            pooler = self.programs.pooler(count)
+            return self._run_output(pooler, pack_rows(plan, pooler.shape.rows))
+        sampler = self.programs.sampler(count, plan.sampler)
+        return self._run_output(sampler, pack_rows(plan, sampler.shape.rows))
+
+    def _run_output(self, program: Program[OutputShape], packed: np.ndarray) -> Output:
+        state = self._live_state
+        table, sampling, output = program.run(
+            self._lm_head_params, self._token_mask, state.table, state.sampling, state.hidden,
+            self._placement.put(packed),
+        )  # fmt: skip
+        self._state = state.replace(table=table, sampling=sampling)
+        return output
+
+    def _measure_transfers(self) -> TransferCosts:
+        """Measure with a step of padding, which takes as long as a full step without its attention."""
         program = self.programs.forwards[-1]
         nothing = np.zeros(0, np.int32)
         idle = StepPlan(nothing, nothing, 0, nothing.astype(bool), nothing, np.zeros((0, 4), np.int32))
-        packed = jax.device_put(pack(idle, np.zeros((0, 3), np.int32), program.shape), self._device)
+        packed = self._placement.put(pack(idle, np.zeros((0, 3), np.int32), program.shape))
 
         def step(state: DeviceState) -> DeviceState:
             return program.run(self._params, state, packed)[0]
@@ -292,30 +274,51 @@ class ModelRunner:
     @property
     def _live_state(self) -> DeviceState:
         if self._state is None:
-            raise EngineError("the engine is closed: make a new one")
+            raise EngineError(CLOSED)
         return self._state
 
     @contextlib.contextmanager
-    def _recovering(self, program: Program[Any] | None = None) -> Generator[None]:
-        """Failures inside are EngineErrors, and leave a runner that serves."""
+    def _recovering(self, shape: Shape | None = None) -> Generator[None]:
+        """Raise failures inside as EngineError, and restore a state that can serve new requests."""
         try:
             yield
         except BaseException as error:
             self._recover()
             if not isinstance(error, Exception):
                 raise
-            which = "" if program is None else f" of {program.shape}"
+            which = "" if shape is None else f" of {shape}"
             raise EngineError(f"the device failed a step{which}: {error}") from error
 
     def _recover(self) -> None:
-        """After a failed step the donated state is gone: make an empty one, so that new requests can be served."""
+        """Allocate an empty state if the failed step has consumed the donated one."""
         if self._state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
             with pinned():
-                self._state = self._make_state()
+                self._state = self._build.create_state()
+
+
+def _check_params(expected: Params, params: Params, placement: Placement) -> None:
+    """Raise ModelLoadError unless all leaves of `params` have the shapes, dtypes and placement of `expected`."""
+    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
+    given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for name in sorted(wanted.keys() ^ given.keys()):
+        state = "missing" if name in wanted else "not a parameter of the model"
+        raise ModelLoadError(f"params{name} is {state}: pass the same tree that the engine started with")
+    if (structure := jax.tree.structure(params)) != jax.tree.structure(expected):
+        raise ModelLoadError(f"params has another structure, {structure}: must be {jax.tree.structure(expected)}")
+    for name, leaf in given.items():
+        want = f"{wanted[name].dtype}{list(wanted[name].shape)} on {placement.device}"
+        if not isinstance(leaf, jax.Array):
+            raise ModelLoadError(f"params{name} is a {type(leaf).__name__}: must be a jax.Array, {want}")
+        if leaf.is_deleted():
+            raise ModelLoadError(f"params{name} has been deleted: must be {want}")
+        found = f"{leaf.dtype}{list(leaf.shape)} on {', '.join(sorted(map(str, leaf.devices())))}"
+        same_type = (leaf.shape, leaf.dtype) == (wanted[name].shape, wanted[name].dtype)
+        if not same_type or leaf.devices() != {placement.device}:
+            raise ModelLoadError(f"params{name} is {found}: must be {want}")
 
 
 def _joined(chunks: Sequence[Sampled], count: int) -> Scores | None:
-    """Scores in the order of the plan; None where there are none."""
+    """Scores of all chunks, in the order of the plan, without padding. None if there are no chunks."""
     if not chunks:
         return None
     names = [field.name for field in dataclasses.fields(Scores)]
@@ -324,36 +327,10 @@ def _joined(chunks: Sequence[Sampled], count: int) -> Scores | None:
     })  # fmt: skip
 
 
-def _spread(given: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """What the rows that sample were given, in the places of a plan's rows."""
+def _spread(output: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """Outputs of the rows that sample, at their indices in the plan's rows; 0 elsewhere."""
     if samples.all():
-        return given[: len(samples)]
-    spread = np.zeros((len(samples), *given.shape[1:]), given.dtype)
-    spread[samples] = given[: np.count_nonzero(samples)]
+        return output[: len(samples)]
+    spread = np.zeros((len(samples), *output.shape[1:]), output.dtype)
+    spread[samples] = output[: np.count_nonzero(samples)]
     return spread
-
-
-def _check_attention(
-    spec: DecoderSpec, limits: memory.Limits, implementation: str, dtype: Any, device: Any
-) -> None:
-    """Raise ModelLoadError where the kernels are wrong on this device: rather no answer than a wrong one."""
-    largest = 0.0
-    for window in dict.fromkeys(spec.windows):
-        try:
-            errors = self_check(
-                q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-                block_size=limits.block_size, dtype=dtype, sliding_window=window, logit_softcap=spec.attention_softcap,
-                with_sinks=spec.sinks, with_alibi=spec.alibi is not None, implementation=implementation, device=device,
-            )  # fmt: skip
-        except KernelCheckError as error:
-            raise ModelLoadError(f"{error}: attention_implementation='xla'") from error
-        largest = max(largest, *errors.values())
-    logger.info("attention %r agrees with its reference: largest difference %.2g", implementation, largest)
-
-
-def _only_device(tree: Any) -> Any:
-    """The one device that all arrays of a tree are on."""
-    devices = {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()}
-    if len(devices) != 1:
-        raise ModelLoadError(f"the parameters are on {len(devices)} devices: put them on one")
-    return devices.pop()

@@ -1,8 +1,8 @@
-"""DeviceState: what lives on the device between steps. Donated to every step and given back by it."""
+"""DeviceState: the arrays that stay on the device between steps. Every step donates it and returns it."""
 
 import dataclasses
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.struct
 import jax
@@ -13,85 +13,98 @@ from jpaged.engine.step_plan import RowExtras, RowInit, mask_words
 from jpaged.kv_groups import KVGroups
 from jpaged.models.spec import DecoderSpec
 from jpaged.params.sampling import MAX_LOGIT_BIAS
+from jpaged.runtime.placement import Placement
 from pallas_kernels import KVPages
+
+if TYPE_CHECKING:
+    Leaf = jax.Array
+else:
+    Leaf = Any  # JAX also builds these classes with shapes, formats or None in place of arrays
 
 
 class Field(enum.IntEnum):
-    """Columns of the request table. Floats and the two halves of the seed are kept as the bits of an int32."""
+    """Columns of the request table. Floats and the two halves of the seed are stored as the bits of an int32."""
 
-    LENGTH = 0         # tokens whose KV is in the pages; the next token has this position
-    LAST_TOKEN = 1     # id that was sampled last: what a decode computes next
-    ROPE_LEN = 2       # length that a rope which depends on it goes by at least
-    TEMPERATURE = 3    # float32; 0 = greedy
-    TOP_P = 4          # float32
-    TOP_K = 5          # 0 = all
-    MIN_P = 6          # float32
-    SEED_LOW = 7       # uint32
-    SEED_HIGH = 8      # uint32
-    SAMPLE_INDEX = 9   # which of n parallel samples
-    BEAM_TEMPERATURE = 10  # float32; divides the logits that log-probabilities are made of; 0 = not a beam
-    TYPICAL_P = 11     # float32
-    PRESENCE = 12      # float32
-    FREQUENCY = 13     # float32
-    REPETITION = 14    # float32
-    FLAGS = 15         # of `Flag`
-    PROCESSORS = 16    # bit i: the row asks for custom processor i
+    LENGTH = 0             # tokens whose KV is in the pages; also the position of the next token
+    LAST_TOKEN = 1         # id of the last sampled token, which a decode computes next
+    ROPE_LEN = 2           # least sequence length for a rope that depends on the length
+    TEMPERATURE = 3        # float32; 0 = greedy
+    TOP_P = 4              # float32
+    TOP_K = 5              # 0 = off
+    MIN_P = 6              # float32
+    SEED_LOW = 7           # uint32
+    SEED_HIGH = 8          # uint32
+    SAMPLE_INDEX = 9       # index of this sample among the n of a request group
+    BEAM_TEMPERATURE = 10  # float32; divides the logits before log-probabilities are computed; 0 = not a beam
+    TYPICAL_P = 11         # float32
+    PRESENCE = 12          # float32
+    FREQUENCY = 13         # float32
+    REPETITION = 14        # float32
+    FLAGS = 15             # bits of `Flag`
+    PROCESSORS = 16        # bit i: custom logits processor i applies
 
 
 NUM_FIELDS = len(Field)
 
 
 class Flag(enum.IntFlag):
-    """What of `SamplingState` a row has: what else stands there is left over from others. And what it is told."""
+    """Bit flags of a row. The first three name the fields of `SamplingState` that are valid for it.
+
+    Other fields may hold a previous request's data.
+    """
 
     COUNTS = 1
     BIAS = 2
     MASK = 4
-    LOGPROBS = 8
+    LOGPROBS = 8  # the row wants log-probabilities
 
 
 @flax.struct.dataclass
 class SamplingState:
-    """What rows have beside their fields, where they ask for it: see `Flag`. Only SamplerVariant.FULL reads it."""
+    """Extras of all rows: sampling state without a column in the request table. Only SamplerVariant.FULL reads it.
 
-    counts: Any    # int32[max_num_seqs, vocab]  twice the times that an id was generated, + 1 where the prompt has it
-    masks: Any     # uint32[max_num_seqs, mask_words(vocab)]  bit i % 32 of word i // 32: id i may be sampled
-    bias_ids: Any  # int32[max_num_seqs, MAX_LOGIT_BIAS]  those past the vocabulary are padding
-    bias: Any      # float32[max_num_seqs, MAX_LOGIT_BIAS]
-    custom: Any    # float32[max_num_seqs, parameters of all custom processors]
+    A row's `Flag`s say which of its fields are valid.
+    """
+
+    counts: Leaf    # int32[max_num_seqs, vocab]  2 * (times generated) + (1 if the prompt has the id)
+    masks: Leaf     # uint32[max_num_seqs, mask_words(vocab)]  bit i % 32 of word i // 32: id i may be sampled
+    bias_ids: Leaf  # int32[max_num_seqs, MAX_LOGIT_BIAS]  ids >= vocab are padding
+    bias: Leaf      # float32[max_num_seqs, MAX_LOGIT_BIAS]
+    custom: Leaf    # float32[max_num_seqs, parameters of all custom logits processors]
 
 
 @flax.struct.dataclass
 class DeviceState:
-    """KV pages and the request table. A row of the table is one running request's place."""
+    """KV pages, the request table and the extras. A running request owns one row of the table."""
 
-    pages: tuple[KVPages, ...]  # one an array of `KVGroups`: one a layer where all layers are of one kind
-    table: Any                  # int32[max_num_seqs, NUM_FIELDS]
-    # int32[max_num_seqs, groups * width]  block tables, one group's behind the other's; entries past a row's end or
-    # before its window are stale or 0
-    blocks: Any
-    hidden: Any                 # [max_num_batched_tokens, hidden_size]  what the layers gave of the last step's tokens
+    pages: tuple[KVPages, ...]  # one per page array of `KVGroups`; one per layer if there is one KV group
+    table: Leaf                 # int32[max_num_seqs, NUM_FIELDS]
+    # int32[max_num_seqs, kv_groups * width]  block tables, KV group after KV group. Entries past a row's end, or before
+    # its window, are stale or 0.
+    blocks: Leaf
+    hidden: Leaf  # [state_tokens, hidden_size]  hidden states of the last step's tokens, before final norm
     sampling: SamplingState
 
 
 @dataclasses.dataclass(frozen=True)
 class StateSizes:
-    """Sizes of a state's arrays."""
+    """Sizes of the arrays of a `DeviceState`."""
 
     num_blocks: int
     block_size: int
-    rows: int    # of the request table
-    width: int   # entries of a block table
-    tokens: int  # most of one step
+    rows: int        # of the request table
+    width: int       # entries of a block table
+    tokens: int      # capacity of `hidden`
     custom: int = 0  # parameters of all custom logits processors
 
 
 def state_shapes(
-    spec: DecoderSpec, groups: KVGroups, sizes: StateSizes, *, dtype: Any, sharding: Any = None
+    spec: DecoderSpec, kv_groups: KVGroups, sizes: StateSizes, *, dtype: np.dtype, placement: Placement | None = None
 ) -> DeviceState:
-    """A state as ShapeDtypeStructs: to compile without taking memory. sharding: a jax Device or Sharding."""
+    """A state of ShapeDtypeStructs, to compile with and to count bytes. dtype: of pages and hidden states."""
+    sharding = None if placement is None else placement.sharding
 
-    def array(dtype: Any, *shape: int) -> Any:
+    def array(dtype: np.dtype | type, *shape: int) -> Any:  # takes the place of a jax.Array in the state
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
     rows = sizes.rows
@@ -101,9 +114,9 @@ def state_shapes(
     )  # fmt: skip
     vocab = 0 if spec.pools else spec.vocab_size
     return DeviceState(
-        pages=(page,) * groups.num_arrays,
+        pages=(page,) * kv_groups.num_arrays,
         table=array(np.int32, rows, NUM_FIELDS),
-        blocks=array(np.int32, rows, len(groups.windows) * sizes.width),
+        blocks=array(np.int32, rows, len(kv_groups.windows) * sizes.width),
         hidden=array(dtype, sizes.tokens, spec.hidden_size),
         sampling=SamplingState(
             counts=array(np.int32, rows, vocab),
@@ -116,36 +129,36 @@ def state_shapes(
 
 
 def create_state(
-    spec: DecoderSpec, groups: KVGroups, sizes: StateSizes, *, dtype: Any, device: Any = None
+    spec: DecoderSpec, kv_groups: KVGroups, sizes: StateSizes, *, dtype: np.dtype, placement: Placement
 ) -> DeviceState:
-    """Empty pages and an empty table on the device (a jax Device or Sharding)."""
+    """Allocate a state on the device, filled with zeros."""
     pages = tuple(
         KVPages.create(
             sizes.num_blocks, sizes.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim,
-            device=device,
+            device=placement.sharding,
         )
-        for _ in range(groups.num_arrays)
+        for _ in range(kv_groups.num_arrays)
     )  # fmt: skip
-    rest = state_shapes(spec, groups, sizes, dtype=dtype).replace(pages=())
-    rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), rest)
+    rest = state_shapes(spec, kv_groups, sizes, dtype=dtype).replace(pages=())
+    rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=placement.sharding), rest)
     return rest.replace(pages=pages)
 
 
-def beside_pages(state: DeviceState) -> int:
-    """Bytes of all but the KV pages, of a state or its shapes."""
+def bytes_without_pages(state: DeviceState) -> int:
+    """Bytes of all arrays except the KV pages, of a state or its shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.replace(pages=())))
 
 
-def formats(state: DeviceState) -> Any:
-    """How each array of a state lies in memory, None where it does not say, as `out_shardings` of a program.
+def formats(state: DeviceState) -> DeviceState:
+    """Memory layouts of a state's arrays, or None where unspecified: `out_shardings` of a program.
 
-    What is donated and comes out as it went in is never copied.
+    A donated array that is returned in the layout of the argument is not copied.
     """
     return jax.tree.map(lambda x: x.format if x.format.layout else None, state)
 
 
 def row_values(init: RowInit) -> np.ndarray:
-    """int32[NUM_FIELDS]: a row's fields as the table holds them."""
+    """int32[NUM_FIELDS]: the fields of a row, as the request table stores them."""
     values = np.zeros(NUM_FIELDS, np.int32)
     values[Field.LENGTH] = init.num_computed
     values[Field.ROPE_LEN] = init.rope_len

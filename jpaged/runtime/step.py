@@ -1,16 +1,15 @@
-"""The forward half of a step: from the packed plan to the hidden state of every token. `heads` has the other half.
+"""The forward pass of a step: from the packed plan to one hidden state per token. `output_programs` has the rest.
 
 1. Unpack: block-table changes, restarted rows and forks go into the request table.
 2. Build ids, positions, KV slots and lengths from the table: the host never sends them.
 3. Forward: the decoder over all tokens, writing keys and values into the pages and attending through block tables.
-   What the layers give of each token stays in the state, where a head finds it.
+   Each token's hidden state stays in `DeviceState.hidden`, where the output programs read it.
 
 `state` is donated: pages and table are updated in place.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -21,33 +20,34 @@ from jaxtyping import Array, Float, Int
 from jpaged.engine.step_plan import StepPlan
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
-from jpaged.models.spec import AttentionOptions, DecoderSpec, WeightLayout
-from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, formats, row_values
+from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, WeightLayout
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, formats, row_values
 from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
 from pallas_kernels.write_kv import matching_write
 
-# Block-table changes that a packed plan has room for beyond those its own tokens can need.
+# Block-table changes that fit into a packed plan in addition to those that its own tokens can need.
 SPARE_UPDATES = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardShape:
-    """Shapes of one compiled forward program: a key of the program table."""
+    """Key of a forward program."""
 
-    is_decode: bool  # every row is one token, taken from the table; then tokens == rows
-    tokens: int      # token places
-    rows: int        # row places
+    is_decode: bool  # every row computes one token, which it reads from the table; then tokens == rows
+    tokens: int
+    rows: int
     block_size: int
-    num_groups: int = 1  # block tables a row
+    num_kv_groups: int = 1
 
     @property
     def max_updates(self) -> int:
-        """Block-table entries that fit: what the tokens can fill, one a row for a begun block, and some to spare."""
-        return self.num_groups * (self.tokens // self.block_size + self.rows) + SPARE_UPDATES
+        """Block-table entries that fit: blocks that the tokens can fill, one per row for a begun block, and a spare."""
+        return self.num_kv_groups * (self.tokens // self.block_size + self.rows) + SPARE_UPDATES
 
     @property
     def cuts(self) -> dict[str, slice]:
-        """Where each part lies in the packed int32 array."""
+        """Slice of each part in the packed int32 array."""
         sizes = {"rows": self.rows, "updates": 3 * self.max_updates}
         if not self.is_decode:
             sizes |= {
@@ -62,7 +62,7 @@ class ForwardShape:
 
     @property
     def packed_size(self) -> int:
-        """int32s in the packed plan."""
+        """Length of the packed plan, in int32s."""
         return max(cut.stop for cut in self.cuts.values())
 
     def __str__(self) -> str:
@@ -70,9 +70,9 @@ class ForwardShape:
 
 
 def block_updates(plan: StepPlan, width: int) -> np.ndarray:
-    """int32[U, 3], (row, column, block): all entries of `DeviceState.blocks` that the plan changes.
+    """int32[U, 3], (row, column, block): entries of `DeviceState.blocks` that the plan changes.
 
-    Those of restarted rows included. width: columns of one group.
+    Includes those of restarted rows. width: columns of one KV group.
     """
     changed = plan.block_updates
     if plan.row_inits:
@@ -82,8 +82,8 @@ def block_updates(plan: StepPlan, width: int) -> np.ndarray:
 
 
 def pack(plan: StepPlan, updates: np.ndarray, shape: ForwardShape) -> np.ndarray:
-    """int32[packed_size]: the plan as the step reads it. updates: int32[U, 3], at most shape.max_updates."""
-    packed = np.full(shape.packed_size, -1, np.int32)  # -1: padding
+    """int32[packed_size]: the plan as the forward program reads it. updates: int32[U, 3], U <= shape.max_updates."""
+    packed = np.full(shape.packed_size, -1, np.int32)  # -1 is padding
     cuts, rows = shape.cuts, len(plan.rows)
     packed[cuts["rows"]][:rows] = plan.rows
     packed[cuts["updates"]][: updates.size] = updates.ravel()
@@ -102,35 +102,35 @@ def pack(plan: StepPlan, updates: np.ndarray, shape: ForwardShape) -> np.ndarray
 
 
 @flax.struct.dataclass
-class GroupRows:
-    """Where a group's layers find the rows' keys and values: what `PagedAttend` needs. Padding tokens have slot -1."""
+class KVGroupRows:
+    """KV of the step's rows in one KV group, as `PagedAttend` reads it. Padding tokens have slot -1."""
 
-    block_tables: Any     # int32[rows, width]
-    slots: Any            # int32[tokens]
-    context_lens: Any     # int32[rows]
-    query_start_loc: Any  # int32[rows + 1]
+    block_tables: Leaf     # int32[rows, width]
+    slots: Leaf            # int32[tokens]
+    context_lens: Leaf     # int32[rows]
+    query_start_loc: Leaf  # int32[rows + 1]
 
 
 @flax.struct.dataclass
 class Batch:
-    """What the step computes, built on the device. Padding rows have no tokens."""
+    """Inputs of the decoder, built on the device. Padding rows have no tokens."""
 
-    rows: Any       # int32[rows]  row of the table; padding points past its end
-    lengths: Any    # int32[rows]  tokens after the step: the position of what is sampled
-    groups: Any     # a GroupRows for each group of layers
-    real: Any       # bool[tokens]  False: padding
-    token_ids: Any  # int32[tokens]
-    positions: Any  # int32[tokens]
-    rope_lens: Any  # int32[tokens]  max(the row's rope_len, position + 1)
+    rows: Leaf     # int32[rows]  row of the table; padding rows point past its end
+    lengths: Leaf  # int32[rows]  tokens after the step; also the position of the sampled token
+    kv_groups: tuple[KVGroupRows, ...]
+    real: Leaf       # bool[tokens]  False: padding
+    token_ids: Leaf  # int32[tokens]
+    positions: Leaf  # int32[tokens]
+    rope_lens: Leaf  # int32[tokens]  max(the row's rope_len, position + 1)
 
 
 def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: ForwardShape) -> tuple[DeviceState, Batch]:
-    """Unpack the plan, apply its changes to the table, and build everything the forward pass needs."""
+    """Unpack the plan, apply its changes to the table, and build the inputs of the decoder."""
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     capacity = state.table.shape[0]
 
     def drop_padding(rows: Array) -> Array:
-        """Padding (-1) must point past the end: a negative index would count from it."""
+        """Let padding (-1) point past the end of the table: a negative index would count from the end."""
         return jnp.where(rows < 0, capacity, rows)
 
     updates = part["updates"].reshape(-1, 3)
@@ -160,15 +160,15 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Forwar
         token_ids = jnp.where(from_table, fields[token_row, Field.LAST_TOKEN], part["prompt_tokens"])
     positions = jnp.where(real, positions, 0)
     context_lens = jnp.where(num_tokens > 0, length + num_tokens, 0)
-    groups = []
-    for group_tables in jnp.split(block_tables, shape.num_groups, axis=1):
-        block = group_tables[token_row, jnp.minimum(positions // shape.block_size, group_tables.shape[1] - 1)]
+    kv_groups = []
+    for tables in jnp.split(block_tables, shape.num_kv_groups, axis=1):
+        block = tables[token_row, jnp.minimum(positions // shape.block_size, tables.shape[1] - 1)]
         slots = jnp.where(real, block * shape.block_size + positions % shape.block_size, -1)
-        groups.append(GroupRows(group_tables, slots, context_lens, query_start_loc))
+        kv_groups.append(KVGroupRows(tables, slots, context_lens, query_start_loc))
     batch = Batch(
         rows=rows,
         lengths=length + num_tokens,
-        groups=tuple(groups),
+        kv_groups=tuple(kv_groups),
         real=real,
         token_ids=jnp.where(real, token_ids, 0),
         positions=positions,
@@ -179,13 +179,13 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Forwar
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
-    """The decoder's `attend` when serving: write keys and values into the pages, attend through block tables."""
+    """The decoder's `attend` for serving: writes keys and values into the pages, attends through block tables."""
 
     max_query_len: int
     implementation: str
 
     def __call__(
-        self, projection: decoder.Projection, pages: KVPages, metadata: GroupRows, options: AttentionOptions,
+        self, projection: decoder.Projection, pages: KVPages, metadata: KVGroupRows, options: AttentionOptions,
         sinks: Float[Array, " heads"] | None,
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
         write = matching_write(self.implementation)
@@ -208,26 +208,26 @@ class PagedAttend:
 
 
 def forward(
-    params: Any,
+    params: Params,
     state: DeviceState,
     packed: Int[Array, " packed"],
     *,
     spec: DecoderSpec,
-    groups: KVGroups,
+    kv_groups: KVGroups,
     layout: WeightLayout,
     shape: ForwardShape,
     implementation: str,
 ) -> tuple[DeviceState, Int[Array, ""]]:
-    """The model over one plan. Donate `state`.
+    """Run the decoder over one plan. Donate `state`.
 
-    Gives the state with the new KV, rows' lengths and hidden states (before the final norm), and the number of tokens:
-    something to wait for where nothing is sampled.
+    Returns the state with the new KV, lengths and hidden states (before the final norm), and the number of tokens. The
+    host waits for that number in steps that sample nothing.
     """
     state, batch = build_batch(state, packed, shape)
     hidden, pages = decoder.decode(
-        spec, params, batch.token_ids, batch.positions, state.pages, batch.groups,
+        spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
         PagedAttend(1 if shape.is_decode else shape.tokens, implementation),
-        layout=layout, rope_lens=batch.rope_lens, places=groups.places,
+        layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None,
     )  # fmt: skip
     state = state.replace(
@@ -239,29 +239,29 @@ def forward(
 
 
 def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:
-    """Set one row's block tables: packed is the row, then the blocks of every column. Donate `state`.
+    """Set one row's block tables. packed: the row, then the block of every column. Donate `state`.
 
-    For changes that the step's packed plan has no room for: a prefix hit or a resume of a long request.
+    For changes that do not fit into the packed plan: a prefix hit or a resume of a long request.
     """
     return state.replace(blocks=state.blocks.at[packed[0]].set(packed[1:], mode="drop"))
 
 
 def compile_forward(
-    params: Any,
-    state: Any,
+    params: Params,
+    state: DeviceState,
+    shape: ForwardShape,
     *,
     spec: DecoderSpec,
-    groups: KVGroups,
+    kv_groups: KVGroups,
     layout: WeightLayout,
-    shape: ForwardShape,
     implementation: str,
-    sharding: Any = None,
-) -> Any:
-    """Compile one program from ShapeDtypeStructs (or arrays): `compiled(params, state, packed)`."""
+    placement: Placement,
+) -> jax.stages.Compiled:
+    """Compile a forward program from arrays or ShapeDtypeStructs: `compiled(params, state, packed)`."""
     call = functools.partial(
-        forward, spec=spec, groups=groups, layout=layout, shape=shape, implementation=implementation
+        forward, spec=spec, kv_groups=kv_groups, layout=layout, shape=shape, implementation=implementation
     )
-    packed = jax.ShapeDtypeStruct((shape.packed_size,), np.dtype(np.int32), sharding=sharding)
-    # keep_unused: every program of the table takes the same arguments
+    packed = placement.shape((shape.packed_size,), np.int32)
+    # keep_unused: the runner passes the same arguments to every program
     jitted = jax.jit(call, donate_argnums=1, keep_unused=True, out_shardings=(formats(state), None))
     return jitted.lower(params, state, packed).compile()

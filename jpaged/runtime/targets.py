@@ -1,7 +1,7 @@
-"""Devices to plan and to compile for without having one: JAX's compilers for NVIDIA and for TPU need no device.
+"""Kinds of devices to plan and compile for. JAX's compilers for NVIDIA and TPU need no device.
 
-Facts are those of the vendors' data sheets; what depends on the compute capability alone is from NVIDIA's CUDA C++
-programming guide. A memory of 80 GB is taken as 80e9 bytes, a little less than the cards have.
+The figures are from the vendors' data sheets, and those of a compute capability from NVIDIA's CUDA C++ programming
+guide. 80 GB of memory count as 80e9 bytes, a little less than the cards have.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -19,22 +18,22 @@ GB = 10**9
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of device. Stands for a jax Device where only its kind is asked for: what kernels go by."""
+    """A kind of device. Has the attributes of a jax Device that choose a kernel."""
 
     name: str
-    platform: str                   # "cpu", "gpu" or "tpu", as a jax Device has it
-    device_kind: str                # as JAX names it
-    memory_bytes: int | None = None # None: the engine does not go by it (CPU)
-    num_cores: int = 1              # multiprocessors, or TensorCores that JAX shows as one device
-    compute_capability: str = ""    # NVIDIA only
-    bandwidth: int = 0              # bytes a second, NVIDIA only
-    l2_bytes: int = 0               # NVIDIA only
-    clock_ghz: float = 0.0          # NVIDIA only
-    topology: str = ""              # TPU only: the smallest slice, as libtpu names it
+    platform: str                    # "cpu", "gpu" or "tpu", as in `jax.Device.platform`
+    device_kind: str                 # as in `jax.Device.device_kind`
+    memory_bytes: int | None = None  # None: CPU, where the pool does not depend on it
+    num_cores: int = 1               # multiprocessors, or TensorCores that JAX shows as one device
+    compute_capability: str = ""     # NVIDIA only
+    bandwidth: int = 0               # bytes a second, NVIDIA only
+    l2_bytes: int = 0                # NVIDIA only
+    clock_ghz: float = 0.0           # NVIDIA only
+    topology: str = ""               # TPU only: the smallest slice, as libtpu names it
 
     @property
     def missing(self) -> str | None:
-        """What has to be installed to compile for it; None where it is."""
+        """Package to install before compiling for the target; None if it is installed."""
         if self.platform == "gpu" and not _installed("jax_cuda13_plugin"):
             return "jax[cuda13]"
         if self.platform == "tpu" and not _installed("libtpu"):
@@ -42,11 +41,11 @@ class Target:
         return None
 
     def sharding(self) -> jax.sharding.Sharding:
-        """Where arguments lie that are compiled for it. Needs what `missing` names; on CPU the device that is here."""
+        """Sharding of arrays on the target, to compile with. Needs the package that `missing` names."""
         return _sharding(self)
 
-    def tracing(self) -> contextlib.AbstractContextManager:
-        """What to trace and lower in: kernels ask it for the device."""
+    def tracing(self) -> contextlib.AbstractContextManager[object]:
+        """Context to trace and lower in. Kernels read the device from it."""
         if self.platform == "cpu":
             return contextlib.nullcontext()
         device = jax.sharding.AbstractDevice(
@@ -55,7 +54,7 @@ class Target:
         return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-@functools.cache  # each description has devices of its own, which do not mix
+@functools.cache  # each description has its own devices, and devices of two descriptions cannot be mixed
 def _sharding(target: Target) -> jax.sharding.Sharding:
     if target.platform == "cpu":
         return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
@@ -64,7 +63,7 @@ def _sharding(target: Target) -> jax.sharding.Sharding:
             platform="cuda", target_config=_nvidia_config(target), topology="1x1x1"
         )
     else:
-        # libtpu asks around for the machine that it runs on, and complains on stderr where there is none
+        # Without these variables libtpu looks for a TPU machine, and writes errors to stderr if there is none.
         for name, value in _NO_TPU_MACHINE.items():
             os.environ.setdefault(name, value)
         description = topologies.get_topology_desc(target.topology, platform="tpu")
@@ -80,7 +79,7 @@ _NO_TPU_MACHINE = {
     "TPU_WORKER_ID": "0",
 }  # fmt: skip
 
-# Of a multiprocessor, by compute capability: threads, arithmetic units, shared memory, and most of it for one block.
+# By compute capability: threads, arithmetic units, shared memory and most shared memory of a block, per multiprocessor.
 _MULTIPROCESSOR = {
     "8.0": (2048, 64, 167936, 166912),
     "8.6": (1536, 128, 102400, 101376),
@@ -90,7 +89,7 @@ _MULTIPROCESSOR = {
 
 
 def _nvidia_config(target: Target) -> str:
-    """The card in XLA's text format."""
+    """Description of the card in XLA's text format."""
     threads, units, shared, shared_block = _MULTIPROCESSOR[target.compute_capability]
     major, minor = target.compute_capability.split(".")
     extension = "feature_extension: ACCELERATED_FEATURES" if major == "9" else ""
@@ -139,10 +138,5 @@ TARGETS = {
 
 
 def with_memory(target: Target, memory_bytes: int) -> Target:
-    """The same kind of device with another memory."""
+    """The same kind of device with `memory_bytes` bytes of memory."""
     return dataclasses.replace(target, memory_bytes=memory_bytes)
-
-
-def device_of(target: Target) -> Any:
-    """What stands for a device of that kind: described by its compiler where that is installed, else the target."""
-    return next(iter(target.sharding().device_set)) if target.missing is None else target

@@ -1,4 +1,4 @@
-"""The families of models: a Hugging Face config in, a DecoderSpec and the table of tensor names out."""
+"""Model families: each turns a Hugging Face config into a DecoderSpec, and names the tensors of its checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
-# The bare base model with a score matrix; Transformers has no such class of the two.
+# Sequence classifiers: the bare base model with a score matrix. Transformers has none of Granite and OLMo 2.
 ARCHITECTURES |= {
     family.architectures[1].removesuffix("Model") + CLASSIFIER: family
     for family in FAMILIES
@@ -45,9 +45,9 @@ __all__ = ["ARCHITECTURES", "FAMILIES", "Family", "family_of", "spec_of"]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json: by its architecture, by its model_type where it names none.
+    """The family of a config.json: by its architecture, or by its model_type if it has no architectures.
 
-    Raises ModelLoadError that lists what is supported.
+    Raises ModelLoadError, with the supported architectures.
     """
     architectures = config.get("architectures") or []
     if not isinstance(architectures, (list, tuple)) or not all(isinstance(name, str) for name in architectures):
@@ -61,10 +61,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
         return by_type[model_type]
     asked = f"architecture {', '.join(architectures)}" if architectures else f"model_type {model_type!r}"
     supported = ", ".join(family.architectures[0] for family in FAMILIES)
-    own_code = " (nor is code that a checkpoint brings: auto_map)" if config.get("auto_map") else ""
+    own_code = " (code in the checkpoint, auto_map, is not run)" if config.get("auto_map") else ""
     raise ModelLoadError(f"config.json: {asked} is not supported by jpaged{own_code}; supported: {supported}")
 
 
 def spec_of(config: Mapping[str, Any]) -> DecoderSpec:
-    """DecoderSpec of a config.json. Raises ModelLoadError that names the key it cannot honour."""
+    """DecoderSpec of a config.json. Raises ModelLoadError with the key that is wrong or not supported."""
     return family_of(config).spec(CheckpointConfig(config))

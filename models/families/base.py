@@ -1,24 +1,27 @@
-"""What a family is, and how a checkpoint's tensors map onto the parameter tree: data that works in both directions."""
+"""`Family`: how to read a config, and which tensor of a checkpoint fills which part of the parameter tree.
+
+The table of tensors (`TensorRule`) works in both directions: loading fills leaves from tensors, and
+`jpaged convert --to hf` writes tensors from leaves.
+"""
 
 import dataclasses
 import enum
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec
+from jpaged.models.spec import DecoderSpec, Params
 
 
 class Part(enum.Enum):
-    """Which part of a leaf a tensor fills. Heads of the fused qkv leaf lie [kv_heads, q_per_kv + 2, head_dim, …]."""
+    """The part of a leaf that a tensor fills. The fused qkv leaf is [kv_heads, q_per_kv + 2, head_dim, ...]."""
 
     WHOLE = "whole"
-    HEADS = "heads"              # all of a leaf [heads, head_dim, …]
-    INTERLEAVED = "interleaved"  # gate and up, row by row in turn
-    QKV = "qkv"  # all of the fused leaf, in its own order: queries, key and value of one KV head after another
+    HEADS = "heads"              # all of a leaf [heads, head_dim, ...]
+    INTERLEAVED = "interleaved"  # gate and up, with alternating rows
+    QKV = "qkv"  # all of the fused leaf, in its own order: for each KV head its queries, its key, its value
     Q = "q"
     K = "k"
     V = "v"
@@ -26,7 +29,7 @@ class Part(enum.Enum):
     UP = "up"
 
     def view(self, leaf: np.ndarray) -> np.ndarray:
-        """The leaf's elements of this part, a view."""
+        """A view of this part of the leaf."""
         match self:
             case Part.WHOLE | Part.HEADS | Part.QKV:
                 return leaf
@@ -45,26 +48,26 @@ class Part(enum.Enum):
 
     @property
     def output_axes(self) -> int:
-        """So many leading axes of the view are one axis, the output features, in a checkpoint's tensor."""
+        """Number of leading axes of the view that are one axis in the checkpoint's tensor: the output features."""
         two = (Part.K, Part.V, Part.HEADS, Part.INTERLEAVED)
         return 3 if self in (Part.Q, Part.QKV) else 2 if self in two else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
-    """One tensor of a checkpoint, and the leaf of the parameter tree that it fills."""
+    """A tensor of a checkpoint, and the leaf of the parameter tree that it fills."""
 
-    name: str                            # the tensor's name; {layer} and {expert} stand for numbers
+    name: str                            # the tensor's name, with {layer} and {expert} for their numbers
     leaf: str                            # name in `spec.param_shapes`
-    parts: tuple[Part, ...] = (Part.WHOLE,)  # what its output features are, in this order
+    parts: tuple[Part, ...] = (Part.WHOLE,)  # parts of the leaf that its output features fill, in this order
     transposed: bool = False             # stored [in, out]
-    all_experts: bool = False            # one tensor for all experts of a layer, [experts, …]
-    aliases: tuple[str, ...] = ()        # names that other files have for the same tensor
+    all_experts: bool = False            # one tensor for all experts of a layer, [experts, ...]
+    aliases: tuple[str, ...] = ()        # other names of the tensor, in other files
 
     def shape(self, leaf: np.ndarray) -> tuple[int, ...]:
-        """The shape that the checkpoint's tensor must have. leaf: of one layer, if it is stacked over layers."""
+        """Shape of the checkpoint's tensor. leaf: the leaf of one layer, even if the tree stacks it over layers."""
         if self.all_experts:
-            return (leaf.shape[0], *self._of_one().shape(leaf[0]))
+            return (leaf.shape[0], *self._for_one_expert().shape(leaf[0]))
         shapes = [_flat_shape(part, part.view(leaf)) for part in self.parts]
         shape = (sum(s[0] for s in shapes), *shapes[0][1:])
         return shape[::-1] if self.transposed else shape
@@ -72,8 +75,8 @@ class TensorRule:
     def store(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
         """Write the checkpoint's tensor into the leaf, converted to the leaf's dtype, without a temporary copy."""
         if self.all_experts:
-            for one, place in zip(tensor, leaf, strict=True):
-                self._of_one().store(one, place)
+            for expert_tensor, expert_leaf in zip(tensor, leaf, strict=True):
+                self._for_one_expert().store(expert_tensor, expert_leaf)
             return
         rows = tensor.T if self.transposed else tensor
         start = 0
@@ -84,22 +87,22 @@ class TensorRule:
             start += count
 
     def gather(self, leaf: np.ndarray) -> np.ndarray:
-        """The checkpoint's tensor out of the leaf: what `store` undoes."""
+        """The checkpoint's tensor, read from the leaf: the inverse of `store`."""
         if self.all_experts:
-            return np.stack([self._of_one().gather(one) for one in leaf])
+            return np.stack([self._for_one_expert().gather(expert_leaf) for expert_leaf in leaf])
         views = [(part, part.view(leaf)) for part in self.parts]
         rows = np.concatenate([view.reshape(_flat_shape(part, view)) for part, view in views])
         return np.ascontiguousarray(rows.T if self.transposed else rows)
 
-    def _of_one(self) -> "TensorRule":
-        """The rule for one expert's part of the tensor."""
+    def _for_one_expert(self) -> "TensorRule":
+        """The rule for one expert's slice of the tensor."""
         return dataclasses.replace(self, all_experts=False)
 
 
 def with_bias(
     name: str, leaf: str, parts: tuple[Part, ...] = (Part.WHOLE,), *, transposed: bool = False, alias: str = ""
 ) -> tuple[TensorRule, TensorRule]:
-    """The rules for NAME.weight, which fills LEAF, and for NAME.bias, which fills LEAF_bias. alias: of NAME."""
+    """The rules for NAME.weight, which fills LEAF, and NAME.bias, which fills LEAF_bias. alias: another NAME."""
     aliases = {kind: (f"{alias}.{kind}",) if alias else () for kind in ("weight", "bias")}
     return (
         TensorRule(f"{name}.weight", leaf, parts, transposed, aliases=aliases["weight"]),
@@ -107,11 +110,12 @@ def with_bias(
     )
 
 
-# Transformers' sequence classifiers of all families name it so.
+# All sequence classifiers of Transformers have this name for the score matrix.
 SCORE = TensorRule("score.weight", "score")
 
 
 def _flat_shape(part: Part, view: np.ndarray) -> tuple[int, ...]:
+    """Shape of a view with its output features as one axis."""
     axes = part.output_axes
     return (int(np.prod(view.shape[:axes])), *view.shape[axes:])
 
@@ -122,23 +126,23 @@ def _no_constants(_: CheckpointConfig) -> Mapping[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Models of one architecture: how to read their config and their tensors' names."""
+    """A model architecture: how to read its config, and the names of its tensors."""
 
     model_type: str
     architectures: tuple[str, ...]   # the causal language model first, then the bare base model
-    decoder: Callable[[CheckpointConfig], DecoderSpec]  # as the causal language model
-    rules: tuple[TensorRule, ...]    # rules whose leaf the spec's tree does not have do not apply
-    prefix: str                      # of all tensors but lm_head and score; a file of the bare base model lacks it
-    ignored: re.Pattern[str]         # tensors that Transformers does not read either: buffers of old versions
-    constants: Callable[[CheckpointConfig], Mapping[str, float]] = _no_constants  # leaves no tensor fills
+    decoder: Callable[[CheckpointConfig], DecoderSpec]  # spec of the causal language model
+    rules: tuple[TensorRule, ...]    # a rule whose leaf is not in the spec's tree is skipped
+    prefix: str                      # of all tensors but lm_head and score; files of the bare base model lack it
+    ignored: re.Pattern[str]         # tensors that Transformers ignores as well: buffers of old versions
+    constants: Callable[[CheckpointConfig], Mapping[str, float]] = _no_constants  # values of leaves without a tensor
 
     def spec(self, config: CheckpointConfig) -> DecoderSpec:
-        """DecoderSpec of a config.json. Raises ModelLoadError that names the key it cannot honour."""
+        """DecoderSpec of a config.json. Raises ModelLoadError with the key that is wrong or not supported."""
         spec, num_labels = self.decoder(config), config.num_labels()
         return spec if num_labels is None else dataclasses.replace(spec, pools=True, num_labels=num_labels)
 
-    def tensors(self, tree: Mapping[str, Any]) -> Iterator["LeafTensors"]:
-        """Every leaf of a parameter tree with the tensors that fill it; a tree of arrays or of their shapes."""
+    def tensors(self, tree: Params) -> Iterator["LeafTensors"]:
+        """Every leaf of a parameter tree, with the tensors that fill it. The tree has arrays or ShapeDtypeStructs."""
         for number, layer in enumerate(tree["layers"]):
             for leaf, value in layer.items():
                 yield LeafTensors(leaf, number, self._rules_of(leaf, number, value.shape[0]))
@@ -153,7 +157,7 @@ class Family:
             yield LeafTensors(leaf, None, named)
 
     def _rules_of(self, leaf: str, layer: int | None, experts: int = 1) -> tuple["NamedRule", ...]:
-        """The rules for a leaf. experts: how many it holds, where tensors are one an expert."""
+        """The rules for a leaf. experts: number of experts of the leaf; used if each expert has its own tensor."""
         rules = [rule for rule in (*self.rules, SCORE) if rule.leaf == leaf]
         numbers = {rule: range(experts) if "{expert}" in rule.name else (None,) for rule in rules}
         return tuple(NamedRule(rule, layer, expert) for rule in rules for expert in numbers[rule])
@@ -161,7 +165,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class NamedRule:
-    """A rule for one tensor."""
+    """A rule, with the numbers that complete the tensor's name."""
 
     rule: TensorRule
     layer: int | None
@@ -174,7 +178,7 @@ class NamedRule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that the tensor may have, its own first."""
+        """All names of the tensor, its own first, then the aliases."""
         return tuple(
             name.format(layer=self.layer, expert=self.expert) for name in (self.rule.name, *self.rule.aliases)
         )
@@ -182,14 +186,14 @@ class NamedRule:
 
 @dataclasses.dataclass(frozen=True)
 class LeafTensors:
-    """One leaf of the tree and its tensors."""
+    """A leaf of the tree, and the tensors that fill it."""
 
     leaf: str
-    layer: int | None            # of a matrix: the layer that holds it. None: the leaf lies at the top of the tree
+    layer: int | None            # layer of a matrix; None: the leaf is at the top of the tree
     tensors: tuple[NamedRule, ...]
 
     def block(self, leaf: np.ndarray, tensor: NamedRule) -> np.ndarray:
-        """What the tensor's rule applies to: the leaf, its row where it is stacked over layers, its expert. A view."""
+        """View that the tensor's rule applies to: the leaf, its row if it is stacked over layers, or its expert."""
         if tensor.expert is not None:
             return leaf[tensor.expert]
         return leaf if self.layer is not None or tensor.layer is None else leaf[tensor.layer]

@@ -1,4 +1,4 @@
-"""Bloom: layer norms, one of them behind the embedding, ALiBi instead of positions, a plain feed-forward layer."""
+"""Bloom: layer norms, one of them after the embedding; ALiBi instead of positions; an ungated feed-forward network."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config.json: typed look-ups whose errors name the key, and the rope keys in both spellings."""
+"""Reads a Hugging Face config.json: typed look-ups, whose errors name the key, and rope keys in both spellings."""
 
 import dataclasses
 import sys
@@ -20,11 +20,11 @@ _ACTIVATIONS = {
     "relu": Activation.RELU,
 }
 
-CLASSIFIER = "ForSequenceClassification"  # how the architectures of sequence classifiers end
+CLASSIFIER = "ForSequenceClassification"  # suffix of the architectures of sequence classifiers
 
 _LARGEST = 2**31 - 1  # positions and ids are int32
 
-# Keys of a rope dictionary that each scaling reads; `finetuned` says how a model was made and changes nothing.
+# Keys of a rope dictionary that each scaling reads. `finetuned` changes nothing.
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "finetuned", "partial_rotary_factor"}
 _SCALING_KEYS = {
     "default": set(),
@@ -40,24 +40,24 @@ _SCALING_KEYS = {
 
 
 class CheckpointConfig:
-    """A config.json as read. Look-ups take a key that is null for one that is absent."""
+    """A parsed config.json. Look-ups treat a key that is null as absent."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first of these keys that is there."""
+        """Value of the first of these keys that is present, or the default."""
         return next((self.values[n] for n in names if self.values.get(n) is not None), default)
 
     def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number; required unless there is a default. The names are aliases."""
+        """An integer; required if there is no default. The names are aliases."""
         value = self.get(*names, default=default)
         if value is None:
             raise ModelLoadError(f"config.json: {names[0]} is missing: the checkpoint's config is incomplete")
         return _integer(f"config.json: {names[0]}", value, minimum)
 
     def with_defaults(self, **defaults: Any) -> "CheckpointConfig":
-        """The same config with values for keys that are absent; a key that is there keeps its value, null too."""
+        """The config with values for absent keys. A key that is present keeps its value, even null."""
         return CheckpointConfig({**defaults, **self.values})
 
     def number(self, *names: str, default: float) -> float:
@@ -69,18 +69,18 @@ class CheckpointConfig:
         return _positive("config.json: " + name, self.get(name, default=default))
 
     def optional_positive(self, name: str) -> float | None:
-        """A finite number above 0, None where the key is absent or null."""
+        """A finite number above 0; None if the key is absent or null."""
         return None if self.get(name) is None else _positive("config.json: " + name, self.get(name))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """true or false."""
+        """A boolean."""
         value = self.get(name, default=default)
         if not isinstance(value, bool):
             raise ModelLoadError(f"config.json: {name}={value!r} must be true or false")
         return value
 
     def activation(self, name: str, default: str) -> Activation:
-        """The feed-forward layer's non-linearity, by Transformers' name."""
+        """Activation function of the feed-forward network, by its name in Transformers."""
         value = self.get(name, default=default)
         if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise ModelLoadError(
@@ -89,19 +89,19 @@ class CheckpointConfig:
         return _ACTIVATIONS[value]
 
     def layer_types(self) -> list[str]:
-        """The attention of every layer, by Transformers' names; [] where the config does not say."""
+        """Kind of attention of every layer, by its name in Transformers; [] if the config has none."""
         types = self.get("layer_types", default=[])
         if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
-            raise ModelLoadError(f"config.json: layer_types={types!r} must be a list of names, one a layer")
+            raise ModelLoadError(f"config.json: layer_types={types!r} must be a list of names, one per layer")
         return types
 
     def refuse_layers_but(self, kind: str) -> None:
-        """Refuse a checkpoint that names any other attention than this for a layer."""
+        """Raise ModelLoadError if `layer_types` lists any other kind of attention."""
         if set(self.layer_types()) - {kind}:
             self.refuse("layer_types")
 
     def refuse(self, name: str, *harmless: Any) -> None:
-        """Refuse a checkpoint that sets this option to anything but null or a harmless value."""
+        """Raise ModelLoadError if this option is set to anything but null or a harmless value."""
         value = self.get(name)
         if value is not None and value not in harmless:
             usual = f" (only {', '.join(map(repr, harmless))})" if harmless else ""
@@ -110,7 +110,7 @@ class CheckpointConfig:
             )
 
     def refuse_common(self) -> None:
-        """Refuse what no family here can honour."""
+        """Raise ModelLoadError for options that no family supports."""
         for name in ("quantization_config", "compression_config"):
             if (value := self.get(name)) is not None:
                 method = value.get("quant_method") if isinstance(value, Mapping) else value
@@ -123,7 +123,7 @@ class CheckpointConfig:
         self.refuse("add_cross_attention", False)
 
     def num_labels(self) -> int | None:
-        """Labels of a sequence classifier, 2 where the config does not say (as Transformers); None: it is none."""
+        """Number of labels of a sequence classifier, by default 2 as in Transformers; None for other models."""
         architectures = self.get("architectures", default=[])
         if not any(name.endswith(CLASSIFIER) for name in architectures):
             return None
@@ -131,29 +131,29 @@ class CheckpointConfig:
         if names is None:
             return self.integer("num_labels", default=2)
         if not isinstance(names, Mapping) or not names:
-            raise ModelLoadError(f"config.json: id2label={names!r} must be an object with one entry a label")
+            raise ModelLoadError(f"config.json: id2label={names!r} must be an object with one entry per label")
         return len(names)
 
     def heads(self) -> tuple[int, int]:
-        """Query heads and KV heads."""
+        """Numbers of query heads and of KV heads."""
         heads = self.integer("num_attention_heads")
         kv_heads = self.integer("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise ModelLoadError(
-                f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+                f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
             )
         return heads, kv_heads
 
     def experts(self, *names: str, num: int, per_token: int) -> tuple[int, int]:
-        """How many experts a layer has, under one of these keys, and how many of them a token uses; with defaults."""
+        """Numbers of experts per layer, under one of these keys, and per token. num, per_token: their defaults."""
         num = self.integer(*names, default=num)
         per_token = self.integer("num_experts_per_tok", "experts_per_token", default=per_token)
         if per_token > num:
-            raise ModelLoadError(f"config.json: num_experts_per_tok={per_token} of {names[0]}={num} experts")
+            raise ModelLoadError(f"config.json: num_experts_per_tok={per_token} is more than {names[0]}={num}")
         return num, per_token
 
     def without_mxfp4(self) -> "CheckpointConfig":
-        """The config without quantization_config where that says mxfp4, which is undone when weights are loaded."""
+        """The config without quantization_config if it is mxfp4, because loading unpacks mxfp4."""
         quantization = self.get("quantization_config", default={})
         if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "mxfp4":
             return self
@@ -162,27 +162,26 @@ class CheckpointConfig:
     def rope(self, *, partial: bool = False, theta: float = 10000.0, share: float = 1.0) -> Rope:
         """Rotary embedding, from `rope_parameters` (new) or from `rope_theta` and `rope_scaling` (old).
 
-        partial: whether the family can turn a part of each head only (partial_rotary_factor). theta, share: base and
-        part where the config has none.
+        partial: accept `partial_rotary_factor`. theta, share: base and rotated share of a head if the config has none.
         """
         rope = self._rope(theta)
-        places = (self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters"), self.values)
-        shares = [values.get("partial_rotary_factor") for values in places]
+        sources = (self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters"), self.values)
+        shares = [values.get("partial_rotary_factor") for values in sources]
         given = [_positive("config.json: partial_rotary_factor", share) for share in shares if share is not None]
         if len(set(given)) > 1 or any(share > 1 for share in given):
-            raise ModelLoadError(f"config.json: partial_rotary_factor={given} must be one number of at most 1")
-        turned = given[0] if given else share
-        if turned != 1 and not partial:
-            raise ModelLoadError(f"config.json: partial_rotary_factor={turned!r} is not supported (only 1)")
-        return dataclasses.replace(rope, partial=turned)
+            raise ModelLoadError(f"config.json: partial_rotary_factor={given} must be one number, at most 1")
+        rotated = given[0] if given else share
+        if rotated != 1 and not partial:
+            raise ModelLoadError(f"config.json: partial_rotary_factor={rotated!r} is not supported (only 1)")
+        return dataclasses.replace(rope, partial=rotated)
 
     def of_layers(self, kind: str) -> "CheckpointConfig":
-        """The config with the rope of one kind of layers, where rope_parameters has one a kind."""
+        """The config with the rope of one kind of layers, if rope_parameters has a rope per kind."""
         ropes = self.get("rope_parameters", default={})
         if not isinstance(ropes, Mapping) or not any(isinstance(value, Mapping) for value in ropes.values()):
             return self
         if not isinstance(ropes.get(kind), Mapping):
-            raise ModelLoadError(f"config.json: rope_parameters has nothing for {kind}")
+            raise ModelLoadError(f"config.json: rope_parameters has no entry for {kind}")
         return CheckpointConfig({**self.values, "rope_parameters": ropes[kind]})
 
     def _rope(self, default_theta: float) -> Rope:
@@ -192,7 +191,7 @@ class CheckpointConfig:
         thetas = [_positive("config.json: rope_theta", theta) for theta in given if theta is not None]
         if len(set(thetas)) > 1:
             raise ModelLoadError(
-                f"config.json: rope_theta is given with different values, {thetas}: keep the right one"
+                f"config.json: rope_theta is given more than once, with the values {thetas}: keep one"
             )
         theta = thetas[0] if thetas else default_theta
 
@@ -204,7 +203,7 @@ class CheckpointConfig:
         unknown = sorted(k for k in values.keys() - _ROPE_KEYS - _SCALING_KEYS[kind] if values[k] is not None)
         if unknown:
             raise ModelLoadError(
-                f"config.json: {unknown[0]}={values[unknown[0]]!r} has no meaning for {kind} rope scaling"
+                f"config.json: {unknown[0]}={values[unknown[0]]!r} is not an option of {kind} rope scaling"
             )
         if kind == "default":
             return Rope(theta=theta)
@@ -212,11 +211,11 @@ class CheckpointConfig:
         def number(name: str, default: float | None = None) -> float:
             value = values.get(name)
             if value is None and default is None:
-                raise ModelLoadError(f"config.json: {name} is missing, {kind} rope scaling needs it")
+                raise ModelLoadError(f"config.json: {name} is missing: {kind} rope scaling needs it")
             return _positive(f"config.json: {name}", default if value is None else value)
 
         max_position = self.integer("max_position_embeddings")
-        # Dynamic scaling goes by max_position_embeddings even where the trained length is given as well.
+        # dynamic scaling uses max_position_embeddings even if the config has the trained length as well
         trained = self.get("original_max_position_embeddings", default=values.get("original_max_position_embeddings"))
         original = max_position
         if kind != "dynamic" and trained is not None:
@@ -237,7 +236,7 @@ class CheckpointConfig:
         def turns(name: str, default: float) -> float:
             value = number(name, default)
             if not 1e-6 <= value <= 1e6:
-                raise ModelLoadError(f"config.json: {name}={value!r} must be a number of turns from 1e-6 to 1e6")
+                raise ModelLoadError(f"config.json: {name}={value!r} must be a number of rotations from 1e-6 to 1e6")
             return value
 
         if kind == "longrope":
@@ -259,7 +258,7 @@ class CheckpointConfig:
         )  # fmt: skip
 
     def _rope_dict(self, name: str) -> dict[str, Any]:
-        """A rope dictionary; one that is nested by layer type counts as flat if all types say the same."""
+        """A rope dictionary. If it is nested by kind of layers, all kinds must have the same rope."""
         value = self.get(name, default={})
         if not isinstance(value, Mapping):
             raise ModelLoadError(f"config.json: {name}={value!r} must be an object")
@@ -267,11 +266,13 @@ class CheckpointConfig:
         if not nested:
             return dict(value)
         if len(nested) < len(value) or any(v != nested[0] for v in nested):
-            raise ModelLoadError(f"config.json: {name} differs from layer to layer, which is not supported by jpaged")
+            raise ModelLoadError(
+                f"config.json: {name} differs between kinds of layers: jpaged does not support that for this model"
+            )
         return dict(nested[0])
 
     def max_position(self, rope: Rope) -> int:
-        """The longest sequence: scaling that stretches positions stretches the length the model takes."""
+        """Longest sequence that the model takes. Linear, dynamic and yarn scaling extend it."""
         given = self.integer("max_position_embeddings")
         if rope.scaling in ("linear", "dynamic"):
             return int(min(given * rope.factor, _LARGEST))
@@ -280,25 +281,28 @@ class CheckpointConfig:
         return given
 
     def window(self) -> int | None:
-        """sliding_window, None where the key is absent or null."""
+        """sliding_window; None if the key is absent or null."""
         return None if self.get("sliding_window") is None else self.integer("sliding_window")
 
     def window_everywhere(self, layers: int) -> tuple[int | None, ...]:
-        """sliding_window on every layer, () without one. Refuses a checkpoint that names other attention."""
+        """sliding_window for every layer; () if there is none. Raises ModelLoadError if `layer_types` disagrees."""
         window = self.window()
         self.refuse_layers_but("full_attention" if window is None else "sliding_attention")
         return () if window is None else (window,) * layers
 
     def layer_windows(self, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
-        """Sliding window of every layer, `layer_types` overriding `sliding`; () where no layer has a window."""
+        """Sliding window of every layer; () if no layer has one. `layer_types` takes precedence over `sliding`."""
         if self.get("layer_types") is not None:
             types = self.layer_types()
             if len(types) != len(sliding):
-                raise ModelLoadError(f"config.json: layer_types must name a type for each of the {len(sliding)} layers")
+                raise ModelLoadError(
+                    f"config.json: layer_types has {len(types)} entries, it must have one for each of "
+                    f"{len(sliding)} layers"
+                )
             for kind in types:
                 if kind not in ("full_attention", "sliding_attention"):
                     raise ModelLoadError(
-                        f"config.json: layer_types has {kind!r}, which is not supported by jpaged "
+                        f"config.json: layer_types has {kind!r}, which jpaged does not support "
                         "(only full_attention and sliding_attention)"
                     )
             sliding = [kind == "sliding_attention" for kind in types]
@@ -309,15 +313,15 @@ class CheckpointConfig:
 
 
 def head_share(hidden: int, heads: int) -> int:
-    """Width of a head where the heads share the hidden size."""
+    """Width of a head: the hidden size, divided among the heads."""
     if hidden % heads:
-        raise ModelLoadError(f"config.json: hidden size {hidden} is no multiple of the number of heads, {heads}")
+        raise ModelLoadError(f"config.json: hidden size {hidden} is not a multiple of the number of heads, {heads}")
     return hidden // heads
 
 
 def _integer(name: str, value: Any, minimum: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _LARGEST:
-        raise ModelLoadError(f"{name}={value!r} must be a whole number of at least {minimum}, at most {_LARGEST:,}")
+        raise ModelLoadError(f"{name}={value!r} must be a whole number from {minimum} to {_LARGEST:,}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (and R1): latent attention, and behind a few dense layers experts of which some are shared."""
+"""DeepSeek-V2 and V3 (and R1): latent attention, experts after a few dense layers, and a shared expert."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ RULES = (
     TensorRule(_ATTENTION + "q_a_proj.weight", "q_a"),
     TensorRule(_ATTENTION + "q_a_proj.bias", "q_a_bias"),
     TensorRule(_ATTENTION + "q_a_layernorm.weight", "q_a_norm"),
-    # the alias: in models that make queries from the hidden state
+    # the alias is for models whose queries come from the hidden state
     TensorRule(_ATTENTION + "q_b_proj.weight", "q_b", (Part.HEADS,), aliases=(_ATTENTION + "q_proj.weight",)),
     TensorRule(_ATTENTION + "kv_a_proj_with_mqa.weight", "kv_a"),
     TensorRule(_ATTENTION + "kv_a_proj_with_mqa.bias", "kv_a_bias"),
@@ -30,12 +30,12 @@ RULES = (
     TensorRule(_MLP + "shared_experts.up_proj.weight", "shared_gate_up", (Part.UP,)),
     TensorRule(_MLP + "shared_experts.down_proj.weight", "shared_down"),
 )
-# V3's file has one more layer, which predicts a second token; Transformers does not read it either.
+# V3's checkpoint has one more layer, which predicts a second token. Transformers ignores it as well.
 IGNORED = re.compile(llama.IGNORED.pattern + r"|model\.layers\.61\..*")
 
 
 def _latent_spec(config: CheckpointConfig) -> DecoderSpec:
-    """What both have in common, without experts."""
+    """Spec of V2 and V3 without their experts."""
     config.refuse("mlp_bias", False)
     config.refuse("moe_layer_freq", 1)
     latent = Latent(
@@ -47,7 +47,7 @@ def _latent_spec(config: CheckpointConfig) -> DecoderSpec:
         interleaved=config.flag("rope_interleave", True),
     )
     if latent.rope_dim % 2:
-        raise ModelLoadError(f"config.json: qk_rope_head_dim={latent.rope_dim} must be even: rope turns pairs")
+        raise ModelLoadError(f"config.json: qk_rope_head_dim={latent.rope_dim} must be even: rope rotates pairs")
     heads = config.integer("num_attention_heads")
     base = llama.spec(
         CheckpointConfig({**config.values, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
@@ -69,8 +69,9 @@ def _experts(
     size = config.integer("moe_intermediate_size")
     if num % groups or kept > groups or per_token > kept * (num // groups) or expert_group_top > num // groups:
         raise ModelLoadError(
-            f"config.json: n_group={groups}, topk_group={kept}: {num} experts do not split into such groups of at "
-            f"least {expert_group_top}, or {per_token} a token do not fit into those that are kept"
+            f"config.json: n_group={groups}, topk_group={kept} do not fit {num} experts with {per_token} per token: "
+            f"n_group must divide the experts into groups of at least {expert_group_top}, and topk_group groups must "
+            "hold a token's experts"
         )
     dense = config.integer("first_k_dense_replace", default=0, minimum=0)
     return Experts(
@@ -83,7 +84,7 @@ def _experts(
 
 def _deepseek_v2(config: CheckpointConfig) -> DecoderSpec:
     config.refuse("scoring_func", "softmax")
-    config.refuse("norm_topk_prob", False)  # Transformers reads it and does not apply it
+    config.refuse("norm_topk_prob", False)  # Transformers reads it, but does not apply it
     config.refuse("topk_method", "greedy", "group_limited_greedy")
     config.refuse("rope_interleave", True)
     base = _latent_spec(config)

@@ -1,6 +1,6 @@
-"""Falcon: 7B (one norm and one KV head for all), the newer 40B, 180B and 11B (grouped KV heads), and RW (ALiBi).
+"""Falcon: 7B (one norm per layer and one KV head), the newer 40B, 180B and 11B (grouped-query attention), RW (ALiBi).
 
-ALiBi's biases are exact. Transformers multiplies slopes and positions in bfloat16, which rounds positions from 256 on.
+ALiBi is exact here. Transformers multiplies slopes and positions in bfloat16, which rounds positions from 256 on.
 """
 
 import re
@@ -15,7 +15,7 @@ _LAYER = "transformer.h.{layer}."
 
 RULES = (
     TensorRule("transformer.word_embeddings.weight", "embed"),
-    # the aliases: in models that have two norms side by side
+    # the aliases are for models with two parallel norms
     *with_bias(_LAYER + "input_layernorm", "attn_norm", alias=_LAYER + "ln_attn"),
     *with_bias(_LAYER + "self_attention.query_key_value", "qkv", (Part.QKV,)),
     *with_bias(_LAYER + "self_attention.dense", "o"),
@@ -37,14 +37,14 @@ def _falcon(config: CheckpointConfig) -> DecoderSpec:
     if norms > 2 or (norms == 2 and not new) or (new and not parallel):
         raise ModelLoadError(
             f"config.json: num_ln_in_parallel_attn={norms} and parallel_attn={parallel} with "
-            f"new_decoder_architecture={new} are not supported by jpaged: there is no such Falcon"
+            f"new_decoder_architecture={new} are not supported by jpaged: no published Falcon has them"
         )
     if new:
         kv_heads = config.integer("num_kv_heads", "n_head_kv", default=heads)
     else:
         kv_heads = 1 if config.flag("multi_query", True) else heads
     if heads % kv_heads:
-        raise ModelLoadError(f"config.json: num_attention_heads={heads} is no multiple of num_kv_heads={kv_heads}")
+        raise ModelLoadError(f"config.json: num_attention_heads={heads} is not a multiple of num_kv_heads={kv_heads}")
     config = config.with_defaults(max_position_embeddings=2048)
     rope = None if config.flag("alibi") else config.rope()
     if rope is not None:
@@ -70,7 +70,7 @@ def _falcon(config: CheckpointConfig) -> DecoderSpec:
         up_bias=bias,
         down_bias=bias,
         rope=rope,
-        alibi=head_dim**-0.5 if rope is None else None,  # scaled with the scores, unlike in Bloom
+        alibi=head_dim**-0.5 if rope is None else None,  # added before the scores are scaled; Bloom adds it after
         tie_embeddings=config.flag("tie_word_embeddings", True),
     )
 

@@ -1,5 +1,7 @@
-"""Gemma 1 and 2: norms with an offset of one, scaled embeddings; the second with soft caps, a window on every other
-layer and a norm on both sides of each block."""
+"""Gemma 1 and 2: norms with an offset of one, and scaled embeddings.
+
+Gemma 2 adds soft caps, a sliding window in every other layer, and norms before and after each block.
+"""
 
 import dataclasses
 import math
@@ -7,7 +9,7 @@ import math
 from jpaged.models.families import llama
 from jpaged.models.families.base import Family, TensorRule
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, Norm, NormPlace
+from jpaged.models.spec import DecoderSpec, Norm, NormPosition
 
 _LAYER = "model.layers.{layer}."
 _NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -22,7 +24,7 @@ GEMMA2_RULES = (
 
 
 def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
-    """What all Gemmas have in common. theta: of the rope, where the config has none."""
+    """Spec of a Gemma 1, from which the other Gemmas start. theta: base of the rope if the config has none."""
     config.refuse("use_bidirectional_attention", False)
     config.refuse("mlp_bias", False)
     config = config.with_defaults(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
@@ -32,7 +34,7 @@ def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
 
 def _gemma(config: CheckpointConfig) -> DecoderSpec:
     config = config.with_defaults(hidden_act="gelu_pytorch_tanh")
-    if config.get("hidden_act") == "gelu":  # the first releases said so, and meant the approximation
+    if config.get("hidden_act") == "gelu":  # the first releases say gelu, and compute the tanh approximation
         config = CheckpointConfig({**config.values, "hidden_act": "gelu_pytorch_tanh"})
     config.refuse("hidden_activation", "gelu_pytorch_tanh")
     config.refuse_layers_but("full_attention")
@@ -43,14 +45,14 @@ def _gemma2(config: CheckpointConfig) -> DecoderSpec:
     config = config.with_defaults(
         sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, num_key_value_heads=4
     )
-    # hidden_act stands in the files too, and is not what counts
+    # configs have hidden_act as well, but the model uses hidden_activation
     activation = config.get("hidden_activation", default="gelu_pytorch_tanh")
     base = spec(CheckpointConfig({**config.values, "hidden_act": activation}))
     window = config.window()
     sliding = [window is not None and layer % 2 == 0 for layer in range(base.num_layers)]
     return dataclasses.replace(
         base,
-        norm_place=NormPlace.SANDWICH,
+        norm_position=NormPosition.SANDWICH,
         attention_scale=config.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
         attention_softcap=config.optional_positive("attn_logit_softcapping"),
         final_softcap=config.optional_positive("final_logit_softcapping"),

@@ -1,20 +1,20 @@
-"""Gemma 3 (text): Gemma 2 with normalised queries and keys instead of soft caps, and two ropes, one a kind of layer."""
+"""Gemma 3 (text): Gemma 2 with normalised queries and keys instead of soft caps, and another rope in window layers."""
 
 import dataclasses
 
 from jpaged.models.families import gemma, llama
 from jpaged.models.families.base import Family
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, NormPlace, QKNorm
+from jpaged.models.spec import DecoderSpec, NormPosition, QKNorm
 
 
 def _gemma3(config: CheckpointConfig) -> DecoderSpec:
-    # of the two ropes, old files have the global one under the usual keys
+    # old configs have the global rope under the usual keys, and the local one as rope_local_base_freq
     local = config.of_layers("sliding_attention")
     if local is config:
         theta = config.positive("rope_local_base_freq", 10000.0)
         local = CheckpointConfig({**config.values, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta})
-    config.refuse("attn_logit_softcapping")  # Transformers reads it and does not apply it
+    config.refuse("attn_logit_softcapping")  # Transformers reads it, but does not apply it
     activation = config.get("hidden_activation", default="gelu_pytorch_tanh")
     defaults = {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 4}
     config = CheckpointConfig({**config.of_layers("full_attention").values, "hidden_act": activation})
@@ -23,8 +23,8 @@ def _gemma3(config: CheckpointConfig) -> DecoderSpec:
     sliding = [(layer + 1) % pattern != 0 for layer in range(base.num_layers)]
     return dataclasses.replace(
         base,
-        max_position=config.integer("max_position_embeddings", default=131072),  # what the rope stretches to, already
-        norm_place=NormPlace.SANDWICH,
+        max_position=config.integer("max_position_embeddings", default=131072),  # already includes the rope's scaling
+        norm_position=NormPosition.SANDWICH,
         qk_norm=QKNorm.HEAD,
         window_rope=local.rope(),
         attention_scale=config.positive("query_pre_attn_scalar", default=256.0) ** -0.5,

@@ -1,4 +1,4 @@
-"""GPT-2: layer norms, learned positions, a plain feed-forward layer; matrices stored [in, out] with q, k, v in one."""
+"""GPT-2: layer norms, learned positions, an ungated feed-forward network. Matrices are [in, out]; q, k, v are fused."""
 
 import re
 

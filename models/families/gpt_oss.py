@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and a clamped gate, attention sinks, a window on every other layer."""
+"""gpt-oss: experts with biases and a clamped gate, attention sinks, a sliding window in every other layer."""
 
 import dataclasses
 

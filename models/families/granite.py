@@ -1,4 +1,4 @@
-"""Granite 3: Llama with four multipliers, of embeddings, attention scores, residual sums and logits."""
+"""Granite 3: Llama with factors for embeddings, attention scores and residual sums, and a divisor of the logits."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: RMS norms, gated SiLU, rotary embedding with any scaling, grouped KV heads, biases where asked for."""
+"""Llama 2 and 3: RMS norms, gated SiLU, rope with any scaling, grouped-query attention, optional biases."""
 
 import re
 
@@ -9,7 +9,7 @@ from jpaged.models.spec import DecoderSpec, Norm, Rope
 
 _LAYER = "model.layers.{layer}."
 
-# Mistral and Qwen name their tensors alike.
+# Mistral and Qwen have the same tensor names.
 RULES = (
     TensorRule("model.embed_tokens.weight", "embed"),
     TensorRule(_LAYER + "input_layernorm.weight", "attn_norm"),
@@ -33,9 +33,9 @@ IGNORED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
 def spec(config: CheckpointConfig, *, partial_rope: bool = False, theta: float = 10000.0) -> DecoderSpec:
-    """Spec of a Llama; what other families have in common with it is read here too.
+    """Spec of a Llama. Families that resemble Llama start from it.
 
-    partial_rope: whether the family can turn a part of each head only. theta: of the rope, where the config has none.
+    partial_rope: accept `partial_rotary_factor`. theta: base of the rope if the config has none.
     """
     config.refuse_common()
     hidden = config.integer("hidden_size")
@@ -65,17 +65,17 @@ def spec(config: CheckpointConfig, *, partial_rope: bool = False, theta: float =
 
 
 def check_rope(rope: Rope, head_dim: int) -> None:
-    """Refuse a rotary embedding that does not fit the heads."""
-    turned = int(head_dim * rope.partial)
-    if turned % 2 or not turned:
+    """Raise ModelLoadError if the rotary embedding does not fit the width of the heads."""
+    rotated = int(head_dim * rope.partial)
+    if rotated % 2 or not rotated:
         part = "" if rope.partial == 1 else f"partial_rotary_factor={rope.partial} of "
-        raise ModelLoadError(f"config.json: {part}head_dim={head_dim} must be even: rotary embedding turns pairs")
-    if rope.scaling == "dynamic" and turned == 2:
+        raise ModelLoadError(f"config.json: {part}head_dim={head_dim} must be even: rope rotates pairs of dimensions")
+    if rope.scaling == "dynamic" and rotated == 2:
         raise ModelLoadError("config.json: head_dim=2 must be at least 4 for dynamic rope scaling")
     for name in ("short_factor", "long_factor"):
         count = len(getattr(rope, name))
-        if rope.scaling == "longrope" and count != turned // 2:
-            raise ModelLoadError(f"config.json: {name} has {count} numbers, {turned // 2} are needed")
+        if rope.scaling == "longrope" and count != rotated // 2:
+            raise ModelLoadError(f"config.json: {name} has {count} numbers, it needs {rotated // 2}")
 
 
 def _llama(config: CheckpointConfig) -> DecoderSpec:

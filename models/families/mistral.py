@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin: Llama with a sliding window on every layer."""
+"""Mistral 7B and its relatives: Llama with a sliding window in every layer."""
 
 import dataclasses
 

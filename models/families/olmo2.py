@@ -1,11 +1,11 @@
-"""OLMo 2: Llama with its norms behind the blocks, and queries and keys normalised over all heads together."""
+"""OLMo 2: Llama with norms after the blocks, and with queries and keys normalised over all heads together."""
 
 import dataclasses
 
 from jpaged.models.families import llama
 from jpaged.models.families.base import Family, TensorRule
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, NormPlace, QKNorm
+from jpaged.models.spec import DecoderSpec, NormPosition, QKNorm
 
 _LAYER = "model.layers.{layer}."
 
@@ -17,11 +17,11 @@ RULES = (
 
 
 def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
-    """What OLMo 2 and 3 have in common. theta: of the rope, where the config has none."""
+    """Spec of an OLMo 2, from which OLMo 3 starts. theta: base of the rope if the config has none."""
     config.refuse("mlp_bias", False)
     config.refuse("clip_qkv")
     base = llama.spec(config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=2048), theta=theta)
-    return dataclasses.replace(base, norm_place=NormPlace.OUTPUT, qk_norm=QKNorm.PROJECTION)
+    return dataclasses.replace(base, norm_position=NormPosition.OUTPUT, qk_norm=QKNorm.PROJECTION)
 
 
 def _olmo2(config: CheckpointConfig) -> DecoderSpec:

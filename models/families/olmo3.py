@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a window in three layers of four, and scaled rope in the fourth only."""
+"""OLMo 3: OLMo 2 with a sliding window in three layers of four, and scaled rope in the fourth only."""
 
 import dataclasses
 

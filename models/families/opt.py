@@ -1,11 +1,14 @@
-"""OPT: GPT-2's shape with ReLU and positions from row 2; opt-350m norms after the sums, embeds in fewer dimensions."""
+"""OPT: like GPT-2, with ReLU and learned positions from row 2.
+
+opt-350m has its norms after the residual sums, and embeddings narrower than the hidden size.
+"""
 
 import re
 from collections.abc import Mapping
 
 from jpaged.models.families.base import Family, Part, TensorRule, with_bias
 from jpaged.models.families.config import CheckpointConfig, head_share
-from jpaged.models.spec import DecoderSpec, Norm, NormPlace
+from jpaged.models.spec import DecoderSpec, Norm, NormPosition
 
 _DECODER = "model.decoder."
 _LAYER = _DECODER + "layers.{layer}."
@@ -44,7 +47,7 @@ def _opt(config: CheckpointConfig) -> DecoderSpec:
         max_position=config.integer("max_position_embeddings"),
         norm=Norm.LAYER,
         norm_eps=1e-5,
-        norm_place=NormPlace.PRE if norm_first else NormPlace.POST,
+        norm_position=NormPosition.PRE if norm_first else NormPosition.POST,
         final_norm=norm_first and not config.flag("_remove_final_layer_norm"),
         activation=config.activation("activation_function", "relu"),
         gated=False,
@@ -59,7 +62,7 @@ def _opt(config: CheckpointConfig) -> DecoderSpec:
 
 
 def _constants(config: CheckpointConfig) -> Mapping[str, float]:
-    """Norms without learned gains have no tensors: gains of 1, biases of 0."""
+    """Norms without learned weights have no tensors: their weights are 1 and their biases 0."""
     if config.flag("layer_norm_elementwise_affine", True):
         return {}
     return {

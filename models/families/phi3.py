@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4: Llama with fused projections, where asked for a window, partial rotary embedding and longrope."""
+"""Phi-3, 3.5 and 4: Llama with fused projections, and optionally a sliding window, partial rope and longrope."""
 
 import dataclasses
 from typing import Any
@@ -27,13 +27,13 @@ def _phi3(config: CheckpointConfig) -> DecoderSpec:
     scaling = {name: _longrope(config.get(name)) for name in ("rope_scaling", "rope_parameters")}
     base = llama.spec(CheckpointConfig({**config.values, **scaling}), partial_rope=True)
     if base.rope is None or base.rope.scaling not in ("default", "longrope"):
-        raise ModelLoadError("config.json: rope_scaling of a Phi-3 can be longrope only: use a checkpoint as published")
+        raise ModelLoadError("config.json: rope_scaling of a Phi-3 must be longrope: use a published checkpoint")
     window = config.window()
     return dataclasses.replace(base, sliding_window=() if window is None else (window,) * base.num_layers)
 
 
 def _longrope(scaling: Any) -> Any:
-    """A rope dictionary with today's name for what old files call "su" or "yarn"."""
+    """The rope dictionary, with longrope by its present name: old files call it "su" or "yarn"."""
     if not isinstance(scaling, dict):
         return scaling
     renamed = {key: "longrope" for key in ("type", "rope_type") if scaling.get(key) in ("su", "yarn")}

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 without the biases, with an RMS norm on every query and key head; heads of 128 whatever the width."""
+"""Qwen3: Qwen2 without biases, with an RMS norm over every query and key head, and with head_dim 128 by default."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE: Qwen with experts in some or all layers, the older with one for every token."""
+"""Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE: Qwen with experts in some or all layers. The older two have a shared expert."""
 
 import dataclasses
 
@@ -26,11 +26,11 @@ RULES = (
 def _experts(
     config: CheckpointConfig, num_layers: int, shared_size: int, *, num: int, per_token: int
 ) -> Experts | None:
-    """The experts; None where no layer has any. num, per_token: what the family has where the config is silent."""
+    """The experts; None if no layer has any. num, per_token: the family's defaults."""
     step = config.integer("decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers", default=[])
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
-        raise ModelLoadError(f"config.json: mlp_only_layers={dense!r} must be a list of layers from 0")
+        raise ModelLoadError(f"config.json: mlp_only_layers={dense!r} must be a list of layer numbers from 0")
     sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
     if not any(sparse):
         return None

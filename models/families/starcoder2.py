@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, biases and a plain feed-forward layer on the rotary attention of Llama, with a window."""
+"""StarCoder2: Llama's attention with layer norms, biases, an ungated feed-forward network and a sliding window."""
 
 import dataclasses
 

@@ -12,7 +12,7 @@ def rms_norm(x: Float[Array, "*lead width"], weight: Float[Array, " width"], eps
     return y.astype(x.dtype) * weight.astype(x.dtype)
 
 
-def rotate(
+def apply_rope(
     x: Float[Array, "tokens heads head_dim"], cos: Float[Array, "tokens half"], sin: Float[Array, "tokens half"]
 ) -> Float[Array, "tokens heads head_dim"]:
     """Rotary embedding (arXiv:2104.09864) in the rotate-half form: dimension i is paired with i + half.
@@ -27,7 +27,7 @@ def rotate(
     return turned.astype(x.dtype)
 
 
-def finish(
+def norm_and_rope(
     q: Float[Array, "tokens q_heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     *,
@@ -41,5 +41,5 @@ def finish(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, norm_eps), rms_norm(k, k_norm, norm_eps)
     if cos is not None and sin is not None:
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     return q, k

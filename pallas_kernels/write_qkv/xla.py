@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.write_qkv.reference import finish
+from pallas_kernels.write_qkv.reference import norm_and_rope
 
 
 def write_qkv(
@@ -26,5 +26,5 @@ def write_qkv(
         qkv = (qkv + bias).astype(qkv.dtype)
     tokens, _, _, head_dim = qkv.shape
     q = qkv[:, :, :-2].reshape(tokens, -1, head_dim)
-    q, k = finish(q, qkv[:, :, -2], cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps)
+    q, k = norm_and_rope(q, qkv[:, :, -2], cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps)
     return q, write(pages, k, qkv[:, :, -1], slot_mapping)

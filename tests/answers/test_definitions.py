@@ -1,4 +1,4 @@
-"""Tool definitions: what is taken, and what is refused by its place."""
+"""Tool definitions: valid ones are accepted, invalid ones raise an error that names the place."""
 
 import time
 
@@ -25,7 +25,7 @@ def function(parameters=WEATHER, name="get_weather", **fields):
     return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
 
 
-def test_tools_as_openai_has_them():
+def test_definitions_in_openai_format_are_accepted():
     weather, now = checked_tools([
         function(description="Weather of a city.", strict=True),
         {"type": "function", "function": {"name": "now"}},
@@ -57,7 +57,7 @@ def nested(depth: int):
         ([function(name="")], "tools[0].function.name", "letters"),
         ([function(name=3)], "tools[0].function.name", "letters"),
         ([function(name="a" * 65)], "tools[0].function.name", "64"),
-        ([function(description=3)], "tools[0].function.description", "text"),
+        ([function(description=3)], "tools[0].function.description", "string"),
         ([function(strict="yes")], "tools[0].function.strict", "true or false"),
         ([function(colour="red")], "tools[0].function.colour", "unknown"),
         ([function("string")], "tools[0].function.parameters", "JSON schema"),
@@ -75,16 +75,16 @@ def nested(depth: int):
         ([function({"properties": {"a": {"anyOf": []}}})], "tools[0].function.parameters", "a.anyOf"),
         ([function({"properties": {"a": {"anyOf": [{}, 3]}}})], "tools[0].function.parameters", "anyOf[1]"),
         ([function({"properties": {"a": {"pattern": 3}}})], "tools[0].function.parameters", "a.pattern"),
-        ([function({"$ref": "https://example.org/schema"})], "tools[0].function.parameters", "not fetched"),
+        ([function({"$ref": "https://example.org/schema"})], "tools[0].function.parameters", "are not read"),
         ([function({"required": "city"})], "tools[0].function.parameters", "required"),
         ([function(nested(33))], "tools[0].function.parameters", "deeper than 32"),
-        ([function({"anyOf": [{"not": True}] * 9_000})], "tools[0].function.parameters", "10,000 schemas"),
+        ([function({"anyOf": [{"not": True}] * 9_000})], "tools[0].function.parameters", "10,000 subschemas"),
         ([function({"title": float("nan")})], "tools[0].function.parameters", "JSON"),
         ([function({"title": "x" * MAX_PARAMETER_BYTES})], "tools[0].function.parameters", "65,536"),
         ([function(name=f"t{i}") for i in range(MAX_TOOLS + 1)], "tools", "128"),
     ],
 )
-def test_what_is_no_tool_is_refused_by_its_place(tools, parameter, accepted):
+def test_an_invalid_definition_raises_an_error_that_names_the_place(tools, parameter, accepted):
     with pytest.raises(RequestError) as caught:
         checked_tools(tools)
     assert caught.value.parameter == parameter
@@ -92,11 +92,11 @@ def test_what_is_no_tool_is_refused_by_its_place(tools, parameter, accepted):
     assert len(str(caught.value)) < 1_000
 
 
-def test_a_schema_sixty_thousand_levels_deep_is_refused_without_going_down():
+def test_a_schema_of_60_000_levels_raises_without_being_walked():
     schema = {}
     for _ in range(60_000):
         schema = {"not": schema}
     began = time.process_time()
     with pytest.raises(RequestError, match="deeper than 32"):
         checked_tools([function({"properties": {"a": schema}})])
-    assert time.process_time() - began < 5  # not a measurement: it would not come back at all
+    assert time.process_time() - began < 5  # not a measurement: walking the schema would never end

@@ -1,4 +1,4 @@
-"""Grammars of forced calls: what they write is read by the format's parser, and nothing else can be written."""
+"""Grammars of forced calls: they accept exactly the calls that the format's parser reads."""
 
 import json
 
@@ -33,7 +33,7 @@ TWO = {
 
 
 def accepts(fields: dict, text: str) -> bool:
-    """Whether llguidance lets a text be written to its end; a token is a byte."""
+    """True if llguidance accepts a whole text, with one token per byte."""
     assert set(fields) == {"grammar"}
     matcher = llguidance.LLMatcher(
         llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(fields["grammar"]), log_level=0
@@ -43,14 +43,14 @@ def accepts(fields: dict, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and (matcher.is_accepting() or matcher.is_stopped())
 
 
-def test_nothing_is_forced_where_nothing_is_asked():
+def test_no_grammar_without_a_forced_call():
     for mode in ("none", "auto"):
         assert tool_grammar(TOOLS, ToolChoice(mode), FORMATS["hermes"]) == {}
 
 
 @pytest.mark.parametrize("name", ONE)
 @pytest.mark.parametrize("choice", [REQUIRED, NAMED])
-def test_what_can_be_written_is_read(name, choice):
+def test_an_accepted_call_is_parsed(name, choice):
     fields = tool_grammar(TOOLS, choice, FORMATS[name])
     assert accepts(fields, ONE[name])
     assert accepts(fields, TWO[name]) == (choice is REQUIRED)
@@ -64,23 +64,23 @@ def test_what_can_be_written_is_read(name, choice):
     assert calls == [("search", {"n": 1}), ("now", {})]
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_by_its_place():
+def test_a_schema_that_cannot_be_enforced_raises():
     schemas = ({"properties": {}}, {"properties": {"v": {"type": "array", "uniqueItems": True}}})
     tools = [
         {"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i, schema in enumerate(schemas)
     ]
-    with pytest.raises(RequestError, match="made to follow uniqueItems") as caught:
+    with pytest.raises(RequestError, match="uniqueItems cannot be enforced") as caught:
         tool_grammar(checked_tools(tools), REQUIRED, FORMATS["hermes"])
     assert caught.value.parameter == "tools[1].function.parameters"
     assert tool_grammar(checked_tools(tools), ToolChoice("named", "f0"), FORMATS["hermes"])
 
 
-def test_a_named_tool_is_the_only_one():
+def test_a_named_tool_is_the_only_one_in_the_grammar():
     assert "now" not in tool_grammar(TOOLS, NAMED, FORMATS["json"])["grammar"]
 
 
-def test_notes_for_readers_are_left_out():
-    """Properties of these names stay, and what a schema only says of itself goes: grammars are limited to 64 KiB."""
+def test_annotations_are_removed():
+    """Properties with these names stay. Grammars are limited to 64 KiB, so annotations are removed."""
     properties = {"title": {"type": "string", "title": "T"}, "default": {"items": [{"description": "D"}]}}
     schema = {"description": "x", "properties": properties, "anyOf": [{"title": "U", "required": ["title"]}]}
     (tool,) = checked_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
@@ -94,7 +94,7 @@ def test_notes_for_readers_are_left_out():
     }
 
 
-def test_tags_that_are_special_tokens_are_written_as_these():
+def test_tags_that_are_special_tokens_are_written_as_tokens():
     special = {"[TOOL_CALLS]": 5, "[ARGS]": 32}
     grammar = tool_grammar(TOOLS, REQUIRED, FORMATS["mistral"], special_tokens=special)["grammar"]
     assert grammar.startswith("start: <[5]> call")
@@ -102,6 +102,6 @@ def test_tags_that_are_special_tokens_are_written_as_these():
     assert "TOOL_CALLS" not in grammar
 
 
-def test_python_is_not_enforced_and_an_unknown_format_is_json():
+def test_the_enforced_format_of_pythonic_and_of_none_is_json():
     assert enforced_format(FORMATS["pythonic"]) is enforced_format(None) is FORMATS["json"]
     assert enforced_format(FORMATS["hermes"]) is FORMATS["hermes"]

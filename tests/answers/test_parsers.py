@@ -1,4 +1,4 @@
-"""Answers as models write them, cut everywhere: calls, content and reasoning are the same however the text came."""
+"""Parsers of answers: calls, content and reasoning do not depend on how the text is cut into pieces."""
 
 import itertools
 import json
@@ -17,16 +17,16 @@ QWEN3 = REASONING_PARSERS["qwen3"]
 
 
 def reader(format_name: str | None, **options) -> AnswerReader:
-    """With ids that count."""
+    """Return a reader with a fixed call id."""
     made = FORMATS[format_name] if format_name else None
     return AnswerReader(tool_format=made, tool_names=options.pop("tool_names", TOOLS), new_id=lambda: "id", **options)
 
 
-def told(answer: ParsedAnswer) -> tuple:
+def parts_of(answer: ParsedAnswer) -> tuple:
     return answer.reasoning, answer.content, [(call.name, call.arguments) for call in answer.tool_calls]
 
 
-# Format, what the model wrote, its content, its calls.
+# (format, text of the model, expected content, expected calls); content `...` is the text itself.
 RECORDED = [
     ("hermes",
      '<tool_call>\n{"name": "get_weather", "arguments": {"city": "São Paulo", "days": 3}}\n</tool_call>', None,
@@ -39,7 +39,7 @@ RECORDED = [
     ("hermes", 'First.\n<tool_call>{"name": "now"}</tool_call>\nThen.', "First.\nThen.", [("now", "{}")]),
     ("hermes", '<tool_call>{"arguments": {"q": "a\\"b\\u00e9\\\\"}, "name": "search"}</tool_call>',
      None, [("search", '{"q": "a\\"b\\u00e9\\\\"}')]),
-    # What small models get wrong: braces, a raw line break, arguments as a string or null, no end tag.
+    # Errors of small models: braces, a raw line break, arguments as a string or null, no end tag.
     ("hermes", '<tool_call>\n{"name": "search", "arguments": {"q": 1}\n</tool_call>',
      None, [("search", '{"q": 1}')]),
     ("hermes", '<tool_call>\n{"name": "search", "arguments": {"q": 1}}}\n</tool_call>',
@@ -50,18 +50,18 @@ RECORDED = [
     ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', None, [("now", "{}")]),
     ("hermes", '<tool_call>[{"name": "now", "arguments": {}}, {"name": "search", "arguments": {"q":[-1.5e3,true]}}]'
      "</tool_call>", None, [("now", "{}"), ("search", '{"q": [-1.5e3, true]}')]),
-    # No calls: an unknown tool, no name, no object, no JSON, only half a tag.
+    # Not calls: an unknown tool, no name, no object, no JSON, half a tag.
     ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', ..., []),
     ("hermes", 'See <tool_call>{"arguments": {}}</tool_call>.', ..., []),
     ("hermes", '<tool_call>{"name": "search", "arguments": [1]}</tool_call>', ..., []),
     ("hermes", "<tool_call> nothing </tool_call>", ..., []),
     ("hermes", "a < b <tool_cal", ..., []),
     ("hermes", "  two lines\n\n", ..., []),
-    # Cut off by max_tokens: what there is of the arguments is kept.
+    # Cut off by max_tokens: the beginning of the arguments is kept.
     ("hermes", '<tool_call>{"name": "search", "arguments": {"q": "hel', None, [("search", '{"q": "hel')]),
     ("hermes", '<tool_call>{"name": "search", "arguments": {"q": tr', None, [("search", '{"q": tr')]),
     ("hermes", '<tool_call>{"name": "search", "argu', ..., []),
-    # Broken after it was announced: what follows is content, and the next call is read.
+    # Invalid arguments: the rest is content, and the next call is parsed.
     ("hermes",
      '<tool_call>{"name": "search", "arguments": {"q": oops}}</tool_call><tool_call>{"name": "now"}</tool_call>',
      "oops}}</tool_call>", [("search", '{"q": '), ("now", "{}")]),
@@ -99,20 +99,20 @@ RECORDED = [
 
 @pytest.mark.parametrize(("format_name", "text", "content", "calls"), RECORDED)
 @pytest.mark.parametrize("before", ["", "<think>\nHm: <tool_call>? [x]\n</think>\n\n"])
-def test_recorded_answers_cut_everywhere(format_name, text, content, calls, before):
-    thinking = reader(format_name, reasoning=QWEN3)
+def test_recorded_answers_cut_at_every_position(format_name, text, content, calls, before):
+    with_reasoning = reader(format_name, reasoning=QWEN3)
     reasoning = "Hm: <tool_call>? [x]" if before else None
     content = text.lstrip() if before and content is ... else text if content is ... else content
-    whole = thinking.parse(before + text)
-    assert told(whole) == (reasoning, content, calls)
+    whole = with_reasoning.parse(before + text)
+    assert parts_of(whole) == (reasoning, content, calls)
     text = before + text
-    assert thinking.parse_pieces(text) == whole  # a character at a time
+    assert with_reasoning.parse_pieces(text) == whole  # one character at a time
     for cut in range(len(text) + 1):
-        assert thinking.parse_pieces([text[:cut], text[cut:]]) == whole, cut
+        assert with_reasoning.parse_pieces([text[:cut], text[cut:]]) == whole, cut
 
 
 def test_arguments_stream():
-    """Each piece of the arguments is told when it is there, name and id once, before all of them."""
+    """Each piece of the arguments is returned at once. The first delta has the name and id."""
     parser = reader("hermes").new()
     pieces = ['<tool_call>{"name": "search"', ', "arguments": {"q": "a', 'b"', "}}</tool_call>"]
     deltas = [parser.feed(piece).tool_calls for piece in pieces]
@@ -126,19 +126,19 @@ def test_arguments_stream():
     assert parser.called
 
 
-def test_content_is_held_back_only_where_a_tag_may_begin():
+def test_only_the_possible_beginning_of_a_tag_is_held_back():
     parser = reader("hermes").new()
     assert parser.feed("a < b").content == "a < b"
     assert parser.feed(" <tool_").content == ""
     assert parser.feed("box>").content == " <tool_box>"
 
 
-def test_one_call_where_parallel_ones_are_not_wanted():
+def test_parallel_false_keeps_the_first_call():
     text = '<tool_call>{"name": "now"}</tool_call>\n<tool_call>{"name": "search", "arguments": {"q": 1}}</tool_call> x'
-    assert told(reader("hermes", parallel=False).parse(text)) == (None, "x", [("now", "{}")])
+    assert parts_of(reader("hermes", parallel=False).parse(text)) == (None, "x", [("now", "{}")])
 
 
-def test_ids_are_as_the_models_need_them():
+def test_call_ids_have_the_format_of_the_model():
     text = "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}"
     ids = [call.id for call in AnswerReader(tool_format=FORMATS["mistral"], tool_names=TOOLS).parse(text).tool_calls]
     assert len(set(ids)) == 2
@@ -168,9 +168,9 @@ def test_ids_are_as_the_models_need_them():
 )
 def test_reasoning(tags, prompt, text, reasoning, content):
     made = reader(None, reasoning=tags, reasoning_opened=tags.opened_by(prompt))
-    assert told(made.parse(text)) == (reasoning, content, [])
+    assert parts_of(made.parse(text)) == (reasoning, content, [])
     for cut in range(len(text) + 1):
-        assert told(made.parse_pieces([text[:cut], text[cut:]])) == (reasoning, content, [])
+        assert parts_of(made.parse_pieces([text[:cut], text[cut:]])) == (reasoning, content, [])
 
 
 # -- any text ---------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def cut_at(text: str, places: list[int]) -> list[str]:
 
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, places=st.lists(st.integers(0, 400), max_size=12), name=st.sampled_from(sorted(FORMATS)))
-def test_any_text_reads_the_same_however_it_is_cut(text, places, name):
+def test_the_parse_of_any_text_does_not_depend_on_the_cuts(text, places, name):
     made = reader(name, reasoning=QWEN3)
     whole = made.parse(text)
     assert made.parse_pieces(cut_at(text, places)) == whole
@@ -201,7 +201,7 @@ def test_any_text_reads_the_same_however_it_is_cut(text, places, name):
     parser.finish()
     if parser.called and len(whole.tool_calls) == 1:
         assert isinstance(json.loads(whole.tool_calls[0].arguments), dict)
-    # Without tools on offer nothing is a call, and every character is content.
+    # Without tools nothing is a call, and every character is content.
     assert reader(name, tool_names=frozenset()).parse_pieces(cut_at(text, places)).content == (text or None)
 
 
@@ -221,8 +221,8 @@ ARGUMENTS = st.dictionaries(st.from_regex(r"[a-z_]{1,6}", fullmatch=True), VALUE
     ascii_only=st.booleans(),
     indent=st.sampled_from([None, 1]),
 )
-def test_what_was_written_is_read_back(calls, places, ascii_only, indent):
-    """Any arguments, written by Python itself: json.dumps for the JSON formats, repr for the pythonic one."""
+def test_written_calls_are_parsed_back(calls, places, ascii_only, indent):
+    """Arguments are written with json.dumps for the JSON formats, and with repr for the pythonic one."""
 
     def dumped(name, arguments, key="arguments"):
         return json.dumps({"name": name, key: arguments}, ensure_ascii=ascii_only, indent=indent)
@@ -256,13 +256,13 @@ OPENINGS = {
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_hostile_text_costs_a_bounded_number_of_steps(name):
-    """A parser takes as many turns as there are pieces, and as many tokens of syntax as its share, whatever comes."""
+    """A parser keeps at most one piece of unread text, so it reads no text twice. It reads at most MAX_STEPS tokens."""
     for text in HOSTILE.values():
         for opening in ("", OPENINGS[name], OPENINGS[name] + '"'):
             hostile = opening + text * (20_000 // len(text))
             parser = reader(name, reasoning=QWEN3).new()
             for start in range(0, len(hostile), 1_000):
                 parser.feed(hostile[start : start + 1_000])
-                assert len(parser._scanner.text) - parser._scanner.pos <= 1_100  # what is held back is not read again
+                assert len(parser._scanner.text) - parser._scanner.pos <= 1_100
             parser.finish()
             assert parser._scanner.pos == len(parser._scanner.text)

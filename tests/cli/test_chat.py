@@ -90,6 +90,7 @@ def test_a_broken_off_answer_is_remembered_as_far_as_it_came():
     assert engine.running == 0
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_interrupt_aborts_and_comes_out():
     engine = ScriptedEngine("Hello.", Template(), interrupt_at=4)
     pieces = conversation(engine).answer("hi")

@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from jpaged import cli
-from jpaged.build import RUNNERS
 from jpaged.cli import flags
-from jpaged.config import EngineConfig
+from jpaged.config import SCHEDULING_POLICIES, EngineConfig
 from jpaged.engine.waiting_queue import POLICIES
 
 COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency", "plan"]
@@ -28,7 +27,7 @@ def test_help_names_every_engine_option(command, capsys):
     for name in EngineConfig.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in text
     assert "{None}" not in text
-    assert "Most requests that run at once" in text  # the docstring of the field
+    assert "Maximum number of requests that run at once" in text  # the docstring of the field
 
 
 def test_help_of_scheduling_options(capsys):
@@ -41,7 +40,25 @@ def test_help_of_scheduling_options(capsys):
     ):  # fmt: skip
         assert shown in text
     assert not any("\n" in doc for doc in flags.field_docs(EngineConfig).values())
-    assert {"runner": RUNNERS, "scheduling_policy": tuple(POLICIES)} == flags.CHOICES
+    assert tuple(POLICIES) == SCHEDULING_POLICIES
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("convert", "They have the same bytes as the original files"),
+        ("generate", "false: when no running beam scores better. never: when"),
+        ("serve", "0.0.0.0 accepts connections from everywhere"),
+        ("plan", "Default: the device that JAX finds"),
+        ("simulate", "the number of clients that each send"),
+    ],
+)
+def test_help_has_no_line_breaks_of_docstrings(command, text, monkeypatch, capsys):
+    """tyro keeps the line breaks of a field's docstring unless the command removes them."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert text in capsys.readouterr().out
 
 
 def test_help_imports_no_jax():
@@ -140,7 +157,7 @@ def test_what_serve_is_told_of_chats_reaches_the_server(monkeypatch):
         (["generate", "demo", "--n", "3", "--best-of", "2"], "best_of=2"),
         (["generate", "demo", "--n", "3"], "temperature=0.0: every answer would be the same"),
         (["generate", "demo", "--use-beam-search"], "beam_width"),
-        (["generate", "demo", "--beam-width", "4"], "beam_width=4: goes with use_beam_search"),
+        (["generate", "demo", "--beam-width", "4"], "beam_width=4: needs use_beam_search"),
         (["generate", "demo", "--early-stopping", "never"], "early_stopping"),
         (["serve", "demo", "--port", "0", "--scheduling-policy", "fair"], "must be fcfs, priority, shortest_first"),
         (["serve", "demo", "--port", "0", "--max-queued-requests", "0"], "max_queued_requests=0"),

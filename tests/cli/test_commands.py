@@ -28,7 +28,7 @@ def test_generate(tmp_path):
         assert output["prompt"] + output["text"] in done.stdout  # as they are: nothing is read as markup
         assert len(output["token_ids"]) == len(output["logprobs"]) <= 9
     assert "tokens/s" in done.stdout
-    assert "KV cache: at most" in done.stdout
+    assert "KV cache: peak" in done.stdout
     assert report["stats"]["compiles_after_ready"] == 0
     assert report["machine"]["jax"]
 

@@ -123,7 +123,7 @@ def test_a_count_that_is_wrong_is_said(capsys: pytest.CaptureFixture[str]):
     blocks = (*right.blocks[:2], dataclasses.replace(right.blocks[2], ref_count=2), *right.blocks[3:])
     with answering(200, msgspec.json.encode(dataclasses.replace(right, blocks=blocks))) as (url, _):
         assert cli.main(["inspect", url, "--admin-key", "secret"]) == 0
-    assert "books are wrong: block 2: 2 references are counted, 1 block tables hold it" in capsys.readouterr().out
+    assert "state is inconsistent: block 2: reference count 2, but 1 block tables contain it" in capsys.readouterr().out
 
 
 def test_an_idle_pool_is_one_line():
@@ -199,7 +199,7 @@ def test_many_requests_have_different_colours_and_a_legend_that_ends(tmp_path: p
 @pytest.mark.parametrize(
     ("status", "body", "says"),
     [
-        (401, error_body("invalid_admin_key"), "does not know this admin key"),
+        (401, error_body("invalid_admin_key"), "does not accept this admin key"),
         (401, error_body("invalid_api_key"), "started without --admin-key"),
         (404, error_body(None, "Not Found"), "started without --admin-key"),
         (404, b"<html>nothing</html>", "no jpaged server"),
@@ -207,7 +207,7 @@ def test_many_requests_have_different_colours_and_a_legend_that_ends(tmp_path: p
         (401, b"\xff", "no jpaged server"),
         (503, error_body("stopping", "the server is stopping"), "503: the server is stopping"),
         (200, b"<html>hello</html>", "no jpaged server"),
-        (200, b'{"step": 3}', "no snapshot"),
+        (200, b'{"step": 3}', "not a snapshot"),
         (302, b"", "no jpaged server"),
     ],
 )

@@ -42,7 +42,7 @@ def test_the_table_and_the_file_say_the_same(config, tmp_path, capsys):
     assert figures["weight_bytes"] == LLAMA_WEIGHTS
     assert figures["kv_tokens"] == 16 * figures["num_blocks"]
     assert figures["requests"] == [{"tokens": 2000, "at_once": figures["num_blocks"] // 125}]
-    assert "temporaries are ESTIMATED, rather too high: jax[cuda13]" in text
+    assert "temporaries are ESTIMATED, and probably too high: jax[cuda13]" in text
     assert f"the largest max_model_len that fits: {figures['largest_max_model_len']:,}" in text
     assert f"KV cache: {figures['kv_tokens']:,} tokens" in text
 

@@ -74,7 +74,7 @@ def test_priorities_of_a_trace_are_heeded_or_it_is_said(tmp_path, capsys):
     trace = tmp_path / "day.csv"
     trace.write_text("arrival,prompt_tokens,output_tokens,priority\n0,10,5,0\n1,20,6,1\n")
     assert run(*HAND, "--trace", str(trace)) == 0
-    assert "count with --scheduling-policy priority only" in capsys.readouterr().out
+    assert "have an effect with --scheduling-policy priority only" in capsys.readouterr().out
     assert run(*HAND, "--trace", str(trace), "--scheduling-policy", "priority") == 0
     assert "only" not in capsys.readouterr().out
 
@@ -119,7 +119,7 @@ def test_the_shipped_model_names_its_engine(capsys):
         ([*HAND, *LOAD, "--max-num-partial-prefills", "0"], "max_num_partial_prefills=0"),
         ([*HAND, *LOAD, "--max-queued-requests", "0"], "max_queued_requests=0"),
         ([*HAND, *LOAD, "--max-queued-tokens", "-5"], "max_queued_tokens=-5"),
-        ([*HAND, *LOAD, "--priorities", "0:1,2:1"], "count with --scheduling-policy priority only"),
+        ([*HAND, *LOAD, "--priorities", "0:1,2:1"], "have an effect with --scheduling-policy priority only"),
         ([*HAND, *LOAD, "--priorities", "high:1"], "'high' is not a number"),
         ([*HAND, *LOAD, "--priorities", "1:1,1:2"], "each once"),
         ([*HAND, *LOAD, "--host-blocks", "9"], "give --seconds-per-move"),

@@ -1,6 +1,6 @@
-"""The text of an engine's answers: whole at once or in deltas, cut at stop strings, with offsets and bytes of tokens.
+"""Text of an engine's answers: whole or in deltas, cut at stop strings, with offsets and bytes of tokens.
 
-The fake runner's tokens are as good as random: half characters, special tokens and ids of no token come all the time.
+The fake runner's tokens are nearly random, with many half characters, special tokens and unknown ids.
 """
 
 import asyncio
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from jpaged import AsyncLLM, RequestError, RequestOutput, SamplingParams
-from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.answer_text import AnswerText
 from jpaged.engine.engine import Engine
 from jpaged.engine.input_processor import InputProcessor, ModelLimits
+from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_options import engine_config
 from jpaged.params.sampling import RequestOutputKind
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.engine.small_tokenizer import SPECIAL, SmallTokenizer
@@ -52,17 +53,17 @@ def answer(prompt: list[int], **fields: Any):
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("skip", [True, False])
-def test_the_text_is_one_decode_of_the_tokens(prompt: list[int], skip: bool):
+def test_the_text_equals_one_decode_of_the_tokens(prompt: list[int], skip: bool):
     got = answer(prompt, skip_special_tokens=skip)
     assert got.token_ids == tokens_of(prompt)
     assert got.text == text_of(got.token_ids, skip=skip)
 
 
 def expected_stop(prompt: list[int], stops: list[str], include: bool) -> tuple[str, str, int] | None:
-    """The cut text, the stop string and the number of tokens, by decoding ever more tokens at once."""
+    """Return the cut text, the stop string and the number of tokens, from decodes of ever longer prefixes."""
     ids = tokens_of(prompt)
     whole = text_of(ids)
-    ends = [(whole.find(stop) + len(stop), place, stop) for place, stop in enumerate(stops) if stop in whole]
+    ends = [(whole.find(stop) + len(stop), index, stop) for index, stop in enumerate(stops) if stop in whole]
     if not ends:
         return None
     end, _, stop = min(ends)
@@ -71,8 +72,8 @@ def expected_stop(prompt: list[int], stops: list[str], include: bool) -> tuple[s
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_every_part_of_a_text_as_its_stop_string(include: bool):
-    """Also parts that begin or end inside of a token, or of nothing but half characters."""
+def test_every_part_of_a_text_works_as_a_stop_string(include: bool):
+    """Even parts that begin or end inside a token, or consist of half characters."""
     prompt = PROMPTS[0]
     whole = text_of(tokens_of(prompt))
     for start in range(len(whole)):
@@ -112,7 +113,7 @@ def test_deltas_joined_are_the_answer(prompt: list[int], cut: int, interval: int
 
 
 def test_several_answers_in_deltas():
-    """Each has its own text and end; an output has those with news only."""
+    """Each answer has its own text and end. An output has only the answers with new tokens or an end."""
     sampling = params(n=3, temperature=1, seed=5, logprobs=0, stop=["E", "a", "q"])
     (whole,) = run(PROMPTS[1], sampling)
     deltas = run(PROMPTS[1], dataclasses.replace(sampling, output_kind=DELTA), stream=True)
@@ -120,19 +121,19 @@ def test_several_answers_in_deltas():
     for later in deltas[1:]:
         joined = joined.followed_by(later)
     assert joined.outputs == whole.outputs
-    assert len({len(got.token_ids) for got in whole.outputs}) > 1, "they end apart, or this shows little"
+    assert len({len(got.token_ids) for got in whole.outputs}) > 1, "the answers must end at different lengths"
     ends = [got.index for delta in deltas for got in delta.outputs if got.finish_reason]
-    assert sorted(ends) == [0, 1, 2], "each end is told once"
+    assert sorted(ends) == [0, 1, 2], "each answer has one end"
     assert all(got.token_ids or got.finish_reason for delta in deltas for got in delta.outputs)
 
 
-def test_best_of_gives_all_at_the_end_whatever_the_kind():
+def test_best_of_returns_everything_at_the_end_for_any_output_kind():
     for kind in RequestOutputKind:
         (output,) = run(PROMPTS[1], params(best_of=3, temperature=1, seed=1, output_kind=kind), stream=True)
         assert len(output.outputs[0].token_ids) == 24
 
 
-def test_what_was_held_back_comes_with_the_end():
+def test_held_back_text_comes_with_the_end():
     prompt = PROMPTS[0]
     ids = tokens_of(prompt)
     for count in range(1, 24):
@@ -148,7 +149,7 @@ def test_what_was_held_back_comes_with_the_end():
     assert last.outputs[0].finish_reason == "abort"
 
 
-def test_a_stop_token_is_text_only_where_that_is_asked_for():
+def test_a_stop_token_is_text_only_with_include_stop_str_in_output():
     prompt = PROMPTS[2]
     ids = tokens_of(prompt)
     place = next(i for i, token_id in enumerate(ids) if i > 3 and TOKENIZER.decode([token_id], True).isascii())
@@ -162,7 +163,7 @@ def test_a_stop_token_is_text_only_where_that_is_asked_for():
 
 
 def test_stop_strings_wait_for_min_tokens():
-    """One that ends within the first tokens is text; the next one that ends later counts."""
+    """A stop string within the first `min_tokens` is text. The first one after them ends the answer."""
     ids = tokens_of(PROMPTS[0])
     whole = text_of(ids)
     decoder = Engine(FakeRunner(), tokenizer=TOKENIZER)._outputs._decoder
@@ -179,7 +180,7 @@ def test_stop_strings_wait_for_min_tokens():
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("skip", [True, False])
-def test_offsets_say_where_each_token_begins(prompt: list[int], skip: bool):
+def test_offsets_are_the_starts_of_tokens(prompt: list[int], skip: bool):
     got = answer(prompt, logprobs=0, skip_special_tokens=skip)
     offsets = [*got.text_offsets, len(got.text)]
     assert len(offsets) == len(got.token_ids) + 1
@@ -190,7 +191,7 @@ def test_offsets_say_where_each_token_begins(prompt: list[int], skip: bool):
             assert entry.decoded_token == "<|end|>"
             assert own in ("", "\ufffd")
         elif "\ufffd" not in entry.decoded_token:
-            assert own.endswith(entry.decoded_token)  # what was left of a broken character comes before it
+            assert own.endswith(entry.decoded_token)  # the rest of a broken character comes before it
 
 
 def test_bytes_of_half_characters():
@@ -204,7 +205,7 @@ def test_bytes_of_half_characters():
         assert seen[token_id].decoded_token == "\ufffd"
 
 
-def test_no_text_where_none_is_wanted_and_no_stop_string_then():
+def test_detokenize_false_has_no_text_and_a_stop_string_needs_a_tokenizer():
     got = answer(PROMPTS[0], detokenize=False, logprobs=0)
     assert (got.text, got.text_offsets, got.logprobs[0][got.token_ids[0]].token_bytes) == ("", None, None)
     inputs = InputProcessor(ModelLimits(97, 64, 3))
@@ -226,8 +227,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_a_slow_reader_misses_nothing(served: AsyncLLM, kind: RequestOutputKind):
-    """What it has not read yet is put together; the engine goes on meanwhile."""
+def test_a_slow_client_misses_nothing(served: AsyncLLM, kind: RequestOutputKind):
+    """Unread outputs are merged, and the engine does not wait."""
 
     async def main() -> list[RequestOutput]:
         outputs = []

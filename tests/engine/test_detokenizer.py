@@ -1,7 +1,7 @@
-"""Incremental text equals one decode of all tokens, for every kind of tokenizer, and never takes back what it gave.
+"""Incremental text equals one decode of all tokens, for every kind of tokenizer, and returned text never changes.
 
-Three kinds are trained here: byte-level BPE, BPE with bytes for what has no token, and Unigram with SentencePiece's
-spaces. Each is followed by its own way (tables) and by the one that needs no knowledge of the tokenizer (windows).
+Three kinds are trained here: byte-level BPE, BPE with byte fallback, and Unigram with SentencePiece's spaces. Each is
+tested with its table, and with `WindowDecoder`, which works for any tokenizer.
 """
 
 import json
@@ -26,11 +26,11 @@ CORPUS = [
     "Größe, naïve café — „Zitat“, 漢字とかな, 한국어, العربية, हिन्दी, 👩‍👩‍👧‍👦🏳️‍🌈 z̸͓̀a",
     "the cat and the other cat sat on the mat,  and  the  hat",
 ]
-CASES = 375  # of each of eight decoders: 3,000 in all
+CASES = 375  # for each of eight decoders: 3,000 together
 
 
 class Wrapped:
-    """The part of a transformers tokenizer that the engine uses, over a tokenizer of `tokenizers`."""
+    """The part of a transformers tokenizer that the engine uses, around a tokenizer of `tokenizers`."""
 
     def __init__(self, backend: Tokenizer):
         self.backend_tokenizer = backend
@@ -51,7 +51,7 @@ class Wrapped:
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen; with added tokens that are special, plain, and outside the byte alphabet."""
+    """Like GPT-2, Llama 3 and Qwen, with added tokens: special, plain, and outside the byte alphabet."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,9 +68,9 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback(prefix: bool = True) -> Tokenizer:
-    """As Llama 2 and Mistral: characters without a token are bytes, and the space before the first word is stripped.
+    """Like Llama 2 and Mistral: characters without a token are bytes, and the first word loses its space.
 
-    Without a prefix: as Gemma.
+    Without a prefix: like Gemma.
     """
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
@@ -92,7 +92,7 @@ def byte_fallback(prefix: bool = True) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As T5 and other Unigram models."""
+    """Like T5 and other Unigram models."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -105,7 +105,7 @@ def metaspace() -> Tokenizer:
 
 
 def spaced_words() -> Tokenizer:
-    """As BERT: a space before every token that does not go on with a word, special ones too."""
+    """Like BERT: a space before every token that does not continue a word, even a special one."""
     vocabulary = {token: i for i, token in enumerate(["[UNK]", "the", "cat", "##s", "é", ",", "[SEP]", "[CLS]"])}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
@@ -132,11 +132,11 @@ FURTHER = {name: text_decoder(TOKENIZERS[name]) for name in ("no_prefix", "space
 
 
 def feed(detokenizer: Detokenizer, token_ids: list[int]) -> str:
-    """All tokens one by one."""
+    """Add all tokens one by one, and return the text."""
     return "".join([detokenizer.add(token_id) for token_id in token_ids]) + detokenizer.finish()
 
 
-def test_which_way_is_taken():
+def test_the_decoder_for_each_tokenizer():
     assert isinstance(DECODERS["byte_level"], ByteLevelDecoder)
     assert isinstance(DECODERS["byte_fallback"], PieceDecoder)
     assert isinstance(FURTHER["no_prefix"], PieceDecoder)
@@ -145,7 +145,7 @@ def test_which_way_is_taken():
 
 
 def token_ids_of(kind: str, drawn: bytes) -> list[int]:
-    """Two bytes a token: ids that the tokenizer has and a few that it has not; those of bytes, and some, more often."""
+    """Make one token id from two bytes, with a few unknown ids. Byte tokens and some others are more frequent."""
     size = len(TOKENIZERS[kind])
     often = [0, 1, size - 1, size - 2, *range(195, 240), *(i for i in range(257, 262) if i < size)]
     pairs = zip(drawn[::2], drawn[1::2], strict=False)
@@ -155,7 +155,7 @@ def token_ids_of(kind: str, drawn: bytes) -> list[int]:
 @pytest.mark.parametrize("kind", [*DECODERS, *FURTHER])
 @given(drawn=st.binary(max_size=60), skip=st.booleans())
 @settings(max_examples=CASES)
-def test_any_tokens_give_what_one_decode_gives(kind: str, drawn: bytes, skip: bool):
+def test_any_tokens_have_the_text_of_one_decode(kind: str, drawn: bytes, skip: bool):
     name = kind.split(" ")[0]
     tokenizer = TOKENIZERS[name]
     token_ids = token_ids_of(name, drawn)
@@ -168,18 +168,18 @@ def test_any_tokens_give_what_one_decode_gives(kind: str, drawn: bytes, skip: bo
 @given(text=st.text(max_size=30) | st.text(alphabet="é漢👩▁ a\u0300", max_size=20))
 @example("👩‍👩‍👧‍👦 中文")
 @settings(max_examples=40)
-def test_text_comes_back_and_no_half_character_on_the_way(kind: str, text: str):
+def test_encoded_text_is_restored_without_half_characters(kind: str, text: str):
     tokenizer = TOKENIZERS[kind.split(" ")[0]].backend_tokenizer
     decoder = (DECODERS | FURTHER)[kind]
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     detokenizer = decoder.new(skip_special_tokens=True)
-    broken = "\ufffd" in tokenizer.decode(token_ids)  # byte-level: the added token é is one byte
+    broken = "\ufffd" in tokenizer.decode(token_ids)  # in byte-level BPE, the added token é is one byte
     assert broken or not any("\ufffd" in detokenizer.add(token_id) for token_id in token_ids)
     assert feed(decoder.new(skip_special_tokens=True), token_ids) == tokenizer.decode(token_ids)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
-def test_text_is_given_out_as_soon_as_it_is_certain(kind: str):
+def test_text_is_returned_as_soon_as_it_is_certain(kind: str):
     tokenizer = TOKENIZERS[kind].backend_tokenizer
     token_ids = tokenizer.encode("the cat and the other cat").ids
     detokenizer = DECODERS[kind].new(skip_special_tokens=True)
@@ -201,8 +201,8 @@ def test_a_long_run_of_broken_characters_is_complete(kind: str, lead: str):
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_half_characters_are_not_held_back_for_ever_and_cost_no_more(kind: str):
-    """Time is counted in what is decoded: a window never grows with the run."""
+def test_a_run_of_half_characters_is_returned_in_linear_time(kind: str):
+    """Counts decoded tokens instead of time: a window does not grow with the run."""
     name = kind.split(" ")[0]
     tokenizer = TOKENIZERS[name].backend_tokenizer
     lead = tokenizer.token_to_id({"byte_level": "ð", "byte_fallback": "<0xF0>"}.get(name, "é"))
@@ -219,7 +219,7 @@ def test_half_characters_are_not_held_back_for_ever_and_cost_no_more(kind: str):
     assert sum(decoded) <= 2000 * 150
 
 
-def test_one_token_by_itself():
+def test_the_text_and_bytes_of_one_token():
     tokenizer = TOKENIZERS["byte_level"].backend_tokenizer
     decoder = DECODERS["byte_level"]
     assert decoder.token_text(tokenizer.token_to_id("<|end|>")) == "<|end|>"
@@ -253,7 +253,7 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(kind: str, text: str)
 @given(text=st.text(max_size=20) | st.text(alphabet="漢👩 aø", max_size=20))
 @example("漢字かな👩‍👩 x")
 @settings(max_examples=150)
-def test_each_token_begins_where_its_first_character_does(kind: str, text: str):
+def test_the_offset_of_a_token_is_that_of_its_first_character(kind: str, text: str):
     tokenizer = TOKENIZERS[kind].backend_tokenizer
     decoder = (DECODERS | FURTHER)[kind]
     token_ids = tokenizer.encode(text.replace("é", "e"), add_special_tokens=False).ids
@@ -261,14 +261,14 @@ def test_each_token_begins_where_its_first_character_does(kind: str, text: str):
     before, length = b"", 0
     stripped = int(kind == "byte_fallback" and bool(token_ids))
     for token_id in token_ids:
-        begins = length + detokenizer.begins(token_id)
+        begins = length + detokenizer.offset_of_next(token_id)
         assert begins == max(len(before.decode(errors="ignore")) - stripped, 0)
         length += len(detokenizer.add(token_id))
         before += decoder.token_bytes(token_id)
 
 
-def test_no_space_between_special_tokens_where_it_is_not_wanted():
-    """As vLLM: an added token right after another one stands as it is written."""
+def test_no_space_between_special_tokens_if_switched_off():
+    """As in vLLM, there is no space between two added tokens in a row."""
     tokenizer, decoder = TOKENIZERS["spaced_words"].backend_tokenizer, FURTHER["spaced_words"]
     ids = [tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]", "the", "[SEP]", "[CLS]", "cat", "##s")]
     texts = [
@@ -292,14 +292,14 @@ def test_no_space_between_special_tokens_where_it_is_not_wanted():
         decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
     ],
 )
-def test_decoders_that_no_table_can_follow_are_left_to_the_tokenizer(decoder: decoders.Decoder | None):
+def test_other_decoders_use_windows(decoder: decoders.Decoder | None):
     backend = byte_fallback()
     backend.decoder = decoder
     assert isinstance(text_decoder(Wrapped(backend)), WindowDecoder)
 
 
-def test_a_tokenizer_that_decodes_in_a_way_of_its_own_is_asked():
-    """Code of the tokenizer's class may do more than its decoder says."""
+def test_a_tokenizer_that_overrides_decode_uses_windows():
+    """The tokenizer's class may change the text after its decoder."""
     tokenizer = Wrapped(byte_level())
     plain = tokenizer.decode
     tokenizer.decode = types.MethodType(lambda self, *args, **options: plain(*args, **options).upper(), tokenizer)

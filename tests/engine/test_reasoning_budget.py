@@ -1,4 +1,4 @@
-"""Reasoning ends when its budget is used up, and is left alone before: against a search through the whole answer."""
+"""Reasoning ends when its budget is used up, and not before. Compared with a search through the whole answer."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from jpaged.engine.reasoning_budget import EncodedReasoningTags, ReasoningBudget
 from tests.engine.fake_runner import FakeRunner, next_token
 from tests.engine.small_tokenizer import SmallTokenizer
 
-# Tokens of one letter, and some that hold the edge of a tag.
+# Tokens of one letter, and some with the first or last part of a tag.
 TEXTS = {1: "<", 2: "t", 3: ">", 4: "/", 5: "x", 6: " ", 7: "x<", 8: "t>x", 9: "</", 10: "t>", 11: "<t>"}
 TAGS_OF = {
     "letters": EncodedReasoningTags(b"<t>", b"</t>", (1, 4, 2, 3)),
@@ -25,7 +25,10 @@ def text_of(tokens: list[int]) -> str:
 
 
 def whole(tokens: list[int], tags: EncodedReasoningTags, *, opened: bool) -> tuple[int, int | None] | None:
-    """From the whole answer: tokens up to where reasoning begins, and to where it has ended; None without reasoning."""
+    """Search the whole answer. Returns the number of tokens before the reasoning, and the number up to its end.
+
+    The second is None if the reasoning does not end. Returns None if there is no reasoning.
+    """
     start, end = tags.start.decode(), tags.end.decode()
     texts = [text_of(tokens[:count]) for count in range(len(tokens) + 1)]
     begins, inside = 0, 0
@@ -65,7 +68,7 @@ def test_against_a_search_through_the_answer(wanted, budget, tags, opened):
         assert said == wanted
         assert (len(said) if ends is None else ends) - begins <= budget + len(tags.end) - 1
         return
-    # The end tag is forced as a whole or what is left of it, once, when the budget is used up; then all is free.
+    # When the budget is used up, the end tag or its rest is forced once. After that nothing is forced.
     assert ends == forced[-1] + 1
     assert forced == list(range(forced[0], ends))
     assert tuple(said[forced[0] : ends]) == tags.end_ids[-len(forced) :]
@@ -74,41 +77,41 @@ def test_against_a_search_through_the_answer(wanted, budget, tags, opened):
     assert said[ends:] == wanted[ends:]
 
 
-def take(followed: ReasoningBudget, *tokens: int) -> ReasoningBudget:
+def append_all(followed: ReasoningBudget, *tokens: int) -> ReasoningBudget:
     for token in tokens:
         followed.append(token, TEXTS[token].encode())
     return followed
 
 
-def test_no_budget_ends_at_once():
+def test_a_budget_of_0_ends_reasoning_at_once():
     followed = ReasoningBudget(TAGS_OF["letters"], 0, opened=True)
     for token in TAGS_OF["letters"].end_ids:
         assert followed.forced == token
-        take(followed, token)
+        append_all(followed, token)
     assert followed.forced is None
 
 
 @pytest.mark.parametrize("start", [[11], [1, 2, 3], [6, 6, 1, 10], [1, 8]])
-def test_reasoning_that_the_answer_opens_itself_in_whatever_tokens(start):
-    assert take(ReasoningBudget(TAGS_OF["pieces"], 0, opened=False), *start).forced == 9
+def test_the_answer_may_open_reasoning_with_any_tokens(start):
+    assert append_all(ReasoningBudget(TAGS_OF["pieces"], 0, opened=False), *start).forced == 9
 
 
 @pytest.mark.parametrize("answer", [[5, 11], [6, 5, 6, 11], [1, 5, 11], [7, 10], [3]])
-def test_tags_inside_of_an_answer_are_the_answers(answer):
-    assert take(ReasoningBudget(TAGS_OF["pieces"], 0, opened=False), *answer, 5, 5).forced is None
+def test_tags_inside_the_answer_are_text(answer):
+    assert append_all(ReasoningBudget(TAGS_OF["pieces"], 0, opened=False), *answer, 5, 5).forced is None
 
 
-def test_an_end_tag_in_other_tokens_is_one():
-    assert take(ReasoningBudget(TAGS_OF["pieces"], 2, opened=True), 7, 4, 2, 3, 5, 5, 5).forced is None
-    assert take(ReasoningBudget(TAGS_OF["pieces"], 2, opened=True), 7, 4).forced == 9
+def test_an_end_tag_in_other_tokens_ends_reasoning():
+    assert append_all(ReasoningBudget(TAGS_OF["pieces"], 2, opened=True), 7, 4, 2, 3, 5, 5, 5).forced is None
+    assert append_all(ReasoningBudget(TAGS_OF["pieces"], 2, opened=True), 7, 4).forced == 9
 
 
-def test_the_same_tokens_again_give_the_same_state():
-    """As after a preemption."""
+def test_replayed_tokens_lead_to_the_same_state():
+    """As they must after a preemption."""
     tokens = [11, 5, 5, 9, 10, 5]
     for count in range(len(tokens)):
         first, second = (
-            take(ReasoningBudget(TAGS_OF["pieces"], 2, opened=False), *tokens[:count]) for _ in range(2)
+            append_all(ReasoningBudget(TAGS_OF["pieces"], 2, opened=False), *tokens[:count]) for _ in range(2)
         )
         assert first.forced == second.forced
 
@@ -123,7 +126,7 @@ def with_budget(budget: int, **fields):
 
 
 def wanted(prompt: list[int], budget: int, count: int = 14) -> list[int]:
-    """The model's own tokens, and behind so many of them, if the prompt ends with the start tag, the end tag's."""
+    """Return the model's tokens. If the prompt ends with the start tag, the end tag follows after `budget` of them."""
     tokens, end = list(prompt), TOKENIZER.encode(TAGS[1])
     for number in range(count):
         written = number - budget
@@ -136,8 +139,8 @@ PROMPTS = {"abc(": 0, "(": 3, "DE(": 7, "cab": 2, "aa(": 13, "bb(": 14}
 
 
 @pytest.mark.parametrize("num_blocks", [128, 9])
-def test_the_engine_ends_reasoning_in_time(num_blocks):
-    """Each row at its own token; also where requests are preempted in the middle of it."""
+def test_the_engine_ends_reasoning_at_its_budget(num_blocks):
+    """Each row has its own budget. With 9 blocks, requests are preempted during their reasoning."""
     engine = Engine(FakeRunner(num_blocks=num_blocks, max_model_len=32), tokenizer=TOKENIZER)
     for text, budget in PROMPTS.items():
         engine.add_request(text, text, with_budget(budget))
@@ -152,7 +155,7 @@ def test_the_engine_ends_reasoning_in_time(num_blocks):
     assert (engine.stats().preemptions > 0) == (num_blocks == 9)
 
 
-def test_each_of_several_answers_has_a_budget_of_its_own():
+def test_each_of_several_answers_has_its_own_budget():
     engine = Engine(FakeRunner(num_blocks=128), tokenizer=TOKENIZER)
     engine.add_request("a", "abc(", with_budget(4, n=3))
     (output,) = [output for _ in range(40) if engine.has_work for output in engine.step()]
@@ -171,7 +174,7 @@ def test_each_of_several_answers_has_a_budget_of_its_own():
         (TOKENIZER, {"use_beam_search": True, "n": 2}, "thinking_token_budget"),
     ],
 )
-def test_what_cannot_be_is_refused(tokenizer, fields, parameter):
+def test_invalid_parameters_raise(tokenizer, fields, parameter):
     engine = Engine(FakeRunner(), tokenizer=tokenizer)
     asked = {"thinking_token_budget": 3, "reasoning_tags": TAGS, "max_tokens": 4} | fields
 

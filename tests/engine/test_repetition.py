@@ -1,4 +1,4 @@
-"""Answers that go round in circles end: by the definition, token by token, whatever happens to the request."""
+"""Repetition detection: compared with its definition at every token, and on the engine with preemption."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.engine.fake_runner import FakeRunner, next_token
 
 
 def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
-    """By the definition: the last tokens are some pattern, min_count times."""
+    """The definition: the last tokens are one pattern, `min_count` times."""
     for size in range(params.min_pattern_size, params.max_pattern_size + 1):
         end = tokens[-size * params.min_count :]
         if len(end) == size * params.min_count and end == end[:size] * params.min_count:
@@ -30,7 +30,7 @@ def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
     sizes=st.tuples(st.integers(0, 7), st.integers(1, 7)).map(sorted),
     min_count=st.integers(2, 5),
 )
-def test_by_the_definition(tokens, pattern, count, sizes, min_count):
+def test_every_token_against_the_definition(tokens, pattern, count, sizes, min_count):
     params = RepetitionDetectionParams(max_pattern_size=sizes[1], min_pattern_size=sizes[0], min_count=min_count)
     watch = RepetitionWatch(params)
     said = tokens + pattern * count
@@ -49,14 +49,14 @@ def run(engine: Engine, **requests: SamplingParams):
 
 
 def allowed_alone(count: int, **fields: Any) -> SamplingParams:
-    """Of a model that can say one thing only."""
+    """Return the parameters of a request that may sample only one token id."""
     repetition = {"max_pattern_size": 3, "min_count": count}
     given = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "allowed_token_ids": [5]} | fields
     return SamplingParams(repetition_detection=repetition, **given)
 
 
 @pytest.mark.parametrize("num_blocks", [64, 12])
-def test_answers_end_and_say_so(num_blocks):
+def test_a_repetitive_answer_ends_with_its_reason(num_blocks):
     engine = Engine(FakeRunner(num_blocks=num_blocks, max_model_len=32))
     free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     done = run(
@@ -72,11 +72,11 @@ def test_answers_end_and_say_so(num_blocks):
         name: [(len(answer.token_ids), answer.finish_reason, answer.stop_reason) for answer in answers]
         for name, answers in done.items()
     }
-    told = "repetition", "repetition_detected"
+    reason = "repetition", "repetition_detected"
     assert ends == {
-        "three": [(3, *told)],
-        "several": [(4, *told)] * 2,
-        "later": [(9, *told)],
+        "three": [(3, *reason)],
+        "several": [(4, *reason)] * 2,
+        "later": [(9, *reason)],
         "full": [(20, "length", None)],
         "stopped": [(1, "stop", 5)],
         "free": [(20, "length", None)],
@@ -101,11 +101,11 @@ def test_answers_end_and_say_so(num_blocks):
         (7, "repetition_detection"),
     ],
 )
-def test_what_is_refused(fields, parameter):
+def test_invalid_values_raise(fields, parameter):
     with pytest.raises(RequestError) as caught:
         SamplingParams(repetition_detection=fields)
     assert caught.value.parameter == parameter
 
 
-def test_no_pattern_is_no_detection():
+def test_the_default_switches_detection_off():
     assert SamplingParams(repetition_detection=RepetitionDetectionParams()) == SamplingParams()

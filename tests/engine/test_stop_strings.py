@@ -1,4 +1,4 @@
-"""Stop strings end a text at the same place however it comes in pieces, and no more is held back than must be."""
+"""Stop strings: the end of a text does not depend on its pieces, and no more text is held back than necessary."""
 
 import itertools
 import sys
@@ -11,7 +11,7 @@ from jpaged.engine.stop_strings import StopAutomaton, StopText
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, int] | None:
-    """The definition: the stop string that is complete first, the first in the list of several; and where it ends."""
+    """The definition: the stop string that is complete first, and its end. The first in the list wins a tie."""
     for end in range(1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):
@@ -20,7 +20,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, int] | None:
 
 
 def begun(text: str, stops: list[str]) -> int:
-    """The definition: characters at a text's end that some stop string begins with, and is longer than."""
+    """The definition: the most characters at the end of a text that are a proper beginning of a stop string."""
     lengths = (length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length]))
     return max(lengths, default=0)
 
@@ -31,7 +31,7 @@ def run(pieces: list[str], stops: list[str], *, include: bool = False) -> tuple[
 
 
 def check(pieces: list[str], stops: list[str], include: bool) -> None:
-    """After each piece: all that is certain has been given out, and nothing else; at the end the text is cut right."""
+    """Assert that exactly the certain text is returned after each piece, and that it is cut at the stop string."""
     stop_text = StopText(tuple(stops), include=include)
     given_out = ""
     for count, piece in enumerate(pieces, start=1):
@@ -64,7 +64,7 @@ def test_against_the_definition(pieces: list[str], stops: list[str], include: bo
 @pytest.mark.parametrize("stops", [["DEFGHIJ"], ["END", "\n\n"], ["</s>", "</stop>"], ["漢字", "👩‍👩"], ["aa"]])
 @pytest.mark.parametrize("include", [False, True])
 def test_split_at_every_position(stops: list[str], include: bool):
-    """Once, and at every two places at once."""
+    """Into three pieces, at every pair of positions."""
     for stop in stops:
         text = "ABC 漢" + stop[:-1] + " " + stop + "XYZ"
         for low, high in itertools.combinations_with_replacement(range(len(text) + 1), 2):
@@ -72,7 +72,7 @@ def test_split_at_every_position(stops: list[str], include: bool):
         check(list(text), stops, include)
 
 
-def test_nothing_of_a_stop_string_leaks_before_it_is_complete():
+def test_the_beginning_of_a_stop_string_is_held_back():
     pieces, stop_text = run(["ABC", "DEF", "G", "HI", "J rest"], ["DEFGHIJ"])
     assert pieces == ["ABC", "", "", "", ""]
     assert stop_text.stop == "DEFGHIJ"
@@ -80,14 +80,14 @@ def test_nothing_of_a_stop_string_leaks_before_it_is_complete():
     assert run(["ABC", "DEF", "GHIJ!"], ["DEFGHIJ"], include=True)[0] == ["ABC", "DEF", "GHIJ"]
 
 
-def test_of_two_that_are_complete_at_once_the_first_in_the_list_wins():
+def test_of_two_complete_at_once_the_first_in_the_list_counts():
     assert run(["abc"], ["bc", "abc"])[0] == ["a"]
     assert run(["abc"], ["abc", "bc"])[0] == [""]
     assert run(["ab", "c"], ["c", "abc", "bc"])[1].stop == "c"
 
 
-def test_while_the_answer_must_go_on_nothing_ends_it():
-    """A stop string within the first min_tokens is text; one that begins there and ends later ends it."""
+def test_a_stop_string_within_min_tokens_does_not_end_the_text():
+    """A stop string that begins within `min_tokens` and ends after them does."""
     stop_text = StopText(("xy",), include=False)
     assert [stop_text.add("a xy b", ends=False), stop_text.add("x", ends=False)] == ["a xy b", ""]
     assert (stop_text.add("yz"), stop_text.stop) == ("", "xy")
@@ -95,8 +95,8 @@ def test_while_the_answer_must_go_on_nothing_ends_it():
     assert [again.add("xy", ends=False), again.add("!", ends=False)] == ["", "xy!"]
 
 
-def test_the_longest_that_is_accepted_is_looked_for_in_one_pass():
-    """Steps are counted, not time: each character moves on once, and falls back no oftener than it moved on."""
+def test_the_longest_stop_string_is_searched_in_linear_time():
+    """Counts calls instead of time. Each character adds one step, and there are at most as many fallbacks as steps."""
     automaton = StopAutomaton(["a" * 4095 + "b"])
     assert len(automaton.steps) == 4097
     stop_text = StopText(("a" * 4095 + "b",), include=False)
@@ -116,7 +116,7 @@ def test_the_longest_that_is_accepted_is_looked_for_in_one_pass():
     assert calls < 8 * len(text)
 
 
-def test_a_set_is_prepared_once():
+def test_requests_share_the_automaton_of_a_set():
     stops = tuple(f"{number:04d}" * 4 for number in range(250))
     first = StopText(stops, include=False)
     assert StopText(stops, include=False)._automaton is first._automaton

@@ -1,5 +1,7 @@
-"""What ggml's quantized blocks stand for, number by number, from the format's description (ggml-quants.c): nothing of
-gguf.quants. Every function takes the bytes of one block and gives its values as Python floats."""
+"""Decodes ggml's quantized blocks value by value, from the format's definition (ggml-quants.c), without gguf.quants.
+
+Every function takes the bytes of one block and returns its values as Python floats.
+"""
 
 import struct
 from collections.abc import Callable
@@ -49,7 +51,7 @@ def _q5_0(data: bytes) -> list[float]:
 
 
 def _scale_and_low(packed: bytes, j: int) -> tuple[int, int]:
-    """Six bits each, of part j of eight, out of twelve bytes."""
+    """Return scale and minimum of part j of eight, with six bits each, from twelve bytes."""
     if j < 4:
         return packed[j] & 63, packed[j + 4] & 63
     return packed[j + 4] & 15 | packed[j - 4] >> 6 << 4, packed[j + 4] >> 4 | packed[j] >> 6 << 4
@@ -86,7 +88,7 @@ def _q6_k(data: bytes) -> list[float]:
     return out
 
 
-# name -> values in a block, bytes of a block, where its half-precision scales lie, what it stands for
+# name -> values per block, bytes per block, byte positions of its half-precision scales, decoder
 BLOCKS: dict[str, tuple[int, int, tuple[int, ...], Callable[[bytes], list[float]]]] = {
     "F32": (1, 4, (), _f32), "F16": (1, 2, (), _f16), "BF16": (1, 2, (), _bf16),
     "Q8_0": (32, 34, (0,), _q8_0), "Q4_0": (32, 18, (0,), _q4_0), "Q4_1": (32, 20, (0, 2), _q4_1),
@@ -96,7 +98,7 @@ BLOCKS: dict[str, tuple[int, int, tuple[int, ...], Callable[[bytes], list[float]
 
 
 def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """Bytes of a random tensor, uint8[rows, bytes]: any codes, scales of ordinary size."""
+    """Return the bytes of a random tensor, uint8[rows, bytes]: random codes, scales around 0.01."""
     values, size, halves, _ = BLOCKS[kind]
     count = rows * columns // values
     if not halves:
@@ -109,7 +111,7 @@ def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) 
 
 
 def values_of(kind: str, data: np.ndarray) -> np.ndarray:
-    """float64[rows, columns]."""
+    """Decode rows of bytes to float64[rows, columns]."""
     size, read = BLOCKS[kind][1], BLOCKS[kind][3]
     rows = [bytes(row) for row in data]
     return np.array([[x for at in range(0, len(r), size) for x in read(r[at : at + size])] for r in rows])

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints written as GGUF, the way llama.cpp's converter does: what the tests load."""
+"""Writes Hugging Face checkpoints as GGUF files, with the changes that llama.cpp's converter makes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,14 +33,14 @@ def gguf_name(name: str, model_type: str) -> str:
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of every head from [first half, second half] to [pair, pair, …], one by one."""
+    """Reorder the rows of every head from [first half, second half] to [pair, pair, …]."""
     dim = len(rows) // heads
     order = [head * dim + half * (dim // 2) + i for head in range(heads) for i in range(dim // 2) for half in (0, 1)]
     return rows[order]
 
 
 def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors of a Hugging Face checkpoint as the converter writes them."""
+    """Return the tensors of a Hugging Face checkpoint as the converter writes them."""
     kind, out = config["model_type"], {}
     experts: dict[str, list[np.ndarray]] = {}
     for name, values in tensors.items():
@@ -59,7 +59,7 @@ def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> d
 
 
 def rope_divisors(config: Mapping[str, Any]) -> np.ndarray | None:
-    """rope_freqs.weight of Llama 3.1's scaling, number by number."""
+    """Compute rope_freqs.weight of Llama 3.1's scaling, one value at a time."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") != "llama3":
         return None

@@ -1,4 +1,4 @@
-"""A Hugging Face hub small enough for a test: one repository of files, served on loopback."""
+"""A small Hugging Face hub for tests: one repository of files, served on loopback."""
 
 import dataclasses
 import hashlib
@@ -13,19 +13,19 @@ COMMIT = "c0ffee" + "0" * 34
 
 @dataclasses.dataclass
 class Hub:
-    """What the server has, and what it was asked."""
+    """Files and settings of the server, and the requests it received."""
 
     repo: str
     files: dict[str, bytes]
     token: str | None = None                            # required from clients
     cut_after: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes after which a file's first answers end
-    cuts_left: int = 0                                  # so many answers are cut
-    broken: set[str] = dataclasses.field(default_factory=set)  # files whose bytes cannot be had
+    cuts_left: int = 0                                  # number of answers that are still to be cut
+    broken: set[str] = dataclasses.field(default_factory=set)  # files whose downloads fail with status 500
     requests: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)  # (method, path, Range header)
     endpoint: str = ""
 
     def downloads(self, name: str) -> list[str]:
-        """Range headers of the requests for a file's bytes, in order; "" for all of it."""
+        """Range headers of the requests for a file's bytes, in order; "" means the whole file."""
         return [span for method, path, span in self.requests if method == "GET" and path.endswith("/" + name)]
 
 

@@ -45,9 +45,9 @@ def llama(tmp_path: Path) -> Path:
 
 DAMAGE = [
     ("model.embed_tokens.weight", "the embedding: no layer has run yet"),
-    ("model.layers.0.mlp.down_proj.weight", "layer 0: what goes into it agrees"),
-    ("model.layers.1.input_layernorm.weight", "layer 1: what goes into it agrees"),
-    ("model.layers.2.self_attn.v_proj.weight", "layer 2: what goes into it agrees"),
+    ("model.layers.0.mlp.down_proj.weight", "layer 0: its input agrees"),
+    ("model.layers.1.input_layernorm.weight", "layer 1: its input agrees"),
+    ("model.layers.2.self_attn.v_proj.weight", "layer 2: its input agrees"),
     ("model.norm.weight", "the logits: all layers agree"),
 ]
 
@@ -99,11 +99,11 @@ def test_refused(llama: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "no.json").write_text(json.dumps({"token_ids": [1]}))
     write_checkpoint(BY_NAME["llama"], 0, tmp_path / "other")
     for words, says in (
-        ([str(llama), "--answers", str(tmp_path / "no.json")], "is no file that --record wrote"),
-        ([str(llama), "--answers", str(tmp_path / "nowhere.json")], "is no file that --record wrote"),
-        ([str(llama), "--answers", str(answers), "--prompt", "x"], "prompt='x': has no meaning with --answers"),
-        ([str(llama), "--answers", str(answers), "--record", "y"], "has no meaning with --answers"),
-        ([str(tmp_path / "other"), "--answers", str(answers)], "they are of another model"),
+        ([str(llama), "--answers", str(tmp_path / "no.json")], "must be a file that --record wrote"),
+        ([str(llama), "--answers", str(tmp_path / "nowhere.json")], "must be a file that --record wrote"),
+        ([str(llama), "--answers", str(answers), "--prompt", "x"], "prompt='x': does not go with --answers"),
+        ([str(llama), "--answers", str(answers), "--record", "y"], "does not go with --answers"),
+        ([str(tmp_path / "other"), "--answers", str(answers)], "They are from another model"),
         (["/nowhere/model", "--answers", str(answers)], "/nowhere/model"),
     ):
         assert main(words) == 2

@@ -1,4 +1,4 @@
-"""`jpaged convert`: what it writes, that it is the same model, the way back bit for bit, and what is refused."""
+"""`jpaged convert`: its files, the same model, the original files restored bit for bit, and refused inputs."""
 
 import filecmp
 import json
@@ -32,40 +32,40 @@ SMALL_FILES = {"generation_config.json": '{"eos_token_id": 2}', "tokenizer_confi
 
 
 def write(folder: Path, model: str | Variant, dtype: str = "float32") -> Path:
-    """A tiny checkpoint in a dtype, with files beside it."""
+    """Write a tiny checkpoint in a dtype, with small files like those of real checkpoints."""
     write_checkpoint(BY_NAME[model] if isinstance(model, str) else model, 3, folder)
     tensors = {name: values.astype(DTYPES[dtype]) for name, values in tensors_of(folder).items()}
     write_safetensors(folder / "model.safetensors", tensors)
     change_config(folder, torch_dtype=dtype)
     for file, text in SMALL_FILES.items():
         (folder / file).write_text(text)
-    (folder / "README.md").write_text("not of the model")
+    (folder / "README.md").write_text("not part of the model")
     return folder
 
 
 def load(folder: Path, dtype: str = "auto", runner: str = "auto"):
-    """Without the tokenizer, of which these folders have scraps only."""
+    """Load a folder. Its tokenizer files are dummies, and are deleted first."""
     for scrap in ("tokenizer_config.json", "merges.txt"):
         (folder / scrap).unlink(missing_ok=True)
     return load_model(EngineConfig(model=str(folder), dtype=dtype, runner=runner))
 
 
 def assert_same_files(a: Path, b: Path) -> None:
-    """Every file of b, byte for byte; a may have more that is not of the model."""
+    """Check that the files of b are those of a, byte for byte. a may also have a README.md."""
     names = sorted(path.name for path in b.iterdir())
     assert names == sorted(path.name for path in a.iterdir() if path.name != "README.md")
     assert filecmp.cmpfiles(a, b, names, shallow=False) == (names, [], [])
 
 
 def test_names_of_the_source_are_kept_where_the_dtype_is_changed(tmp_path: Path) -> None:
-    """A tensor that has two names in files of this family keeps the one it had."""
+    """A tensor with two possible names in this family keeps the name it had."""
     source = write(tmp_path / "source", "falcon-new")
     convert(str(source), tmp_path / "out", dtype="bfloat16")
     assert not export(str(tmp_path / "out"), tmp_path / "back").same_files
     assert tensors_of(tmp_path / "back").keys() == tensors_of(source).keys()
 
 
-def test_how_a_model_pools_goes_along(tmp_path: Path) -> None:
+def test_the_pooling_config_is_copied(tmp_path: Path) -> None:
     source = write(tmp_path / "source", "qwen3")
     (source / "1_Pooling").mkdir()
     (source / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
@@ -76,7 +76,7 @@ def test_how_a_model_pools_goes_along(tmp_path: Path) -> None:
             load_model(EngineConfig(model=str(tmp_path / folder), runner="pooling"))
 
 
-def test_mxfp4_is_unpacked_for_good(tmp_path: Path) -> None:
+def test_mxfp4_stays_unpacked(tmp_path: Path) -> None:
     write_checkpoint(BY_NAME["gpt-oss-mxfp4"], 3, tmp_path / "source")
     wanted = load(tmp_path / "source", "float32")
     assert not convert(str(tmp_path / "source"), tmp_path / "out", dtype="float32").same_files
@@ -111,7 +111,7 @@ def llama(tmp_path: Path) -> Path:
         ("gpt-oss", "float16"), ("deepseek-v3", "bfloat16"),
     ],
 )  # fmt: skip
-def test_there_and_back_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
+def test_converted_and_restored_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", name, dtype)
     written = convert(str(source), tmp_path / "out")
     assert (written.dtype.name, written.same_files) == (dtype, True)
@@ -129,7 +129,7 @@ def test_there_and_back_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("model", [QWEN3_CLASSIFIER, BARE_QWEN3, BY_NAME["llama"]], ids=lambda v: v.name)
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
 def test_models_that_pool(model: Variant, dtype: str, tmp_path: Path) -> None:
-    """A classifier, a base model without an output matrix, and a causal model whose output matrix nobody asks."""
+    """Test a classifier, a base model without an lm_head, and a causal model whose lm_head is not used."""
     source = write(tmp_path / "source", model, "bfloat16")
     same_files = convert(str(source), tmp_path / "out", dtype=dtype).same_files
     assert export(str(tmp_path / "out"), tmp_path / "back").same_files == same_files == (dtype == "auto")
@@ -148,7 +148,7 @@ def test_models_that_pool(model: Variant, dtype: str, tmp_path: Path) -> None:
             load(tmp_path / "out")
 
 
-def test_shards_come_back_as_they_were(llama: Path, tmp_path: Path) -> None:
+def test_shards_are_restored(llama: Path, tmp_path: Path) -> None:
     shards = write_shards(llama)
     convert(str(llama), tmp_path / "out")
     export(str(tmp_path / "out"), tmp_path / "back")
@@ -158,7 +158,7 @@ def test_shards_come_back_as_they_were(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("both", ["same", "different", "head only"])
 def test_tied_embeddings(both: str, tmp_path: Path) -> None:
-    """A copy of the embedding is not stored twice; two that differ are two; either name serves for one."""
+    """Equal matrices are stored once, different ones twice. A single matrix may have either name."""
     source = write(tmp_path / "source", "llama-tied", "bfloat16")
     tensors = tensors_of(source)
     embed = tensors["model.embed_tokens.weight"]
@@ -174,8 +174,8 @@ def test_tied_embeddings(both: str, tmp_path: Path) -> None:
     assert_same(load(source).params, load(tmp_path / "out").params)
 
 
-def test_tensors_that_the_tree_does_not_hold(tmp_path: Path) -> None:
-    """Ignored buffers, names without the prefix, and tensors in another dtype than most come back too."""
+def test_tensors_outside_the_tree_are_restored(tmp_path: Path) -> None:
+    """This includes ignored buffers, names without the prefix, and tensors whose dtype differs from most."""
     source = write(tmp_path / "source", "gpt2", "bfloat16")
     tensors = {name.removeprefix("transformer."): value for name, value in tensors_of(source).items()}
     tensors["h.0.attn.bias"] = np.tri(7, dtype=np.uint8)[None, None]
@@ -188,7 +188,7 @@ def test_tensors_that_the_tree_does_not_hold(tmp_path: Path) -> None:
 
 
 def test_zeros_are_stored(llama: Path, tmp_path: Path) -> None:
-    """zarr leaves out what equals its fill value; a file that is missing must be an error."""
+    """zarr does not write chunks that equal its fill value. They must be written: a missing file is an error."""
     tensors = tensors_of(llama)
     tensors["model.norm.weight"][:] = 0
     write_safetensors(llama / "model.safetensors", tensors)
@@ -197,7 +197,7 @@ def test_zeros_are_stored(llama: Path, tmp_path: Path) -> None:
 
 
 def test_another_dtype(tmp_path: Path) -> None:
-    """The arrays are those of a load in that dtype; the way back gives a checkpoint of that dtype."""
+    """The arrays equal those of a load in the new dtype. The export is a checkpoint of the new dtype."""
     source = write(tmp_path / "source", "gpt2", "float32")
     written = convert(str(source), tmp_path / "out", dtype="bfloat16")
     assert not written.same_files
@@ -216,14 +216,14 @@ def test_auto_is_the_checkpoints_own_dtype_on_cpu_too(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path / "out").dtype == "bfloat16"
 
 
-def test_what_is_split_by_columns_is_in_pieces(llama: Path, tmp_path: Path) -> None:
+def test_leaves_split_by_columns_are_in_pieces(llama: Path, tmp_path: Path) -> None:
     convert(str(llama), tmp_path / "out")
     for leaf, files in (("layers.0.o", 8), ("layers.1.down", 8), ("layers.0.qkv", 1), ("embed", 1)):
         assert len(list((tmp_path / "out/params" / leaf).glob("[0-9]*"))) == files
 
 
 def test_orbax_alone_reads_the_tree(llama: Path, tmp_path: Path) -> None:
-    """It is an ordinary Orbax checkpoint, with or without a target."""
+    """The tree is an ordinary Orbax checkpoint, which Orbax restores with and without a target."""
     convert(str(llama), tmp_path / "out")
     wanted = load(llama).params
     found = ocp.PyTreeCheckpointer().restore(tmp_path / "out/params")
@@ -235,7 +235,7 @@ def test_orbax_alone_reads_the_tree(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_engine_gives_the_recorded_answers(name: str, tmp_path: Path) -> None:
-    """Those of Transformers, from the converted folder."""
+    """The converted folder gives the answers recorded with Transformers."""
     golden = json.loads(BY_NAME[name].answers.read_text())
     write_checkpoint(BY_NAME[name], golden["seed"], tmp_path / "source")
     convert(str(tmp_path / "source"), tmp_path / "out")
@@ -318,7 +318,7 @@ print(peak - sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_host_memory(tmp_path: Path) -> None:
-    """Of a model of 460 MB, convert and its way back hold 34 MB arrays one at a time, loading a few above the model."""
+    """The model has 460 MB. convert and export have one array of 34 MB in memory at a time, loading has a few."""
     source = tmp_path / "source"
     source.mkdir()
     config = BY_NAME["llama"].config | {
@@ -339,9 +339,9 @@ def test_peak_host_memory(tmp_path: Path) -> None:
 
 
 class TestRefused:
-    """Before anything is written, and before device memory is taken."""
+    """Errors are raised before anything is written, and before device memory is allocated."""
 
-    def test_out_that_is_there(self, llama: Path, tmp_path: Path) -> None:
+    def test_out_that_exists(self, llama: Path, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         convert(str(llama), tmp_path / "empty")
         with pytest.raises(RequestError, match=r"out=.*not empty"):
@@ -362,7 +362,7 @@ class TestRefused:
             convert(str(llama), tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
-    def test_what_is_converted_already_and_what_is_not(self, llama: Path, tmp_path: Path) -> None:
+    def test_converting_twice_and_exporting_an_unconverted_folder(self, llama: Path, tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="--to hf is for folders that jpaged convert wrote"):
             export(str(llama), tmp_path / "out")
         convert(str(llama), tmp_path / "out")
@@ -399,7 +399,7 @@ def test_an_interrupted_run_leaves_nothing(when: int, llama: Path, tmp_path: Pat
 
 
 class TestDamaged:
-    """Each message names the file and what to do, and no array is made before it."""
+    """Each error names the file and what to do. No array is made on the device before it."""
 
     @pytest.fixture
     def out(self, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -466,8 +466,8 @@ class TestDamaged:
         with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000"):
             load(out)
 
-    def test_the_way_back(self, out: Path, tmp_path: Path) -> None:
+    def test_export_without_a_header(self, out: Path, tmp_path: Path) -> None:
         (out / "source/model.safetensors.header").unlink()
-        with pytest.raises(ModelLoadError, match=r"source: what is kept of model\.safetensors cannot be read"):
+        with pytest.raises(ModelLoadError, match=r"source: the saved parts of model\.safetensors cannot be read"):
             export(str(out), tmp_path / "back")
         assert not (tmp_path / "back").exists()

@@ -1,4 +1,4 @@
-"""GGUF files: the same model as the safetensors checkpoint they were made of, and what is refused and how."""
+"""GGUF files: equal to the safetensors checkpoint they were made from, or refused with a clear error."""
 
 import contextlib
 import json
@@ -26,13 +26,13 @@ from tests.loading.ggml_blocks import BLOCKS, random_blocks, values_of
 from tests.loading.gguf_files import add_metadata, add_tokenizer, converted, finish, interleaved, write_gguf
 
 LLAMA = BY_NAME["llama"].config
-# Query scaling is not in a GGUF file: it is the width of a head.
+# GGUF files have no query scaling: it is head_dim.
 GEMMA2 = Variant("gemma2", BY_NAME["gemma2"].config | {"query_pre_attn_scalar": 16})
 YARN = Variant("llama-yarn-turns", LLAMA | {"rope_parameters": {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 16.0, "beta_slow": 2.0,
 }})  # fmt: skip
-# A file always names its rope base; without one it is 10,000, and Mixtral's config.json means 1,000,000.
+# A GGUF file always has a rope base. A config.json without one means 10,000, and Mixtral's means 1,000,000.
 MIXTRAL = Variant("mixtral-theta", BY_NAME["mixtral"].config | {"rope_theta": 1000000.0})
 VARIANTS = [YARN, GEMMA2, MIXTRAL] + [BY_NAME[name] for name in (
     "llama", "llama-theta", "llama-linear", "llama-llama3", "llama-yarn", "llama-tied", "llama-mqa", "llama-head-dim-8",
@@ -51,7 +51,7 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write_both(variant: Variant, folder: Path, **options: Any) -> tuple[Path, Path]:
-    """The same model as a folder and as a GGUF file."""
+    """Write a model as a folder and as a GGUF file."""
     write_checkpoint(variant, 0, folder / "hf")
     config = json.loads((folder / "hf" / "config.json").read_text())
     return folder / "hf", write_gguf(folder / "model.gguf", config, tensors_of(folder / "hf"), **options)
@@ -88,7 +88,7 @@ WIDE = LLAMA | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers
 
 
 def write_blocks(path: Path, kind: str) -> dict[str, np.ndarray]:
-    """A small Llama of random blocks; gives the bytes of its matrices."""
+    """Write a small Llama of random blocks. Returns the bytes of its matrices."""
     rng = np.random.default_rng(0)
     shapes = {"token_embd": (64, 256), "output": (64, 256), "blk.0.attn_q": (256, 256), "blk.0.attn_k": (128, 256),
               "blk.0.attn_v": (128, 256), "blk.0.attn_output": (256, 256), "blk.0.ffn_gate": (256, 256),
@@ -97,7 +97,7 @@ def write_blocks(path: Path, kind: str) -> dict[str, np.ndarray]:
     writer = gguf.GGUFWriter(path, "llama")
     add_metadata(writer, WIDE)
     for name, data in blocks.items():
-        # the writer takes the shape of bytes for quantized types, and counts numbers itself
+        # for quantized types the writer expects the shape in bytes
         plain = {"F32": np.float32, "F16": np.float16}.get(kind)
         writer.add_tensor(name, data if plain is None else data.view(plain), raw_dtype=Type[kind])
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
@@ -107,8 +107,8 @@ def write_blocks(path: Path, kind: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_every_quantization_stands_for_what_the_format_says(kind: str, tmp_path: Path) -> None:
-    """Dequantised by gguf.quants on the way in, against values read bit by bit."""
+def test_every_quantization_is_decoded_as_the_format_defines(kind: str, tmp_path: Path) -> None:
+    """Compare the loaded weights, dequantised by gguf.quants, with ggml_blocks."""
     blocks = write_blocks(tmp_path / "m.gguf", kind)
     model = load(tmp_path / "m.gguf")
     qkv, layer = np.asarray(model.params["layers"][0]["qkv"]), model.params["layers"][0]
@@ -127,14 +127,14 @@ def test_every_quantization_stands_for_what_the_format_says(kind: str, tmp_path:
     ("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("F32", "float32"), ("Q8_0", "bfloat16")]
 )
 def test_the_files_dtype(kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto holds weights as they are stored, quantized ones in bfloat16 (in float32 on CPU with this JAX)."""
+    """auto keeps the stored dtype, and gives bfloat16 for quantized weights (float32 on CPU with this JAX)."""
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
     write_blocks(tmp_path / "m.gguf", kind)
     assert load(tmp_path / "m.gguf", dtype="auto").dtype.name == dtype
 
 
 def test_experts_of_mixtral(tmp_path: Path) -> None:
-    """A merged tensor comes apart into the experts it was made of; old files have one tensor an expert."""
+    """A merged tensor is split into its experts. Old files have one tensor per expert."""
     config = LLAMA | {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 1}
     rng, at = np.random.default_rng(1), "model.layers.0."
     shapes = {f"{at}self_attn.{n}_proj.weight": (rows, 64) for n, rows in (("q", 64), ("k", 32), ("v", 32), ("o", 64))}
@@ -166,7 +166,7 @@ def test_experts_of_mixtral(tmp_path: Path) -> None:
 
 
 def test_the_demo_model_with_its_tokenizer(tmp_path: Path) -> None:
-    """A whole model, weights in bfloat16 and texts: the answers of the folder it was made of."""
+    """A whole model with bfloat16 weights and a tokenizer gives the same text as the folder it was made from."""
     demo = Path(__file__).parents[2] / "jpaged" / "demo_model"
     config = json.loads((demo / "config.json").read_text())
     made = json.loads((demo / "tokenizer.json").read_text())["model"]
@@ -180,9 +180,9 @@ def test_the_demo_model_with_its_tokenizer(tmp_path: Path) -> None:
     tensors = {name: values.astype(np.float32) for name, values in tensors_of(demo).items()}
     write_gguf(tmp_path / "demo.gguf", config, tensors, Type.BF16, tokenizer)
     params = SamplingParams(max_tokens=12, temperature=0)
-    prompt = "def read_json(path):"  # which both ways to split text cut alike
+    prompt = "def read_json(path):"  # the two ways to split text agree on it
     texts = []
-    for model in (demo, tmp_path):  # a folder with one GGUF file stands for it
+    for model in (demo, tmp_path):  # a folder with one GGUF file is loaded from that file
         llm = LLM(str(model), **SIZES)
         texts.append(llm.generate([prompt], params)[0].outputs[0].text)
     assert texts[0] == texts[1]
@@ -190,7 +190,7 @@ def test_the_demo_model_with_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_parts(tmp_path: Path) -> None:
-    """A model in several files is named by any of them, or by its folder."""
+    """A model in several files can be named by any of them, or by its folder."""
     _, whole = write_both(BY_NAME["llama"], tmp_path)
     config, parts = dict(LLAMA), tmp_path / "parts"
     parts.mkdir()
@@ -208,12 +208,12 @@ def test_parts(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"m-00002-of-00003\.gguf is missing: the model is split into 3 files"):
         load(files[0])
     files[0].rename(parts / "other.gguf")
-    with pytest.raises(ModelLoadError, match=r"other\.gguf: split\.count=3: a part of a model in 3 files"):
+    with pytest.raises(ModelLoadError, match=r"other\.gguf: split\.count=3: this is a part of a model in 3 files"):
         load(parts / "other.gguf")
 
 
 class TestRefused:
-    """What cannot be loaded is refused before the device is used, in words that name the file and the remedy."""
+    """Unsupported files are refused before the device is used. The error names the file and what to do."""
 
     @pytest.fixture
     def tensors(self, tmp_path: Path) -> dict[str, np.ndarray]:
@@ -238,8 +238,8 @@ class TestRefused:
             ("attention.causal", False, r"llama\.attention\.causal=False is not supported"),
             ("brand_new_option", [1, 2], r"llama\.brand_new_option=\[1, 2\] is not supported"),
             ("attention.head_count_kv", [2, 4], r"head_count_kv=\[2, 4\] .*only one value for all layers"),
-            ("attention.head_count_kv", 3, r"m\.gguf: its metadata, written as a config\.json, is refused: "
-             r"config\.json: num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+            ("attention.head_count_kv", 3, r"m\.gguf: its metadata, converted to a config\.json, is refused: "
+             r"config\.json: num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
             ("block_count", "two", r"llama\.block_count='two' must be a whole number"),
             ("block_count", 3, r"tensors blk\.2\.attn_q\.weight \(model\.layers\.2\.self_attn\.q_proj\.weight\).* "
              r"missing, which the file's metadata calls for"),
@@ -270,7 +270,7 @@ class TestRefused:
     def test_a_part_for_a_model(self, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "m.gguf", LLAMA, tensors)
         path.write_bytes(path.read_bytes().replace(b"\5\0\0\0\0\0\0\0model", b"\5\0\0\0\0\0\0\0lorax"))
-        self.refused(path, r"general\.type='lorax': the file holds no language model")
+        self.refused(path, r"general\.type='lorax' is not a language model")
 
     def test_rope_freqs_of_another_kind(self, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
         for divisors in (np.arange(1, 9, dtype=np.float32), np.ones(8, np.float32), np.ones(7, np.float32)):
@@ -278,7 +278,7 @@ class TestRefused:
                 writer.add_tensor("rope_freqs.weight", divisors)
 
             path = write_gguf(tmp_path / "m.gguf", LLAMA, tensors, add=add)
-            self.refused(path, r"tensor rope_freqs\.weight is no scaling as Llama 3\.1 has it")
+            self.refused(path, r"tensor rope_freqs\.weight is not the scaling of Llama 3\.1")
 
     def test_half_of_longrope(self, tmp_path: Path) -> None:
         write_checkpoint(BY_NAME["phi3"], 0, tmp_path / "phi3")
@@ -287,14 +287,15 @@ class TestRefused:
             writer.add_tensor("rope_factors_long.weight", np.ones(8, np.float32))
 
         path = write_gguf(tmp_path / "m.gguf", BY_NAME["phi3"].config, tensors_of(tmp_path / "phi3"), add=add)
-        self.refused(path, r"tensor rope_factors_short\.weight is missing")
+        self.refused(path, r"tensor rope_factors_long\.weight has no tensor rope_factors_short\.weight")
 
     def test_more_tokens_than_rows(self, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
         def add(writer: gguf.GGUFWriter) -> None:
             add_tokenizer(writer, [f"t{i}" for i in range(321)], [1] * 321, "gpt2")
 
         path = write_gguf(tmp_path / "m.gguf", LLAMA, tensors, add=add)
-        self.refused(path, r"tokenizer\.ggml\.tokens has 321 tokens, but the embedding \(token_embd\.weight\) 320 rows")
+        embedding = r"the embedding \(token_embd\.weight\) has 320 rows"
+        self.refused(path, rf"tokenizer\.ggml\.tokens has 321 tokens, but {embedding}")
 
     def test_quantization(self, tmp_path: Path) -> None:
         write_blocks(tmp_path / "m.gguf", "Q8_0")
@@ -304,15 +305,15 @@ class TestRefused:
         assert data.count(kind) == 1
         for number, shown in ((9, "Q8_1"), (99, "type 99")):
             (tmp_path / "m.gguf").write_bytes(data.replace(kind, before + struct.pack("<I", number)))
-            message = rf"tensor blk\.0\.ffn_up\.weight is quantized as {shown}, which cannot be read; supported are"
+            message = rf"tensor blk\.0\.ffn_up\.weight is quantized as {shown}, which is not supported \(only F32, "
             self.refused(tmp_path / "m.gguf", message)
 
     def test_damaged_files(self, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "m.gguf", LLAMA, tensors)
         whole = path.read_bytes()
         for data, message in (
-            (b"", "it is no GGUF file"),
-            (b"PK\3\4" + whole[4:], "it is no GGUF file"),
+            (b"", "it is too short; the file is damaged or not a GGUF file"),
+            (b"PK\3\4" + whole[4:], 'it does not start with "GGUF"; the file is damaged or not a GGUF file'),
             (whole[:4] + struct.pack("<I", 1) + whole[8:], "of version 1; supported are versions 2 and 3"),
             (whole[:4] + struct.pack(">I", 3) + whole[8:], "written for a big-endian machine"),
             (whole[:-1], r"tensor \S+ should end at byte [\d,]+, the file ends at [\d,]+: truncated"),
@@ -323,17 +324,17 @@ class TestRefused:
             self.refused(path, rf"m\.gguf: .*{message}")
 
     def test_paths(self, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
-        self.refused(tmp_path / "no.gguf", r"there is no file '.*no\.gguf'; one on the hub must be fetched first")
+        self.refused(tmp_path / "no.gguf", r"there is no file '.*no\.gguf'; a file on the hub must be fetched first")
         self.refused(Path("owner/no.gguf"), r"there is no file 'owner/no\.gguf'")
         for name in ("a.gguf", "b.gguf"):
             write_gguf(tmp_path / name, LLAMA, tensors)
-        self.refused(tmp_path, r"has 2 GGUF models: name the file, for example .*a\.gguf; others are b\.gguf")
+        self.refused(tmp_path, r"has 2 GGUF models: name one of the files, for example .*a\.gguf; the others are b\.")
 
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_noise_is_refused_and_never_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A byte of the header changed, or the file cut: it is loaded or refused, and nothing else happens."""
+def test_noise_is_loaded_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With one byte of the header changed, or the file cut, it is loaded or refused. No other error is raised."""
     folder = tmp_path_factory.getbasetemp() / "gguf-noise"
     if not folder.exists():
         write_both(BY_NAME["llama"], folder)
@@ -349,7 +350,7 @@ def test_noise_is_refused_and_never_read(data: st.DataObject, tmp_path_factory: 
 
 
 def test_eos_ids(tmp_path: Path) -> None:
-    """The ids of the keys, and control tokens that are known to end a turn."""
+    """eos ids come from the keys, and from control tokens whose text ends a turn."""
     tokens = ["<|endoftext|>", "a", "<|im_end|>", "<end_of_turn>", "<other>"]
 
     def add(writer: gguf.GGUFWriter) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files give the ids, and the texts, that the tokenizers they were made of give."""
+"""Tokenizers of GGUF files give the same ids and texts as the tokenizers they were made from."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ TEXTS = [
     "ﬁ ligature Å Å",
 ]  # fmt: skip
 
-# The expressions of the original tokenizer.json files, as they stand there.
+# Regular expressions copied from the original tokenizer.json files.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -89,7 +89,7 @@ ORIGINALS = {
 
 
 def write(path: Path, kind: str, tokens: list[str], types: list[int], special: dict[str, int], **keys: Any) -> Path:
-    """A GGUF file with a tokenizer and nothing else of use."""
+    """Write a GGUF file with a tokenizer and one dummy tensor."""
     writer = gguf.GGUFWriter(path, keys.pop("architecture", "llama"))
     add_tokenizer(writer, tokens, types, kind, **special)
     for name, value in keys.items():
@@ -124,7 +124,7 @@ def assert_same(tokenizer: Any, original: Tokenizer) -> None:
 
 @pytest.mark.parametrize("pre", ORIGINALS)
 def test_byte_level(pre: str, tmp_path: Path) -> None:
-    """The demo model's vocabulary under every way to split text, with control and user-defined tokens added."""
+    """Test the demo model's vocabulary with every way to split text, and with control and user-defined tokens."""
     vocab, merges = demo_vocabulary()
     extra = {"<|im_start|>": CONTROL, "<|im_end|>": CONTROL, "<tool>": USER_DEFINED, "[PAD4099]": UNUSED}
     tokens = [*sorted(vocab, key=lambda token: vocab[token]), *extra]
@@ -146,13 +146,13 @@ def test_byte_level(pre: str, tmp_path: Path) -> None:
     assert tokenizer is not None
     assert_same(tokenizer, original)
     assert tokenizer.eos_token_id == len(vocab) + 1
-    assert max(tokenizer.get_vocab().values()) == len(tokens) - 2  # padding is no token
+    assert max(tokenizer.get_vocab().values()) == len(tokens) - 2  # [PAD4099] is not a token
     begins = [0] if whole else []
     assert tokenizer.encode("a") == begins + original.encode("a").ids
 
 
 def train_pieces() -> tuple[list[str], list[tuple[str, str]]]:
-    """Pieces of a small SentencePiece-like vocabulary, the first learnt first, and the merges that make them."""
+    """Train a small SentencePiece-like vocabulary. Returns its pieces, in the order learnt, and its merges."""
     trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False, special_tokens=[])
     made = Tokenizer(models.BPE())
     made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
@@ -163,8 +163,11 @@ def train_pieces() -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def best_first(text: str, scores: dict[str, float], ids: dict[str, int], unknown: int) -> list[int]:
-    """SentencePiece's BPE, as its paper describes it: merge the adjacent pair whose piece scores best, the leftmost of
-    equals, until no pair makes a piece; what is no piece becomes its bytes."""
+    """Encode text with SentencePiece's BPE as in its paper.
+
+    Merge the adjacent pair whose piece has the best score, the leftmost on a tie, until no pair makes a piece. Then
+    replace the parts that are not pieces with their bytes.
+    """
     parts = list(text)
     while True:
         found = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
@@ -212,14 +215,14 @@ def test_sentencepiece(prefix: bool, tmp_path: Path) -> None:
         if text and "<" not in text:
             escaped = (SPACE if prefix else "") + text.replace(" ", SPACE)
             assert tokenizer.encode(text, add_special_tokens=False) == best_first(escaped, piece_scores, ids, 0), text
-    assert tokenizer.encode("a")[0] == 1  # BOS, which the file does not speak of
+    assert tokenizer.encode("a")[0] == 1  # BOS, though the file has no add_bos_token
     message = tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=True, return_dict=False)
     assert message == [1, *original.encode("a b").ids]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False) == "<s>a b"
 
 
 def test_added_tokens_of_spaces_and_phi3s_strip(tmp_path: Path) -> None:
-    """Runs of spaces that are user-defined, in both spellings; Phi-3's tokens take the space behind them."""
+    """User-defined runs of spaces work in both spellings. Phi-3's tokens include the space that follows them."""
     tokens = ["<unk>", "<s>", "</s>", SPACE, "a", "b", SPACE * 2, "   ", "<|end|>", SPACE + "a"]
     types = [UNKNOWN, CONTROL, CONTROL, NORMAL, NORMAL, NORMAL, USER_DEFINED, USER_DEFINED, CONTROL, NORMAL]
     special, scores = {"bos": 1, "eos": 2, "unknown": 0}, [0.0] * len(tokens)

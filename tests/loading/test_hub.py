@@ -1,4 +1,4 @@
-"""Hub ids, against a hub served on loopback; in child processes, for the client reads its settings on import."""
+"""Hub ids, with a hub served on loopback. Child processes are used because the client reads its settings on import."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ try:
 except ModelLoadError as error:
     print("ModelLoadError:", error)
 """
-_BIG = 22_000_000  # bytes: the client keeps what it gets in pieces of 10 MiB
+_BIG = 22_000_000  # bytes; the client writes a download to disk in pieces of 10 MiB
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def hub() -> Iterator[Hub]:
 
 
 def find(hub: Hub, home: Path, **environment: str) -> str:
-    """What find_model gives in a fresh process: the folder and its files, or the error."""
+    """Run find_model in a new process. Returns the folder and its files, or the error, as printed."""
     env = os.environ | {
         "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_TOKEN": "", "PYTHONPATH": str(_ROOT), "no_proxy": "*", **environment,
@@ -69,10 +69,10 @@ def test_only_needed_files_are_fetched_and_the_cache_serves_without_network(hub:
     hub.requests.clear()
     assert find(hub, tmp_path, HF_HUB_OFFLINE="1") == first
     assert not hub.requests
-    assert find(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9") == first  # nobody listens there
+    assert find(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9") == first  # a closed port
 
 
-def test_a_download_cut_off_half_way_goes_on_from_there(hub: Hub, tmp_path: Path) -> None:
+def test_an_interrupted_download_continues_where_it_stopped(hub: Hub, tmp_path: Path) -> None:
     weights = os.urandom(_BIG)
     hub.files["model.safetensors"] = weights
     hub.cut_after["model.safetensors"], hub.cuts_left = 12_000_000, 1
@@ -81,7 +81,7 @@ def test_a_download_cut_off_half_way_goes_on_from_there(hub: Hub, tmp_path: Path
     assert hub.downloads("model.safetensors") == ["", f"bytes={10 * 1024 * 1024}-"]
 
 
-def test_a_failed_download_leaves_only_the_rest_to_fetch(hub: Hub, tmp_path: Path) -> None:
+def test_after_a_failed_download_only_missing_files_are_fetched(hub: Hub, tmp_path: Path) -> None:
     hub.broken.add("model.safetensors")
     message = find(hub, tmp_path)
     assert message.startswith("ModelLoadError: acme/tiny: cannot be fetched")
@@ -100,7 +100,7 @@ def test_token(hub: Hub, tmp_path: Path) -> None:
     assert "model.safetensors" in find(hub, tmp_path, HF_TOKEN="hf_secret")
 
 
-def test_not_there_and_not_reachable(hub: Hub, tmp_path: Path) -> None:
+def test_not_cached_and_not_reachable(hub: Hub, tmp_path: Path) -> None:
     hub.repo = "acme/other"
     assert "hub cannot be reached" in find(hub, tmp_path, HF_HUB_OFFLINE="1")
 
@@ -108,18 +108,18 @@ def test_not_there_and_not_reachable(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("/no/such/folder", "there is no folder '/no/such/folder', and it is no hub id"),
+        ("/no/such/folder", "there is no folder '/no/such/folder', and the name is not a hub id"),
         ("./missing", "there is no folder"),
-        ("a/b/c", "no hub id"),
-        ("", "no hub id"),
+        ("a/b/c", "not a hub id"),
+        ("", "not a hub id"),
     ],
 )
-def test_names_that_are_neither(name: str, message: str) -> None:
+def test_names_that_are_neither_folder_nor_hub_id_are_refused(name: str, message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         find_model(name)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_a_single_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelLoadError, match="is a file: give the folder"):
         find_model(str(tmp_path / "model.safetensors"))

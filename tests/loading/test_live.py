@@ -1,4 +1,4 @@
-"""Live arrays: used as they are, in every layout that is promised; anything else is refused by leaf."""
+"""Live arrays: used without a copy in every supported layout. Other trees are refused, and the error names the leaf."""
 
 import dataclasses
 from pathlib import Path
@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> LoadedModel:
 
 
 def split(spec: DecoderSpec, params: dict[str, Any], turn: bool = False) -> dict[str, Any]:
-    """The same parameters with q, k, v and gate, up apart, and every matrix of the layers [in, out] if asked."""
+    """Return the parameters with separate q, k, v and gate, up. turn: store the matrices of layers as [in, out]."""
     layers = []
     for layer in params["layers"]:
         qkv = layer["qkv"]
@@ -62,7 +62,7 @@ def pointers(params: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("as_config", ["spec", "dict", "object"])
-def test_the_engines_own_tree_is_used_without_a_copy(model: LoadedModel, as_config: str) -> None:
+def test_the_tree_of_param_shapes_is_used_without_a_copy(model: LoadedModel, as_config: str) -> None:
     class HuggingFaceConfig:
         def to_dict(self) -> dict[str, Any]:
             return model.config
@@ -77,7 +77,7 @@ def test_the_engines_own_tree_is_used_without_a_copy(model: LoadedModel, as_conf
 
 @pytest.mark.parametrize("turn", [False, True], ids=["out_in", "in_out"])
 def test_split_and_turned_trees_give_the_same_logits_without_a_copy(model: LoadedModel, turn: bool) -> None:
-    """`o` and `q` are square here: they go with the other matrices."""
+    """`o` and `q` are square here: they have the orientation of the other matrices."""
     params = split(model.spec, model.params, turn)
     live = load_model(CONFIG, params, model.spec)
     assert live.layout.split_qkv
@@ -87,7 +87,7 @@ def test_split_and_turned_trees_give_the_same_logits_without_a_copy(model: Loade
     np.testing.assert_allclose(logits(live), logits(model), atol=1e-4)
 
 
-def test_an_output_matrix_of_the_other_orientation(model: LoadedModel) -> None:
+def test_an_lm_head_of_the_other_orientation(model: LoadedModel) -> None:
     params = model.params | {"lm_head": jnp.array(model.params["lm_head"].T), "layers": list(model.params["layers"])}
     live = load_model(CONFIG, params, model.spec)
     assert live.layout.transposed == {"lm_head"}
@@ -104,7 +104,7 @@ def test_square_matrices_between_two_orientations_need_a_layout(model: LoadedMod
     np.testing.assert_allclose(logits(live), logits(model), atol=1e-4)
 
 
-# Multi-head attention with a feed-forward layer as wide as the model: no shape tells [out, in] from [in, out].
+# Multi-head attention with a feed-forward layer as wide as the model: all matrices of a layer are square.
 SQUARE = DecoderSpec(
     vocab_size=40, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8,
     max_position=16,
@@ -115,7 +115,7 @@ def zeros(spec: DecoderSpec, layout: WeightLayout) -> dict[str, Any]:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout_shapes(spec, jnp.float32, layout))
 
 
-def test_nothing_but_square_matrices_needs_a_layout() -> None:
+def test_layers_of_square_matrices_need_a_layout() -> None:
     layout = WeightLayout(split_qkv=True, split_gate_up=True, transposed=frozenset({"q", "k", "v", "o"}))
     params = zeros(SQUARE, layout)
     with pytest.raises(ModelLoadError, match=r"\['q'\] and all other matrices of a layer are square.* pass layout="):
@@ -123,7 +123,7 @@ def test_nothing_but_square_matrices_needs_a_layout() -> None:
     assert check_live(SQUARE, params, layout).layout == layout
 
 
-def test_a_fused_leaf_tells_how_square_ones_are_stored() -> None:
+def test_a_fused_leaf_decides_the_orientation_of_square_matrices() -> None:
     for layout in (WeightLayout(), WeightLayout(split_qkv=True), WeightLayout(split_gate_up=True)):
         assert check_live(SQUARE, zeros(SQUARE, layout)).layout == layout
     wide = dataclasses.replace(SQUARE, intermediate_size=48)
@@ -131,7 +131,7 @@ def test_a_fused_leaf_tells_how_square_ones_are_stored() -> None:
         check_live(wide, zeros(wide, WeightLayout(transposed=frozenset({"down"}))))
 
 
-def test_a_square_output_matrix_goes_with_layers_that_are_out_in_only() -> None:
+def test_a_square_lm_head_needs_a_layout_unless_layers_are_out_in() -> None:
     spec = dataclasses.replace(SQUARE, vocab_size=32, intermediate_size=48)
     split_up = WeightLayout(split_qkv=True, split_gate_up=True)
     assert check_live(spec, zeros(spec, split_up)).layout == split_up
@@ -140,7 +140,7 @@ def test_a_square_output_matrix_goes_with_layers_that_are_out_in_only() -> None:
         check_live(spec, zeros(spec, turned))
 
 
-def test_a_layout_that_is_none(model: LoadedModel) -> None:
+def test_a_layout_that_names_no_matrix_is_refused(model: LoadedModel) -> None:
     for layout, message in [
         (WeightLayout(transposed=frozenset({"Q"})), "Q cannot be stored"),
         (WeightLayout(transposed=frozenset({"qkv"})), "qkv cannot be stored"),
@@ -161,7 +161,7 @@ def test_config_of_a_folder(model: LoadedModel, tmp_path: Path) -> None:
 
 
 def change(params: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of the tree with one leaf of the top, or of layer 1, set; None takes it out."""
+    """Return a copy of the tree with one leaf changed: "NAME", or "layers.NAME" in layer 1. None removes the leaf."""
     *where, leaf = path.split(".")
     tree = params["layers"][1] if where else params
     changed = {k: v for k, v in (tree | {leaf: value}).items() if v is not None}
@@ -175,7 +175,7 @@ def change(params: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("layers.down", None, r"params\.layers\[1\]\.down is missing"),
         ("layers.down", jnp.zeros((3, 4)), r"\.layers\[1\]\.down has shape \[3, 4\], the config calls for \[64, 96\]"),
         ("final_norm", jnp.zeros(63), r"params\.final_norm has shape \[63\]"),
-        ("surplus", jnp.zeros(3), r"params\.surplus \(3 elements\) has no place"),
+        ("surplus", jnp.zeros(3), r"params\.surplus \(3 elements\) is not a parameter"),
         ("layers.surplus", jnp.zeros(3), r"params\.layers\[1\]\.surplus \(3 elements\)"),
         ("final_norm", jnp.zeros(64, jnp.bfloat16), "all arrays must have one dtype"),
         ("embed", np.zeros((320, 64), np.float32), r"params\['embed'\] is a ndarray, not a JAX array"),
@@ -190,14 +190,14 @@ def test_refused_by_leaf(model: LoadedModel, path: str, value: Any, message: str
 def test_refused_trees(model: LoadedModel) -> None:
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *model.params["layers"])
     for layers, message in [
-        (stacked, "stacked over layers: give a tuple"),
+        (stacked, "stacked over layers: pass a tuple"),
         (model.params["layers"][:1], "has 1 layers, the config calls for 2"),
-        ((1, 2), "a tuple with one dictionary of arrays a layer"),
-        (None, "a tuple with one dictionary of arrays a layer"),
+        ((1, 2), "a tuple with one dictionary of arrays per layer"),
+        (None, "a tuple with one dictionary of arrays per layer"),
     ]:
         with pytest.raises(ModelLoadError, match=message):
             load_model(CONFIG, model.params | {"layers": layers}, model.spec)
-    with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000000, but the weights are 13 tensors"):
+    with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000000, but the weights have only 13 tensors"):
         load_model(CONFIG, model.params, model.config | {"num_hidden_layers": 10**12})
     with pytest.raises(ModelLoadError, match="must be a dictionary of arrays"):
         load_model(CONFIG, [1], model.spec)
@@ -205,7 +205,7 @@ def test_refused_trees(model: LoadedModel) -> None:
         load_model(CONFIG, model.params, 7)
 
 
-def test_a_dtype_that_the_arrays_have_not(model: LoadedModel) -> None:
+def test_another_dtype_than_the_arrays_have_is_refused(model: LoadedModel) -> None:
     with pytest.raises(ModelLoadError, match="dtype='bfloat16', but the arrays are float32"):
         load_model(EngineConfig(model="live", dtype="bfloat16"), model.params, model.spec)
     with pytest.raises(RequestError, match="dtype='int4'"):

@@ -1,4 +1,4 @@
-"""load_model on checkpoint folders: what is accepted, what is refused and how, and how much memory it takes."""
+"""load_model on checkpoint folders: accepted and refused checkpoints, error messages, and peak memory."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def write_shards(folder: Path) -> list[str]:
-    """Split model.safetensors in two shards with an index; gives the shards' names."""
+    """Split model.safetensors into two shards with an index. Returns the names of the shards."""
     tensors = list(tensors_of(folder).items())
     half = len(tensors) // 2
     parts = {"model-00001-of-00002.safetensors": tensors[:half], "model-00002-of-00002.safetensors": tensors[half:]}
@@ -61,8 +61,8 @@ def write_shards(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.is_packed], ids=lambda v: v.name)
-def test_every_tensor_lands_where_the_table_says_and_comes_back(variant, tmp_path: Path) -> None:
-    """The tree is that of param_shapes, and the name table read backwards gives the file's tensors."""
+def test_every_tensor_is_loaded_to_its_place_in_the_table(variant, tmp_path: Path) -> None:
+    """The tree has the shapes of param_shapes. Gathering each leaf by the name table gives the file's tensors."""
     write_checkpoint(variant, 7, tmp_path)
     model = load(tmp_path)
     assert jax.tree.map(jax.typeof, model.params) == jax.tree.map(jax.typeof, param_shapes(model.spec, np.float32))
@@ -76,7 +76,7 @@ def test_every_tensor_lands_where_the_table_says_and_comes_back(variant, tmp_pat
     assert not wanted
 
 
-def test_shards_are_as_good_as_one_file(llama: Path) -> None:
+def test_shards_give_the_same_parameters_as_one_file(llama: Path) -> None:
     whole = load(llama).params
     write_shards(llama)
     assert_same(load(llama).params, whole)
@@ -97,7 +97,7 @@ def test_files_of_the_bare_base_model(name: str, prefix: str, tmp_path: Path) ->
 
 
 def test_names_of_old_files(tmp_path: Path) -> None:
-    """What Transformers calls lm_head now is embed_out in the files of GPT-NeoX and Pythia on the hub."""
+    """GPT-NeoX and Pythia files on the hub have embed_out where Transformers now has lm_head."""
     write_checkpoint(BY_NAME["gpt-neox"], 0, tmp_path)
     wanted, tensors = load(tmp_path).params, tensors_of(tmp_path)
     tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
@@ -106,7 +106,7 @@ def test_names_of_old_files(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_as_transformers_reads_them(tmp_path: Path) -> None:
-    """Either matrix serves for both; two that differ are two."""
+    """If one matrix is missing, the other is used for both. If they differ, both are used."""
     write_checkpoint(BY_NAME["llama-tied"], 0, tmp_path)
     wanted, tensors = load(tmp_path), tensors_of(tmp_path)
     embed = tensors["model.embed_tokens.weight"]
@@ -127,7 +127,7 @@ def test_tied_embeddings_as_transformers_reads_them(tmp_path: Path) -> None:
 
 
 class TestRefused:
-    """Each message names the file, the tensor and what to do, and no array is made before it."""
+    """Each error names the file, the tensor and what to do. No array is made on the device before it."""
 
     @pytest.fixture(autouse=True)
     def no_device_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +150,9 @@ class TestRefused:
         with pytest.raises(ModelLoadError, match=r"model\.safetensors: tensors model\.layers\.1\..* more than config"):
             load(llama)
 
-    def test_more_layers_than_any_file_could_hold(self, llama: Path) -> None:
+    def test_more_layers_than_any_file_could_have(self, llama: Path) -> None:
         change_config(llama, num_hidden_layers=10**12)
-        with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000000, but the weights are 21 tensors"):
+        with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000000, but the weights have only 21 tens"):
             load(llama)
 
     @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ class TestRefused:
             ({"rope_theta": [1]}, r"rope_theta=\[1\]"),
             ({"hidden_act": {}}, "hidden_act={}"),
             ({"num_attention_heads": "8"}, "num_attention_heads='8'"),
-            ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 8}, "config.json calls for .* than any memory holds"),
+            ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 8}, "config.json calls for .* fits no memory"),
             ({"eos_token_id": -1}, "eos_token_id=-1 must be a token id .* from 0 to 319"),
             ({"eos_token_id": [2, 320]}, r"eos_token_id=\[2, 320\] must be"),
         ],
         ids=str,
     )
-    def test_values_that_cannot_be(self, llama: Path, changes: dict[str, Any], message: str) -> None:
+    def test_impossible_values(self, llama: Path, changes: dict[str, Any], message: str) -> None:
         change_config(llama, **changes)
         with pytest.raises(ModelLoadError, match=message):
             load(llama)
@@ -189,7 +189,7 @@ class TestRefused:
     def test_a_missing_shard(self, llama: Path) -> None:
         shards = write_shards(llama)
         (llama / shards[1]).unlink()
-        with pytest.raises(ModelLoadError, match=f"{shards[1]} is missing; .* says that it holds model"):
+        with pytest.raises(ModelLoadError, match=f"{shards[1]} is missing; .* lists model"):
             load(llama)
 
     def test_a_truncated_shard(self, llama: Path) -> None:
@@ -203,7 +203,7 @@ class TestRefused:
         shards = write_shards(llama)
         tensors = tensors_of(llama)
         write_safetensors(llama / shards[1], {"lm_head.weight": tensors["lm_head.weight"]})
-        with pytest.raises(ModelLoadError, match=r"has no tensor \S+, though model\.safetensors\.index\.json says so"):
+        with pytest.raises(ModelLoadError, match=r"has no tensor \S+, but model\.safetensors\.index\.json lists it"):
             load(llama)
 
     def test_an_index_that_leaves_the_folder(self, llama: Path) -> None:
@@ -229,26 +229,26 @@ class TestRefused:
             load(llama)
 
     @pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
-    def test_a_config_that_is_no_object(self, llama: Path, text: str) -> None:
+    def test_a_config_that_is_not_an_object(self, llama: Path, text: str) -> None:
         (llama / "config.json").write_text(text)
         with pytest.raises(ModelLoadError, match=r"config\.json"):
             load(llama)
 
-    def test_a_dtype_that_is_none(self, llama: Path) -> None:
+    def test_an_unknown_dtype(self, llama: Path) -> None:
         with pytest.raises(RequestError, match="dtype='int8': must be auto, bfloat16, float16, float32"):
             load(llama, dtype="int8")
 
-    def test_code_of_its_own(self, llama: Path) -> None:
+    def test_a_model_with_its_own_code(self, llama: Path) -> None:
         change_config(llama, architectures=["TinyForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling.Tiny"})
         for trust in (False, True):
             with pytest.raises(ModelLoadError, match=r"TinyForCausalLM is not supported .*auto_map.*supported: Llama"):
                 load(llama, trust_remote_code=trust)
 
 
-def test_trust_remote_code_is_taken_where_no_code_is_needed(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trust_remote_code_is_accepted_for_supported_models(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jpaged"):
         load(llama, trust_remote_code=True)
-    assert "no code of the checkpoint is needed and none is run" in caplog.text
+    assert "the checkpoint's code is not needed and not run" in caplog.text
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
@@ -264,7 +264,7 @@ def test_dtypes(llama: Path, stored: str, asked: str) -> None:
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype", None])
 def test_dtype_auto(llama: Path, key: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    """The config's dtype, in either spelling, else the weights'; 32 bits on CPU before JAX 0.11, and it says why."""
+    """auto is the config's dtype, under either key, else the weights'. On CPU before JAX 0.11 it is float32, logged."""
     bf16 = np.dtype(ml_dtypes.bfloat16)
     write_safetensors(llama / "model.safetensors", {n: t.astype(bf16) for n, t in tensors_of(llama).items()})
     change_config(llama, **{"torch_dtype": None, "dtype": None} | ({key: "bfloat16"} if key else {}))
@@ -275,7 +275,7 @@ def test_dtype_auto(llama: Path, key: str | None, caplog: pytest.LogCaptureFixtu
     assert ("converts every 16-bit matrix" in caplog.text) == old
 
 
-def test_float16_that_cannot_hold_the_weights(llama: Path) -> None:
+def test_weights_beyond_the_range_of_float16(llama: Path) -> None:
     tensors = tensors_of(llama)
     tensors["model.norm.weight"][3] = 1e5
     write_safetensors(llama / "model.safetensors", tensors)
@@ -295,9 +295,9 @@ def test_generation_config(llama: Path) -> None:
         load(llama)
 
 
-def test_no_tokenizer_is_no_error(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_tokenizer_is_only_a_warning(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(llama).tokenizer is None
-    assert "only prompts of token ids" in caplog.text
+    assert "prompts must be token ids" in caplog.text
 
 
 _MEASURE = """
@@ -322,10 +322,10 @@ print(status("VmHWM") - before, sum(a.nbytes for a in leaves), max(a.nbytes for 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_host_memory(tmp_path: Path) -> None:
-    """Above the parameters as held, loading takes less than one fused tensor plus 200 MB.
+    """In addition to the parameters, loading needs less memory than one fused tensor plus 200 MB.
 
-    VmHWM is the peak of all resident memory, the mapped file's pages included, so this is stricter than "above the
-    mapped file": a tensor's pages are given back as soon as it is copied.
+    VmHWM is the peak of resident memory, which includes the pages of the mapped file. The test passes because a
+    tensor's pages are released as soon as the tensor is copied.
     """
     config = BY_NAME["llama"].config | {
         "vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16,

@@ -1,4 +1,4 @@
-"""Damaged files: every kind is refused by name before a tensor is looked at."""
+"""safetensors files: arrays are read unchanged, and damaged files are refused by name before any tensor is read."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[dict], object]) -> None:
-    """Change the header, and keep the data."""
+    """Change the header of a file and keep its data."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -55,7 +55,7 @@ def test_arrays_are_what_was_written(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h["a"].update(data_offsets=[0, 44]), "tensor a has 44 bytes, which F32"),
+        (lambda h: h["a"].update(data_offsets=[0, 44]), "tensor a has 44 bytes, which does not match F32"),
         (lambda h: h["b"].update(data_offsets=[40, 52]), "tensor b overlaps tensor a"),
         (lambda h: h["b"].update(data_offsets=[52, 64]), "leaves a gap to tensor a"),
         (lambda h: h["a"].update(shape=[-3, -4]), "tensor a is not valid"),
@@ -68,7 +68,7 @@ def test_arrays_are_what_was_written(path: Path) -> None:
         (lambda h: h.pop("scalar"), "8 bytes follow the last tensor"),
     ],
 )
-def test_headers_that_lie(path: Path, change: Callable[[dict], object], message: str) -> None:
+def test_wrong_headers(path: Path, change: Callable[[dict], object], message: str) -> None:
     rewrite(path, change)
     with pytest.raises(ModelLoadError, match=message) as caught:
         SafetensorsFile(path)
@@ -84,8 +84,8 @@ def test_a_name_twice(path: Path) -> None:
         SafetensorsFile(path)
 
 
-def test_metadata_and_unknown_dtypes_are_let_pass(path: Path) -> None:
-    """A tensor in a dtype that is not known harms only those who want it."""
+def test_metadata_and_unknown_dtypes_are_accepted(path: Path) -> None:
+    """A tensor of an unknown dtype does not prevent reading other tensors."""
     rewrite(path, lambda h: (h.update(__metadata__={"format": "pt"}), h["none"].update(dtype="F4", shape=[0])))
     file = SafetensorsFile(path)
     np.testing.assert_array_equal(file.array("a"), TENSORS["a"])

@@ -1,4 +1,4 @@
-"""Tokenizers of a folder, and which ids they have."""
+"""Tokenizers of folders, and the masks of their ids."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_mask_of_known_ids(tmp_path: Path) -> None:
     assert valid_token_mask(None, 5) is None
 
 
-def test_the_models_own_and_another(tmp_path: Path) -> None:
+def test_the_models_own_tokenizer_and_another(tmp_path: Path) -> None:
     write_checkpoint(BY_NAME["llama"], 0, tmp_path / "model")
     write_tokenizer(tmp_path / "model", ["<unk>", "own"])
     write_tokenizer(tmp_path / "other", ["<unk>", "x", "other"])
@@ -51,20 +51,20 @@ def test_damaged(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_code_of_its_own(tmp_path: Path) -> None:
-    """The code is not run, and nobody is asked at the terminal whether to."""
+def test_tokenizers_with_their_own_code_are_refused(tmp_path: Path) -> None:
+    """The checkpoint's code is not run, and no question is asked at the terminal."""
     (tmp_path / "tokenization_own.py").write_text("raise SystemExit('the code was run')")
     config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelLoadError, match=r"needs code of its own \(auto_map\), which jpaged does not run"):
+    with pytest.raises(ModelLoadError, match=r"needs code in the checkpoint \(auto_map\), which jpaged does not run"):
         load_tokenizer(tmp_path)
 
 
 def test_larger_than_the_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_checkpoint(BY_NAME["llama"], 0, tmp_path)  # 320 rows
     write_tokenizer(tmp_path, [f"w{i}" for i in range(321)])
-    with pytest.raises(ModelLoadError, match=r"token 'w320' as 320, but the embedding 320 rows"):
+    with pytest.raises(ModelLoadError, match=r"token 'w320' has id 320, but the embedding has 320 rows"):
         load_model(EngineConfig(model=str(tmp_path)))
     write_tokenizer(tmp_path, [f"w{i}" for i in range(320)])
     tokenizer = load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Every family in bfloat16: no further from float32 than Transformers is from itself."""
+"""Every family in bfloat16: its difference from float32 is about the difference that Transformers has."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ RECORDED = json.loads((GOLDEN / "bfloat16.json").read_text())
 
 
 def mean_difference(variant: Variant, folder: Path) -> float:
-    """Mean absolute difference of our log-probabilities in bfloat16 from Transformers' in float32."""
+    """Mean absolute difference between our bfloat16 log-probabilities and Transformers' float32 ones."""
     golden = json.loads(variant.answers.read_text())
     write_checkpoint(variant, golden["seed"], folder)
     model = load_model(EngineConfig(model=str(folder), dtype="bfloat16"))
@@ -28,7 +28,7 @@ def mean_difference(variant: Variant, folder: Path) -> float:
 
 @pytest.mark.parametrize("variant", first_of_each_family(), ids=lambda v: v.name)
 def test_as_close_to_float32_as_transformers(variant: Variant, tmp_path: Path, record_property) -> None:
-    """Rounding differs from implementation to implementation, so half as much again is allowed."""
+    """Implementations round differently, so up to 1.5 times Transformers' difference is allowed."""
     ours = mean_difference(variant, tmp_path)
     record_property("mean_difference", ours)
     assert ours < 1.5 * RECORDED[variant.name]

@@ -1,4 +1,4 @@
-"""Routing and grouping of experts against plain loops, and that a token's bits do not depend on its neighbours."""
+"""Experts against plain loops. The bits of a token's result do not depend on the number of tokens."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
 from jpaged.models import experts as moe
-from jpaged.models.latent import _per_head
-from jpaged.models.spec import DecoderSpec, Experts, Scoring
+from jpaged.models.linear import LayerContext, linear_per_head
+from jpaged.models.spec import DecoderSpec, Experts, Params, Scoring, WeightLayout
 from tests.golden.checkpoints import BY_NAME, write_checkpoint, write_safetensors
 from tests.loading.test_load_model import tensors_of
 
@@ -20,7 +20,7 @@ HIDDEN, INTER = 32, 16
 COUNTS = (8, 32, 64, 512)  # tokens of programs
 
 
-def layer(experts: Experts, seed: int = 0) -> dict[str, jax.Array]:
+def layer(experts: Experts, seed: int = 0) -> Params:
     rng = np.random.default_rng(seed)
     shapes = {
         "router": (experts.num, HIDDEN),
@@ -35,8 +35,12 @@ def spec(experts: Experts) -> DecoderSpec:
     return DecoderSpec(32, HIDDEN, INTER, 1, 4, 4, 8, 64, experts=experts)
 
 
+def context(experts: Experts, params: Params, real: jax.Array | None = None) -> LayerContext:
+    return LayerContext(spec(experts), WeightLayout(), params, real=real)
+
+
 def one_by_one(experts: Experts, matrices: dict, x: np.ndarray) -> np.ndarray:
-    """float64, a loop over tokens and their experts; softmax routing."""
+    """Expected result in float64: a loop over tokens and their experts, with softmax routing."""
     m = {name: np.asarray(value, np.float64) for name, value in matrices.items()}
     out = np.zeros_like(x)
     for t, row in enumerate(x):
@@ -59,25 +63,25 @@ def test_against_a_loop(num: int, per_token: int, tokens: int, renormalise: bool
     experts = Experts(num, per_token, INTER, (True,), renormalise=renormalise)
     matrices = layer(experts)
     x = np.random.default_rng(1).standard_normal((tokens, HIDDEN))
-    got = moe.sparse_feed_forward(spec(experts), experts, matrices, jnp.asarray(x, jnp.float32), None)
+    got = moe.sparse_feed_forward(experts, jnp.asarray(x, jnp.float32), context(experts, matrices))
     np.testing.assert_allclose(got, one_by_one(experts, matrices, x), rtol=1e-3, atol=1e-3)
 
 
 def test_padding_goes_to_no_expert() -> None:
-    """Not even where it is NaN, and no block is computed for it."""
+    """No block is computed for padding, and padding that is NaN changes no other token."""
     experts = Experts(4, 2, INTER, (True,))
     matrices = layer(experts)
     x = np.random.default_rng(1).standard_normal((16, HIDDEN)).astype(np.float32)
     real = np.arange(16) % 3 == 0
     want = one_by_one(experts, matrices, x[real].astype(np.float64))
     x[~real] = np.nan
-    got = moe.sparse_feed_forward(spec(experts), experts, matrices, jnp.asarray(x), jnp.asarray(real))
+    got = moe.sparse_feed_forward(experts, jnp.asarray(x), context(experts, matrices, jnp.asarray(real)))
     np.testing.assert_allclose(np.asarray(got)[real], want, rtol=1e-3, atol=1e-3)
-    nowhere = moe.blocks_by_expert(jnp.full((16, 2), 4), 4, 8)
-    assert int(nowhere.num_blocks_used) == 0
+    no_blocks = moe.blocks_by_expert(jnp.full((16, 2), 4), 4, 8)
+    assert int(no_blocks.num_blocks_used) == 0
 
 
-def test_all_tokens_at_one_expert() -> None:
+def test_all_tokens_use_one_expert() -> None:
     blocks = moe.blocks_by_expert(jnp.full((40, 1), 2, jnp.int32), 4, 16)
     assert int(blocks.num_blocks_used) == 3
     np.testing.assert_array_equal(blocks.expert_of_block[:3], 2)
@@ -98,28 +102,29 @@ def test_bits_do_not_depend_on_the_number_of_tokens(num: int, scoring: Scoring) 
     experts = Experts(num, 4, INTER, (True,), scoring=scoring, renormalise=True)
     matrices = layer(experts)
     x = jnp.asarray(3 * np.random.default_rng(2).standard_normal((max(COUNTS), HIDDEN)), jnp.float32)
-    route = jax.jit(lambda m, x: moe.route(experts, m, x))
-    feed = jax.jit(lambda m, x: moe.sparse_feed_forward(spec(experts), experts, m, x, None))
+    route = jax.jit(lambda m, x: moe.route(experts, x, context(experts, m)))
+    feed = jax.jit(lambda m, x: moe.sparse_feed_forward(experts, x, context(experts, m)))
     for run in (route, feed):
         first = jax.tree.map(lambda a: np.asarray(a)[:8], run(matrices, x[:8]))
         for count in COUNTS[1:]:
             jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda a: a[:8], run(matrices, x[:count])), first)
 
 
-@pytest.mark.parametrize("contract", [1, 2])
-def test_bits_of_latent_products_do_not_depend_on_the_number_of_tokens(contract: int) -> None:
+@pytest.mark.parametrize("transposed", [True, False])
+def test_bits_of_latent_products_do_not_depend_on_the_number_of_tokens(transposed: bool) -> None:
     rng = np.random.default_rng(3)
     weight = jnp.asarray(rng.standard_normal((4, 16, 32)), jnp.float32)
-    x = jnp.asarray(rng.standard_normal((max(COUNTS), 4, weight.shape[contract])), jnp.float32)
-    call = jax.jit(lambda x: _per_head(x, weight, contract))
-    pattern = "thi,hio->tho" if contract == 1 else "thi,hoi->tho"
+    x = jnp.asarray(rng.standard_normal((max(COUNTS), 4, weight.shape[1 if transposed else 2])), jnp.float32)
+    model = LayerContext(spec(Experts(1, 1, INTER, (True,))), WeightLayout(), {"kv_b": weight})
+    call = jax.jit(lambda x: linear_per_head("kv_b", x, model, part=slice(None), transposed=transposed))
+    pattern = "thi,hio->tho" if transposed else "thi,hoi->tho"
     exact = np.einsum(pattern, np.asarray(x, np.float64), np.asarray(weight, np.float64))
     np.testing.assert_allclose(call(x), exact, rtol=1e-4, atol=1e-4)
     for count in COUNTS[1:]:
         np.testing.assert_array_equal(call(x[:count])[:8], call(x[:8]))
 
 
-def test_what_corrects_the_choice_is_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
+def test_router_correction_is_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
     variant = BY_NAME["deepseek-v3"]
     write_checkpoint(variant, 0, tmp_path)
     wanted = tensors_of(tmp_path)["model.layers.1.mlp.gate.e_score_correction_bias"]
@@ -139,7 +144,7 @@ def test_what_corrects_the_choice_is_float32_in_a_bfloat16_model(tmp_path: Path)
         (lambda t, n: t.update({n + "_scales": np.full_like(t[n + "_scales"], 255)}), "a byte 255"),
     ],
 )
-def test_mxfp4_that_is_none(change, message: str, tmp_path: Path) -> None:
+def test_malformed_mxfp4_is_refused(change, message: str, tmp_path: Path) -> None:
     write_checkpoint(BY_NAME["gpt-oss-mxfp4"], 0, tmp_path)
     tensors = tensors_of(tmp_path)
     change(tensors, "model.layers.0.mlp.experts.gate_up_proj")

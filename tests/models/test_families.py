@@ -1,7 +1,7 @@
-"""Every family and variant against the recorded answers of Transformers: greedy tokens, and log-probabilities to 1e-4.
+"""Every family and variant against recorded answers of Transformers: greedy tokens, and log-probabilities to 1e-4.
 
-The whole answer is fed at once: each position must choose the recorded next token. By induction that is what greedy
-decoding gives. Serving the same prompts in one batch through the engine is tested with the engine.
+The model computes prompt and answer in one call, and each position must choose the recorded next token. By induction,
+greedy decoding then gives the recorded answer. tests/test_golden_engine.py serves the same prompts with the engine.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.loading import LoadedModel, load_model
 from jpaged.models.decoder import decode, dense_causal_attend, lm_head
-from jpaged.models.spec import Activation, Norm, NormPlace, Rope, Scoring
+from jpaged.models.spec import Activation, Norm, NormPosition, Rope, Scoring
 from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS, VARIANTS, Variant, write_checkpoint
 
 TOLERANCE = 1e-4  # on natural logarithms
@@ -37,7 +37,7 @@ def _log_probabilities(params, ids, positions, rope_lens, *, spec, layout):
 
 
 def answer_log_probabilities(model: LoadedModel, answers: list[dict]) -> list[np.ndarray]:
-    """float32[NUM_TOKENS, vocab] of each answer: the distribution that each of its tokens was chosen from."""
+    """For each answer float32[NUM_TOKENS, vocab]: log-probabilities of the vocabulary before each of its tokens."""
     ids = np.zeros((len(answers), _LENGTH), np.int32)
     positions = np.broadcast_to(np.arange(_LENGTH, dtype=np.int32), ids.shape)
     starts = np.array([len(answer["prompt"]) for answer in answers])
@@ -51,7 +51,8 @@ def answer_log_probabilities(model: LoadedModel, answers: list[dict]) -> list[np
         )
 
     rope = model.spec.rope
-    if rope is not None and rope.scaling == "longrope":  # a sequence that outgrows the trained length is computed anew
+    if rope is not None and rope.scaling == "longrope":
+        # Transformers recomputes a sequence when it outgrows the trained length
         grown = positions[..., None] >= rope.original_max_position
         logprobs = np.where(grown, run(np.full_like(ids, _LENGTH)), run(np.ones_like(ids)))
     else:
@@ -74,7 +75,7 @@ def test_answers_are_those_of_transformers(variant: Variant, tmp_path: Path) -> 
 
 
 def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
-    """Dropping what makes a variant special must change its answers, or the comparison above shows nothing."""
+    """Changing an option of a variant must change its answers, or the comparison above does not test the option."""
     changes = {
         "llama-linear": [{"rope": Rope()}],
         "llama-dynamic": [{"rope": Rope()}],
@@ -85,8 +86,8 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         "qwen3": [{"qk_norm": None}],
         "gemma": [{"embed_scale": 1.0}, {"norm": Norm.RMS}, {"activation": Activation.GELU}],
         "gemma2": [
-            {"attention_softcap": None}, {"final_softcap": None}, {"norm_place": NormPlace.PRE}, {"sliding_window": ()},
-            {"attention_scale": None},
+            {"attention_softcap": None}, {"final_softcap": None}, {"norm_position": NormPosition.PRE},
+            {"sliding_window": ()}, {"attention_scale": None},
         ],
         "granite": [{"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
         "phi3-partial-window": [{"rope": Rope()}, {"sliding_window": ()}],
@@ -95,7 +96,7 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         "starcoder2": [{"sliding_window": ()}],
         "gemma3": [
             {"qk_norm": None}, {"window_rope": None}, {"rope": Rope(theta=100000.0)}, {"norm": Norm.RMS},
-            {"sliding_window": ()}, {"attention_scale": None}, {"norm_place": NormPlace.PRE},
+            {"sliding_window": ()}, {"attention_scale": None}, {"norm_position": NormPosition.PRE},
         ],
         "gemma3-capped": [{"final_softcap": None}, {"activation": Activation.GELU_TANH}],
         "olmo2": [{"qk_norm": None}],
@@ -118,12 +119,12 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
         ],
         "deepseek-v3": [
             ("scoring", Scoring.SOFTMAX), ("correction", False), ("expert_groups_per_token", 0),
-            ("expert_group_top", 1),
-            ("renormalise", False), ("scale", 1.0), {"attention_scale": 24**-0.5}, {"rope": Rope()},
+            ("expert_group_top", 1), ("renormalise", False), ("scale", 1.0), {"attention_scale": 24**-0.5},
+            {"rope": Rope()},
         ],
         "deepseek-v3-halves": [{"rope": Rope(theta=500.0)}],
         "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
-        "opt-350m": [{"norm_place": NormPlace.PRE}],
+        "opt-350m": [{"norm_position": NormPosition.PRE}],
         "gpt2": [{"attention_scale": 1.0}],
     }  # fmt: skip
     for variant in VARIANTS:
@@ -139,15 +140,15 @@ def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
                 change = {"experts": dataclasses.replace(model.spec.experts, **dict([change]))}
             wrong = dataclasses.replace(model, spec=dataclasses.replace(model.spec, **change))
             given = answer_log_probabilities(wrong, long)[0]
-            # a scale of all logits changes no greedy token, but every probability
+            # compare log-probabilities: a factor of all logits changes no greedy token
             off = np.abs(given[np.arange(len(wanted)), long[0]["tokens"]] - wanted).max()
-            assert off > 5 * TOLERANCE, f"{variant.name}: losing {change} does not change its answers: nothing tests it"
+            assert off > 5 * TOLERANCE, f"{variant.name}: {change} does not change its answers, so no test covers it"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 def test_live_against_transformers(variant: Variant, tmp_path: Path) -> None:
-    """With torch installed: the same logits on a fresh seed, which no recorded answer has seen."""
+    """With torch installed: the same log-probabilities as Transformers, with a seed that was not recorded."""
     import torch
     import transformers
 
@@ -162,5 +163,5 @@ def test_live_against_transformers(variant: Variant, tmp_path: Path) -> None:
     got = _log_probabilities(
         model.params, ids[None].astype(np.int32), positions[None], rope_lens[None], spec=model.spec, layout=model.layout
     )
-    # twice the tolerance: this seed is not chosen for clear choices, of experts among others
+    # twice the tolerance: with this seed, tokens and experts may be close to a tie
     assert np.abs(np.asarray(got)[0] - wanted).max() < 2 * TOLERANCE

@@ -20,6 +20,7 @@ import pytest
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Experts, Rope, WeightLayout, param_shapes
 from jpaged.runtime.block_moves import HOST_BUCKET, BlockMover
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
 from jpaged.runtime.step import ForwardShape, compile_forward
 from tests.deviceless import H200, V5E, marks
@@ -53,36 +54,26 @@ def sizes(blocks):
     return StateSizes(blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens)
 
 
-def state_of(target, blocks):
-    """The state's shapes for a target, and the sharding that it has there."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    if target.startswith("v5e"):
-        sharding = V5E.sharding()
-    elif target != "cpu":
-        sharding = H200.sharding()
-    return state_shapes(
-        SPEC, group_layers(SPEC.windows, SPEC.max_position), sizes(blocks), dtype=dtype_of(target), sharding=sharding
-    ), sharding
+def placement_on(target):
+    if target == "cpu":
+        return Placement.single(jax.devices()[0])
+    return Placement.for_target(V5E if target.startswith("v5e") else H200)
 
 
 @functools.cache
 def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None):
-    dtype, sharding, mesh = dtype_of(target), None, contextlib.nullcontext()
+    dtype, placement, mesh = dtype_of(target), placement_on(target), contextlib.nullcontext()
     spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts)
-    groups = group_layers(spec.windows, spec.max_position)
-    shape = dataclasses.replace(shape, num_groups=len(groups.windows))
-    if target.startswith("v5e"):
-        sharding, mesh = V5E.sharding(), V5E.tracing()
-    elif target != "cpu":
-        sharding, mesh = H200.sharding(), H200.tracing()
-    state = state_shapes(spec, groups, sizes(blocks), dtype=dtype, sharding=sharding)
-    params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), param_shapes(spec, dtype)
-    )
+    kv_groups = group_layers(spec.windows, spec.max_position)
+    shape = dataclasses.replace(shape, num_kv_groups=len(kv_groups.windows))
+    if target != "cpu":
+        mesh = (V5E if target.startswith("v5e") else H200).tracing()
+    state = state_shapes(spec, kv_groups, sizes(blocks), dtype=dtype, placement=placement)
+    params = placement.shapes_of(param_shapes(spec, dtype))
     with mesh:
         return compile_forward(
-            params, state, spec=spec, groups=groups, layout=WeightLayout(), shape=shape, sharding=sharding,
-            implementation=IMPLEMENTATIONS[target],
+            params, state, shape, spec=spec, kv_groups=kv_groups, layout=WeightLayout(),
+            implementation=IMPLEMENTATIONS[target], placement=placement,
         )  # fmt: skip
 
 
@@ -183,8 +174,9 @@ def test_a_decode_layer_is_at_most_twelve_kernels(target):
 @pytest.mark.parametrize("target", [pytest.param(n, marks=MARKS[n]) for n in ("cpu", "h200", "v5e kernels")])
 def test_moving_blocks_copies_no_pages_but_theirs(target, blocks):
     """Copy-on-write and what comes from the host go into the pages as they lie; what goes to the host leaves them."""
-    state, sharding = state_of(target, blocks)
-    mover = BlockMover(state, sharding, host_slots=1)
+    placement, kv_groups = placement_on(target), group_layers(SPEC.windows, SPEC.max_position)
+    state = state_shapes(SPEC, kv_groups, sizes(blocks), dtype=dtype_of(target), placement=placement)
+    mover = BlockMover(state, placement, host_slots=1)
     all_pages = SPEC.num_layers * pool_bytes(target, blocks)
     a_block = all_pages // blocks
     programs = [*((program, size) for size, program in mover._copies.items())]
@@ -248,8 +240,8 @@ def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
         packed[shape.cuts["prompt_tokens"]] = 7
     states, times = {}, {}
     for blocks in (BLOCKS, 10 * BLOCKS):
-        groups = group_layers(SPEC.windows, SPEC.max_position)
-        states[blocks] = create_state(SPEC, groups, sizes(blocks), dtype=dtype)
+        kv_groups = group_layers(SPEC.windows, SPEC.max_position)
+        states[blocks] = create_state(SPEC, kv_groups, sizes(blocks), dtype=dtype, placement=placement_on("cpu"))
         states[blocks] = states[blocks].replace(blocks=states[blocks].blocks.at[:].set(_scattered_tables(blocks)))
     for _ in range(3):
         for blocks in states:

@@ -1,4 +1,4 @@
-"""Bytes: what fits, what is refused, and a pool that keeps its size from start to start."""
+"""Memory plans: sizes that fit, errors for sizes that do not, and a pool that keeps its size between starts."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Rope
 from jpaged.params.sampling import MAX_LOGIT_BIAS
-from jpaged.runtime import memory
+from jpaged.runtime import block_moves, memory
 from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import NUM_FIELDS
 
@@ -23,14 +23,15 @@ SPEC = DecoderSpec(
 )  # fmt: skip
 CONFIG = EngineConfig(model="test")
 BLOCK_BYTES = 2 * 4 * 16 * 2 * 16 * 4
+FLOAT32 = jnp.dtype("float32")
 
 
 def plan(config=CONFIG, platform="cpu", **kwargs):
     limits = memory.decide_limits(SPEC, config, platform)
-    return memory.fit(SPEC, config, limits, dtype=jnp.float32, weight_bytes=1000, platform=platform, **kwargs)
+    return memory.fit(SPEC, config, limits, dtype=FLOAT32, weight_bytes=1000, platform=platform, **kwargs)
 
 
-def test_cpu_takes_twice_what_its_rows_can_use_and_at_most_a_gibibyte():
+def test_on_cpu_the_pool_is_twice_the_need_of_all_rows_and_at_most_a_gibibyte():
     small = dataclasses.replace(CONFIG, max_num_seqs=2, max_model_len=100)
     assert plan(small).num_blocks == 2 * 2 * 7
     assert plan(small).kv_bytes == 28 * BLOCK_BYTES
@@ -48,11 +49,11 @@ def test_platform_defaults():
 
 
 def test_a_tpu_pads_heads():
-    """16 numbers take 128 there, in blocks of 64 tokens."""
+    """A head of 16 numbers takes the space of 128 there, and blocks have 64 tokens."""
     assert plan(platform="tpu").block_bytes == BLOCK_BYTES * (128 // 16) * (64 // 16)
 
 
-def test_the_default_length_shrinks_and_an_explicit_one_is_refused(caplog):
+def test_the_default_max_model_len_shrinks_and_an_explicit_one_is_refused(caplog):
     few = dataclasses.replace(CONFIG, kv_cache_memory_bytes=40 * BLOCK_BYTES)
     shrunk = plan(few)
     assert shrunk.limits.max_model_len == 640
@@ -62,24 +63,24 @@ def test_the_default_length_shrinks_and_an_explicit_one_is_refused(caplog):
     assert plan(dataclasses.replace(few, max_model_len=640)).num_blocks == 40
 
 
-def test_what_fits_exactly_is_taken():
-    """Rounding down for the compile cache's sake must not refuse a request that fits."""
+def test_a_request_that_fits_exactly_is_accepted():
+    """Rounding the number of blocks down must not refuse a request that fits."""
     for blocks in (33, 63, 250):
         config = dataclasses.replace(CONFIG, kv_cache_memory_bytes=blocks * BLOCK_BYTES, max_model_len=16 * blocks)
         assert plan(config).num_blocks == blocks
 
 
-def test_an_accelerator_gives_what_is_free():
+def test_the_pool_of_an_accelerator_is_the_free_memory():
     def device(**stats):
         return types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
 
     free = memory.free_device_bytes(device(bytes_limit=1000, bytes_in_use=300), CONFIG)
     assert free == 600
-    assert memory.free_device_bytes(types.SimpleNamespace(platform="cpu"), CONFIG) is None
+    assert memory.free_device_bytes(types.SimpleNamespace(platform="cpu", memory_stats=lambda: None), CONFIG) is None
     for share in (0, -0.5, 1.5, math.nan, math.inf):
         with pytest.raises(ModelLoadError, match=f"gpu_memory_utilization={share}: must be above 0"):
             memory.decide_limits(SPEC, dataclasses.replace(CONFIG, gpu_memory_utilization=share), "cpu")
-    table = memory.table_bytes(SPEC, memory.decide_limits(SPEC, CONFIG, "gpu"), "float32")
+    table = memory.table_bytes(SPEC, memory.decide_limits(SPEC, CONFIG, "gpu"), FLOAT32)
     # counts of 1,000 ids, their mask in 32 words, 1,024 ids with their biases
     sampling = 4 * (1000 + 32 + 2 * MAX_LOGIT_BIAS)
     assert table == 256 * (4 * (NUM_FIELDS + 4096 // 16) + sampling) + 2048 * SPEC.hidden_size * 4
@@ -92,8 +93,8 @@ def test_an_accelerator_gives_what_is_free():
     assert plan(capped, platform="gpu", free_bytes=512 * BLOCK_BYTES + table).num_blocks == 512
 
 
-def test_jax_takes_of_a_gpu_what_the_engine_may_take(monkeypatch):
-    """JAX's own default, 75%, would leave the engine 67.5% of the card. Asserted on JAX's option: no card here."""
+def test_jax_allocates_the_share_of_a_gpu_that_the_engine_may_use(monkeypatch):
+    """With JAX's default of 75% the engine would get 67.5% of the card. Asserted on JAX's option, without a card."""
     option = "jax_pjrt_client_create_options"
     before = getattr(jax.config, option)
     plugins = {"jax_cuda13_plugin"}
@@ -110,13 +111,13 @@ def test_jax_takes_of_a_gpu_what_the_engine_may_take(monkeypatch):
 
     try:
         assert claimed(gpu_memory_utilization=0.5) == {"memory_fraction": 0.75}
-        assert claimed(started=True) is None  # JAX would not look at it any more
+        assert claimed(started=True) is None  # too late: JAX has read the option
         assert claimed(gpu_memory_utilization=math.nan) is None
         with monkeypatch.context() as patch:
             patch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
             assert claimed() is None
         assert claimed(gpu_memory_utilization=0.8) == {"memory_fraction": 0.9}
-        # the back end shows nine tenths of a card of 1,000 bytes: the engine takes 800 of the card, no less
+        # the back end reports nine tenths of a card of 1,000 bytes: the engine may use 800 bytes
         stats = {"bytes_limit": 900, "bytes_in_use": 100}
         gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
         most = dataclasses.replace(CONFIG, gpu_memory_utilization=0.8)
@@ -129,11 +130,11 @@ def test_jax_takes_of_a_gpu_what_the_engine_may_take(monkeypatch):
         jax.config.update(option, before)
 
 
-def test_the_pool_keeps_its_size_where_it_still_fits(tmp_path):
+def test_the_pool_keeps_the_size_of_an_earlier_start_if_it_fits(tmp_path):
     assert memory.round_down(31) == 31
     assert memory.round_down(1023) == 992
     assert memory.remembered_blocks(tmp_path, "a", 992) == 992
-    assert memory.remembered_blocks(tmp_path, "a", 1024) == 992  # a little more is free: same programs
+    assert memory.remembered_blocks(tmp_path, "a", 1024) == 992  # a little more memory is free: same programs
     assert memory.remembered_blocks(tmp_path / "other", "b", 1024) == 1024
     assert memory.remembered_blocks(tmp_path, "a", 800) == 800  # no longer fits
     next(tmp_path.glob("pool-*.json")).write_text("{cut short")
@@ -141,7 +142,7 @@ def test_the_pool_keeps_its_size_where_it_still_fits(tmp_path):
 
 
 def gemma_3(num_layers, kv_heads, window):
-    """The shapes that KV depends on: every sixth layer sees everything, heads of 256."""
+    """Shapes of Gemma 3's KV: every sixth layer has full attention, heads of 256."""
     windows = tuple(None if (layer + 1) % 6 == 0 else window for layer in range(num_layers))
     return dataclasses.replace(
         SPEC, num_layers=num_layers, num_heads=4, num_kv_heads=kv_heads, head_dim=256, max_position=32768,
@@ -152,14 +153,14 @@ def gemma_3(num_layers, kv_heads, window):
 @pytest.mark.parametrize(
     ("spec", "blocks", "line"),
     [
-        # 26 layers, 22 of them with a window, in groups of 4. Blocks of 16 tokens: 2,048 for the layers that see
-        # everything, 161 (of 512 - 1 tokens and a chunk of 2,048) for each group that does not.
+        # 26 layers, 22 of them with a window, in KV groups of 4. Blocks of 16 tokens: 2,048 for the KV group with full
+        # attention, 161 (512 - 1 tokens and a chunk of 2,048) for each of the others.
         (
             gemma_3(26, 1, 512), 2048 + 6 * 161,
             "KV of one request of 32,768 tokens: 188.4 MiB at most (full attention in every layer would take "
             "832.0 MiB); groups of 4 layers: 6 with a window of 512, 1 with full attention",
         ),
-        # 34 layers, 29 of them with a window, in groups of 5
+        # 34 layers, 29 of them with a window, in KV groups of 5
         (
             gemma_3(34, 4, 1024), 2048 + 6 * 193,
             "KV of one request of 32,768 tokens: 1001.9 MiB at most (full attention in every layer would take "
@@ -168,10 +169,10 @@ def gemma_3(num_layers, kv_heads, window):
     ],
     ids=["1B", "4B"],
 )  # fmt: skip
-def test_layers_with_a_window_take_what_their_windows_need(spec, blocks, line):
+def test_kv_of_layers_with_a_window_is_limited_by_the_window(spec, blocks, line):
     """Gemma 3 with 32,768 tokens on an accelerator, bfloat16."""
     limits = memory.decide_limits(spec, CONFIG, "gpu")
-    options = {"dtype": jnp.bfloat16, "weight_bytes": 1000, "platform": "gpu"}
+    options = {"dtype": jnp.dtype("bfloat16"), "weight_bytes": 1000, "platform": "gpu"}
     plan = memory.fit(spec, CONFIG, limits, free_bytes=2 * 2**30, **options)
     page = 2 * 16 * spec.num_kv_heads * 256 * 2
     assert plan.request_bytes == blocks * (spec.num_layers // 6) * page
@@ -179,7 +180,7 @@ def test_layers_with_a_window_take_what_their_windows_need(spec, blocks, line):
     assert plan.full_attention_bytes > 4.3 * plan.request_bytes
     assert plan.limits.max_model_len == 32768
     assert str(plan).splitlines()[-1] == line
-    # exactly what one request needs is enough, a block less is not
+    # the exact need of one request is enough, one byte less is not
     need = plan.request_bytes + plan.table_bytes
     exact = memory.fit(spec, CONFIG, limits, free_bytes=need, **options)
     assert (exact.num_blocks, exact.limits.max_model_len) == (blocks, 32768)
@@ -187,27 +188,32 @@ def test_layers_with_a_window_take_what_their_windows_need(spec, blocks, line):
     assert short.limits.max_model_len == 32768 - 16
 
 
-def test_of_several_groups_the_longest_length_that_fits_is_named():
+def test_with_several_kv_groups_the_error_names_the_longest_length_that_fits():
     spec = dataclasses.replace(SPEC, sliding_window=(64, 64, 64, None))
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=32, max_num_seqs=2, max_model_len=1000)
     limits = memory.decide_limits(spec, config, "cpu")
-    assert len(limits.groups.windows) == 4
+    assert len(limits.kv_groups.windows) == 4
     assert limits.blocks_per_request == 63 + 3 * 7  # 63 tokens before a chunk of 32, wherever a block begins
     for blocks, longest in ((84, 1000), (83, 992), (30, 9 * 16), (28, 7 * 16), (27, 6 * 16), (4, 16)):
         assert limits.longest_where(lambda n, blocks=blocks: limits.blocks_of(n) <= blocks) == longest
-        # by trying every length
+        # the same by trying every length
         fits = [n for n in range(1001) if limits.blocks_of(n) <= blocks]
         assert max(fits) == longest
     small = dataclasses.replace(config, kv_cache_memory_bytes=83 * BLOCK_BYTES // 4)
     with pytest.raises(ModelLoadError, match="lower max_model_len to at most 992"):
-        memory.fit(spec, small, limits, dtype=jnp.float32, weight_bytes=0, platform="cpu")
+        memory.fit(spec, small, limits, dtype=FLOAT32, weight_bytes=0, platform="cpu")
     none = dataclasses.replace(config, kv_cache_memory_bytes=3 * BLOCK_BYTES // 4)
-    with pytest.raises(ModelLoadError, match="not one block of 4096 bytes fits for each of 4 groups of layers"):
-        memory.fit(spec, none, limits, dtype=jnp.float32, weight_bytes=0, platform="cpu")
+    with pytest.raises(ModelLoadError, match="not one block of 4096 bytes fits for each of 4 KV groups"):
+        memory.fit(spec, none, limits, dtype=FLOAT32, weight_bytes=0, platform="cpu")
 
 
-def test_the_plan_says_where_the_bytes_go():
+def test_the_memory_plan_as_text():
     text = str(plan(dataclasses.replace(CONFIG, max_num_seqs=2, max_model_len=100)))
     assert "28 blocks of 16 tokens" in text
     for word in ("weights", "KV pool", "request table", "temporaries", "in all"):
         assert word in text
+
+def test_host_memory_is_not_read_without_swap_space(monkeypatch):
+    """`os.sysconf` does not exist on every system, so only a host tier may need it."""
+    monkeypatch.delattr(block_moves.os, "sysconf")
+    assert block_moves.host_slots(0.0, 1 << 20) == 0

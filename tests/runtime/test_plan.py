@@ -7,13 +7,14 @@ import logging
 import pytest
 
 from jpaged import planning
-from jpaged.build import build_engine
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.frontend.build import build_engine
 from jpaged.models.families import spec_of
 from jpaged.models.spec import param_shapes
 from jpaged.runtime import memory, targets
-from jpaged.runtime.blueprint import Blueprint
+from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.estimate import estimate_temporaries
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS
 from tests.deviceless import H200, V5E, marks
 
@@ -157,8 +158,7 @@ def test_llama_compiled_for_a_device_that_is_not_there(target, folder):
 def blueprint_of(values, target, **options):
     spec = spec_of(values)
     config = planning.engine_config("test", options)
-    device, sharding = targets.device_of(target), target.sharding() if target.missing is None else None
-    return Blueprint.draw(spec, config, param_shapes(spec, "bfloat16"), device, sharding=sharding)
+    return Blueprint.draw(ServedModel(spec, param_shapes(spec, "bfloat16")), config, Placement.for_target(target))
 
 
 def shallow(values, layers):
@@ -183,15 +183,14 @@ def test_the_estimate_is_on_the_high_side(values, target):
     blueprint = blueprint_of(shallow(values, 2), target)
     free = 8 * GIB
     shape, estimate = estimate_temporaries(blueprint)
-    table = memory.table_bytes(blueprint.spec, blueprint.limits, blueprint.dtype)
-    each = memory.block_bytes(blueprint.spec, blueprint.limits, blueprint.dtype, target.platform)
+    table, each = blueprint.table_bytes, blueprint.block_bytes
     blocks = memory.round_down((free - estimate - table) // each)
     with target.tracing():
         largest, measured = blueprint.largest_temporaries(free)
-        forward = blueprint.compile(blueprint.largest_shapes[0], blueprint.limits, blocks)
+        forward = blueprint.with_blocks(blocks).compile(blueprint.largest_shapes[0])
     print(f"{target.name}: {largest} {measured:,}, estimated {shape} {estimate:,}, ratio {estimate / measured:.2f}")
     assert 1 <= estimate / measured < 2
-    counted = memory.tree_bytes(blueprint.params) + blocks * each + table
+    counted = memory.tree_bytes(blueprint.model.params) + blocks * each + table
     assert counted == pytest.approx(forward.memory_analysis().argument_size_in_bytes, rel=0.001)
 
 

@@ -1,4 +1,4 @@
-"""The table of programs: finite, small, and a program for every plan an engine may make."""
+"""The program table: finite, small, and with a program for every plan that an engine can make."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import DecoderSpec, QKNorm
-from jpaged.runtime.heads import HeadShape
+from jpaged.runtime.output_programs import PoolShape, SampleShape, ScoreShape
 from jpaged.runtime.programs import (
     MAX_PROGRAMS,
     MAX_STEP_PROGRAMS,
@@ -23,6 +23,11 @@ from jpaged.runtime.step import ForwardShape
 
 def shapes_of(max_num_seqs, max_tokens, **options):
     return bucket_shapes(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, block_size=16, **options)
+
+
+def rows_of(shape):
+    """Rows of a program; tokens of a `score` program."""
+    return shape.tokens if isinstance(shape, ScoreShape) else shape.rows
 
 
 def table(*sizes, **options):
@@ -49,13 +54,13 @@ def test_at_most_24_programs_and_one_for_every_plan(seqs, tokens):
     programs = table(seqs, tokens)
     shapes = [p.shape for p in programs.programs]
     assert len(set(shapes)) == len(shapes) <= MAX_STEP_PROGRAMS < MAX_PROGRAMS
-    assert all(shape.rows >= 8 for shape in shapes)
+    assert all(rows_of(shape) >= 8 for shape in shapes)
     for decodes in {1, seqs // 2, seqs} - {0}:
         assert programs.forward(make_plan(decodes, 0)).shape.is_decode
         for variant in SamplerVariant:
-            head = programs.head(decodes, variant).shape
-            assert head.variant is variant
-            assert head.rows >= decodes
+            sampler = programs.sampler(decodes, variant).shape
+            assert sampler.variant is variant
+            assert sampler.rows >= decodes
     for decodes, chunk in ((0, 1), (0, tokens), (min(seqs, tokens) - 1, 1), (seqs - 1, tokens - seqs + 1)):
         if chunk >= 1:
             shape = programs.forward(make_plan(decodes, chunk)).shape
@@ -64,25 +69,26 @@ def test_at_most_24_programs_and_one_for_every_plan(seqs, tokens):
             assert shape.rows >= decodes + 1
 
 
-def test_the_smallest_program_that_fits_is_chosen():
+def test_the_smallest_sufficient_program_is_chosen():
     programs = table(32, 512)
     assert programs.forward(make_plan(8, 0)).shape == ForwardShape(True, 8, 8, 16)
     for tokens in (32, 64, 128, 256, 512):
         assert programs.forward(make_plan(3, tokens - 3)).shape.tokens == tokens
-    assert programs.head(8, SamplerVariant.GREEDY).shape == HeadShape(8, SamplerVariant.GREEDY)
-    assert programs.head(9, SamplerVariant.RANDOM).shape.rows == 16
-    assert programs.head(9, SamplerVariant.FULL).shape.rows == 32
+    assert programs.sampler(8, SamplerVariant.GREEDY).shape == SampleShape(8, SamplerVariant.GREEDY)
+    assert programs.sampler(9, SamplerVariant.RANDOM).shape.rows == 16
+    assert programs.sampler(9, SamplerVariant.FULL).shape.rows == 32
 
 
 def test_a_model_that_pools_has_no_decodes():
     programs = table(32, 512, pools=True)
     assert not any(program.shape.is_decode for program in programs.forwards)
-    assert {program.shape.variant for program in programs.heads} == {None}
-    assert programs.head(3, SamplerVariant.GREEDY).shape == HeadShape(8, None)
+    assert programs.samplers == []
+    assert programs.scorer is None
+    assert programs.pooler(3).shape == PoolShape(8)
 
 
 def test_tiny_models_get_larger_buckets_on_cpu():
-    """Norms over fewer than 4,096 elements give other bits: hidden 64 needs 64 rows, 512 and more need 8."""
+    """Norms over fewer than 4,096 elements give other bits. Hidden size 64 needs 64 rows, 512 and more need 8."""
     spec = DecoderSpec(
         vocab_size=1000, hidden_size=64, intermediate_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
         max_position=64,
@@ -92,31 +98,31 @@ def test_tiny_models_get_larger_buckets_on_cpu():
     assert smallest_bucket(dataclasses.replace(spec, hidden_size=320), "cpu") == 16
     assert smallest_bucket(dataclasses.replace(spec, hidden_size=512), "cpu") == 8
     assert smallest_bucket(dataclasses.replace(spec, hidden_size=512, qk_norm=QKNorm.HEAD), "cpu") == 128
-    assert {shape.rows for shape in shapes_of(3, 64, smallest=64)} == {64}
+    assert {rows_of(shape) for shape in shapes_of(3, 64, smallest=64)} == {64}
 
 
-def test_buckets_that_a_caller_names():
+def test_buckets_named_by_the_caller():
     assert set(shapes_of(8, 64, row_buckets=(8,), token_buckets=(64,))) == {
-        ForwardShape(True, 8, 8, 16), ForwardShape(False, 64, 8, 16), *(HeadShape(8, v) for v in SamplerVariant),
-        HeadShape(8, None, scores=True),
+        ForwardShape(True, 8, 8, 16), ForwardShape(False, 64, 8, 16), *(SampleShape(8, v) for v in SamplerVariant),
+        ScoreShape(8),
     }  # fmt: skip
     with pytest.raises(ValueError, match="no program"):
         table(8, 64).forward(make_plan(0, 65))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_what_has_not_begun_is_not_compiled_after_an_error(error):
+def test_an_error_stops_compiling_of_the_remaining_programs(error):
     """Ctrl-C while compiling must not wait for the whole table."""
     shapes = shapes_of(256, 2048)
-    begun = []
+    started = []
 
     def compile_one(shape):
-        begun.append(shape)
-        if len(begun) == 1:
+        started.append(shape)
+        if len(started) == 1:
             raise error
         time.sleep(0.2)
-        raise AssertionError("not reached: the first one ends it")
+        raise AssertionError("not reached: the first one raises")
 
     with pytest.raises(error):
         ProgramTable.compile(shapes, compile_one, progress=False)
-    assert len(begun) <= 2 * (os.cpu_count() or 1) < len(shapes)
+    assert len(started) <= 2 * (os.cpu_count() or 1) < len(shapes)

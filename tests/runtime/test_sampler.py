@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.step_plan import RowInit, SamplerVariant
-from jpaged.runtime import sampler
+from jpaged.runtime import sampler, vocab_search
 from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import row_values
 
@@ -27,7 +27,7 @@ OPTIONS = SamplerOptions(num_logprobs=5)
 
 @functools.lru_cache
 def compiled(variant, masked=False, options=OPTIONS):
-    call = functools.partial(sampler.sample, variant=variant, options=options)
+    call = functools.partial(sampler.sample_tokens, variant=variant, options=options)
     return jax.jit(call) if masked else jax.jit(functools.partial(call, allowed=None))
 
 
@@ -173,11 +173,11 @@ def test_the_likeliest_are_those_of_a_sort():
     x[1] = -np.inf
     x[1, 77] = 3
     for count in (1, 20, 100):
-        values, ids = jax.jit(sampler.likeliest, static_argnums=1)(jnp.asarray(x), count)
+        values, ids = jax.jit(vocab_search.likeliest, static_argnums=1)(jnp.asarray(x), count)
         order = np.argsort(-x, axis=1, kind="stable")[:, :count]
         np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
         np.testing.assert_array_equal(ids, order)
-    np.testing.assert_array_equal(jax.jit(sampler._argmax)(jnp.asarray(x)), x.argmax(axis=1))
+    np.testing.assert_array_equal(jax.jit(vocab_search.argmax)(jnp.asarray(x)), x.argmax(axis=1))
 
 
 def test_a_draw_depends_on_seed_sample_and_position_and_on_nobody_else():

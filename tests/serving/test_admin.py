@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from jpaged import AsyncLLM, CapacityError, SamplingParams
-from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.engine import Engine
+from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_options import engine_config
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.snapshot import EngineSnapshot
@@ -168,7 +169,7 @@ def test_a_full_queue_is_503_while_others_are_served(real, served, monkeypatch, 
 
 
 def test_health_fails_when_the_idle_engine_finds_its_books_wrong(real, served, monkeypatch):
-    monkeypatch.setattr("jpaged.async_llm.CHECK_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_AFTER_SECONDS", 0.02)
     real._engine._manager.pool._ref_counts[1999] += 1
     body = {"prompt": [4, 5], "max_tokens": 2}
     httpx.post(f"{served}/v1/completions", json=body, headers={"Authorization": "Bearer talk"})

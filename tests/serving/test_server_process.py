@@ -50,6 +50,7 @@ def start():
         process.wait()
 
 
+@pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_running_requests_finish_before_it_stops(start, number):
     process, url = start(20)
@@ -78,7 +79,19 @@ def test_running_requests_finish_before_it_stops(start, number):
         httpx.get(f"{url}/health")
 
 
-def test_it_does_not_wait_for_ever(start):
+@pytest.mark.usefixtures("default_sigint")
+def test_a_server_in_the_background_keeps_ignoring_ctrl_c(start):
+    """A shell starts background processes with SIGINT ignored; a Ctrl-C in its terminal must not reach them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
+    process, url = start(20)
+    process.send_signal(signal.SIGINT)
+    assert httpx.get(f"{url}/health").status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0
+    assert "closed True" in process.stdout.read()
+
+
+def test_requests_that_outlast_the_timeout_are_ended(start):
     process, url = start(1)
     body = {"prompt": "a", "max_tokens": 4000, "stream": True}
     answers = []

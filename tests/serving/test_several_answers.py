@@ -1,8 +1,11 @@
 """Several answers to one prompt over HTTP: indices, ends, usage; what is known at the end only; priority and salt."""
 
+import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from jpaged import SamplingParams
 
 from .test_errors import error_of
 from .test_openai_client import CHAT, events, post, strict, strict_chunk
@@ -84,6 +87,18 @@ def test_beam_search(client, engine):
     assert engine.seen_params[-1].num_sequences == 3  # as of vLLM: n beams
     client.completions.create(model="echo", prompt="abc", best_of=1, extra_body={"length_penalty": 1})
     assert not engine.seen_params[-1].chooses  # what asks for nothing
+
+
+def test_a_beam_search_leaves_out_the_models_repetition_penalty(client, engine):
+    """As in vLLM. The client did not send the penalty, so its request must not be refused for it."""
+    engine.default_sampling_params = SamplingParams(repetition_penalty=1.05, temperature=0.7)
+    client.completions.create(model="echo", prompt="abc", n=2, extra_body={"use_beam_search": True})
+    assert (engine.seen_params[-1].repetition_penalty, engine.seen_params[-1].temperature) == (1.0, 0.7)
+    client.completions.create(model="echo", prompt="abc", n=2)
+    assert engine.seen_params[-1].repetition_penalty == 1.05
+    extra = {"use_beam_search": True, "repetition_penalty": 1.2}
+    with pytest.raises(openai.BadRequestError, match=r"repetition_penalty=1\.2"):
+        client.completions.create(model="echo", prompt="abc", n=2, extra_body=extra)
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_what_is_refused_by_name(url, body, param):
 
 def test_tools_for_a_model_that_knows_none(url, client, engine):
     engine.tokenizer.chat_template = "{{ messages }}"
-    with pytest.raises(openai.BadRequestError, match="no place for tools"):
+    with pytest.raises(openai.BadRequestError, match="does not read tools"):
         client.chat.completions.create(**CHAT, tools=OFFERED)
     engine.tokenizer.chat_template = "{{ tools }} <tool_call> <function="
     with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):

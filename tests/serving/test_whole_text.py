@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from jpaged import AsyncLLM, SamplingParams
-from jpaged.build import BuiltEngine, engine_config
 from jpaged.engine.engine import Engine
+from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_options import engine_config
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.engine.fake_runner import FakeRunner
@@ -159,7 +160,7 @@ def test_half_characters_have_names_and_bytes_of_their_own(url: str):
         ({"stop": ["a", ""]}, "stop", "empty"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "from 1"),
         ({"truncate_prompt_tokens": 80}, "truncate_prompt_tokens", "at most 79"),
-        ({"truncation_side": "left"}, "truncation_side", "goes with truncate_prompt_tokens"),
+        ({"truncation_side": "left"}, "truncation_side", "needs truncate_prompt_tokens"),
         ({"stream_interval": 0}, "stream_interval", "from 1"),
     ],
 )

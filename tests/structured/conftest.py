@@ -21,21 +21,21 @@ SECONDS = 60.0
 
 @dataclasses.dataclass
 class Model:
-    """A tokenizer with a compiler for it, as an engine has them."""
+    """A tokenizer and a compiler for it, like those of an engine."""
 
     compiler: GrammarCompiler
-    vocab_size: int  # padded: more than the tokenizer has
+    vocab_size: int  # padded: larger than the tokenizer's
     eos_token_ids: tuple[int, ...]
     decode: Callable[[list[int]], str]
     token_bytes: list[bytes]
-    drops_a_blank: bool = False  # at the beginning of a text, as SentencePiece's decoding does
+    drops_leading_blank: bool = False  # as SentencePiece's decoding does at the beginning of a text
 
     def matcher(self, **fields: Any) -> GrammarMatcher:
-        """A new one for what StructuredOutputsParams takes."""
+        """Return a new matcher for fields of StructuredOutputsParams."""
         return self.compiler.submit(StructuredOutputsParams(**fields)).result(SECONDS).matcher()
 
     def write(self, matcher: GrammarMatcher, seed: int, strength: float = 5.0, **options: Any) -> sampling.Answer:
-        """An answer of chance that favours short ends."""
+        """Write a random answer that prefers tokens which end texts, arrays and objects."""
         bias = sampling.logits_of(self.token_bytes, self.eos_token_ids, strength)
 
         def logits(position: int) -> np.ndarray:
@@ -45,7 +45,7 @@ class Model:
 
 
 def model(tokenizer: Any, num_tokens: int, eos: tuple[int, ...], decode: Callable[[list[int]], str]) -> Model:
-    """A model whose output has 37 rows more than its tokenizer tokens."""
+    """Return a model with 37 more logits than its tokenizer has tokens."""
     compiler = GrammarCompiler(tokenizer, num_tokens + 37, eos)
     texts = [decode([token_id]).encode() for token_id in range(num_tokens)] + [b"padding"] * 37
     return Model(compiler, num_tokens + 37, eos, decode, texts)
@@ -63,7 +63,7 @@ def any_model(request: pytest.FixtureRequest) -> Iterator[Model]:
         backend = sampling.byte_level() if request.param == "byte-level" else sampling.sentencepiece_like()
         eos = backend.token_to_id("<|end|>" if request.param == "byte-level" else "</s>")
         made = model(sampling.Wrapped(backend), backend.get_vocab_size(), (eos,), backend.decode)
-        made.drops_a_blank = request.param == "sentencepiece-like"
+        made.drops_leading_blank = request.param == "sentencepiece-like"
     yield made
     made.compiler.close()
 

@@ -1,6 +1,6 @@
-"""200 JSON schemas and 50 regular expressions that answers are generated from, and what is refused, with its name.
+"""200 JSON schemas and 50 regular expressions for generated answers, and schemas with keywords that raise.
 
-Every answer must pass `check_json` or `re.fullmatch`, whichever model wrote it. Deterministic: the same corpus always.
+Every answer must pass `check_json` or `re.fullmatch`. The corpus is deterministic.
 """
 
 import copy
@@ -11,20 +11,20 @@ import jsonschema
 
 Schema = dict[str, Any]
 
-# Short and small: a model that rambles inside a text finishes all the same.
+# Short texts and small numbers, so that an answer finishes even if the model repeats itself inside a text.
 S: Schema = {"type": "string", "maxLength": 12}
 N: Schema = {"type": "integer", "minimum": -999, "maximum": 9999}
 
 
 def obj(required: Schema, optional: Schema | None = None, **more: Any) -> Schema:
-    """An object with these properties and no others, unless it says so."""
+    """Return the schema of an object with these properties and no others, unless `more` allows them."""
     properties = required | (optional or {})
     closed = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
     return closed | more
 
 
 def arr(items: Any, low: int = 0, high: int = 3, **more: Any) -> Schema:
-    """An array of so many items."""
+    """Return the schema of an array of `low` to `high` items."""
     return {"type": "array", "items": items, "minItems": low, "maxItems": high} | more
 
 
@@ -245,7 +245,7 @@ for _schema in EVERYDAY[:6]:
 
 
 def schemas() -> dict[str, Schema]:
-    """200 schemas by name: each group as it is, then leaves in objects, arrays, unions and definitions."""
+    """Return 200 schemas by name: all groups, then simple schemas inside objects, arrays, unions and definitions."""
     groups = {
         "integer": INTEGERS, "number": NUMBERS, "string": STRINGS, "format": FORMATS, "choice": CHOICES,
         "array": ARRAYS, "object": OBJECTS, "combined": COMBINED, "reference": REFERENCES, "everyday": EVERYDAY,
@@ -268,7 +268,7 @@ def schemas() -> dict[str, Schema]:
     return named
 
 
-# A short one of each group, for runs that cannot afford all.
+# One or two short schemas of each group, for fast tests.
 SHORT = (
     "integer-1", "integer-6", "number-1", "string-5", "string-8", "format-0", "format-9", "choice-1", "choice-2",
     "array-2", "array-7", "object-2", "object-6", "object-9", "combined-3", "combined-8", "reference-3", "reference-6",
@@ -277,13 +277,13 @@ SHORT = (
 
 
 def check_json(schema: Schema, text: str) -> None:
-    """Raise unless a text is JSON that the schema takes, by the `jsonschema` package, formats included."""
+    """Raise unless a text is JSON that matches the schema, formats included. Uses the `jsonschema` package."""
     validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     checker = validator.FORMAT_CHECKER
     validator(schema, format_checker=checker).validate(json.loads(text))
 
 
-# Keywords that restrict and are not enforced, each in a schema that has nothing else wrong.
+# Keywords that cannot be enforced, each in an otherwise valid schema.
 REFUSED: dict[str, Schema] = {
     "uniqueItems": {"type": "array", "uniqueItems": True},
     "contains": {"type": "array", "contains": N},

@@ -1,4 +1,4 @@
-"""Answers written by chance over a matcher, as an engine would: mask, sample, accept; with and without jump-forward."""
+"""Writes random answers with a matcher, as an engine does: mask, sample, accept; with and without jump-forward."""
 
 import dataclasses
 import json
@@ -17,14 +17,14 @@ WORDS = [
 
 
 class Wrapped:
-    """The part of a transformers tokenizer that grammars need, over a tokenizer of `tokenizers`."""
+    """The part of a transformers tokenizer that grammars need, around a tokenizer of `tokenizers`."""
 
     def __init__(self, backend: Tokenizer):
         self.backend_tokenizer = backend
 
 
 def sentencepiece_like() -> Tokenizer:
-    """As Llama 2 and Mistral: spaces are ▁, and characters without a token are bytes. Trained here."""
+    """Train a tokenizer like those of Llama 2 and Mistral: spaces are ▁, characters without a token are bytes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -33,7 +33,7 @@ def sentencepiece_like() -> Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=pieces, show_progress=False)
     tokenizer.train_from_iterator([" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))], trainer)
-    # The trainer knows special tokens only; those of bytes are not: they are text.
+    # The trainer makes all of them special tokens, but byte tokens are text.
     for piece in pieces[3:]:
         assert tokenizer.token_to_id(piece) is not None
     return _only_special(tokenizer, ("<unk>", "<s>", "</s>"))
@@ -46,7 +46,7 @@ def _only_special(tokenizer: Tokenizer, special: tuple[str, ...]) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen. Trained here."""
+    """Train a tokenizer like those of GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,20 +62,20 @@ def byte_level() -> Tokenizer:
 
 @dataclasses.dataclass
 class Answer:
-    """What chance has written."""
+    """A random answer."""
 
     token_ids: list[int]
     finished: bool
-    forced: int  # tokens that were taken without sampling
+    forced: int  # number of tokens accepted without sampling
 
 
 def bits(words: np.ndarray, vocab_size: int) -> np.ndarray:
-    """bool[vocab_size] of a mask."""
+    """Unpack a mask to bool[vocab_size]."""
     return np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
 
 
 def logits_of(token_bytes: list[bytes], eos_token_ids: tuple[int, ...], strength: float) -> np.ndarray:
-    """float[vocab]: what ends texts, arrays, objects and answers is `strength` more likely than the rest."""
+    """Return float[vocab]: tokens that end texts, arrays, objects and answers have `strength` higher logits."""
     bias = np.zeros(len(token_bytes))
     for token_id, text in enumerate(token_bytes):
         if text[:1] in (b'"', b"}", b"]", b")"):
@@ -95,10 +95,9 @@ def write(
     jump: bool = True,
     max_tokens: int = 512,
 ) -> Answer:
-    """Take the likeliest allowed token of `logits(position)`, float[vocab_size], until the end.
+    """Accept the most likely allowed token of `logits(position)`, float[vocab_size], until the answer ends.
 
-    Whatever has drawn the logits, the choice at a position is a function of the position and the mask alone, as it is
-    in the engine: with and without jump-forward the same answer must come out.
+    A token depends only on its position and mask, as in the engine. So jump-forward must not change the answer.
     """
     words = np.zeros(mask_words(vocab_size), np.int32)
     tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""The corpus through the whole engine, with the demo model: 90% finish at least, and those are what was asked for."""
+"""The corpus on the engine with the demo model: at least 90% of the answers finish, and those match their grammar."""
 
 import re
 import warnings
@@ -18,13 +18,13 @@ PROMPT = "def read_settings(path):\n    return "
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """The demo model, 32 requests at once."""
+    """The demo model with 32 rows."""
     with LLM("demo", max_num_seqs=32, max_model_len=640) as made:
         yield made
 
 
 def answers(llm: LLM, grammars: list[StructuredOutputsParams], temperature: float) -> list[RequestOutput]:
-    """One for each grammar, all in one call."""
+    """Return one answer for each grammar, from one call."""
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=512, structured_outputs=grammar)
         for i, grammar in enumerate(grammars)
@@ -35,7 +35,7 @@ def answers(llm: LLM, grammars: list[StructuredOutputsParams], temperature: floa
 
 
 def check(outputs: list[RequestOutput], names: list[str], checks: Callable[[str, str], None]) -> None:
-    """At least 90% have finished, and each of those passes."""
+    """Assert that at least 90% have finished, and that each of these passes."""
     finished = 0
     for name, output in zip(names, outputs, strict=True):
         answer = output.outputs[0]
@@ -60,7 +60,7 @@ def test_schemas(llm: LLM, temperature: float):
 def test_regexes(llm: LLM, temperature: float):
     def matches(regex: str, text: str) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of sets that a later Python may nest
+            warnings.simplefilter("ignore", FutureWarning)  # about "[[", a future nested set
             assert re.fullmatch(regex, text)
 
     outputs = answers(llm, [StructuredOutputsParams(regex=regex) for regex in corpus.REGEXES], temperature)

@@ -1,4 +1,4 @@
-"""What is beyond the limits is refused before anything runs; what is within them and hostile ends in time."""
+"""Hostile grammars: those beyond the limits raise before anything runs, those within the limits end in time."""
 
 import concurrent.futures
 import json
@@ -16,7 +16,7 @@ from tests.structured.conftest import SECONDS, Model
 
 
 def nested(depth: int) -> corpus.Schema:
-    """So many schemas, one inside the other."""
+    """Return `depth` schemas, one inside the other."""
     schema: corpus.Schema = {"type": "integer"}
     for _ in range(depth - 1):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
@@ -24,16 +24,16 @@ def nested(depth: int) -> corpus.Schema:
 
 
 def unreadable(depth: int) -> str:
-    """Lists in a const, which are no schemas."""
+    """Return lists nested in a `const`, where they are not schemas."""
     return '{"const":' + "[" * depth + "]" * depth + "}"
 
 
-# Refused by `submit` itself: a future would already have cost a worker.
+# `submit` raises for these, before a worker runs.
 REFUSED = {
     "60 levels": ({"json": nested(60)}, "max_grammar_depth"),
     "33 levels": ({"json": nested(33)}, "max_grammar_depth"),
     "lists in lists": ({"json": unreadable(200)}, "max_grammar_depth"),
-    "more lists than the reader takes": ({"json": "[" * 60_000}, "max_grammar_depth"),
+    "more lists than the JSON parser takes": ({"json": "[" * 60_000}, "max_grammar_depth"),
     "50,000 words": ({"json": {"enum": [f"w{i:05d}" for i in range(50_000)]}}, "max_grammar_bytes"),
     "10,001 words": ({"json": {"enum": list(range(10_001))}}, "max_grammar_enum"),
     "10,001 words inside": ({"json": corpus.obj({"a": {"enum": list(range(10_001))}})}, "max_grammar_enum"),
@@ -46,18 +46,18 @@ REFUSED = {
     "long pattern": ({"json": {"type": "string", "pattern": "a" * 4097}}, "max_regex_bytes"),
     "long name pattern": ({"json": {"type": "object", "patternProperties": {"a" * 4097: {}}}}, "max_regex_bytes"),
     "long white space": ({"json_object": True, "whitespace_pattern": " ?" * 3000}, "max_regex_bytes"),
-    "remote": ({"json": {"$ref": "https://example.com/a.json"}}, "nothing is fetched"),
-    "remote inside": ({"json": corpus.obj({"a": {"$ref": "file:///etc/passwd"}})}, "nothing is fetched"),
+    "remote": ({"json": {"$ref": "https://example.com/a.json"}}, "other documents are not read"),
+    "remote inside": ({"json": corpus.obj({"a": {"$ref": "file:///etc/passwd"}})}, "other documents are not read"),
     "remote under long names": (
         {"json": {"properties": {"a" * 30_000: corpus.obj({"b" * 15_000: {"$ref": "https://example.com"}})}}},
-        "nothing is fetched",
+        "other documents are not read",
     ),
     "no JSON": ({"json": "{"}, "must be JSON"),
     "NaN": ({"json": '{"minimum": NaN}'}, "must be JSON"),
     "no schema": ({"json": "3"}, "must be a JSON schema"),
 }
 
-# Refused in the worker, in the words of the compiler.
+# The worker raises for these, with llguidance's message.
 NOT_COMPILED = {
     "a reference to itself": ({"json": {"$ref": "#"}}, "nothing matches it"),
     "references in a circle": (
@@ -80,14 +80,14 @@ NOT_COMPILED = {
     "parentheses of GBNF": ({"grammar": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000 + "\n"}, "recursion"),
 }
 
-# Within every limit, and still compiling after minutes where nobody stops it.
+# Within every limit, but compiling takes minutes unless it is stopped.
 ENDLESS = {
     "patterns": {"allOf": [{"type": "string", "pattern": "[a-z]{%d}[0-9].*%d" % (i, i)} for i in range(200)]},  # noqa: UP031
     "multiples": {"type": "integer", "multipleOf": 1_000_003},
     "names": {"type": "object", "patternProperties": {"^[a-z]{%d}[0-9]+$" % i: {} for i in range(300)}},  # noqa: UP031
 }
 
-# Cheap to compile, expensive to follow; or only seemingly so.
+# Cheap to compile. Following them is expensive, or only seems to be.
 HEAVY = {
     "repeated repetition": {"regex": "a{1,1000}{1,1000}"},
     "repeated group": {"regex": "(b{1,1000}a){1,1000}"},
@@ -106,13 +106,13 @@ HEAVY = {
 
 
 def small_compiler(**limits: float) -> tuple[GrammarCompiler, sampling.Tokenizer]:
-    """Over a small byte-level tokenizer."""
+    """Return a compiler for a small byte-level tokenizer."""
     backend = sampling.byte_level()
     return GrammarCompiler(sampling.Wrapped(backend), 600, (0,), GrammarLimits(**limits)), backend  # ty: ignore
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_beyond_the_limits(demo: Model, name: str):
+def test_a_grammar_beyond_the_limits_raises(demo: Model, name: str):
     fields, why = REFUSED[name]
     params = StructuredOutputsParams(**fields)
     with pytest.raises(RequestError, match=why) as caught:
@@ -122,14 +122,14 @@ def test_beyond_the_limits(demo: Model, name: str):
 
 
 @pytest.mark.parametrize("keyword", corpus.REFUSED)
-def test_keywords_that_are_not_enforced_are_refused_by_name(demo: Model, keyword: str):
+def test_keywords_that_cannot_be_enforced_raise(demo: Model, keyword: str):
     for schema in (corpus.REFUSED[keyword], corpus.obj({"inside": corpus.arr(corpus.REFUSED[keyword])})):
         with pytest.raises(RequestError) as caught:
             demo.compiler.submit(StructuredOutputsParams(json=schema))
         assert keyword in caught.value.value
 
 
-def test_what_a_property_is_called_is_no_keyword(demo: Model):
+def test_a_property_may_have_the_name_of_a_refused_keyword(demo: Model):
     named = corpus.obj(dict.fromkeys(corpus.REFUSED, corpus.N)) | {"default": {"not": 1}, "const": None}
     del named["const"]
     demo.matcher(json=named)
@@ -138,11 +138,11 @@ def test_what_a_property_is_called_is_no_keyword(demo: Model):
 
 
 @pytest.mark.parametrize("name", NOT_COMPILED)
-def test_what_cannot_be_compiled(demo: Model, name: str):
+def test_a_grammar_that_cannot_be_compiled_raises(demo: Model, name: str):
     fields, why = NOT_COMPILED[name]
     future = demo.compiler.submit(StructuredOutputsParams(**fields))
     if why is None:
-        future.result(SECONDS)  # it can be begun; it ends at max_tokens
+        future.result(SECONDS)  # it compiles, and an answer ends at max_tokens
         return
     with pytest.raises(RequestError, match=why) as caught:
         future.result(SECONDS)
@@ -151,8 +151,8 @@ def test_what_cannot_be_compiled(demo: Model, name: str):
 
 
 @pytest.mark.parametrize("name", HEAVY)
-def test_what_is_heavy_to_follow_ends(demo: Model, name: str):
-    """With an answer, at max_tokens, or with one error of this request."""
+def test_an_expensive_grammar_ends(demo: Model, name: str):
+    """The answer finishes, reaches max_tokens, or ends with an error."""
     for seed in range(1 if name == "1,200 optional properties" else 2):
         try:
             demo.write(demo.matcher(**HEAVY[name]), seed, strength=-2.0, max_tokens=64)
@@ -160,18 +160,18 @@ def test_what_is_heavy_to_follow_ends(demo: Model, name: str):
             error = caught
         else:
             continue
-        assert re.match(r"cannot go on after \d+ tokens: .|cannot be compiled: .*limit", error.accepted)
+        assert re.match(r"cannot continue after \d+ tokens: .|cannot be compiled: .*limit", error.accepted)
         assert "\n" not in error.accepted
 
 
-def test_endless_compiles_are_ended_and_hold_up_nobody():
-    """All at once: each ends with its own error; what others ask for meanwhile is ready long before."""
+def test_endless_compiles_end_and_do_not_delay_other_requests():
+    """Each endless compile ends with its own error, and an ordinary grammar is ready before them."""
     compiler, _ = small_compiler(grammar_compile_timeout=3.0)
     try:
         compiler.submit(StructuredOutputsParams(regex="warm")).result(SECONDS)
         futures = [compiler.submit(StructuredOutputsParams(json=schema)) for schema in ENDLESS.values()]
         again = compiler.submit(StructuredOutputsParams(json=ENDLESS["multiples"]))
-        assert again in futures  # the same twice is compiled once
+        assert again in futures  # the same grammar is compiled once
         usual = compiler.submit(StructuredOutputsParams(json=corpus.EVERYDAY[0]))
         usual.result(SECONDS)
         assert not all(future.done() for future in futures)
@@ -183,7 +183,7 @@ def test_endless_compiles_are_ended_and_hold_up_nobody():
         compiler.close()
 
 
-def test_closing_ends_what_is_under_way():
+def test_close_ends_unfinished_compiles():
     compiler, _ = small_compiler(grammar_compile_timeout=100.0)
     compiler.submit(StructuredOutputsParams(regex="warm")).result(SECONDS)
     future = compiler.submit(StructuredOutputsParams(json=ENDLESS["patterns"]))
@@ -199,7 +199,7 @@ def test_closing_ends_what_is_under_way():
         time.sleep(0.01)
 
 
-def test_a_child_that_dies_is_an_error_of_its_grammar_alone():
+def test_a_child_that_dies_is_replaced():
     compiler, _ = small_compiler()
     try:
         compiler.submit(StructuredOutputsParams(regex="warm")).result(SECONDS)
@@ -213,14 +213,14 @@ def test_a_child_that_dies_is_an_error_of_its_grammar_alone():
         compiler.close()
 
 
-def test_compiled_grammars_are_shared_and_few_are_kept():
+def test_compiled_grammars_are_shared_and_the_cache_is_bounded():
     compiler, _ = small_compiler(grammar_cache_size=2)
     try:
         first = compiler.submit(StructuredOutputsParams(json={"type": "integer"})).result(SECONDS)
         assert compiler.submit(StructuredOutputsParams(json='{"type":"integer"}')).result(0) is first
         compiler.submit(StructuredOutputsParams(regex="b")).result(SECONDS)
         assert compiler.submit(StructuredOutputsParams(json={"type": "integer"})).result(0) is first
-        compiler.submit(StructuredOutputsParams(regex="c")).result(SECONDS)  # in the place of b
+        compiler.submit(StructuredOutputsParams(regex="c")).result(SECONDS)  # evicts b
         assert len(compiler._cache) == 2
         assert compiler.submit(StructuredOutputsParams(json={"type": "integer"})).result(0) is first
         one, other = first.matcher(), first.matcher()
@@ -230,7 +230,7 @@ def test_compiled_grammars_are_shared_and_few_are_kept():
         compiler.close()
 
 
-def test_many_threads_may_ask():
+def test_many_threads_may_submit():
     compiler, _ = small_compiler()
     params = [StructuredOutputsParams(regex=f"a{{{i % 5 + 1}}}") for i in range(40)]
     try:
@@ -242,7 +242,7 @@ def test_many_threads_may_ask():
 
 
 @pytest.mark.parametrize("tokenizer", [None, object()])
-def test_a_model_without_a_fast_tokenizer(tokenizer: object):
+def test_a_model_without_a_fast_tokenizer_raises(tokenizer: object):
     compiler = GrammarCompiler(tokenizer, 100, (0,))
     try:
         with pytest.raises(RequestError, match="fast tokenizer"):
@@ -251,7 +251,7 @@ def test_a_model_without_a_fast_tokenizer(tokenizer: object):
         compiler.close()
 
 
-def test_limits_are_the_engines_options():
+def test_limits_come_from_the_engine_options():
     config = EngineConfig(model="demo", max_grammar_depth=7, grammar_compile_timeout=1.5)
     assert GrammarLimits.from_options(config) == GrammarLimits(max_grammar_depth=7, grammar_compile_timeout=1.5)
     assert GrammarLimits.from_options(EngineConfig(model="demo")) == GrammarLimits()
@@ -261,7 +261,7 @@ def test_limits_are_the_engines_options():
         assert caught.value.parameter == name
 
 
-def test_a_smaller_limit_holds():
+def test_smaller_limits_are_enforced():
     compiler, _ = small_compiler(max_grammar_bytes=100, max_grammar_depth=2, max_grammar_enum=3, max_regex_bytes=10)
     try:
         for fields in (

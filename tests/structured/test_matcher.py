@@ -1,4 +1,4 @@
-"""A matcher by itself: its masks against what it accepts, going back, copies, jump-forward, and the end."""
+"""GrammarMatcher: masks and accepted tokens, rollback, copies, jump-forward, and the end of an answer."""
 
 import json
 import re
@@ -23,14 +23,14 @@ FIXED = corpus.obj(
 
 
 def mask(model: Model, matcher: GrammarMatcher) -> np.ndarray:
-    """bool[vocab_size]."""
+    """Return the mask as bool[vocab_size]."""
     words = np.full(mask_words(model.vocab_size), -1, np.int32)
     matcher.mask_into(words)
     return bits(words, model.vocab_size)
 
 
-def test_a_mask_is_what_is_accepted(any_model: Model):
-    """Every token of the vocabulary, at places along an answer: accepted exactly if its bit is set."""
+def test_a_token_is_accepted_exactly_if_the_mask_allows_it(any_model: Model):
+    """For every token of the vocabulary, at 12 positions of an answer."""
     matcher = any_model.matcher(json=FIXED)
     rng = np.random.default_rng(0)
     for _ in range(12):
@@ -40,7 +40,7 @@ def test_a_mask_is_what_is_accepted(any_model: Model):
         assert matcher.accept(int(rng.choice(np.flatnonzero(allowed))))
 
 
-def test_tokens_that_the_tokenizer_does_not_have_are_never_allowed(any_model: Model):
+def test_ids_that_the_tokenizer_does_not_have_are_never_allowed(any_model: Model):
     padding = any_model.token_bytes.index(b"padding")
     for fields in ({"regex": r"(.|\n)*"}, {"json_object": True}):
         matcher = any_model.matcher(**fields)
@@ -67,8 +67,8 @@ def test_every_word_of_a_mask_is_written(demo: Model):
             matcher.mask_into(wrong)
 
 
-def test_the_end(any_model: Model):
-    """End-of-sequence is allowed where the text may end; where nothing else is, the answer is finished."""
+def test_end_of_sequence_is_allowed_where_the_answer_may_end(any_model: Model):
+    """If no other token is allowed, the answer is finished."""
     eos = any_model.eos_token_ids[0]
     matcher = any_model.matcher(regex="a?b?")
     assert matcher.is_accepting
@@ -101,8 +101,8 @@ def test_a_token_that_is_not_allowed_changes_nothing(any_model: Model):
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_going_back_is_never_having_gone(demo: Model, data: st.DataObject):
-    """Accepts, goes back and copies at random; always the same as a new matcher that took what is left."""
+def test_rollback_restores_the_state(demo: Model, data: st.DataObject):
+    """Random accepts, rollbacks and copies: the state equals that of a new matcher with the same tokens."""
     name = data.draw(st.sampled_from(corpus.SHORT))
     matcher = demo.matcher(json=SCHEMAS[name])
     tokens: list[int] = []
@@ -126,14 +126,14 @@ def test_going_back_is_never_having_gone(demo: Model, data: st.DataObject):
         assert matcher.is_finished == fresh.is_finished
         assert matcher.forced_tokens() == fresh.forced_tokens()
         assert (mask(demo, matcher) == mask(demo, fresh)).all()
-    with pytest.raises(ValueError, match="cannot go back"):
+    with pytest.raises(ValueError, match="num_tokens is"):
         matcher.rollback(len(tokens) + 1)
 
 
 @settings(max_examples=60)
 @given(name=st.sampled_from(corpus.SHORT), seed=st.integers(0, 2**32), room=st.integers(1, 60))
-def test_jumping_forward_changes_nothing(demo: Model, name: str, seed: int, room: int):
-    """At any number of tokens that is left, forced stretches cut off included."""
+def test_jump_forward_does_not_change_the_answer(demo: Model, name: str, seed: int, room: int):
+    """For any `max_tokens`, which may cut off a run of forced tokens."""
     answers = [
         demo.write(demo.matcher(json=SCHEMAS[name]), seed, jump=jump, max_tokens=room) for jump in (True, False)
     ]
@@ -141,8 +141,8 @@ def test_jumping_forward_changes_nothing(demo: Model, name: str, seed: int, room
     assert answers[0].finished == answers[1].finished
 
 
-def test_forced_stretches_are_found_and_written_as_the_tokenizer_would(any_model: Model):
-    """Without white space most of this object is forced; the tokens are those of the compiler's own mask."""
+def test_forced_tokens_are_those_of_the_tokenizer(any_model: Model):
+    """Without white space most of this object is forced. llguidance's own mask allows only the forced token."""
     matcher = any_model.matcher(json=FIXED, disable_any_whitespace=True)
     answer = any_model.write(matcher, 0)
     assert answer.finished
@@ -150,7 +150,7 @@ def test_forced_stretches_are_found_and_written_as_the_tokenizer_would(any_model
     single = any_model.matcher(json=FIXED, disable_any_whitespace=True)
     for token_id in answer.token_ids:
         forced = single.forced_tokens()
-        if forced:  # llguidance allows no other either: what is forced is no choice of ours
+        if forced:
             words = np.zeros(mask_words(any_model.vocab_size), np.int32)
             single._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             assert np.flatnonzero(bits(words, any_model.vocab_size)).tolist() == forced[:1] == [token_id]
@@ -161,7 +161,7 @@ def test_forced_stretches_are_found_and_written_as_the_tokenizer_would(any_model
 
 
 def blanks(model: Model, **fields: object) -> str:
-    """What a model writes that wants blanks above all."""
+    """Return the answer of a model that prefers white space to all other tokens."""
     matcher = model.matcher(json=corpus.obj({"a": corpus.N, "b": corpus.arr(corpus.N, 2, 2)}), **fields)
     likes = np.array([4.0 * len(text) if text.strip(b" \n\t\r") == b"" else 0.0 for text in model.token_bytes])
     likes += [0 if text[:1] not in b'"}],:0123456789' else 1.0 for text in model.token_bytes]
@@ -174,7 +174,7 @@ def blanks(model: Model, **fields: object) -> str:
     return model.decode(tokens)
 
 
-def test_runs_of_white_space_are_bounded(any_model: Model):
+def test_white_space_is_bounded_by_default(any_model: Model):
     text = blanks(any_model)
     assert json.loads(text).keys() == {"a", "b"}
     assert re.search(r"\s", text)
@@ -182,13 +182,13 @@ def test_runs_of_white_space_are_bounded(any_model: Model):
         assert re.fullmatch(r" |\r?\n( {0,64}|\t{0,32})", run), run
 
 
-def test_white_space_as_asked_for(any_model: Model):
+def test_white_space_follows_the_options(any_model: Model):
     assert re.search(r"\s", blanks(any_model, disable_any_whitespace=True)) is None
     assert re.search(r"\s", blanks(any_model, whitespace_pattern="")) is None
     for run in re.findall(r"\s+", blanks(any_model, whitespace_pattern=r"[\s]{0,3}")):
         assert re.fullmatch(r"[ \n\r\t]{1,3}", run), run
     endless = blanks(any_model, whitespace_pattern=r"[ \n]*")
-    assert re.search(r"\s{200}", endless)  # asked for: then it is the caller's
+    assert re.search(r"\s{200}", endless)  # the caller's pattern has no bound
 
 
 # -- other kinds ------------------------------------------------------------------------------------------------------
@@ -258,46 +258,46 @@ def test_structural_tags(demo: Model, text: str, allowed: bool, complete: bool):
         assert matcher.is_accepting == complete
 
 
-def test_what_costs_too_much_ends_with_one_line(demo: Model):
-    """In the middle of an answer: an error of this request, that the engine can give as it is."""
+def test_a_step_that_costs_too_much_raises_a_short_error(demo: Model):
+    """The error comes in the middle of an answer, in one line, and names the parameter."""
     regex = "|".join(f".*{chr(97 + i)}.{{{50 + i}}}x" for i in range(26))
-    with pytest.raises(RequestError, match=r"cannot go on after \d+ tokens") as caught:
+    with pytest.raises(RequestError, match=r"cannot continue after \d+ tokens") as caught:
         demo.write(demo.matcher(regex=regex), 0, strength=-5.0)
     assert caught.value.parameter == "structured_outputs.regex"
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 700
 
 
-def take(model: Model, matcher: GrammarMatcher, token_ids: list[int]) -> None:
+def accept_all(model: Model, matcher: GrammarMatcher, token_ids: list[int]) -> None:
     words = np.zeros(mask_words(model.vocab_size), np.uint32)
     for token_id in token_ids:
         matcher.mask_into(words)
         assert matcher.accept(token_id)
 
 
-def test_a_grammar_does_not_wear_out(demo: Model):
-    """The states of its lexer are limited, and shared by all answers: the twelfth of these has used them up."""
+def test_a_grammar_whose_lexer_states_are_used_up_is_renewed(demo: Model):
+    """All answers share a limited number of lexer states. The twelfth answer uses them up."""
     properties = {f"field_{i}": {"type": "string", "maxLength": 1000 + 100 * i} for i in range(16)}
     schema = corpus.obj(properties)
     tokenizer = load_tokenizer(DEMO)
-    begun = demo.matcher(json=schema)
+    begun = demo.matcher(json=schema)  # continues after all others
     said = tokenizer.encode('{"field_0": "alpha', add_special_tokens=False)
-    take(demo, begun, said)
+    accept_all(demo, begun, said)
     for number in range(20):
         text = json.dumps({f"field_{i}": ("alpha beta " * 90)[: 900 if i == number % 16 else 60] for i in range(16)})
-        take(demo, demo.matcher(json=schema), tokenizer.encode(text, add_special_tokens=False))
-    take(demo, begun, tokenizer.encode(' beta", "field_1": "', add_special_tokens=False))  # one that began long ago
+        accept_all(demo, demo.matcher(json=schema), tokenizer.encode(text, add_special_tokens=False))
+    accept_all(demo, begun, tokenizer.encode(' beta", "field_1": "', add_special_tokens=False))
 
 
-def test_an_answer_that_fails_leaves_the_grammar_to_others(demo: Model):
-    """Another that is under way, and those that begin later."""
+def test_an_answer_that_fails_does_not_affect_other_answers(demo: Model):
+    """Neither an unfinished answer of the same grammar, nor answers that begin later."""
     hostile = {"regex": "a{1,1000}{1,1000}"}
     letters = load_tokenizer(DEMO).encode("a", add_special_tokens=False)
     other = demo.matcher(**hostile)
-    take(demo, other, letters * 5)
+    accept_all(demo, other, letters * 5)
     for _ in range(2):
-        with pytest.raises(RequestError, match="cannot go on after"):
-            take(demo, demo.matcher(**hostile), letters * 200)
-        take(demo, other, letters)
-        take(demo, demo.matcher(**hostile), letters * 20)
+        with pytest.raises(RequestError, match="cannot continue after"):
+            accept_all(demo, demo.matcher(**hostile), letters * 200)
+        accept_all(demo, other, letters)
+        accept_all(demo, demo.matcher(**hostile), letters * 20)
     assert len(other) == 7

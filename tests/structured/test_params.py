@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: what it takes, what it refuses, and what SamplingParams does with it."""
+"""StructuredOutputsParams: valid and invalid values, alone and in SamplingParams."""
 
 import copy
 import dataclasses
@@ -59,7 +59,7 @@ BAD = [
 
 
 def too_deep() -> Mapping:
-    """More than `json` writes."""
+    """Return a mapping nested deeper than `json` can write."""
     inner: dict = {}
     for _ in range(100_000):
         inner = {"a": inner}
@@ -67,7 +67,7 @@ def too_deep() -> Mapping:
 
 
 @pytest.mark.parametrize("fields", GOOD)
-def test_what_is_taken(fields: dict):
+def test_valid_values_are_accepted(fields: dict):
     params = StructuredOutputsParams(**fields)
     assert params == StructuredOutputsParams.from_fields(fields) == copy.deepcopy(params)
     assert pickle.loads(pickle.dumps(params)) == params  # noqa: S301
@@ -81,14 +81,14 @@ def test_what_is_taken(fields: dict):
 
 
 @pytest.mark.parametrize(("fields", "parameter"), BAD)
-def test_what_is_refused(fields: dict, parameter: str):
+def test_invalid_values_raise(fields: dict, parameter: str):
     for make in (lambda: StructuredOutputsParams(**fields), lambda: SamplingParams(structured_outputs=fields)):
         with pytest.raises(RequestError) as caught:
             make()
         assert caught.value.parameter == parameter
 
 
-def test_unknown_fields_are_named():
+def test_unknown_fields_raise_and_are_named():
     with pytest.raises(RequestError, match="did you mean 'regex'") as caught:
         SamplingParams(structured_outputs={"regexp": "a"})
     assert caught.value.parameter == "structured_outputs.regexp"
@@ -98,7 +98,7 @@ def test_unknown_fields_are_named():
         assert caught.value.parameter == "structured_outputs"
 
 
-def test_a_mapping_is_written_down_when_it_is_given():
+def test_a_mapping_is_copied():
     schema = copy.deepcopy(SCHEMA)
     params = StructuredOutputsParams(json=schema)
     schema["properties"].clear()
@@ -111,17 +111,17 @@ def test_a_mapping_is_written_down_when_it_is_given():
         assert caught.value.parameter == "structured_outputs.json"
 
 
-def test_a_beam_search_has_no_grammar():
+def test_a_beam_search_with_a_grammar_raises():
     with pytest.raises(RequestError) as caught:
         SamplingParams(n=2, use_beam_search=True, structured_outputs={"regex": "a"})
     assert caught.value.parameter == "structured_outputs"
 
 
-def test_importable_as_elsewhere():
+def test_importable_from_jpaged():
     assert jpaged.StructuredOutputsParams is StructuredOutputsParams
 
 
-def test_the_fields_of_vllm():
+def test_the_fields_are_those_of_vllm():
     names = {
         "json", "regex", "choice", "grammar", "json_object", "disable_any_whitespace", "disable_additional_properties",
         "whitespace_pattern", "structural_tag",

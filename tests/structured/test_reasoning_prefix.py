@@ -1,4 +1,4 @@
-"""Reasoning before a grammar: what may stand there is what a reader of answers takes away; the rest is the answer."""
+"""Reasoning before a grammar: the grammar accepts exactly the reasoning that the parser of answers removes."""
 
 import json
 
@@ -32,8 +32,8 @@ KINDS = {
 
 
 def matcher(made: Model, fields: dict, opened: bool) -> GrammarMatcher:
-    thought = ReasoningPrefix(TAGS.start, TAGS.end, opened)
-    return made.compiler.submit(StructuredOutputsParams(**fields), thought).result(SECONDS).matcher()
+    reasoning = ReasoningPrefix(TAGS.start, TAGS.end, opened)
+    return made.compiler.submit(StructuredOutputsParams(**fields), reasoning).result(SECONDS).matcher()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,19 +58,19 @@ def test_an_answer_may_begin_with_reasoning(demo: Model, kind, opened, before, a
     assert (read.content == answer) == accepted
 
 
-def test_a_compiled_grammar_is_kept_apart_from_the_one_without(demo: Model):
+def test_grammars_with_and_without_reasoning_are_cached_separately(demo: Model):
     fields = {"json": SCHEMA}
     plain = demo.compiler.submit(StructuredOutputsParams(**fields)).result(SECONDS)
     assert demo.compiler.submit(StructuredOutputsParams(**fields)).result(SECONDS) is plain
-    thought = ReasoningPrefix(TAGS.start, TAGS.end, True)
-    thinks = demo.compiler.submit(StructuredOutputsParams(**fields), thought).result(SECONDS)
-    assert thinks is not plain
-    assert demo.compiler.submit(StructuredOutputsParams(**fields), thought).result(SECONDS) is thinks
+    prefix = ReasoningPrefix(TAGS.start, TAGS.end, True)
+    with_reasoning = demo.compiler.submit(StructuredOutputsParams(**fields), prefix).result(SECONDS)
+    assert with_reasoning is not plain
+    assert demo.compiler.submit(StructuredOutputsParams(**fields), prefix).result(SECONDS) is with_reasoning
 
 
 @pytest.mark.parametrize("opened", [True, False])
 def test_tags_that_are_special_tokens(opened):
-    """They are accepted as these tokens, and not as their letters."""
+    """They are accepted as these tokens."""
     backend = sampling.byte_level()
     backend.add_special_tokens([AddedToken(tag, special=True) for tag in (TAGS.start, TAGS.end)])
     eos = backend.token_to_id("<|end|>")

@@ -1,9 +1,9 @@
-"""Structured output: what a request asks for becomes a grammar, and the grammar says which tokens may come next.
+"""Structured output: compiles a request's `StructuredOutputsParams` to a grammar that limits the tokens to sample.
 
-1. `GrammarCompiler.submit` checks a request's `StructuredOutputsParams` against the engine's limits, and compiles them
-   in a worker: first in a child process that can be killed (`probe.py`), then here.
-2. `Grammar.matcher` gives each answer its own `GrammarMatcher`.
-3. A matcher fills the bits of the tokens that may come next, and takes the token that was sampled.
+1. `GrammarCompiler.submit` checks the parameters against the engine's limits and compiles them in a worker. The
+   compile runs first in a child process that can be killed (`probe.py`), then in this process.
+2. `Grammar.matcher` returns a new `GrammarMatcher` for each answer.
+3. The matcher writes the mask of the next tokens, and accepts each sampled token.
 """
 
 from jpaged.engine.grammar.compiler import Grammar, GrammarCompiler

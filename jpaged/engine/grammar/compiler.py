@@ -1,11 +1,13 @@
-"""Compiles grammars beside the engine's loop, and keeps the last ones.
+"""Compiles grammars in worker threads, and caches the grammars used last.
 
-A compile is tried in a child process first, which is killed when its time is over (`probe.py` says why), and then done
-here. Two lanes: what takes longer than QUICK_SECONDS starts again in the slow one, so that usual grammars (a medium
-schema takes 4 ms) never wait behind hostile ones. At most two children, both with low priority.
+Each grammar is first compiled in a child process, which is killed when it exceeds its time limit (see `probe.py`).
+Then this process compiles it again. There are two lanes, each with one worker thread and one child of low priority.
+A compile that takes longer than QUICK_SECONDS starts again in the slow lane. So an ordinary grammar (a medium schema
+takes 4 ms) never waits for a hostile one.
 """
 
 import collections
+import dataclasses
 import functools
 import logging
 import threading
@@ -30,41 +32,54 @@ from jpaged.params.structured_outputs import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 
 QUICK_SECONDS = 0.5
-RENEW_SECONDS = 0.1  # what takes longer to compile is not compiled in the engine's thread, where all requests wait
-MAX_SLOW = 8  # compiles that wait in the slow lane
+RENEW_SECONDS = 0.1  # slower grammars are not recompiled in the engine's thread: all requests would wait
+MAX_SLOW = 8  # compiles queued in the slow lane
 
 _Key = tuple[StructuredOutputsParams, ReasoningPrefix | None]
 
 
-class Grammar:
-    """A compiled grammar, shared by all requests that ask for the same."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """One grammar to compile."""
 
-    def __init__(self, make: Callable[[], LLMatcher], vocab_size: int, source: Source):
-        """make: compiles it. Raises RequestError where that fails."""
-        self._make, self._vocab_size, self._source = make, vocab_size, source
+    key: _Key
+    source: Source
+    future: "Future[Grammar]"
+
+
+class Grammar:
+    """A compiled grammar, shared by all requests with the same parameters."""
+
+    def __init__(self, compile_matcher: Callable[[], LLMatcher], vocab_size: int, source: Source):
+        """Compile the grammar with `compile_matcher`. Raises RequestError if that fails."""
+        self._compile_matcher, self._vocab_size, self._source = compile_matcher, vocab_size, source
         began = time.monotonic()
-        self._matcher = make()
+        self._matcher = compile_matcher()
         self._seconds = time.monotonic() - began
-        self._generation = 0
+        self._generation = 0  # recompiles so far; -1: failed, and too slow to recompile here
 
     def matcher(self) -> GrammarMatcher:
-        """For one answer, at its beginning. A copy takes 42 us, and begins with what others have computed."""
+        """Return a matcher for a new answer. The copy takes 42 us and shares the lexer states computed so far."""
         parameter, value = self._source.parameter, self._source.value
         copied = self._matcher.deep_copy()
-        return GrammarMatcher(copied, self._vocab_size, parameter, value, self._renewed, self._generation)
+        return GrammarMatcher(copied, self._vocab_size, parameter, value, self._renew, self._generation)
 
     @property
     def is_stale(self) -> bool:
-        """Whether those who ask for it from now on need it compiled anew."""
+        """True if the grammar must be compiled again before a new request may use it."""
         return self._generation < 0
 
-    def _renewed(self, generation: int) -> tuple[LLMatcher, int] | None:
-        """For an answer whose matcher of this generation has failed. Called by the engine's thread only."""
+    def _renew(self, generation: int) -> tuple[LLMatcher, int] | None:
+        """Return a fresh matcher and its generation, for an answer whose matcher failed.
+
+        Recompiles if the failed matcher is of the current generation. None if that would take longer than
+        RENEW_SECONDS. Only the engine's thread calls this.
+        """
         if generation == self._generation:
             if self._seconds > RENEW_SECONDS:
                 self._generation = -1
             else:
-                self._matcher = self._make()
+                self._matcher = self._compile_matcher()
                 self._generation += 1
         return None if self._generation < 0 else (self._matcher.deep_copy(), self._generation)
 
@@ -78,14 +93,11 @@ class _Lane:
 
     def close(self) -> None:
         self.executor.shutdown(wait=False, cancel_futures=True)
-        # A thread of its own kills the child: another may be reading from it, and then meets its end.
-        process = self.probe._process
-        if process is not None:
-            process.kill()
+        self.probe.kill()  # the worker may be reading from the child: it then reads the end of the stream
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for. `submit` may be called from any thread."""
+    """Compiles the grammars of requests. `submit` may be called from any thread."""
 
     def __init__(
         self,
@@ -103,17 +115,19 @@ class GrammarCompiler:
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
         self._cache: collections.OrderedDict[_Key, Grammar] = collections.OrderedDict()
-        self._under_way: dict[_Key, Future[Grammar]] = {}
+        self._unfinished: dict[_Key, Future[Grammar]] = {}
         self._lanes: dict[str, _Lane] = {}
-        self._num_slow = 0
+        self._num_slow = 0  # unfinished compiles in the slow lane
         self._closed = False
 
     def submit(self, params: StructuredOutputsParams, reasoning: ReasoningPrefix | None = None) -> "Future[Grammar]":
-        """Begin to compile, unless it is known or under way. Returns at once. thought: what may stand before it.
+        """Start to compile a grammar, unless it is cached or being compiled. Returns at once.
 
-        Raises RequestError, within 50 ms, for what is beyond the limits or not supported. The future's exception is a
-        RequestError for what shows in compiling, also when it takes longer than grammar_compile_timeout, or a
-        CapacityError when too many slow ones wait. Nobody may cancel it: others can wait for the same.
+        reasoning: text that may come before the answer.
+
+        Raises RequestError, within 50 ms, for parameters beyond the limits or not supported. The future's exception is
+        a RequestError if the compile fails or takes longer than `grammar_compile_timeout`. It is a CapacityError if
+        MAX_SLOW slow compiles are queued. Do not cancel the future: other requests may wait for it.
         """
         key = params, reasoning
         with self._lock:
@@ -126,99 +140,95 @@ class GrammarCompiler:
                 done: Future[Grammar] = Future()
                 done.set_result(self._cache[key])
                 return done
-            if key in self._under_way:
-                return self._under_way[key]
+            if key in self._unfinished:
+                return self._unfinished[key]
         source = Source(params, self.limits, reasoning)
         with self._lock:
-            if key in self._under_way:
-                return self._under_way[key]
+            if key in self._unfinished:
+                return self._unfinished[key]
             future: Future[Grammar] = Future()
             future.set_running_or_notify_cancel()
-            self._under_way[key] = future
-            self._start("quick", key, source, future)
+            self._unfinished[key] = future
+            self._start("quick", _Job(key, source, future))
         return future
 
     def warm_up(self) -> "Future[None]":
-        """Begin to read the tokenizer, which the first compile would otherwise do.
+        """Start to read the tokenizer. Otherwise the first compile does it.
 
-        It holds Python's lock for most of its time (2.5 of 3.5 s for 150,000 tokens): a server, whose streams would
-        stand still meanwhile, does it before it is ready. The future's exception says why there can be no grammars.
+        Reading holds Python's interpreter lock for 2.5 of its 3.5 s (150,000 tokens), and all streams stop during that
+        time. A server therefore calls this before it is ready. If the model's tokenizer cannot be used for grammars,
+        the future's exception says why.
         """
         with self._lock:
             lane = self._lane("quick")
         return lane.executor.submit(self._read_tokenizer)
 
     def close(self) -> None:
-        """End all workers. Compiles under way fail with EngineError."""
+        """End all workers. Unfinished compiles fail with EngineError."""
         with self._lock:
             self._closed = True
-            under_way, self._under_way = self._under_way, {}
+            unfinished, self._unfinished = self._unfinished, {}
             lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
             lane.close()
-        for future in under_way.values():
+        for future in unfinished.values():
             _fail(future, EngineError("the engine is closed"))
 
-    # -- in the workers ------------------------------------------------------------------------------------------
+    # -- run by the workers ---------------------------------------------------------------------------------------
 
     def _lane(self, name: str) -> _Lane:
         if name not in self._lanes:
             self._lanes[name] = _Lane(name)
         return self._lanes[name]
 
-    def _start(self, name: str, key: _Key, source: Source, future: "Future[Grammar]") -> None:
+    def _start(self, name: str, job: _Job) -> None:
         lane = self._lane(name)
-        lane.executor.submit(self._work, lane, name == "quick", key, source, future)
+        lane.executor.submit(self._work, lane, name == "quick", job)
 
-    def _work(
-        self, lane: _Lane, quick: bool, key: _Key, source: Source, future: "Future[Grammar]"
-    ) -> None:
-        # Half of the time is the probe's: what it has compiled is compiled again here, in about the same time.
+    def _work(self, lane: _Lane, quick: bool, job: _Job) -> None:
+        # Half of the time is for the probe: this process compiles the grammar again, in about the same time.
         allowed = self.limits.grammar_compile_timeout / 2
         try:
             self._read_tokenizer()
             seconds = min(QUICK_SECONDS, allowed) if quick else allowed
-            grammar = self._compile(lane.probe, source, seconds)
+            grammar = self._compile(lane.probe, job.source, seconds)
         except ProbeTimeout:
             if quick and allowed > QUICK_SECONDS:
-                self._go_on_slowly(key, source, future)
+                self._retry_in_slow_lane(job)
                 return
             limit = self.limits.grammar_compile_timeout
-            accepted = f"takes too long to compile within {limit:g} s (grammar_compile_timeout): make it simpler"
-            error: Exception = RequestError(source.parameter, source.value, accepted)
-            self._end(key, future, quick, error)
+            accepted = f"takes more than {limit:g} s to compile (grammar_compile_timeout): make it simpler"
+            self._end(job, quick, RequestError(job.source.parameter, job.source.value, accepted))
         except Exception as cause:
-            self._end(key, future, quick, cause)
-        except BaseException as cause:  # a panic of the compiler: the request that waits for it must hear of it
-            self._end(key, future, quick, EngineError(f"compiling a grammar failed: {cause!r}"))
+            self._end(job, quick, cause)
+        except BaseException as cause:  # llguidance panicked (Rust): the waiting request must get an error
+            self._end(job, quick, EngineError(f"compiling a grammar failed: {cause!r}"))
         else:
-            self._end(key, future, quick, grammar)
+            self._end(job, quick, grammar)
 
-    def _go_on_slowly(self, key: _Key, source: Source, future: "Future[Grammar]") -> None:
+    def _retry_in_slow_lane(self, job: _Job) -> None:
         with self._lock:
             full = self._num_slow >= MAX_SLOW
             if not full and not self._closed:
                 self._num_slow += 1
-                self._start("slow", key, source, future)
+                self._start("slow", job)
         if full:
             seconds = self.limits.grammar_compile_timeout
-            self._end(key, future, True, CapacityError("too many grammars that take long to compile", seconds))
+            self._end(job, True, CapacityError("too many grammars that are slow to compile", seconds))
 
-    def _end(
-        self, key: _Key, future: "Future[Grammar]", quick: bool, result: Grammar | Exception
-    ) -> None:
+    def _end(self, job: _Job, quick: bool, result: Grammar | Exception) -> None:
         with self._lock:
             self._num_slow -= not quick
-            self._under_way.pop(key, None)
+            self._unfinished.pop(job.key, None)
             if isinstance(result, Grammar):
-                self._cache[key] = result
+                self._cache[job.key] = result
                 while len(self._cache) > self.limits.grammar_cache_size:
                     self._cache.popitem(last=False)
         if isinstance(result, Grammar):
-            if not future.done():
-                future.set_result(result)
+            if not job.future.done():
+                job.future.set_result(result)
         else:
-            _fail(future, result)
+            _fail(job.future, result)
 
     def _compile(self, probe: ProbeProcess, source: Source, seconds: float) -> Grammar:
         limits = GRAMMAR_STEP_LIMITS if source.is_context_free else STEP_LIMITS
@@ -226,21 +236,21 @@ class GrammarCompiler:
             source.text(), context_free=source.is_context_free, limits=limits, seconds=seconds
         )
         if error:
-            raise _not_compiled(source, error)
+            raise _compile_error(source, error)
         if not source.is_context_free:
             text = source.text(self._special_ids.get)
         if source.reasoning is not None:
             text = source.reasoning.prepend_to(text, self._special_ids.get)
-        return Grammar(functools.partial(self._make, source, text, limits), self.vocab_size, source)
+        return Grammar(functools.partial(self._compile_matcher, source, text, limits), self.vocab_size, source)
 
-    def _make(self, source: Source, text: str, limits: dict[str, Any]) -> LLMatcher:
+    def _compile_matcher(self, source: Source, text: str, limits: dict[str, Any]) -> LLMatcher:
         assert self._tokenizer is not None
         matcher = LLMatcher(self._tokenizer, text, limits=LLParserLimits(**limits), log_level=0)
         if not matcher.is_error():
             words = np.zeros(mask_words(self.vocab_size), np.uint32)
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
-            raise _not_compiled(source, matcher.get_error())
+            raise _compile_error(source, matcher.get_error())
         return matcher
 
     def _read_tokenizer(self) -> None:
@@ -258,11 +268,11 @@ class GrammarCompiler:
             logger.info("read the tokenizer for grammars in %.1f s", time.monotonic() - began)
 
 
-def _not_compiled(source: Source, error: str) -> RequestError:
+def _compile_error(source: Source, error: str) -> RequestError:
     if "NoExtension" in error:
-        error = "nothing matches it, or only what never ends (a reference to itself)"
+        error = "nothing matches it, or only infinite text (a schema that requires itself)"
     if "coerce_one_of" in error:
-        error = "oneOf whose branches may overlap is not supported: write anyOf"
+        error = "oneOf with branches that may overlap is not supported: write anyOf"
     return RequestError(source.parameter, source.value, f"cannot be compiled: {first_line(error)}")
 
 

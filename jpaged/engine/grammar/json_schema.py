@@ -1,8 +1,8 @@
-"""A JSON schema from a request: checked against the limits and the keywords that are enforced, then made ready.
+"""Checks a request's JSON schema against limits and supported keywords, and rewrites it for llguidance.
 
-The compiler would find most of this itself, later and in its own words; here it costs a millisecond, before anything
-runs. A keyword that restricts and cannot be enforced is refused: an answer would not be what was asked for. Keywords
-that no draft knows are annotations, as JSON Schema says.
+llguidance would report most of these errors itself, but later and in its own words. Here the check takes a millisecond,
+before anything runs. A keyword that restricts the answer and cannot be enforced is an error, because the answer might
+not follow it. A keyword that no draft defines is an annotation, as the JSON Schema specification says.
 """
 
 import json
@@ -16,43 +16,44 @@ from jpaged.params.structured_outputs import REFUSED_KEYWORDS
 
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 
-# Kept out of formats, for readers refuse them: the year 0, which Python does not have, and leap seconds, which the
-# compiler would allow in any minute.
+# Extra patterns for formats, because parsers reject these values: the year 0 (Python's datetime does not have it), and
+# leap seconds (llguidance would allow them in any minute).
 _NARROWED = {
     "date": "^(?:[1-9]|0[1-9]|00[1-9]|000[1-9])",
     "time": "^.{6}[0-5]",
     "date-time": "^(?:[1-9].{16}|0[1-9].{15}|00[1-9].{14}|000[1-9].{13})[0-5]",
 }
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # of schemas, by a name that is anything
+# Keywords with subschemas: a map from any name to a schema, a list of schemas, or one schema.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 
-_CONTAINERS_A_LEVEL = 4  # nested braces and brackets for one level of schemas; the compiler's parser takes 128 in all
+_CONTAINERS_A_LEVEL = 4  # braces and brackets for one level of schemas; llguidance's parser accepts 128 in total
 
 
 def prepare(text: str, limits: GrammarLimits, parameter: str, *, close_objects: bool = False) -> dict[str, Any]:
-    """The schema, checked, with its regular expressions in the compiler's dialect.
+    """Return the schema, checked, with its regular expressions in Rust's dialect.
 
-    close_objects: objects that do not speak of additionalProperties have none.
+    close_objects: set `additionalProperties` to False in schemas with properties that do not set it.
 
-    Raises RequestError that names what is too large, not supported, or no schema.
+    Raises RequestError for text that is too large, not supported, or not a JSON schema.
     """
     check_size(text, limits, parameter)
     return prepare_document(parse(text, limits, parameter), limits, parameter, close_objects=close_objects)
 
 
 def check_size(text: str, limits: GrammarLimits, parameter: str) -> None:
-    """Raise RequestError for more bytes than the engine's max_grammar_bytes."""
+    """Raise RequestError for text of more than `max_grammar_bytes` bytes."""
     size = len(text.encode())
     if size > limits.max_grammar_bytes:
         raise RequestError(
-            parameter, text, f"has {size:,} bytes, of at most {limits.max_grammar_bytes:,} (max_grammar_bytes)"
+            parameter, text, f"has {size:,} bytes, at most {limits.max_grammar_bytes:,} (max_grammar_bytes)"
         )
 
 
 def parse(text: str, limits: GrammarLimits, parameter: str) -> Any:
-    """JSON text as Python values. Raises RequestError for what is not JSON, or nested too deep to be looked into."""
+    """Parse JSON text. Raises RequestError if it is not JSON, or is nested too deep to check."""
     try:
         document = json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
@@ -73,11 +74,11 @@ def parse(text: str, limits: GrammarLimits, parameter: str) -> Any:
 def prepare_document(
     document: Any, limits: GrammarLimits, parameter: str, *, close_objects: bool = False
 ) -> dict[str, Any]:
-    """As `prepare`, for a parsed schema, which is changed."""
+    """Like `prepare`, for a parsed schema. Changes `document` in place."""
     if document is True:
         return {}
     if not isinstance(document, dict):
-        raise RequestError(parameter, document, "must be a JSON schema: an object")
+        raise RequestError(parameter, document, "must be a JSON schema (an object)")
     schemas = list(_subschemas(document, limits, parameter))
     identifiers = {schema[key] for _, schema in schemas for key in ("$id", "id") if isinstance(schema.get(key), str)}
     for where, schema in schemas:
@@ -100,16 +101,16 @@ def _rewrite(schema: dict, close_objects: bool) -> None:
 
 
 def _subschemas(document: dict, limits: GrammarLimits, parameter: str) -> Iterator[tuple[str, dict]]:
-    """Every schema in a schema, with where it stands. Raises RequestError for one that is nested too deep."""
+    """Yield (path, schema) for the document and every subschema. Raises RequestError for one nested too deep."""
     waiting: list[tuple[str, Any, int]] = [("#", document, 1)]
     while waiting:
         where, schema, depth = waiting.pop()
         if not isinstance(schema, dict):
-            continue  # true, false; the compiler refuses the rest
+            continue  # True or False; llguidance reports anything else
         if depth > limits.max_grammar_depth:
             raise _too_deep(parameter, where, limits)
         if not schema:
-            continue  # nothing to check, and 20,000 of them go into one request
+            continue  # nothing to check, and one request may have 20,000 of them
         yield where, schema
         for key, value in schema.items():
             if isinstance(value, dict):
@@ -122,7 +123,7 @@ def _subschemas(document: dict, limits: GrammarLimits, parameter: str) -> Iterat
 
 
 def _inside(where: str, key: str, name: object = "") -> str:
-    """Where a schema stands, cut to a length: 10,000 schemas under one name of 30,000 letters must cost nothing."""
+    """Path of a subschema, cut to about 150 characters: 10,000 schemas may be under one name of 30,000 letters."""
     if len(where) > 100:
         where = "…" + where[-100:]
     return f"{where}/{key}/{str(name)[:40]}" if name != "" else f"{where}/{key}"
@@ -131,14 +132,14 @@ def _inside(where: str, key: str, name: object = "") -> str:
 def _check(schema: dict, where: str, identifiers: set[str], limits: GrammarLimits, parameter: str) -> None:
     for key in schema.keys() & REFUSED_KEYWORDS:
         if key != "uniqueItems" or schema[key] is not False:
-            how = "say it with whitespace_pattern or disable_any_whitespace" if key == "x-guidance" else "leave it out"
+            how = "use whitespace_pattern or disable_any_whitespace" if key == "x-guidance" else "leave it out"
             raise RequestError(parameter, {key: schema[key]}, f"{where}: the keyword {key} is not supported: {how}")
     enum = schema.get("enum")
     if isinstance(enum, list) and len(enum) > limits.max_grammar_enum:
         raise RequestError(
             parameter,
             {"enum": enum},
-            f"{where}: {len(enum):,} values, of at most {limits.max_grammar_enum:,} (max_grammar_enum)",
+            f"{where}: {len(enum):,} values, at most {limits.max_grammar_enum:,} (max_grammar_enum)",
         )
     for pattern in (schema.get("pattern"), *_names(schema.get("patternProperties"))):
         if isinstance(pattern, str):
@@ -146,22 +147,22 @@ def _check(schema: dict, where: str, identifiers: set[str], limits: GrammarLimit
     types = schema.get("type", "string")
     about_strings = types == "string" or (isinstance(types, list) and "string" in types)
     if about_strings and "format" in schema and schema["format"] not in FORMATS:
-        accepted = f"{where}: a format that is not supported: leave it out, or use one of {', '.join(FORMATS)}"
+        accepted = f"{where}: this format is not supported: leave it out, or use one of {', '.join(FORMATS)}"
         raise RequestError(parameter, {"format": schema["format"]}, accepted)
     reference = schema.get("$ref")
     if isinstance(reference, str):
         base = reference.partition("#")[0]
         if base and base not in identifiers:
-            accepted = f"{where}: nothing is fetched: put the schema under $defs, and refer to it as #/$defs/NAME"
+            accepted = f"{where}: other documents are not read: put the schema under $defs and use #/$defs/NAME"
             raise RequestError(parameter, {"$ref": reference}, accepted)
 
 
 def check_regex(pattern: str, limits: GrammarLimits, parameter: str, where: str = "") -> None:
-    """Raise RequestError for a regular expression of more bytes than the engine's max_regex_bytes."""
+    """Raise RequestError for a regular expression of more than `max_regex_bytes` bytes."""
     size = len(pattern.encode())
     if size > limits.max_regex_bytes:
         most = limits.max_regex_bytes
-        accepted = f"{where}a regular expression of {size:,} bytes, of at most {most:,} (max_regex_bytes)"
+        accepted = f"{where}a regular expression of {size:,} bytes, at most {most:,} (max_regex_bytes)"
         raise RequestError(parameter, pattern, accepted)
 
 
@@ -179,4 +180,4 @@ def _too_deep(parameter: str, value: object, limits: GrammarLimits) -> RequestEr
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,4 @@
-"""How much a grammar may ask for; the engine's options of the same names."""
+"""Limits on grammars: size, compile time, and the cost of one step."""
 
 import dataclasses
 from typing import Any
@@ -8,14 +8,17 @@ from jpaged.errors import RequestError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrammarLimits:
-    """Limits of structured output; fields of `EngineConfig` of the same names. Raises RequestError for a bad one."""
+    """Limits of structured output: the fields of `EngineConfig` with the same names.
 
-    max_grammar_bytes: int = 65536
-    max_grammar_depth: int = 32
-    max_grammar_enum: int = 10_000
-    max_regex_bytes: int = 4096
-    grammar_compile_timeout: float = 5.0
-    grammar_cache_size: int = 64
+    Raises RequestError for a value that is not a positive number.
+    """
+
+    max_grammar_bytes: int = 65536        # of a schema, a grammar, or all choices together
+    max_grammar_depth: int = 32           # schemas nested in each other
+    max_grammar_enum: int = 10_000        # values of one `enum`, or choices
+    max_regex_bytes: int = 4096           # of one regular expression
+    grammar_compile_timeout: float = 5.0  # seconds
+    grammar_cache_size: int = 64          # compiled grammars
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -26,12 +29,12 @@ class GrammarLimits:
 
     @classmethod
     def from_options(cls, options: Any) -> "GrammarLimits":
-        """From whatever has attributes of these names, such as an EngineConfig."""
+        """Read the limits from an object with attributes of these names, such as an `EngineConfig`."""
         return cls(**{field.name: getattr(options, field.name) for field in dataclasses.fields(cls)})
 
 
-# What one step may cost, in llguidance's own units: a step, in which all other requests wait, must stay short however
-# hostile the grammar. An item of the parser takes up to 7 us, a unit of lexer fuel 0.07 us (2 slow CPU cores).
+# Limits on the cost of one step, in llguidance's units. All requests wait during a step, so it must stay short even for
+# a hostile grammar. A parser item takes up to 7 us, a unit of lexer fuel 0.07 us (2 slow CPU cores).
 STEP_LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 100_000,
     "step_max_items": 10_000,  # an object of 500 optional properties needs more than 2,000
@@ -39,6 +42,6 @@ STEP_LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 
-# Grammars can be ambiguous where schemas are not: `s: "a" | "" | s s | s s s` took 88 ms a mask with 10,000 items, and
-# ends with an error within 16 ms with 2,000. The JSON, C and chess grammars of llama.cpp need fewer than 500.
+# Grammars, unlike schemas, can be ambiguous. With 10,000 items `s: "a" | "" | s s | s s s` took 88 ms a mask. With
+# 2,000 it ends with an error within 16 ms. The JSON, C and chess grammars of llama.cpp need fewer than 500.
 GRAMMAR_STEP_LIMITS: dict[str, Any] = STEP_LIMITS | {"step_max_items": 2_000}

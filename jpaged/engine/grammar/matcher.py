@@ -1,8 +1,8 @@
-"""Where one answer stands in its grammar: which tokens may come next, and which one came.
+"""Follows one answer through its grammar: computes the mask of the next token, and accepts sampled tokens.
 
-Jump-forward. Where the grammar allows one continuation only, its tokens are those that the tokenizer itself would
-write for it (`GrammarMatcher.forced_tokens`), and a mask has the first of them alone. So an engine that takes them all
-at once and one that samples them one by one come to the same tokens.
+Jump-forward: if the grammar allows exactly one continuation, its tokens are forced (`GrammarMatcher.forced_tokens`).
+They are the tokens that the tokenizer itself writes for that text. A mask then allows the first forced token only. So
+an engine that appends all of them at once and one that samples them one by one produce the same tokens.
 """
 
 import time
@@ -17,25 +17,25 @@ from jpaged.errors import RequestError
 
 
 def first_line(error: str) -> str:
-    """llguidance's messages in one line: without its parser's state, and without drawings of where."""
+    """Return llguidance's error message as one line, without its parser state and its position markers."""
     error = error.partition("<backtrace>")[0].replace("<non-verbose/>", "")
     lines = [line.strip() for line in error.splitlines()]
-    reason = [line for line in lines if line.startswith("error: ")]  # of a regular expression, after all of its text
+    reason = [line for line in lines if line.startswith("error: ")]  # follows the whole text of a bad expression
     text = " ".join(reason or [line for line in lines if line and not set(line) <= set("^~ -|")])
     return text if len(text) <= 200 else text[:200] + "…"
 
 
-REPLAY_SECONDS = 0.03  # of an answer's tokens, in which all other requests wait; a usual one's take 5 ms
+REPLAY_SECONDS = 0.03  # limit for replaying an answer's tokens: all requests wait. An ordinary replay takes 5 ms
 
-# A new matcher for the grammar's beginning, and its generation; None where there can be none. Given the old one's.
+# (generation of the failed matcher) -> (fresh matcher at the start of the grammar, its generation), or None.
 Renew = Callable[[int], tuple[LLMatcher, int] | None]
 
 
 class GrammarMatcher:
-    """One answer's place in its grammar. Used by one thread at a time.
+    """State of one answer in its grammar. Used by one thread at a time.
 
-    Answers of one grammar share the states of its lexer, whose number is limited: others may have used them up (or, by
-    an error in the compiler, broken them). Then an answer goes on with a fresh matcher, which takes its tokens again.
+    All answers of one grammar share a limited number of lexer states. Other answers may use them up, or a bug in
+    llguidance may break them. Then the answer continues with a fresh matcher, which replays its tokens.
     """
 
     def __init__(
@@ -50,47 +50,47 @@ class GrammarMatcher:
         self._matcher = matcher
         self._renew = renew
         self._generation = generation
-        self._renewed_at = -1         # tokens that there were when it last went on with another
-        self._tokens: list[int] = []  # accepted so far
+        self._renewed_at = -1         # number of accepted tokens at the last replacement
+        self._tokens: list[int] = []  # accepted tokens
         self._vocab_size = vocab_size
         self._parameter = parameter
         self._value = value
-        self._forced: list[int] = []  # the stretch that is being taken, and how far
-        self._taken = 0
-        self._asked = False           # whether what is forced here is known
-        self._history: list[tuple[list[int], int]] = []  # `_forced` and `_taken` before each accepted token
+        self._forced: list[int] = []  # current run of forced tokens
+        self._forced_index = 0        # next one of them
+        self._forced_known = False    # `_forced` is computed for this position
+        self._history: list[tuple[list[int], int]] = []  # `_forced` and `_forced_index` before each accepted token
 
     def __len__(self) -> int:
-        """Tokens accepted so far."""
+        """Number of accepted tokens."""
         return len(self._history)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the grammar is satisfied and nothing more may come: the answer ends with finish_reason 'stop'."""
-        return self._taken == len(self._forced) and self._matcher.is_stopped() and not self._matcher.is_error()
+        """True if the grammar is satisfied and allows no more text. The answer ends with finish_reason "stop"."""
+        return self._forced_index == len(self._forced) and self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the answer might end here: end-of-sequence tokens are in the mask exactly then."""
-        return self._taken == len(self._forced) and self._matcher.is_accepting()
+        """True if the answer may end here. Exactly then the mask allows the end-of-sequence tokens."""
+        return self._forced_index == len(self._forced) and self._matcher.is_accepting()
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that must come next, one after the other; [] where there is a choice, or nothing left.
+        """Return the tokens that must come next, in order; [] if there is a choice, or the grammar is finished.
 
-        They may be taken without sampling, all or as many as there is room for. Raises RequestError as `mask_into`.
+        Any number of them, from the first, may be accepted without sampling. Raises RequestError like `mask_into`.
         """
-        if self._taken == len(self._forced) and not self._asked:
-            forced = self._ask(lambda matcher: [] if matcher.is_stopped() else matcher.compute_ff_tokens())
-            self._asked = True
+        if self._forced_index == len(self._forced) and not self._forced_known:
+            forced = self._query(lambda matcher: [] if matcher.is_stopped() else matcher.compute_ff_tokens())
+            self._forced_known = True
             if forced:
-                self._forced, self._taken = forced, 0
-        return self._forced[self._taken :]
+                self._forced, self._forced_index = forced, 0
+        return self._forced[self._forced_index :]
 
     def mask_into(self, words: np.ndarray) -> None:
-        """Set the bits of the tokens that may come next, in int32 or uint32[mask_words(vocab_size)].
+        """Write the mask of the next token into `words`: int32 or uint32[mask_words(vocab_size)].
 
-        Ids that the tokenizer does not have are never among them; once finished, only end-of-sequence is. Raises
-        RequestError when the grammar turns out to cost too much here, or to allow nothing: the request cannot go on.
+        Ids that the tokenizer does not have are never allowed. When the grammar is finished, only end-of-sequence ids
+        are. Raises RequestError if this step of the grammar costs too much, or allows no token: the request must end.
         """
         if words.shape != (mask_words(self._vocab_size),) or words.dtype.itemsize != 4 or not words.flags.c_contiguous:
             raise ValueError(f"expected 32-bit words[{mask_words(self._vocab_size)}], got {words.dtype}{words.shape}")
@@ -99,65 +99,69 @@ class GrammarMatcher:
         if forced:
             words.view(np.uint32)[forced[0] // 32] = np.uint32(1 << (forced[0] % 32))
             return
-        self._ask(lambda matcher: matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
+        self._query(lambda matcher: matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
         if not words.any():
-            raise self._impossible("it allows no token that the tokenizer has")
+            raise self._cannot_continue("it allows no token of the tokenizer")
 
     def accept(self, token_id: int) -> bool:
-        """Take the token that was sampled. False where the grammar does not allow it: nothing changes then.
+        """Advance by a sampled token. Returns False, and changes nothing, if the grammar does not allow it.
 
-        Raises RequestError as `mask_into`.
+        Raises RequestError like `mask_into`.
         """
-        forced = self._forced[self._taken :]
+        forced = self._forced[self._forced_index :]
         if self.is_finished or (forced and token_id != forced[0]):
             return False
-        if self._ask(lambda matcher: matcher.try_consume_tokens([token_id])) != 1:
+        if self._query(lambda matcher: matcher.try_consume_tokens([token_id])) != 1:
             return False
         self._tokens.append(token_id)
-        self._history.append((self._forced, self._taken))
+        self._history.append((self._forced, self._forced_index))
         if forced:
-            self._taken += 1
-        self._asked = False
+            self._forced_index += 1
+        self._forced_known = False
         return True
 
     def rollback(self, num_tokens: int) -> None:
-        """Go back by so many accepted tokens."""
+        """Remove the last `num_tokens` accepted tokens."""
         if not 0 <= num_tokens <= len(self._history):
-            raise ValueError(f"cannot go back by {num_tokens} of {len(self._history)} tokens")
+            raise ValueError(f"num_tokens is {num_tokens}, must be from 0 to {len(self._history)}")
         if num_tokens:
             self._matcher.rollback(num_tokens)
             if self._matcher.is_error():
-                raise self._impossible(first_line(self._matcher.get_error()))
-            self._forced, self._taken = self._history[-num_tokens]
+                raise self._cannot_continue(first_line(self._matcher.get_error()))
+            self._forced, self._forced_index = self._history[-num_tokens]
             del self._history[-num_tokens:], self._tokens[-num_tokens:]
-            self._asked = False
+            self._forced_known = False
 
     def copy(self) -> "GrammarMatcher":
-        """Another answer at the same place, which goes its own way from here."""
+        """Return an independent copy, for an answer that forks here."""
         matcher = self._matcher.deep_copy()
         other = GrammarMatcher(
             matcher, self._vocab_size, self._parameter, self._value, self._renew, self._generation
         )
         other._tokens = list(self._tokens)
-        other._forced, other._taken, other._asked = self._forced, self._taken, self._asked
+        other._forced, other._forced_index = self._forced, self._forced_index
+        other._forced_known = self._forced_known
         other._history = list(self._history)
         return other
 
-    def _ask(self, ask: Callable[[LLMatcher], Any]) -> Any:
-        """What the matcher answers; or, where it has failed, a fresh one at the same place."""
-        answer = ask(self._matcher)
+    def _query(self, query: Callable[[LLMatcher], Any]) -> Any:
+        """Return `query(matcher)`. If the matcher fails, replace it and query the new one."""
+        result = query(self._matcher)
         if self._matcher.is_error():
             error = first_line(self._matcher.get_error())
-            if not self._go_on_with_another():
-                raise self._impossible(error)
-            answer = ask(self._matcher)
+            if not self._replace_matcher():
+                raise self._cannot_continue(error)
+            result = query(self._matcher)
             if self._matcher.is_error():
-                self._go_on_with_another()  # not here again: the next answer to begin has a fresh one
-                raise self._impossible(first_line(self._matcher.get_error()))
-        return answer
+                self._replace_matcher()  # this answer fails anyway; its grammar is renewed for the next answer
+                raise self._cannot_continue(first_line(self._matcher.get_error()))
+        return result
 
-    def _go_on_with_another(self) -> bool:
-        """Take a fresh matcher to this place. False where it fails here, too, or on the way, or is too slow."""
+    def _replace_matcher(self) -> bool:
+        """Replay the accepted tokens on a fresh matcher and use it.
+
+        Returns False if a replacement has failed at this position before, or the replay fails or is too slow.
+        """
         made = self._renew(self._generation)
         if made is None or self._renewed_at == len(self._tokens):
             return False
@@ -171,5 +175,5 @@ class GrammarMatcher:
         self._matcher = matcher
         return True
 
-    def _impossible(self, why: str) -> RequestError:
-        return RequestError(self._parameter, self._value, f"cannot go on after {len(self)} tokens: {why}")
+    def _cannot_continue(self, why: str) -> RequestError:
+        return RequestError(self._parameter, self._value, f"cannot continue after {len(self)} tokens: {why}")

@@ -1,10 +1,14 @@
-"""Run as a program: compiles grammars, one a line, where whoever sends them can kill it. Imports nothing of jpaged.
+"""A program that compiles grammars in a process that its parent can kill. Imports nothing of jpaged.
 
-A compile cannot be interrupted from outside its process, and fuel does not bound all of it: 200 patterns under allOf,
-multipleOf 1000003, or 300 patternProperties, each within every limit on size, ran for minutes.
+llguidance cannot be interrupted while it compiles, and its fuel does not bound all of the work. These compiled for
+minutes, each within every limit on size: 200 patterns under allOf, multipleOf 1000003, 300 patternProperties.
 
-A line in:  {"grammar": text, "context_free": bool, "limits": {...}, "seconds": number}
-A line out: {"grammar": text, "error": text}; the grammar as Lark where it was GBNF, the error "" where there is none
+Each line of input is a request, each line of output its answer:
+
+    {"grammar": text, "context_free": bool, "limits": {...}, "seconds": number}
+    {"grammar": text, "error": text}
+
+The answer's "grammar" is Lark if the request's was GBNF. Its "error" is "" on success.
 """
 
 import json
@@ -18,9 +22,10 @@ MEMORY = 4 * 2**30  # bytes of address space
 
 
 def main() -> None:
-    """Answer lines until the input ends."""
+    """Answer requests until the input ends."""
     os.nice(5)
-    if sys.platform == "linux":  # elsewhere the limit is not kept, or refuses what the interpreter has reserved
+    # Other systems ignore this limit, or count memory that the interpreter has only reserved.
+    if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -28,7 +33,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        signal.alarm(math.ceil(asked["seconds"]) + 1)  # for the case that nobody is left to kill this process
+        signal.alarm(math.ceil(asked["seconds"]) + 1)  # in case the parent is gone and cannot kill this process
         answer = {"grammar": asked["grammar"], "error": ""}
         try:
             if asked["context_free"]:
@@ -36,9 +41,9 @@ def main() -> None:
             limits = LLParserLimits(**asked["limits"])
             matcher = LLMatcher(tokenizer, answer["grammar"], limits=limits, log_level=0)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # a schema that is nothing but a reference to itself fails only here
+                matcher.compute_bitmask()  # a schema that only refers to itself fails here, not before
             answer["error"] = matcher.get_error()
-        except Exception as error:  # of the converter, which is plain Python: whatever it fails with is the answer
+        except Exception as error:  # the converter to Lark is plain Python and may raise anything
             answer["error"] = f"{error or type(error).__name__}"
         signal.alarm(0)
         print(json.dumps(answer), flush=True)

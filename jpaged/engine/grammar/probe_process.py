@@ -1,4 +1,4 @@
-"""The child process in which a grammar is compiled first: it is killed when a compile takes too long."""
+"""Runs `probe.py` as a child process, and kills it when a compile takes too long."""
 
 import json
 import logging
@@ -16,15 +16,15 @@ from jpaged.errors import EngineError
 logger = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).with_name("probe.py")
-_START_SECONDS = 60.0  # importing takes 0.3 s; a machine that starts up is slow
+_START_SECONDS = 60.0  # importing takes 0.3 s, but much longer on a machine that has just started
 
 
 class ProbeTimeout(Exception):
-    """A compile took too long, and its process has been killed."""
+    """The compile took too long, and the child process was killed."""
 
 
 class ProbeProcess:
-    """Compiles grammars in a process of its own, started when it is needed. One thread at a time."""
+    """Compiles grammars in a child process, which starts on first use. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -32,11 +32,11 @@ class ProbeProcess:
     def compile(
         self, grammar: str, *, context_free: bool, limits: dict[str, Any], seconds: float
     ) -> tuple[str, str]:
-        """(the grammar as the compiler reads it, why it cannot be compiled or "").
+        """Compile a grammar. Returns (the grammar in llguidance's form, the error or "").
 
-        context_free: it is Lark or GBNF as the request wrote it. limits: of LLParserLimits.
+        context_free: `grammar` is Lark or GBNF from the request. limits: fields of LLParserLimits.
 
-        Raises ProbeTimeout after `seconds`, EngineError when no process can be started.
+        Raises ProbeTimeout after `seconds`, EngineError if no process can be started.
         """
         asked = {"grammar": grammar, "context_free": context_free, "limits": limits, "seconds": seconds}
         process = self._running()
@@ -44,8 +44,8 @@ class ProbeProcess:
         try:
             process.stdin.write(json.dumps(asked).encode() + b"\n")
             process.stdin.flush()
-            answer = json.loads(self._line(process, seconds))
-        except TimeoutError:  # an OSError too, so it comes first
+            answer = json.loads(self._read_line(process, seconds))
+        except TimeoutError:  # a subclass of OSError, so it comes first
             self.close()
             raise ProbeTimeout from None
         except (OSError, EOFError):
@@ -54,17 +54,23 @@ class ProbeProcess:
         return answer["grammar"], answer["error"]
 
     def close(self) -> None:
-        """Kill the process; another is started when it is needed."""
+        """Kill the child and wait for its end. The next compile starts another."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
+    def kill(self) -> None:
+        """Kill the child without waiting for its end. May be called from any thread."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        # The package may lie where only this process's path finds it.
+        # llguidance may be on this process's import path only.
         command = [sys.executable, str(_PROGRAM)]
         path = os.pathsep.join(filter(None, [str(Path(llguidance.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         try:
@@ -74,17 +80,17 @@ class ProbeProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C is for the process that waits for this one
+                start_new_session=True,  # Ctrl-C must reach the parent only
             )
-            self._line(process, _START_SECONDS)
+            self._read_line(process, _START_SECONDS)
         except (OSError, EOFError, TimeoutError) as error:
             self.close()
-            raise EngineError(f"{_PROGRAM.name}, which compiles grammars, cannot be started: {error!r}") from error
+            raise EngineError(f"cannot start {_PROGRAM.name}, which compiles grammars: {error!r}") from error
         return process
 
     @staticmethod
-    def _line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes:
-        """Raises TimeoutError, or EOFError when the process has ended."""
+    def _read_line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes:
+        """Read a line. Raises TimeoutError after `seconds`, EOFError if the child has ended."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)

@@ -1,13 +1,13 @@
-r"""Regular expressions as Python and JavaScript read them, in the syntax of the compiler, which is that of Rust.
+r"""Translates regular expressions of Python and JavaScript to the syntax of Rust, which llguidance reads.
 
-Where dialects differ about a text, the rewritten expression matches what all of them match: `\d` is 0-9 everywhere,
-and more in some. What the compiler's dialect lacks (look-around, back references) it refuses itself.
+If the dialects disagree, the translation matches only text that all of them match: `\d` is 0-9 everywhere, and more in
+some dialects. llguidance reports look-around and back references, which Rust's syntax lacks.
 """
 
 import re
 
-# What every dialect reads the class as: ASCII in JavaScript; Python counts ½ as a word character and the separators
-# U+001C to U+001F as white space, JavaScript the byte order mark.
+# Characters that a class has in every dialect. JavaScript's \d and \w are ASCII. Python counts ½ as a word character
+# and the separators U+001C to U+001F as white space. JavaScript counts the byte order mark as white space.
 _NARROW = {
     "d": "[0-9]",
     "w": "[A-Za-z0-9_]",
@@ -16,7 +16,7 @@ _NARROW = {
     "W": r"[^\w\p{N}]",
     "S": r"[^\s\x1c-\x1f\x{feff}]",
 }
-# What any dialect reads it as: inside a negated class, whose complement is then the narrow one.
+# Characters that a class has in at least one dialect: used inside a negated class, so that its complement is narrow.
 _WIDE = {
     "d": r"\d",
     "w": r"[\w\p{N}]",
@@ -29,7 +29,7 @@ _PIECE = re.compile(r"[^\\\[\]&~]+|\\(?P<escaped>.)|(?P<open>\[\^?\]?)|(?P<close
 
 
 def to_rust(pattern: str) -> str:
-    """The expression in Rust's syntax. Linear in its length; an invalid one stays invalid."""
+    """Translate an expression to Rust's syntax, in linear time. An invalid expression stays invalid."""
     out: list[str] = []
     in_class = negated = False
     for piece in _PIECE.finditer(pattern):
@@ -38,7 +38,7 @@ def to_rust(pattern: str) -> str:
             classes = _WIDE if in_class and negated else _NARROW
             out.append(classes.get(piece["escaped"], r"\z" if text == r"\Z" else text))
         elif in_class:
-            # Inside a class Rust nests at "[" and has operators && ~~ -- where others read plain characters.
+            # Inside a class, Rust reads "[" as a nested class and && ~~ -- as operators. Others read plain characters.
             if piece["open"]:
                 closed = text.endswith("]")
                 out.append("\\[" + ("^" if "^" in text else "") + ("]" if closed else ""))
@@ -57,5 +57,5 @@ def to_rust(pattern: str) -> str:
 
 
 def literal(text: str) -> str:
-    """An expression that matches exactly this text."""
+    """Return an expression that matches exactly this text."""
     return "".join(char if char.isalnum() or ord(char) > 127 else f"\\x{ord(char):02x}" for char in text)

@@ -1,4 +1,4 @@
-"""What a request asks for, as the text of a grammar for llguidance."""
+"""Translates a request's `StructuredOutputsParams` to the text of a grammar for llguidance."""
 
 import json
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from jpaged.engine.grammar.regex_dialect import literal, to_rust
 from jpaged.errors import RequestError
 from jpaged.params.structured_outputs import StructuredOutputsParams
 
-# Between two tokens of JSON: nothing, one blank, or one line break with its indentation. Models that may write blanks
-# for ever do: 6 of 10 prompts ran to max_tokens in a report against another engine.
+# White space between two tokens of JSON: none, one blank, or one line break with indentation. Without a bound, models
+# write blanks until max_tokens: 6 of 10 prompts did in a bug report against another engine.
 BOUNDED_WHITESPACE = r"(?: |\r?\n(?: {0,64}|\t{0,32}))?"
 
-_BLANK_ESCAPE = {r"\s": r"[ \n\r\t]"}  # Rust's \s has blanks that are no white space in JSON
+_BLANK_ESCAPE = {r"\s": r"[ \n\r\t]"}  # Rust's \s matches more than JSON's white space
 
 _TAG_FORM = (
     '{"type": "structural_tag", "triggers": [text, ...], "structures": [{"begin": text, "schema": {}, "end": text}]}'
@@ -25,7 +25,8 @@ _TAG_FORM = (
 
 
 class Source:
-    """The checked text of a grammar, for any tokenizer. Raises RequestError, within milliseconds, for a bad one."""
+    """The checked text of a grammar, for any tokenizer. Raises RequestError, within milliseconds, if it is not valid.
+    """
 
     def __init__(
         self, params: StructuredOutputsParams, limits: GrammarLimits, reasoning: ReasoningPrefix | None = None
@@ -33,7 +34,7 @@ class Source:
         self.reasoning = reasoning
         self.parameter = f"structured_outputs.{params.kind}"
         self.value = getattr(params, params.kind)
-        self.is_context_free = params.kind == "grammar"  # Lark, or GBNF that the worker makes Lark of
+        self.is_context_free = params.kind == "grammar"  # Lark, or GBNF, which the probe converts to Lark
         self._tags: _StructuralTags | None = None
         self._text = ""
         match params.kind:
@@ -57,7 +58,10 @@ class Source:
         self._whitespace(params, limits)
 
     def text(self, special_id: Callable[[str], int | None] = lambda token: None) -> str:
-        """The grammar. `special_id` gives the id of a special token by its name: in tags they are tokens, not text."""
+        """Return the grammar.
+
+        special_id: maps the name of a special token to its id. In structural tags these are tokens, not text.
+        """
         return self._text if self._tags is None else LLMatcher.grammar_from_lark(self._tags.lark(special_id))
 
     def _whitespace(self, params: StructuredOutputsParams, limits: GrammarLimits) -> None:
@@ -78,7 +82,7 @@ def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _json_blanks(pattern: str) -> str:
-    r"""A pattern of blanks with JSON's own blanks for \s; nested classes, so it holds inside classes as well."""
+    r"""Replace \s in a pattern by JSON's white space, as a nested class, which is valid inside a class too."""
     for escape, blanks in _BLANK_ESCAPE.items():
         pattern = pattern.replace(escape, blanks)
     return pattern
@@ -91,18 +95,18 @@ def _json_grammar(schema: dict[str, Any], params: StructuredOutputsParams) -> st
 
 def _choice_grammar(choices: tuple[str, ...], limits: GrammarLimits, parameter: str) -> str:
     if len(choices) > limits.max_grammar_enum:
-        accepted = f"{len(choices):,} texts, of at most {limits.max_grammar_enum:,} (max_grammar_enum)"
+        accepted = f"{len(choices):,} strings, at most {limits.max_grammar_enum:,} (max_grammar_enum)"
         raise RequestError(parameter, choices[:3], accepted)
     size = sum(len(choice.encode()) for choice in choices)
     if size > limits.max_grammar_bytes:
-        accepted = f"{size:,} bytes, of at most {limits.max_grammar_bytes:,} (max_grammar_bytes)"
+        accepted = f"{size:,} bytes, at most {limits.max_grammar_bytes:,} (max_grammar_bytes)"
         raise RequestError(parameter, choices[:3], accepted)
-    # One expression, not one rule with alternatives: 10,000 of those are more than the parser's row holds.
+    # One expression, because 10,000 alternatives of a rule exceed the row size of llguidance's parser.
     return LLMatcher.grammar_from_regex("|".join(f"(?:{literal(choice)})" for choice in dict.fromkeys(choices)))
 
 
 class _StructuralTags:
-    """Free text in which each trigger begins one of its tags."""
+    """Free text with tags. A trigger in the text starts one of the tags that begin with it."""
 
     def __init__(self, params: StructuredOutputsParams, limits: GrammarLimits, parameter: str):
         text = params.structural_tag
@@ -112,11 +116,11 @@ class _StructuralTags:
         if not isinstance(document, dict) or document.get("type") != "structural_tag":
             raise RequestError(parameter, document, f"must be {_TAG_FORM}")
         for key in document.keys() - {"type", "triggers", "structures"}:
-            raise RequestError(f"{parameter}.{key}", document[key], f"is not supported; must be {_TAG_FORM}")
+            raise RequestError(f"{parameter}.{key}", document[key], f"unknown field; must be {_TAG_FORM}")
         self._triggers = document.get("triggers")
         structures = document.get("structures")
-        if not _texts(self._triggers) or not all(self._triggers):
-            raise RequestError(f"{parameter}.triggers", self._triggers, "must be a list of texts that are not empty")
+        if not _are_strings(self._triggers) or not all(self._triggers):
+            raise RequestError(f"{parameter}.triggers", self._triggers, "must be a list of strings, none of them empty")
         if not isinstance(structures, list) or not structures:
             raise RequestError(f"{parameter}.structures", structures, "must be a list of tags")
         self._tags: dict[str, list[tuple[str, str, str]]] = {}  # trigger -> (rest of the begin, schema, end)
@@ -129,8 +133,8 @@ class _StructuralTags:
         if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
             raise RequestError(parameter, structure, "must have begin, schema and end")
         begin, end = structure["begin"], structure["end"]
-        if not _texts([begin, end]):
-            raise RequestError(parameter, structure, "begin and end must be texts")
+        if not _are_strings([begin, end]):
+            raise RequestError(parameter, structure, "begin and end must be strings")
         trigger = next((trigger for trigger in self._triggers if begin.startswith(trigger)), None)
         if trigger is None:
             raise RequestError(f"{parameter}.begin", begin, f"must begin with one of the triggers {self._triggers}")
@@ -141,7 +145,8 @@ class _StructuralTags:
         self._tags.setdefault(trigger, []).append((begin[len(trigger) :], body, end))
 
     def lark(self, special_id: Callable[[str], int | None]) -> str:
-        """The tags as a Lark grammar."""
+        """Return the tags as a Lark grammar."""
+
         def text(value: str) -> str:
             token_id = special_id(value)
             return json.dumps(value) if token_id is None else f"<[{token_id}]>"
@@ -159,5 +164,5 @@ class _StructuralTags:
         return "%llguidance {}\n" + "\n".join(lines)
 
 
-def _texts(value: Any) -> bool:
+def _are_strings(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)

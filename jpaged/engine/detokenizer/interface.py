@@ -1,0 +1,46 @@
+"""Interfaces of all detokenizers."""
+
+import re
+from typing import Protocol
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # name of a token for one byte, in tokenizers with byte fallback
+BROKEN = "\ufffd"  # text of bytes that are not valid UTF-8
+
+
+class Detokenizer(Protocol):
+    """Turns the output tokens of one request into text."""
+
+    def offset_of_next(self, token_id: int) -> int:
+        """Return the number of characters between the returned text and the start of a token, if it is added next.
+
+        A token that continues an incomplete character starts where that character does. For bytes that are not valid
+        UTF-8 the number is an estimate.
+        """
+        ...
+
+    def add(self, token_id: int) -> str:
+        """Append a token, and return the text that is certain now."""
+        ...
+
+    def finish(self) -> str:
+        """Return the rest of the text. Called after the last token."""
+        ...
+
+
+class TextDecoder(Protocol):
+    """Turns token ids into text. All requests share it."""
+
+    def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> Detokenizer:
+        """Return the detokenizer of a new request."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a single token.
+
+        A special token's text is its name. Half a character is U+FFFD. An unknown id has the text "".
+        """
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the exact bytes of a token, which may be half a character. None if the tokenizer hides them."""
+        ...

@@ -1,0 +1,157 @@
+"""Builds an engine: loads the model, compiles the programs, allocates the KV cache. `LLM` and `AsyncLLM` call it."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine, SchedulingOptions
+from jpaged.engine.grammar import GrammarLimits
+from jpaged.engine.pooling import Pooling, activation_of
+from jpaged.errors import RequestError
+from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.generation_defaults import generation_defaults
+from jpaged.frontend.tracing import refuse_tracing
+from jpaged.params.logits_processors import LogitsProcessor, logits_processors
+from jpaged.params.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jpaged.loading import LoadedModel
+    from jpaged.models.spec import DecoderSpec, WeightLayout
+    from jpaged.runtime.runner import ModelRunner
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine that is ready to run, with the facts about its model that users can ask for."""
+
+    engine: Engine
+    config: EngineConfig
+    spec: "DecoderSpec"
+    tokenizer: Any | None                    # transformers.PreTrainedTokenizerBase
+    default_sampling_params: SamplingParams  # for requests that bring none
+
+
+def build_engine(
+    model: Any,
+    params: Any,
+    options: Mapping[str, Any],
+    *,
+    layout: "WeightLayout | None" = None,
+    progress: bool,
+) -> BuiltEngine:
+    """Load a model, compile its programs and build an engine that runs them.
+
+    model:    folder, hub id, .gguf file or "demo". With `params` also a Hugging Face config, its dict, or a
+              DecoderSpec.
+    params:   live arrays, used without a copy; None: read the checkpoint.
+    layout:   how live arrays are stored; None: derived from their names and shapes.
+    progress: show a progress bar while programs compile.
+    Raises RequestError for a bad option, ModelLoadError when the model cannot be loaded or run.
+    """
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    processors = logits_processors(options.get("logits_processors"))
+    config = engine_config(model, {name: value for name, value in options.items() if name != "logits_processors"})
+    _check_model_arguments(model, params, layout)
+    # Imported here, so that `import jpaged` imports no jax.
+    import jax
+
+    from jpaged.loading import valid_token_mask
+    from jpaged.runtime.memory import claim_gpu_memory
+    from jpaged.runtime.runner import ModelRunner
+
+    claim_gpu_memory(config)  # before the first use of a device, which refuse_tracing makes
+    refuse_tracing(*jax.tree.leaves(params))
+    loaded = _load(model, params, layout, config, processors)
+    pooling = _pooling(loaded)
+    has_mask = config.mask_unknown_tokens and pooling is None
+    mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if has_mask else None
+    defaults = SamplingParams() if pooling else generation_defaults(loaded.generation_config)
+    runner = ModelRunner.create(
+        loaded.spec,
+        loaded.params,
+        config,
+        layout=loaded.layout,
+        tokenizer_ids=mask,
+        processors=processors,
+        progress=progress,
+    )
+    engine = _engine(runner, loaded, config, pooling, mask, processors)
+    return BuiltEngine(engine, config, loaded.spec, loaded.tokenizer, defaults)
+
+
+def _check_model_arguments(model: Any, params: Any, layout: Any) -> None:
+    """Raise RequestError for a model that needs params and has none, or for a bad layout. Uses no device."""
+    if params is None and not isinstance(model, str):
+        raise RequestError(
+            "model", model, "must be a folder, a hub id, a .gguf file or demo; a config goes together with params"
+        )
+    from jpaged.models.spec import WeightLayout
+
+    if layout is not None and (params is None or not isinstance(layout, WeightLayout)):
+        raise RequestError("layout", layout, "must be a jpaged.models.spec.WeightLayout, and goes together with params")
+
+
+def _load(
+    model: Any,
+    params: Any,
+    layout: "WeightLayout | None",
+    config: EngineConfig,
+    processors: tuple[LogitsProcessor, ...],
+) -> "LoadedModel":
+    from jpaged.loading import load_model
+    from jpaged.runtime.runner import ModelRunner
+    from jpaged.runtime.sampler import check_processors
+
+    def check(spec: "DecoderSpec", dtype: Any) -> None:
+        """Raise for a model that the runner cannot run. Called before any weight is on the device."""
+        ModelRunner.check(spec, dtype, config)
+        check_processors(processors, spec.vocab_size)
+
+    return load_model(
+        config,
+        params,
+        model_config=None if isinstance(model, str) else model,
+        layout=layout,
+        check=check,
+    )
+
+
+def _engine(
+    runner: "ModelRunner",
+    loaded: "LoadedModel",
+    config: EngineConfig,
+    pooling: Pooling | None,
+    mask: "np.ndarray | None",
+    processors: tuple[LogitsProcessor, ...],
+) -> Engine:
+    main_eos = getattr(loaded.tokenizer, "eos_token_id", None)
+    return Engine(
+        runner,
+        known_ids=mask,
+        processors=processors,
+        grammar_limits=GrammarLimits.from_options(config),
+        jump_forward=config.jump_forward,
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
+        eos_token_id=next(iter(loaded.eos_token_ids), None) if main_eos is None else main_eos,
+        seed=config.seed,
+        enable_prefix_caching=config.enable_prefix_caching,
+        pooling=pooling,
+        scheduling=SchedulingOptions(**{
+            field.name: getattr(config, field.name) for field in dataclasses.fields(SchedulingOptions)
+        }),
+    )  # fmt: skip
+
+
+def _pooling(loaded: "LoadedModel") -> Pooling | None:
+    """Return how a pooling model makes its output; None for a model that generates."""
+    spec = loaded.spec
+    if not spec.pools:
+        return None
+    activation = None if spec.num_labels is None else activation_of(loaded.config, spec.num_labels)
+    return Pooling(spec.output_size, activation)

@@ -1,0 +1,128 @@
+"""Checks engine options given by name, and makes an `EngineConfig` of them."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jpaged.config import RUNNERS, SCHEDULING_POLICIES, EngineConfig
+from jpaged.errors import RequestError
+from jpaged.params.pooling import TASKS
+
+LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays and no checkpoint
+
+# vLLM's engine options that jpaged does not have yet. Each has its neutral values: those that ask for nothing beyond
+# what jpaged does. A script that sets a neutral value runs; any other value is refused.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
+    "distributed_executor_backend": (None,), "quantization": (None,), "kv_cache_dtype": ("auto",),
+    "cpu_offload_gb": (0,), "enforce_eager": (False, True), "enable_chunked_prefill": (True, None),
+    "max_seq_len_to_capture": (), "disable_log_stats": (False, True), "enable_lora": (False, None),
+    "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
+    "tokenizer_mode": ("auto",), "load_format": ("auto", "safetensors"), "skip_tokenizer_init": (False,),
+    "hf_overrides": (None, {}), "rope_scaling": (None, {}), "task": ("auto", "generate"),
+    "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
+    "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,),
+}  # fmt: skip
+
+
+def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
+    """Make an EngineConfig of options given by name.
+
+    model: the model's name; anything but a string stands for live arrays.
+    Raises RequestError for an unknown option, or for a value of the wrong type or out of range.
+    """
+    options = _without_task(options)
+    options = {name: value for name, value in options.items() if not _is_neutral(name, value)}
+    _check_names(options)
+    if isinstance(model, str) and not model:
+        raise RequestError("model", model, "name a folder, a hub id, a .gguf file or demo")
+    hints = typing.get_type_hints(EngineConfig)
+    checked = {name: _checked(name, hints[name], value) for name, value in options.items()}
+    config = EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
+    _check_values(config)
+    return config
+
+
+def _without_task(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace vLLM's old option `task` by `runner`. Raises RequestError when the two contradict each other."""
+    if options.get("task") not in TASKS:
+        return dict(options)
+    if options.get("runner", "auto") not in ("auto", "pooling"):
+        raise RequestError("task", options["task"], "goes with runner='pooling'")
+    return {name: value for name, value in options.items() if name != "task"} | {"runner": "pooling"}
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    """Return True for an option of NOT_YET at a neutral value, which is ignored.
+
+    Raises RequestError for an option of NOT_YET at any other value.
+    """
+    if name not in NOT_YET:
+        return False
+    if any(type(value) is type(neutral) and value == neutral for neutral in NOT_YET[name]):
+        return True
+    others = " or ".join(repr(neutral) for neutral in NOT_YET[name] if neutral is not None)
+    raise RequestError(name, value, "not supported yet: leave it out" + (f", or {others}" if others else ""))
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name, value in options.items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
+            raise RequestError(name, value, f"unknown engine option; {hint}")
+
+
+def _check_values(config: EngineConfig) -> None:
+    """Raise RequestError for a value that has the right type and is out of range."""
+    if config.runner not in RUNNERS:
+        raise RequestError("runner", config.runner, f"must be {', '.join(RUNNERS)}")
+    if config.scheduling_policy not in SCHEDULING_POLICIES:
+        raise RequestError("scheduling_policy", config.scheduling_policy, f"must be {', '.join(SCHEDULING_POLICIES)}")
+    for name in ("max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise RequestError(name, value, "must be above 0")
+    if not 0 <= config.swap_space < float("inf"):
+        raise RequestError("swap_space", config.swap_space, "must be GiB of host memory, from 0")
+
+
+def _checked(name: str, hint: Any, value: object) -> Any:
+    """Return an option's value in the type of its field. numpy scalars become Python's, sequences become tuples.
+
+    hint: the field's type. Raises RequestError for a value of another type.
+    """
+    kind, *rest = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and rest:  # every union in EngineConfig is `type | None`
+        return None
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = tuple(_python_scalar(part) for part in value)
+    value = _python_scalar(value)
+    accepted, is_accepted = _ACCEPTED[kind]
+    if not is_accepted(value):
+        raise RequestError(name, value, f"must be {accepted}" + (", or None" if rest else ""))
+    return value
+
+
+def _python_scalar(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _are_positive_integers(value: object) -> bool:
+    return type(value) is tuple and bool(value) and all(type(part) is int and part >= 1 for part in value)
+
+
+# For each type of a field: the accepted values in words, and a check. `type(...) is int` refuses True and False.
+_ACCEPTED: dict[Any, tuple[str, Callable[[object], bool]]] = {
+    str: ("a string", lambda value: isinstance(value, str)),
+    bool: ("True or False", lambda value: type(value) is bool),
+    int: ("a whole number", lambda value: type(value) is int),
+    float: ("a number", lambda value: type(value) in (int, float)),
+    tuple[int, ...]: ("a sequence of one or more whole numbers above 0", _are_positive_integers),
+}

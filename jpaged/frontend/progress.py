@@ -1,0 +1,55 @@
+"""The progress bar of `LLM.generate`: finished prompts, tokens per second, and the share of KV blocks in use."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jpaged.engine.engine import Engine
+
+REFRESH_SECONDS = 0.2  # between two updates of tokens per second and KV use
+
+UseTqdm = bool | Callable[..., Any]  # True: show a bar of tqdm; a callable makes another bar, of `total` prompts
+
+
+class Progress:
+    """A progress bar over the prompts of one call, or no bar."""
+
+    def __init__(self, use_tqdm: UseTqdm, total: int, engine: Engine):
+        self._bar = _bar(use_tqdm, total)
+        self._engine = engine
+        self._left = total
+        self._began = self._shown = time.monotonic()
+        self._tokens_before = _num_tokens(engine)
+
+    def update(self, num_finished: int) -> None:
+        """Count prompts that have finished since the last update."""
+        self._left -= num_finished
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        if now - self._shown > REFRESH_SECONDS or not self._left:
+            stats = self._engine.stats()
+            rate = (_num_tokens(self._engine) - self._tokens_before) / max(now - self._began, 1e-9)
+            self._bar.set_postfix_str(f"{rate:.1f} tokens/s, KV {stats.used_blocks / stats.num_blocks:.0%}")
+            self._shown = now
+        self._bar.update(num_finished)
+
+    def close(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _num_tokens(engine: Engine) -> int:
+    """Return the tokens that the bar counts: generated tokens; on a pooling engine prompt tokens."""
+    return engine.generated_tokens if engine.inputs.limits.pooling is None else engine.stats().prompt_tokens
+
+
+def _bar(use_tqdm: UseTqdm, total: int) -> Any | None:
+    if not use_tqdm or not total:
+        return None
+    if callable(use_tqdm):
+        return use_tqdm(total=total)
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True)

@@ -1,0 +1,184 @@
+"""The programs that follow the forward pass: sample, score and pool. `step` has the forward pass.
+
+They read hidden states that the forward pass left in `DeviceState.hidden`, and apply the lm_head to selected tokens:
+- `sample` draws one token for each row and writes it into the request table, where the next decode reads it;
+- `score` returns log-probabilities of known tokens, for prompt log-probabilities;
+- `pool` returns one vector for each row: the normed hidden state of its last token, or a classifier's scores.
+
+They are programs of their own because a forward program takes seconds to compile and they take little: each is compiled
+once per shape, not once per pair of shapes. A step that only computes chunks of prompts needs none of them. While the
+forward pass runs, the host computes the masks of rows whose grammar depends on the token before.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.models import decoder
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.sampler import Sampled, SamplerOptions, describe_tokens, sample_tokens
+from jpaged.runtime.state import DeviceState, Field, SamplingState
+
+# Leaves of the parameter tree that the lm_head reads.
+LM_HEAD_PARAMS = ("final_norm", "final_norm_bias", "project_out", "score", "lm_head", "embed")
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleShape:
+    """Key of a `sample` program."""
+
+    rows: int
+    variant: SamplerVariant
+
+    def __str__(self) -> str:
+        return f"sample {self.variant.name.lower()} {self.rows} rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreShape:
+    """Key of a `score` program."""
+
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"score {self.tokens} tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolShape:
+    """Key of a `pool` program."""
+
+    rows: int
+
+    def __str__(self) -> str:
+        return f"pool {self.rows} rows"
+
+
+OutputShape = SampleShape | ScoreShape | PoolShape
+Table = Int[Array, "table_rows num_fields"]
+
+
+def lm_head_params(spec: DecoderSpec, params: Params) -> Params:
+    """The leaves of a parameter tree that the lm_head reads. Fewer arguments make a call faster."""
+    tied = spec.tie_embeddings and not spec.pools
+    return {name: params[name] for name in LM_HEAD_PARAMS if name in params and (name != "embed" or tied)}
+
+
+def pack_rows(plan: StepPlan, num_rows: int) -> np.ndarray:
+    """int32[2, num_rows]: of each row that samples or pools its row of the request table, and an index.
+
+    The index is that of its last token among the step's tokens. Padding is -1.
+    """
+    last_token = np.cumsum(plan.num_tokens, dtype=np.int32) - 1
+    first_fork = len(plan.rows) - len(plan.forked_from)
+    last_token[first_fork:] = last_token[plan.forked_from]
+    packed = np.full((2, num_rows), -1, np.int32)
+    count = np.count_nonzero(plan.samples)
+    packed[0, :count] = plan.rows[plan.samples]
+    packed[1, :count] = last_token[plan.samples]
+    return packed
+
+
+# The three functions take the same arguments and return (table, sampling, result), so that the runner calls every
+# program alike. params: of `lm_head_params`. mask: token ids that the tokenizer has; None = all. packed: int32[2, N],
+# its second line is the indices of the tokens whose hidden states are read. `table` and `sampling` are donated.
+
+
+def sample(
+    params: Params,
+    mask: Bool[Array, " vocab"] | None,
+    table: Table,
+    sampling: SamplingState,
+    hidden: Float[Array, "tokens hidden"],
+    packed: Int[Array, "2 rows"],
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    variant: SamplerVariant,
+    options: SamplerOptions,
+) -> tuple[Table, SamplingState, Sampled]:
+    """Sample one token for each row. packed: see `pack_rows`; padding gets a token that is written nowhere."""
+    logits = _lm_head(spec, params, hidden, packed[1], layout)
+    rows = jnp.where(packed[0] < 0, table.shape[0], packed[0])  # a negative index would count from the end
+    fields = jnp.take(table, rows, axis=0, mode="clip")
+    extras = None
+    if variant is SamplerVariant.FULL:
+        extras = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), sampling)
+    sampled = sample_tokens(logits, fields, fields[:, Field.LENGTH], mask, extras, variant=variant, options=options)
+    if variant is SamplerVariant.FULL:
+        sampling = sampling.replace(counts=sampling.counts.at[rows, sampled.token_ids].add(2, mode="drop"))
+    return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampling, sampled
+
+
+def score(
+    params: Params,
+    mask: Bool[Array, " vocab"] | None,
+    table: Table,
+    sampling: SamplingState,
+    hidden: Float[Array, "tokens hidden"],
+    packed: Int[Array, "2 scored"],
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    options: SamplerOptions,
+) -> tuple[Table, SamplingState, Sampled]:
+    """Log-probabilities of known tokens, whose ids are in the first line of `packed`."""
+    logits = _lm_head(spec, params, hidden, packed[1], layout)
+    return table, sampling, describe_tokens(logits, packed[0], options=options)
+
+
+def pool(
+    params: Params,
+    mask: Bool[Array, " vocab"] | None,
+    table: Table,
+    sampling: SamplingState,
+    hidden: Float[Array, "tokens hidden"],
+    packed: Int[Array, "2 rows"],
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+) -> tuple[Table, SamplingState, Float[Array, "rows output"]]:
+    """One vector for each row, of a model that pools. packed: see `pack_rows`; padding gets a vector, too."""
+    return table, sampling, _lm_head(spec, params, hidden, packed[1], layout)
+
+
+def _lm_head(
+    spec: DecoderSpec, params: Params, hidden: Float[Array, "tokens hidden"], index: Int[Array, " rows"],
+    layout: WeightLayout,
+) -> Float[Array, "rows output"]:  # fmt: skip
+    return decoder.lm_head(spec, params, jnp.take(hidden, index, axis=0, mode="clip"), layout=layout)
+
+
+def compile_output(
+    params: Params,
+    mask: Any,
+    state: DeviceState,
+    shape: OutputShape,
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    options: SamplerOptions,
+    placement: Placement,
+) -> jax.stages.Compiled:
+    """Compile a `sample`, `score` or `pool` program from arrays or ShapeDtypeStructs. params: the whole tree."""
+    call: Callable[..., Any]
+    match shape:
+        case SampleShape(size, variant):
+            call = functools.partial(sample, spec=spec, layout=layout, variant=variant, options=options)
+        case ScoreShape(size):
+            call = functools.partial(score, spec=spec, layout=layout, options=options)
+        case PoolShape(size):
+            call = functools.partial(pool, spec=spec, layout=layout)
+    # keep_unused: the runner passes the same arguments to every program
+    jitted = jax.jit(call, donate_argnums=(2, 3), keep_unused=True)
+    packed = placement.shape((2, size), np.int32)
+    arguments = (lm_head_params(spec, params), mask, state.table, state.sampling, state.hidden, packed)
+    return jitted.lower(*arguments).compile()

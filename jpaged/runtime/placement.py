@@ -1,0 +1,56 @@
+"""Placement: the devices that hold an engine's arrays. Today one device."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.runtime.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A device, and the sharding of arrays on it."""
+
+    device: jax.Device | Target
+    sharding: jax.sharding.Sharding | None  # None: no compiler for the device is installed, so nothing can be compiled
+
+    @classmethod
+    def single(cls, device: jax.Device) -> "Placement":
+        """All arrays whole on one device."""
+        return cls(device, jax.sharding.SingleDeviceSharding(device))
+
+    @classmethod
+    def for_target(cls, target: Target) -> "Placement":
+        """A kind of device that need not be present: its compiler's description, or the target without a compiler."""
+        if target.missing is not None:
+            return cls(target, None)
+        sharding = target.sharding()
+        return cls(next(iter(sharding.device_set)), sharding)
+
+    @property
+    def platform(self) -> str:
+        """Platform of the device: "cpu", "gpu" or "tpu"."""
+        return self.device.platform
+
+    def shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """An array with this placement, as a shape to compile with."""
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self.sharding)
+
+    def shapes_of(self, tree: Any) -> Any:
+        """The same tree as shapes to compile with."""
+        return jax.tree.map(lambda leaf: self.shape(leaf.shape, leaf.dtype), tree)
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """Upload a host array."""
+        return jax.device_put(array, self.sharding)
+
+
+def device_of(tree: Any) -> jax.Device:
+    """The device that holds all arrays of a tree. Raises ModelLoadError if they are on several devices."""
+    devices = {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()}
+    if len(devices) != 1:
+        raise ModelLoadError(f"the parameters are on {len(devices)} devices: put them on one")
+    return devices.pop()

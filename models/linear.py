@@ -1,0 +1,111 @@
+"""Products with weight matrices. Every matrix product of the decoder is made here, by the name of its leaf.
+
+`linear` is the plain product, and `linear_with_bias` adds the leaf's bias. `linear_per_head` multiplies every attention
+head by its own matrix. `linear_per_expert` multiplies every block of rows by the matrix of its expert.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout
+from pallas_kernels import grouped_dot
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["params", "cos", "sin", "real"], meta_fields=["spec", "layout"]
+)
+@dataclasses.dataclass(frozen=True)
+class LayerContext:
+    """What the functions of one layer share: the model, the layer's weights, and facts about the tokens.
+
+    The embedding and the `lm_head` belong to no layer. Their context has the model's whole tree as `params`.
+    """
+
+    spec: DecoderSpec
+    layout: WeightLayout
+    params: Params              # leaves by name: the layer's matrices, and its rows of the stacked vectors
+    cos: Array | None = None    # float32[tokens, half] of the rope angles; None: the layer has no rope. sin likewise
+    sin: Array | None = None
+    real: Array | None = None   # bool[tokens], False for padding; None: no token is padding
+
+
+def linear(
+    name: str, x: Float[Array, "rows in"], context: LayerContext, *,
+    dtype: DTypeLike | None = None, min_outputs: int = 0,
+) -> Float[Array, "rows out"]:  # fmt: skip
+    """x times the matrix `name`. All axes of the leaf but the last are one axis here, the outputs.
+
+    dtype:       of the result; None = x's dtype. float32 operands give true float32 products on every platform.
+    min_outputs: compute at least this many outputs of a matrix [out, in], which is padded with rows of zeros. The
+                 result has the matrix's own outputs only.
+    """
+    weight = context.params[name]
+    transposed = name in context.layout.transposed
+    weight = weight.reshape(-1, weight.shape[-1])
+    outputs = weight.shape[0]
+    if outputs < min_outputs:
+        weight = jnp.pad(weight, ((0, min_outputs - outputs), (0, 0)))
+    dims = (((1,), (0 if transposed else 1,)), ((), ()))
+    out = lax.dot_general(x, weight, dims, precision=_precision(x), preferred_element_type=dtype or x.dtype)
+    return out if outputs >= min_outputs else out[:, :outputs]
+
+
+def linear_with_bias(name: str, x: Float[Array, "rows in"], context: LayerContext) -> Float[Array, "rows out"]:
+    """`linear`, plus the leaf NAME_bias if the model has it."""
+    return add(linear(name, x, context), context.params.get(f"{name}_bias"))
+
+
+def linear_per_head(
+    name: str, x: Float[Array, "tokens heads in"], context: LayerContext, *, part: slice, transposed: bool
+) -> Float[Array, "tokens heads out"]:
+    """x times a matrix per head: `part` of axis 1 of the leaf [heads, out, in].
+
+    transposed: the product is with the transposed part, so `part` selects inputs: the leaf is [heads, in, out].
+    """
+    weight = context.params[name][:, part]
+    precision = _precision(x)
+
+    def direct(x: Array, weight: Array) -> Array:
+        dims = (((2,), (1 if transposed else 2,)), ((1,), (0,)))
+        return lax.dot_general(x, weight, dims, precision=precision)
+
+    def by_rows(x: Array, weight: Array) -> Array:
+        rows = lax.optimization_barrier(weight.swapaxes(1, 2))
+        return lax.dot_general(x, rows, (((2,), (2,)), ((1,), (0,))), precision=precision)
+
+    if transposed:  # XLA's CPU products with [in, out] matrices have other bits from 64 rows on
+        out = lax.platform_dependent(x, weight, cpu=by_rows, default=direct)
+    else:
+        out = direct(x, weight)
+    return out.swapaxes(0, 1)
+
+
+def linear_per_expert(
+    name: str,
+    x: Float[Array, "blocks rows in"],
+    expert_of_block: Int[Array, " blocks"],
+    num_blocks_used: Int[Array, ""],
+    context: LayerContext,
+) -> Float[Array, "blocks rows out"]:
+    """Every block of rows times the matrix of its expert, from the leaf [experts, ..., in].
+
+    Only the first `num_blocks_used` blocks are computed. The rows of the others are undefined.
+    """
+    weight = context.params[name]
+    weight = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+    return grouped_dot(x, weight, expert_of_block, num_blocks_used)
+
+
+def add(x: Array, bias: Array | None) -> Array:
+    """x, plus the bias if there is one."""
+    return x if bias is None else x + bias
+
+
+def _precision(x: Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
