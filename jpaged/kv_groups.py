@@ -76,7 +76,7 @@ def window_blocks(window: int, chunk: int, block_size: int) -> int:
     return -(-(window - 1 + chunk - 1) // block_size) + 1
 
 
-def most_blocks(windows: Sequence[int | None], num_tokens: int, *, chunk: int, block_size: int) -> int:
+def max_blocks(windows: Sequence[int | None], num_tokens: int, *, chunk: int, block_size: int) -> int:
     """Largest number of blocks that a request of `num_tokens` tokens needs at a time, in all KV groups together.
 
     windows: by KV group. chunk: most tokens of the request that one step computes.

@@ -200,7 +200,7 @@ def test_a_bug_in_the_engine_ends_it_with_an_error_for_all(
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
-            monkeypatch.setattr(engine._engine, "_take", lambda *args: 1 / 0)
+            monkeypatch.setattr(engine._engine._outputs, "process", lambda *args: 1 / 0)
             with pytest.raises(EngineError, match="division by zero"):
                 async for _ in stream:
                     pass

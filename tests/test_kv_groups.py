@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jpaged.kv_groups import MAX_GROUPS, group_layers, most_blocks, window_blocks
+from jpaged.kv_groups import MAX_GROUPS, group_layers, max_blocks, window_blocks
 
 
 def every(interval: int, count: int, window: int) -> list[int | None]:
@@ -70,7 +70,7 @@ def test_window_blocks_is_the_maximum_over_all_offsets(window, chunk, size):
     assert window_blocks(window, chunk, size) == max(held(start) for start in range(64, 64 + size))
 
 
-def test_most_blocks_with_several_kv_groups():
-    assert most_blocks((None,), 100, chunk=16, block_size=16) == 7
-    assert most_blocks((None, 20, 20), 30, chunk=16, block_size=16) == 6  # shorter than the window and a chunk
-    assert most_blocks((None, 20, 20), 1000, chunk=16, block_size=16) == 63 + 2 * 4
+def test_max_blocks_of_several_groups():
+    assert max_blocks((None,), 100, chunk=16, block_size=16) == 7
+    assert max_blocks((None, 20, 20), 30, chunk=16, block_size=16) == 6  # shorter than the window and a chunk
+    assert max_blocks((None, 20, 20), 1000, chunk=16, block_size=16) == 63 + 2 * 4

@@ -18,8 +18,8 @@ import jpaged
 from jpaged import LLM, EngineConfig, EngineError, ModelLoadError, RequestError, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.output_processor import OutputProcessor
 from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.strategies import SampleStrategy
 from jpaged.frontend.build import BuiltEngine, build_engine
 from jpaged.frontend.engine_options import engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
@@ -281,8 +281,8 @@ def test_an_interrupt_inside_a_call_of_the_engine(llm: LLM, monkeypatch: pytest.
     inside = {"add": (Scheduler, "add"), "step": (KVCacheManager, "release")}[call]
     original = getattr(*inside)
 
-    def cut(*args: Any) -> None:
-        original(*args)
+    def cut(*args: Any, **options: Any) -> None:
+        original(*args, **options)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -329,14 +329,14 @@ def test_after_an_interrupt_inside_the_device_the_next_call_runs_normally(llm: L
 
 
 def test_an_output_that_cannot_be_processed_ends_its_own_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    take = OutputProcessor.take
+    take = SampleStrategy.take
 
-    def fail(self: OutputProcessor, request: Any, *args: Any) -> Any:
+    def fail(self: SampleStrategy, request: Any, *args: Any) -> Any:
         if request.prompt_token_ids[0] == 2 and request.num_output_tokens == 1:
             raise ValueError("a token that nobody expected")
         return take(self, request, *args)
 
-    monkeypatch.setattr(OutputProcessor, "take", fail)
+    monkeypatch.setattr(SampleStrategy, "take", fail)
     outputs = llm.generate([[1], [2], [3]], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert llm.stats().used_blocks == 0

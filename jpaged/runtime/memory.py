@@ -16,7 +16,7 @@ import numpy as np
 
 from jpaged.config import LOGPROBS_MODES, EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.kv_groups import KVGroups, group_layers, most_blocks
+from jpaged.kv_groups import KVGroups, group_layers, max_blocks
 from jpaged.models.spec import DecoderSpec, Params
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.programs import smallest_bucket
@@ -62,7 +62,7 @@ class Limits:
     def blocks_of(self, num_tokens: int) -> int:
         """Largest number of blocks that a request of `num_tokens` tokens needs at a time, in all KV groups."""
         chunk = self.max_num_batched_tokens
-        return most_blocks(self.kv_groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
+        return max_blocks(self.kv_groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
 
     def longest_where(self, fits: Callable[[int], bool]) -> int:
         """Tokens of the longest request that fits, in whole blocks, at most max_model_len.

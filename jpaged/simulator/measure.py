@@ -113,7 +113,7 @@ def measure_steps(
     try:
         for case in (case for _ in range(repeats) for case in cases):
             timer: Any = StepTimer(real, shape)
-            engine.runner = timer
+            engine.pipeline.runner = timer
             _run(engine, case, rng, numbers)
             previous_decodes = False
             for load, seconds in timer.steps:
@@ -124,7 +124,7 @@ def measure_steps(
             if progress is not None:
                 progress(case)
     finally:
-        engine.runner = real
+        engine.pipeline.runner = real
     for (name, key), steps in taken.items():
         kind = f"{name}: chunk" if isinstance(key, StepLoad) else f"{name}: decode"
         yield MeasuredStep(_mean([load for load, _ in steps]), statistics.median(s for _, s in steps), len(steps), kind)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.errors import RequestError
 from jpaged.simulator.cost import CostModel, fit
 from jpaged.simulator.measure import StepTimer, designed_cases, measure_steps
@@ -35,7 +35,7 @@ class TimedRunner(FakeRunner):
 
 def test_the_true_model_is_found(monkeypatch):
     runner = TimedRunner(**SIZES)
-    engine = Engine(runner, enable_prefix_caching=False)
+    engine = Engine(runner, options=EngineOptions(enable_prefix_caching=False))
     monkeypatch.setattr(StepTimer.__init__, "__defaults__", (lambda: runner.collected,))
     cases = []
     steps = list(measure_steps(engine, SHAPE, repeats=2, progress=cases.append))
