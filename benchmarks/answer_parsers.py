@@ -1,11 +1,12 @@
-"""What reading answers costs: a token of a usual answer, and a megabyte of text written to take long.
+"""CPU time to parse answers: per token of a usual answer, and for 1 MB of the slowest text found.
 
     python benchmarks/answer_parsers.py
 
-Prints a table and the machine. Times are CPU seconds of this process, the least of three runs; the slowest text is
-sought with one. Needs no model.
+Prints a table and the machine. Times are CPU seconds of this process: the minimum of three runs, or one run in the
+search for the slowest text. Needs no model.
 """
 
+import argparse
 import os
 import platform
 import time
@@ -15,7 +16,7 @@ from jpaged.answers.parser import AnswerReader
 from jpaged.params.reasoning_tags import REASONING_PARSERS
 
 SIZE = 2**20
-PIECE = 4  # characters of a token, about
+PIECE = 4  # characters per token, approximately
 CALL = '<tool_call>\n{"name": "now", "arguments": {"text": "' + "some words " * 60 + '"}}\n</tool_call>'
 USUAL = "I shall look. " * 60 + CALL
 OPENINGS = {
@@ -30,7 +31,7 @@ REPEATED = (
 
 
 def seconds(reader: AnswerReader, text: str, piece: int = SIZE * 2, runs: int = 3) -> float:
-    """CPU seconds to read a text that comes in pieces."""
+    """Return the CPU seconds to parse a text that arrives in pieces of `piece` characters."""
     best = float("inf")
     for _ in range(runs):
         began = time.process_time()
@@ -40,6 +41,8 @@ def seconds(reader: AnswerReader, text: str, piece: int = SIZE * 2, runs: int = 
 
 
 def main() -> None:
+    """Print the table."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}\n")
     print(f"{'format':12} {'usual, us a token':>18} {'1 MB, whole: ms':>16} {'1 MB by 4: ms':>14}   the text")
     for name, made in FORMATS.items():

@@ -1,12 +1,12 @@
-"""Paged attention on CPU: how tile height, tiles that go together and keys a step change its time.
+"""Paged attention on CPU: time by rows per tile, tiles per loop and keys per step.
 
     python benchmarks/attention_cpu.py [--dtype bfloat16]
-    python benchmarks/attention_cpu.py --profile     # where a decode's time goes, operation by operation
+    python benchmarks/attention_cpu.py --profile     # time of each operation of a decode
     python benchmarks/attention_cpu.py --contexts    # a decode by context length, 64 to 8,192
 
-Interleaved runs in one process; prints minimum and median in milliseconds a call. The shape is a small Llama's: 8 heads
-over 4 KV heads of 64, blocks of 16. `decode` is 32 rows of 60 to 450 keys, `prompt` one prompt of 512 tokens, `mixed`
-16 decodes beside a chunk of 112.
+Interleaved runs in one process; prints minimum and median in milliseconds per call. The shape is a small Llama's: 8
+query heads, 4 KV heads of 64, blocks of 16. `decode` is 32 rows of 60 to 450 keys, `prompt` one prompt of 512 tokens,
+and `mixed` 16 decodes with a chunk of 112 tokens.
 """
 
 import argparse
@@ -39,13 +39,13 @@ SETTINGS = {
     "tile of 32 rows": {"TILE_ROWS": 32},
     "8 tiles together": {"TILE_GROUP": 8},
     "32 tiles together": {"TILE_GROUP": 32},
-    "64 keys a step": {"KEYS_PER_STEP": 64},
-    "256 keys a step": {"KEYS_PER_STEP": 256},
+    "64 keys per step": {"KEYS_PER_STEP": 64},
+    "256 keys per step": {"KEYS_PER_STEP": 256},
 }
 
 
 def make_case(rng: np.random.Generator, dtype: str, tokens: int, counts: list[int], lens: list[int]) -> tuple:
-    """Arguments of the attention call; empty rows fill up to 32."""
+    """Arguments of the attention call, padded with empty rows to 32."""
     rows = tokens if len(counts) == tokens else 32
     counts, lens = (values + [0] * (rows - len(values)) for values in (counts, lens))
     return (
@@ -58,7 +58,7 @@ def make_case(rng: np.random.Generator, dtype: str, tokens: int, counts: list[in
 
 
 def by_context(dtype: str, repeats: int) -> None:
-    """Print a decode's time by context: of 8 equal rows, of one such row among short ones, with 8 times the table."""
+    """Print a decode's time by context: 8 equal rows, one such row among short ones, and a table 8 times as wide."""
     rows, width = 8, 8192 // BLOCK_SIZE
     rng = np.random.default_rng(0)
     call = jax.jit(functools.partial(xla.paged_attention, **OPTIONS, max_query_len=1))
@@ -88,7 +88,7 @@ def by_context(dtype: str, repeats: int) -> None:
 
 
 def profile(call: Callable, arguments: tuple, layers: int = 8, calls: int = 20) -> None:
-    """Print microseconds a layer of each operation of `call`, run for `layers` layers in one program.
+    """Print microseconds per layer of each operation of `call`, run for `layers` layers in one program.
 
     Several layers, because one alone spends its time on page faults of fresh temporaries.
     """
@@ -115,7 +115,7 @@ def profile(call: Callable, arguments: tuple, layers: int = 8, calls: int = 20) 
         spent: collections.Counter[str] = collections.Counter()
         count: collections.Counter[str] = collections.Counter()
         for event in (event for plane in planes for line in plane.lines for event in line.events):
-            # operations come one by one and by their HLO names, whose numbers tell layers apart
+            # events have HLO names, and the numbers in the names differ between layers
             if not event.name.startswith(("end: ", "$", "Thunk", "while", "Pjit")):
                 name = event.name.rstrip("0123456789.")
                 spent[name] += event.duration_ns
@@ -127,7 +127,7 @@ def profile(call: Callable, arguments: tuple, layers: int = 8, calls: int = 20) 
 
 
 def main() -> None:
-    """Compile every setting, run them in turn, print the table."""
+    """Compile every setting, run them interleaved, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=15)

@@ -1,12 +1,13 @@
-"""Where XLA's CPU results depend on how many rows are computed together: the facts behind the smallest shapes.
+"""Shows where XLA's CPU results depend on the number of rows computed together. The smallest shapes follow from this.
 
     python benchmarks/cpu_bits.py
 
-For each operation and width it computes the same row among M copies of itself, and prints the groups of M that give
-different bits. `MIN_BUCKET`, `MIN_REDUCTION` (jpaged/runtime/programs.py), `TILE_ROWS`, `MIN_TILES` and `MIN_SCORES`
-(pallas_kernels/paged_attention/xla.py) are chosen so that no program crosses a border. Run it on a new JAX.
+For each operation and width it computes M copies of one row, and prints the groups of M that give equal bits. These
+constants are chosen so that no program uses two groups: `MIN_BUCKET` and `MIN_REDUCTION` (jpaged/runtime/programs.py),
+`TILE_ROWS`, `MIN_TILES` and `MIN_SCORES` (pallas_kernels/paged_attention/xla.py). Run it for every new version of JAX.
 """
 
+import argparse
 import platform
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 56, 64, 96, 128, 256, 512)
 
 
 def product(dtype: str, inner: int, outer: int) -> dict[bytes, list[int]]:
-    """x [M, inner] times w [outer, inner]."""
+    """Multiply x [M, inner] with w [outer, inner]."""
     rng = np.random.default_rng(0)
     row, weight = rng.standard_normal((1, inner)), jnp.asarray(rng.standard_normal((outer, inner)), dtype)
     exact = lax.Precision.HIGHEST if dtype == "float32" else None
@@ -32,7 +33,7 @@ def product(dtype: str, inner: int, outer: int) -> dict[bytes, list[int]]:
 
 
 def values_product(dtype: str, keys: int, width: int) -> dict[bytes, list[int]]:
-    """Weights [M, keys] times values [keys, width], batched: the second product of attention."""
+    """Multiply weights [M, keys] with values [keys, width], batched: the second product of attention."""
     rng = np.random.default_rng(0)
     row, values = rng.random((1, 1, keys)), jnp.asarray(rng.standard_normal((8, keys, width)), dtype)
     exact = lax.Precision.HIGHEST if dtype == "float32" else None
@@ -45,14 +46,14 @@ def values_product(dtype: str, keys: int, width: int) -> dict[bytes, list[int]]:
 
 
 def reduction(width: int) -> dict[bytes, list[int]]:
-    """The sum of squares of each row, float32: what a norm does."""
+    """Compute the sum of squares of each row in float32, as a norm does."""
     row = np.random.default_rng(0).standard_normal((1, width)).astype(np.float32)
     call = jax.jit(lambda x: jnp.mean(x * x, axis=-1))
     return groups(lambda rows: call(np.tile(row, (rows, 1))))
 
 
 def groups(run: Callable[[int], jax.Array]) -> dict[bytes, list[int]]:
-    """Row counts by the bits they give."""
+    """Group numbers of rows by the bits of their results."""
     found: dict[bytes, list[int]] = {}
     for rows in ROWS:
         found.setdefault(np.asarray(run(rows))[0].tobytes(), []).append(rows)
@@ -60,7 +61,8 @@ def groups(run: Callable[[int], jax.Array]) -> dict[bytes, list[int]]:
 
 
 def main() -> None:
-    """Print one line an operation."""
+    """Print one line per operation."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     print(f"JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}")
     for dtype in ("float32", "bfloat16"):
         for inner, outer in ((64, 256), (64, 128), (128, 32), (128, 64), (512, 512), (1536, 512), (896, 4864)):

@@ -1,10 +1,10 @@
-"""Mixture of experts on CPU: the feed-forward layer beside the dense products that it cannot do without.
+"""Mixture of experts on CPU: the time of a sparse feed-forward network, compared with its necessary products alone.
 
     python benchmarks/experts_cpu.py [--dtype bfloat16] [--experts 64 --per-token 8 --hidden 1024 --intermediate 512]
 
-`dense` multiplies each expert that some token chose with as many rows as chose it, rounded up to 8, its matrices lying
-apart: no sorting, no routing. `experts` is the layer as it is served, `ragged_dot` the same with XLA's own operation
-in place of the grouped products. Interleaved runs in one process; medians.
+`dense` multiplies each used expert with one row per token, rounded up to 8 rows, without sorting or routing.
+Each expert has its own arrays. `experts` is the layer as served. `ragged_dot` is the same with XLA's operation instead
+of `grouped_dot`. Interleaved runs in one process; prints medians.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from jpaged.models.spec import DecoderSpec, Experts, WeightLayout
 
 
 def dense(spec: DecoderSpec, inputs: list[Any], gate_up: list[Any], down: list[Any]) -> list[Any]:
-    """The products of the experts that are used, and the gate between them."""
+    """The products of the used experts, and the gate between them."""
     outputs = []
     for x, first, second in zip(inputs, gate_up, down, strict=True):
         context = LayerContext(spec, WeightLayout(), {"gate_up": first, "down": second})
@@ -36,10 +36,10 @@ def dense(spec: DecoderSpec, inputs: list[Any], gate_up: list[Any], down: list[A
     return outputs
 
 
-def ragged_dot(x: Any, weights: Any, group_of_block: Any, num_blocks_used: Any) -> Any:
-    """grouped_dot by `lax.ragged_dot_general`."""
+def ragged_dot(x: Any, weights: Any, matrix_of_block: Any, num_blocks_used: Any) -> Any:
+    """grouped_dot with `lax.ragged_dot_general`."""
     used = jnp.arange(x.shape[0]) < num_blocks_used
-    sizes = jnp.zeros(weights.shape[0], jnp.int32).at[group_of_block].add(jnp.where(used, x.shape[1], 0))
+    sizes = jnp.zeros(weights.shape[0], jnp.int32).at[matrix_of_block].add(jnp.where(used, x.shape[1], 0))
     dims = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     out = lax.ragged_dot_general(x.reshape(-1, x.shape[2]), weights, sizes, dims)
     return out.reshape(*x.shape[:2], -1)
@@ -51,7 +51,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--ragged", action="store_true", help="also XLA's ragged_dot, which is slow")
+    parser.add_argument("--ragged", action="store_true", help="measure XLA's ragged_dot as well, which is slow")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     print(f"JAX {jax.__version__}, {platform.processor() or platform.machine()}, {args.dtype}; {vars(args)}")

@@ -1,8 +1,9 @@
-"""How fast GGUF files are read: weights a second by type, and the header of a file with a large vocabulary.
+"""Speed of reading GGUF files: weights per second by type, and the header of a file with a large vocabulary.
 
     python benchmarks/gguf_reading.py
 """
 
+import argparse
 import platform
 import tempfile
 import time
@@ -14,24 +15,24 @@ import numpy as np
 from jpaged.loading.gguf_file import GgufFile, numbers, supported_types
 
 ROWS, COLUMNS = 4096, 4096
-TOKENS = 150_000  # and as many merges: Qwen2's vocabulary
+TOKENS = 150_000  # number of tokens, and of merges: about Qwen2's vocabulary
 
 
 def seconds_to_dequantise(kind: str) -> float:
-    """The better of two runs on a random tensor of ROWS x COLUMNS."""
+    """Return the minimum of two runs on a random tensor of ROWS x COLUMNS."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     data = np.random.default_rng(0).integers(0, 256, (ROWS, COLUMNS // block * size), np.uint8)
     times = []
     with np.errstate(all="ignore"):
         for _ in range(2):
             start = time.perf_counter()
-            numbers(data, kind).astype(np.float32)  # what is a view, too, has to be read
+            numbers(data, kind).astype(np.float32)  # also reads types that are views of the file
             times.append(time.perf_counter() - start)
     return min(times)
 
 
 def write_vocabulary(path: Path) -> None:
-    """A file with a large vocabulary and one small tensor."""
+    """Write a file with a large vocabulary and one small tensor."""
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_token_list([f"t{i}" for i in range(TOKENS)])
     writer.add_token_merges([f"t{i} t{i + 1}" for i in range(TOKENS)])
@@ -44,6 +45,7 @@ def write_vocabulary(path: Path) -> None:
 
 def main() -> None:
     """Print both tables."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     print(f"{platform.machine()}, numpy {np.__version__}, one thread, {ROWS} x {COLUMNS} weights to float32")
     for kind in supported_types():
         seconds = seconds_to_dequantise(kind)

@@ -53,6 +53,9 @@ class NoDevice:
     def collect(self, handle: int) -> StepResult:
         return StepResult(np.full(handle, 5, np.int32))
 
+    def set_params(self, params: object) -> None:
+        pass
+
     def prefix_cacheable(self, prompt_len: int) -> bool:
         return True
 

@@ -1,17 +1,17 @@
-"""The kernels on an NVIDIA card: are they right, how fast are they, and how fast are the others.
+"""The kernels on an NVIDIA card: checks against the reference, times, and times of other implementations.
 
-    python benchmarks/kernels.py --check                  # compare with the reference on this device, and stop
+    python benchmarks/kernels.py --check                  # only compare with the reference on this device
     python benchmarks/kernels.py --out benchmarks/results # check, then measure: at most 8 minutes on a card
-    python benchmarks/kernels.py --tiny                   # small shapes, anywhere: a rehearsal, no figures
+    python benchmarks/kernels.py --tiny                   # small shapes on any machine: a rehearsal without figures
 
-1. What the card does: bytes copied a second, bf16 products a second. Everything below is a share of these.
+1. The card's limits: bytes copied per second and bf16 flops per second. All other results are shares of them.
 2. paged_attention: decodes and a prefill chunk with Llama-3-8B's heads (32 query and 8 KV heads of 128, bf16, blocks of
-   16), and beside it JAX's own `paged_attention` (pages) and `decode_attention`, cuDNN and torch (contiguous KV).
+   16). For comparison: JAX's own `paged_attention` (pages) and `decode_attention`, cuDNN and torch (contiguous KV).
 3. write_kv, and write_qkv, which reads the product of the q, k and v matrices.
 
-Nothing is timed by single calls: a measurement is one jitted loop whose turns depend on each other, over the pages of
-several layers in turn, more than any cache holds. Printed is the median of the repeats; the JSON file has all of them,
-and is written again after every step. What does not compile or run is noted and does not end the others.
+A measurement is one jitted loop whose iterations depend on each other. It cycles through the pages of several layers,
+more than any cache holds. The table has the median of the repeats. The JSON file has all repeats and is written after
+every step. An implementation that does not compile or run is reported, and the measurement continues.
 """
 
 import argparse
@@ -68,23 +68,23 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that one call has to read, scales not counted."""
+        """Bytes of keys and values that one call reads, without scales."""
         return 2 * sum(self.context) * self.kv_heads * self.head_dim * jnp.dtype(self.kv_dtype).itemsize
 
     @property
     def flops(self) -> int:
-        """Of the two products, for what a causal chunk sees."""
+        """Operations of the two products, for the keys that a causal chunk sees."""
         seen = sum(self.chunk * n - self.chunk * (self.chunk - 1) // 2 for n in self.context)
         return 4 * seen * self.heads * self.head_dim
 
     @property
     def layers(self) -> int:
-        """Pools to go through in turn, so that no cache holds what a turn reads: 400 MB, at least 2."""
+        """Number of page arrays to cycle through, so that no cache holds them: 400 MB, at least 2."""
         return max(2, min(16, math.ceil(4e8 / self.kv_bytes)))
 
 
 def shapes(tiny: bool) -> list[Shape]:
-    """What is measured."""
+    """The measured batches."""
     rng = np.random.default_rng(0)
     mixed = tuple(int(n) for n in rng.integers(128, 8193, 256))
     real = [
@@ -109,12 +109,12 @@ def shapes(tiny: bool) -> list[Shape]:
 
 
 def sentence(error: Exception) -> str:
-    """An error in one line, its kind first."""
+    """An error on one line, with its type."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def seconds(call: Callable[..., Any], arguments: tuple, turns: int, repeats: int) -> list[float]:
-    """Seconds a turn of `call(*arguments)`, a jitted loop of `turns` turns; the first run is not counted."""
+    """Seconds per iteration of `call(*arguments)`, a jitted loop of `turns` iterations. The first run is left out."""
     jax.block_until_ready(call(*arguments))
     times = []
     for _ in range(repeats):
@@ -125,7 +125,7 @@ def seconds(call: Callable[..., Any], arguments: tuple, turns: int, repeats: int
 
 
 def chained(attend: Callable[..., jax.Array], turns: int) -> Callable[..., jax.Array]:
-    """A jitted loop in which each call's output is the next one's query, over all layers, `turns` times."""
+    """A jitted loop, `turns` times over all layers. The output of each call is the query of the next."""
 
     @jax.jit
     def run(q: jax.Array, layers: tuple, *rest: jax.Array) -> jax.Array:
@@ -143,17 +143,17 @@ def chained(attend: Callable[..., jax.Array], turns: int) -> Callable[..., jax.A
 
 
 def measure_card(tiny: bool, repeats: int) -> dict[str, float]:
-    """bytes a second of a copy (read and written), flops a second of a bf16 product."""
+    """Bytes per second of a copy (read plus written), and flops per second of a bf16 product."""
     size, width = (1 << 16, 64) if tiny else (1 << 30, 8192)
     source = jnp.arange(size // 4, dtype=jnp.float32)
-    turns = 4 if tiny else 200  # the loop begins with a copy of its own, which is not counted
+    turns = 4 if tiny else 200  # the loop begins with one more copy, which is not counted
 
     @jax.jit
     def copies(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, turns, lambda i, x: x + 1.0, x)
 
     copy = statistics.median(seconds(copies, (source,), turns, repeats))
-    # random numbers, since cards clock higher on constant ones; scaled so that they stay what they are
+    # random numbers, because cards clock higher with constant ones; scaled so that their size stays the same
     x, w = jax.random.normal(jax.random.key(0), (2, width, width), jnp.bfloat16)
     turns = 4 if tiny else 40
 
@@ -169,7 +169,7 @@ def measure_card(tiny: bool, repeats: int) -> dict[str, float]:
 
 
 def paged_case(shape: Shape) -> tuple:
-    """q, one KVPages a layer, block tables (shuffled blocks), context lengths, query starts."""
+    """q, one KVPages per layer, block tables (shuffled blocks), context lengths, query starts."""
     rng = np.random.default_rng(0)
     rows = len(shape.context)
     blocks = [-(-n // shape.block_size) for n in shape.context]
@@ -203,13 +203,13 @@ def ours(shape: Shape, implementation: str) -> tuple[Callable, tuple]:
 
 
 def jax_paged(shape: Shape) -> tuple[Callable, tuple]:
-    """JAX's example kernel for pages: decode only."""
+    """JAX's example kernel for paged KV. Decodes only."""
     from jax.experimental.pallas.ops.gpu import paged_attention as jax_kernels
 
     q, layers, tables, lens, _ = paged_case(shape)
-    # its pages: [kv_heads, blocks, block_size, head_dim], keys and values apart
+    # its pages: [kv_heads, blocks, block_size, head_dim], separate arrays for keys and values
     layers = tuple(tuple(p.data[:, i].transpose(1, 0, 2, 3) for i in (0, 1)) for p in layers)
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % 128)))  # or it could split an odd width into one part only
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % 128)))  # an odd width could not be split
     splits = max(s for s in (1, 2, 4, 8, 16) if tables.shape[1] % s == 0)
     per_block = max(n for n in (1, 2, 4, 8) if tables.shape[1] // splits % n == 0)
 
@@ -223,9 +223,9 @@ def jax_paged(shape: Shape) -> tuple[Callable, tuple]:
 
 
 def contiguous_case(shape: Shape) -> tuple:
-    """q [rows, chunk, heads, dim], (k, v) [rows, longest, kv_heads, dim] a layer, context lengths."""
+    """q [rows, chunk, heads, dim], (k, v) [rows, longest, kv_heads, dim] per layer, context lengths."""
     key, rows = jax.random.key(0), len(shape.context)
-    # a multiple of 256, or JAX's decode_attention cannot split it
+    # a multiple of 256, so that JAX's decode_attention can split it
     size = (rows, -(-max(shape.context) // 256) * 256, shape.kv_heads, shape.head_dim)
     layers = tuple(
         tuple(jax.random.normal(k, size, jnp.bfloat16) for k in jax.random.split(layer))
@@ -248,7 +248,7 @@ def jax_decode(shape: Shape) -> tuple[Callable, tuple]:
 
 
 def cudnn(shape: Shape) -> tuple[Callable, tuple]:
-    """cuDNN through jax.nn, contiguous KV. A chunk at the end of its context: the bias is the mask."""
+    """cuDNN through jax.nn, with contiguous KV. The bias is the mask of a chunk at the end of its context."""
     q, layers, lens = contiguous_case(shape)
 
     def attend(q: jax.Array, kv: tuple, lens: jax.Array) -> jax.Array:
@@ -262,7 +262,7 @@ def cudnn(shape: Shape) -> tuple[Callable, tuple]:
 
 
 def torch_seconds(shape: Shape, repeats: int) -> list[float]:
-    """torch's scaled_dot_product_attention on contiguous KV of equal lengths, in a CUDA graph's place: many calls."""
+    """torch's scaled_dot_product_attention with contiguous KV of equal lengths: many calls, without a CUDA graph."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -289,13 +289,13 @@ def torch_seconds(shape: Shape, repeats: int) -> list[float]:
 
 
 def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: int) -> dict[str, Any]:
-    """Seconds a call of each engine that takes the shape; a sentence for one that does not."""
+    """Seconds per call of each implementation, or the reason why it does not take the shape."""
     results: dict[str, Any] = {}
     cases: dict[str, Callable[[], tuple[Callable, tuple]]] = {implementation: lambda: ours(shape, implementation)}
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu:
         cases["xla"] = lambda: ours(shape, "xla")
-    plain = shape.kv_dtype == "bfloat16"  # what the others take
+    plain = shape.kv_dtype == "bfloat16"  # the only dtype of the other implementations
     if on_gpu and plain:
         cases["cuDNN, contiguous"] = lambda: cudnn(shape)
         if shape.chunk == 1:
@@ -306,11 +306,11 @@ def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: in
     for name, case in cases.items():
         try:
             attend, arguments = case()
-            # the XLA path goes over whole tables and is there to compare: fewer turns
-            own = 1 if name == "xla" else turns
-            times = seconds(chained(attend, own), arguments, own * shape.layers, repeats)
+            # the XLA implementation is slow, because it loops over whole block tables: fewer iterations
+            count = 1 if name == "xla" else turns
+            times = seconds(chained(attend, count), arguments, count * shape.layers, repeats)
             results[name] = times
-        except Exception as error:  # one engine that cannot take a shape must not end the comparison
+        except Exception as error:  # continue with the other implementations
             results[name] = sentence(error)
     if on_gpu and plain and not importlib.util.find_spec("torch"):
         results["torch, contiguous"] = "not installed"
@@ -323,9 +323,9 @@ def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: in
 
 
 def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, Any]:
-    """Seconds a call of write_kv and write_qkv: 8,192 tokens of 8 KV heads of 128, bf16; write_qkv: 32 query heads.
+    """Seconds per call of write_kv and write_qkv: 8,192 tokens, 8 KV heads of 128, bf16; write_qkv: 32 query heads.
 
-    Six layers in turn: 200 MB of new keys and values, 400 MB of pages.
+    It cycles through six layers: 200 MB of new keys and values, 400 MB of pages.
     """
     tokens, heads, q_per_kv, dim, turns = (64, 2, 2, 16, 2) if tiny else (8192, 8, 4, 128, 20)
     num_layers = 2 if tiny else 6
@@ -336,7 +336,7 @@ def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, An
     layers = tuple(KVPages.create(2 * tokens // 16, 16, heads, dim, jnp.bfloat16) for _ in keys)
     products = tuple(jax.random.normal(k, (tokens, heads, q_per_kv + 2, dim), jnp.bfloat16) for k in keys)
     news = tuple(tuple(jax.random.normal(k, (2, tokens, heads, dim), jnp.bfloat16)) for k in keys)
-    # each turn differs in something small, so that nothing is done only once
+    # every iteration differs a little, so that XLA cannot hoist work out of the loop
 
     def plain(layers: tuple, news: tuple, slots: jax.Array, *, name: str) -> tuple:
         def turn(i: jax.Array, layers: tuple) -> tuple:
@@ -387,19 +387,19 @@ def check(implementation: str, tiny: bool) -> dict[str, Any]:
                 sliding_window=window, implementation=implementation, cases=cases,
             )  # fmt: skip
             text = ", ".join(f"{case} {error:.1e}" for case, error in found[shape].items())
-        except Exception as error:  # also those of the compiler: the other shapes may be right
+        except Exception as error:  # compiler errors as well; continue with the other shapes
             text = found[shape] = sentence(error)
         print(f"  {shape}: {text}", flush=True)
     return found
 
 
 def wrong(checks: dict[str, Any]) -> list[str]:
-    """Checks that failed; a shape that an implementation refuses is none."""
+    """Checks that failed. A shape that the implementation refuses does not count."""
     return [shape for shape, found in checks.items() if isinstance(found, str) and "cannot take this" not in found]
 
 
 def print_times(results: dict[str, Any], moved: Callable[[str], float], unit: str, of: float) -> None:
-    """A line an engine. moved: what one call moves or computes; of: what the card does of that a second."""
+    """Print one line per implementation. moved: bytes or flops of a call; of: the card's limit, per second."""
     for name, times in results.items():
         if isinstance(times, str):
             print(f"  {name:34} {times}", flush=True)
@@ -418,9 +418,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare with the reference")
     parser.add_argument("--tiny", action="store_true", help="small shapes: a rehearsal without a card")
-    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: what is chosen for this device")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: the best one for this device")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing new after so long (default: 8)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no measurement after this time (default: 8)")
     parser.add_argument("--out", type=pathlib.Path, help="folder for the results as JSON")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
@@ -445,7 +445,7 @@ def main() -> None:
         file = args.out / f"{kind}-{device.device_kind.lower().replace(' ', '-')}-{now:%Y-%m-%d-%H%M%S}.json"
 
     def keep(**parts: Any) -> None:
-        """Into the record, and onto the disk: what comes later may fail."""
+        """Add results to the record and write the file, because later steps may fail."""
         record.update(parts)
         if file:
             file.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
@@ -474,7 +474,7 @@ def main() -> None:
                 print_times(results, lambda _, s=shape: s.flops, "flops", product)
         token = (2 * 16 if args.tiny else 8 * 128) * 2  # bytes of a token's keys
         tokens, q_per_kv = (64, 2) if args.tiny else (8192, 4)
-        # read and written: keys and values, and the queries
+        # keys and values, and for write_qkv the queries, are read and written
         bytes_of = {"write_kv": 2 * 2 * tokens * token, "write_qkv": 2 * (2 + q_per_kv) * tokens * token}
         print(f"writes of {tokens:,} tokens", flush=True)
         keep(write=measure_write(implementation, args.tiny, args.repeats), write_bytes=bytes_of)

@@ -1,10 +1,11 @@
-"""Seconds to load a model: its safetensors files, what `jpaged convert` made of them, and that as Orbax reads it.
+"""Seconds to load a model: from safetensors files, from a converted folder, and from that with Orbax's own handler.
 
     python benchmarks/load.py [--model FOLDER] [--rounds 7] [--dtypes bfloat16 float32]
 
-Without a model: a Llama of random numbers, 0.86 GB in bfloat16. Every load is a process of its own and they take
-turns; a time runs from after `import jax` until all arrays are on the device, so that the import of Orbax counts. The
-files are in the page cache from the second round on, which is why medians are printed and the first round is dropped.
+Without --model it uses a Llama of random numbers, 0.86 GB in bfloat16. Every load runs in its own process, and the
+three ways take turns. A time runs from after `import jax` until all arrays are on the device, so it includes the import
+of Orbax. The files are in the page cache from the second round on, so the first round is not counted. Medians are
+printed.
 """
 
 import argparse
@@ -37,7 +38,7 @@ jax.block_until_ready(model.params)
 print(time.perf_counter() - start)
 """
 
-# The same files through Orbax's own array handler.
+# Loads the converted folder with Orbax's own array handler.
 OWN_HANDLER = """
 import sys, time
 import jax
@@ -60,7 +61,7 @@ print(time.perf_counter() - start)
 
 
 def write_llama(folder: Path) -> None:
-    """A checkpoint of random numbers."""
+    """Write a checkpoint of random numbers."""
     kv_rows = HIDDEN // HEADS * KV_HEADS
     shapes = {"model.embed_tokens": (VOCAB, HIDDEN), "lm_head": (VOCAB, HIDDEN), "model.norm": (HIDDEN,)}
     for i in range(LAYERS):
@@ -83,17 +84,17 @@ def write_llama(folder: Path) -> None:
 
 
 def seconds(code: str, folder: Path, dtype: str) -> float:
-    """One load, in a process of its own."""
+    """Return the seconds of one load in its own process."""
     done = subprocess.run([sys.executable, "-c", code, str(folder), dtype], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint; default: a Llama of random numbers")
+    parser.add_argument("--rounds", type=int, default=7, help="counted loads of each way (default: %(default)s)")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="dtypes to load with")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         source, converted = args.model or Path(scratch, "llama"), Path(scratch, "converted")
@@ -102,7 +103,7 @@ def main() -> None:
             write_llama(source)
         size = convert(str(source), converted).num_bytes
         print(", ".join(f"{name} {value}" for name, value in machine().items()))
-        print(f"{size / 1e9:.2f} GB, {args.rounds} rounds; medians, their multiples of the first, and all in order\n")
+        print(f"{size / 1e9:.2f} GB, {args.rounds} rounds; median, ratio to safetensors, and all times sorted\n")
         for dtype in args.dtypes:
             ways = {"safetensors": (LOAD, source), "converted": (LOAD, converted)}
             ways["Orbax's own"] = (OWN_HANDLER, converted)

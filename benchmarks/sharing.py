@@ -1,11 +1,13 @@
-"""How much KV cache is saved where answers share a prompt, and how much of it is wasted: in blocks, on the demo model.
+"""KV blocks saved by sharing prompts between answers, and KV waste, on the demo model.
 
     python benchmarks/sharing.py
 
-Prints a table and the machine. Every figure is the engine's own, `LLM.stats()`: `peak_used_blocks`, of an engine that
-shares and, for as many separate requests, of one without a prefix cache; and `kv_waste`. None is reckoned from lengths.
+Prints a table and the machine. All figures are from `LLM.stats()`; none is computed from lengths. `peak_used_blocks` is
+compared between an engine that shares, and one without a prefix cache that runs the same number of separate requests.
+`kv_waste` is measured on a batch of mixed lengths. Exits with 1 if a figure is worse than promised.
 """
 
+import argparse
 import dataclasses
 import random
 import sys
@@ -26,7 +28,7 @@ SIZES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """Most blocks that were in use at a time."""
+    """Peak number of blocks in use, with shared prompts and with separate requests."""
 
     name: str
     shared: int
@@ -34,12 +36,12 @@ class Sharing:
 
     @property
     def share(self) -> float:
-        """What is used, of what separate requests use."""
+        """Blocks used with sharing, divided by those of separate requests."""
         return self.shared / self.separate
 
 
 def peak(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> int:
-    """Most blocks in use while these prompts run, on an engine that has nothing in its prefix cache."""
+    """Return the peak number of blocks in use while the prompts run. The prefix cache is emptied first."""
     llm.reset_prefix_cache()
     llm.reset_stats()
     llm.generate(prompts, params, use_tqdm=False)
@@ -47,7 +49,7 @@ def peak(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> int:
 
 
 def waste(llm: LLM, lengths: Sequence[int], new_tokens: int) -> float:
-    """Share of slots without a token in the blocks of running requests, over a batch of mixed lengths."""
+    """Return the KV waste of a batch of mixed lengths: the share of running requests' slots without a token."""
     llm.reset_prefix_cache()
     llm.reset_stats()
     rng = random.Random(1)
@@ -57,12 +59,12 @@ def waste(llm: LLM, lengths: Sequence[int], new_tokens: int) -> float:
 
 
 def random_prompt(rng: random.Random, length: int) -> dict[str, list[int]]:
-    """Token ids that no other prompt begins with."""
+    """Return a prompt of random token ids, which has no prefix in common with other prompts."""
     return {"prompt_token_ids": [rng.randrange(100, 4000) for _ in range(length)]}
 
 
 def samples(sharing: LLM, separate: LLM) -> Sharing:
-    """n samples of one prompt, and as many requests of it."""
+    """Compare n samples of one prompt with n requests of the same prompt."""
     prompt = random_prompt(random.Random(0), PROMPT_TOKENS)
     one = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     return Sharing(
@@ -73,17 +75,18 @@ def samples(sharing: LLM, separate: LLM) -> Sharing:
 
 
 def beams(sharing: LLM, separate: LLM) -> Sharing:
-    """The searches of examples/beam_search.py, and as many requests as they have beams."""
+    """Compare the searches of examples/beam_search.py with one request per beam."""
     one = SamplingParams(temperature=0.7, top_p=0.9)
     return Sharing(
-        f"{len(SEED_PROMPTS)} beam searches of {BEAMS}, prompts that begin alike",
+        f"{len(SEED_PROMPTS)} beam searches of {BEAMS}, prompts with a common prefix",
         peak(sharing, SEED_PROMPTS, dataclasses.replace(one, use_beam_search=True, best_of=BEAMS)),
         peak(separate, [p for p in SEED_PROMPTS for _ in range(BEAMS)], dataclasses.replace(one, ignore_eos=True)),
     )
 
 
 def main() -> int:
-    """Measure and print; the exit status is 1 where a figure is worse than what is promised."""
+    """Measure and print. Returns 1 if a figure is worse than promised, else 0."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     lengths = random.Random(3).choices(range(257, 1800), k=32)
     with LLM("demo", **SIZES) as sharing, LLM("demo", **SIZES, enable_prefix_caching=False) as separate:
         rows = [samples(sharing, separate), beams(sharing, separate)]

@@ -1,10 +1,11 @@
-"""A real engine and its simulation under the same load: how far the simulated figures are off.
+"""Error of the simulator: a real engine and its simulation under the same load.
 
     python benchmarks/simulator_agreement.py --cost-model FILE [--model demo] [--rates inf 2] [--num-requests 60]
 
-FILE comes from `jpaged bench steps` with the same engine options, on the same machine. Requests arrive by the clock, as
-they would at a server, with lengths from a seed; the simulation gets the same arrivals. Prints both columns a rate.
-Real runs of all rates take turns; of each the quietest counts, that with the shortest median time between tokens.
+FILE is written by `jpaged bench steps` with the same engine options, on the same machine. Requests arrive in real time,
+as at a server, with lengths from a seed. The simulation gets the same arrivals. Prints both results for each rate.
+Real runs of all rates take turns. For each rate the run with the shortest median time between tokens counts, because
+other programs disturbed it least.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from jpaged.simulator.simulation import SimulationOptions, simulate
 
 
 def run_real(engine: Engine, arrivals: list[Arrival], vocab_size: int) -> dict[str, float]:
-    """Serve a load by the clock; figures by the names of the simulator's result."""
+    """Serve a load in real time. Returns figures under the same names as `run_simulated`."""
     rng = np.random.default_rng(1)
     engine.reset_stats()
     token_times: dict[str, list[float]] = {str(number): [] for number in range(len(arrivals))}
@@ -66,7 +67,7 @@ def run_real(engine: Engine, arrivals: list[Arrival], vocab_size: int) -> dict[s
 
 
 def run_simulated(arrivals: list[Arrival], options: SimulationOptions) -> dict[str, float]:
-    """The same, simulated."""
+    """Simulate a load. Returns its figures."""
     result = simulate(arrivals, options)
     return {
         "output tokens/s": result.per_second(result.output_tokens),
@@ -84,18 +85,18 @@ def run_simulated(arrivals: list[Arrival], options: SimulationOptions) -> dict[s
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cost-model", required=True)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--rates", type=float, nargs="+", default=[float("inf"), 2.0])
-    parser.add_argument("--num-requests", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cost-model", required=True, help="file of `jpaged bench steps`, or name of a shipped model")
+    parser.add_argument("--model", default="demo", help="folder or name of the model (default: %(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[float("inf"), 2.0], help="requests a second")
+    parser.add_argument("--num-requests", type=int, default=60, help="requests of each run (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="real runs of each rate (default: %(default)s)")
     args = parser.parse_args()
     cost = read_cost_model(args.cost_model)
     built = build_engine(args.model, None, {"enable_prefix_caching": False}, progress=True)
     shape = engine_shape(built.engine.runner)
     if cost.engine is not None and dataclasses.astuple(cost.engine) != dataclasses.astuple(shape):
-        print(f"the cost model was measured on another engine: {cost.engine}")
+        print(f"the cost model was measured on an engine of another shape: {cost.engine}")
     loads = {
         rate: list(
             GeneratedLoad(
@@ -108,7 +109,7 @@ def main() -> None:
         )
         for rate in args.rates
     }
-    run_real(built.engine, loads[args.rates[0]][:8], built.spec.vocab_size)  # programs have run once
+    run_real(built.engine, loads[args.rates[0]][:8], built.spec.vocab_size)  # warm-up: every program has run once
     runs: dict[float, list[dict[str, float]]] = {rate: [] for rate in loads}
     for _ in range(args.repeats):
         for rate, arrivals in loads.items():

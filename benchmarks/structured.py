@@ -1,12 +1,12 @@
-"""What structured output costs of the throughput of 32 requests that all follow a medium JSON schema.
+"""Cost of structured output: throughput of 32 requests with and without a medium JSON schema.
 
     python benchmarks/structured.py [--rounds 5]
     python benchmarks/structured.py --model demo
 
-Without a model: Qwen2-0.5B's shape with random weights in bfloat16 (float32 on JAX 0.10), and a tokenizer of 151,643
-tokens trained on the Python sources that are installed here. Requests have their 32 prompts alike and generate 64
-tokens each, with and without the schema; without jump-forward, so that both sample each of their tokens, and with it.
-Runs take turns, and a share is the median over rounds of two runs beside each other.
+Without --model it uses the shape of Qwen2-0.5B with random weights in bfloat16 (float32 on JAX 0.10), and a tokenizer
+of 151,643 tokens trained on the installed Python sources. Runs with and without the schema have the same 32 prompts,
+and generate 64 tokens per request. Without jump-forward, both runs sample every token. Runs take turns. The cost is the
+median over rounds, each of two runs in a row.
 """
 
 import argparse
@@ -55,7 +55,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 
 def sources() -> Iterator[str]:
-    """Python files, the same in each run of one installation."""
+    """Yield Python files, the same in every run of one installation."""
     left = TRAINED_ON
     for root in ("stdlib", "purelib"):
         for path in sorted(Path(sysconfig.get_path(root)).rglob("*.py")):
@@ -67,7 +67,7 @@ def sources() -> Iterator[str]:
 
 
 def write_tokenizer(folder: str) -> None:
-    """A byte-level BPE of as many tokens as Qwen2's."""
+    """Write a byte-level BPE with as many tokens as Qwen2's tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,7 +78,7 @@ def write_tokenizer(folder: str) -> None:
 
 
 def engine(model: str | None, tokenizer: str, *, jump_forward: bool) -> LLM:
-    """An engine that runs all requests at once."""
+    """Make an engine that runs all requests at the same time."""
     options: dict[str, Any] = {
         "max_model_len": 256, "max_num_seqs": REQUESTS, "row_buckets": (REQUESTS,), "max_num_batched_tokens": 512,
         "token_buckets": (64, 128, 256, 512), "jump_forward": jump_forward, "enable_prefix_caching": False,
@@ -99,7 +99,7 @@ def engine(model: str | None, tokenizer: str, *, jump_forward: bool) -> LLM:
 
 
 def seconds_a_token(llm: LLM, params: SamplingParams) -> float:
-    """Of one run of all requests."""
+    """Return seconds per generated token of one run of all requests."""
     rng = np.random.default_rng(1)
     prompts = [{"prompt_token_ids": rng.integers(300, 4000, PROMPT_TOKENS).tolist()} for _ in range(REQUESTS)]
     start = time.perf_counter()
@@ -113,9 +113,9 @@ def seconds_a_token(llm: LLM, params: SamplingParams) -> float:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder or name of a model with its tokenizer")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--jump-forward", choices=("on", "off", "both"), default="both")
+    parser.add_argument("--model", help="folder or name of a model with a tokenizer; default: random weights")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds (default: %(default)s)")
+    parser.add_argument("--jump-forward", choices=("on", "off", "both"), default="both", help="(default: %(default)s)")
     args = parser.parse_args()
     print(f"{machine()}\n{args.model or 'Qwen2-0.5B shape'}, {REQUESTS} requests of {NEW_TOKENS} tokens")
     print(f"{'':28}{'jump-forward':14}{'tokens/s without':>18}{'with':>10}{'costs':>8}")
@@ -131,7 +131,7 @@ def main() -> None:
                     runs = [
                         (seconds_a_token(llm, plain), seconds_a_token(llm, structured))
                         for _ in range(args.rounds + 1)
-                    ][1:]  # the first reads the tokenizer, and compiles the schema
+                    ][1:]  # the first round also reads the tokenizer and compiles the schema
                     without, with_it = (1 / statistics.median(times) for times in zip(*runs, strict=True))
                     cost = 1 - statistics.median(one / other for one, other in runs)
                     print(f"{name:28}{jumps:14}{without:18.1f}{with_it:10.1f}{cost:8.1%}", flush=True)

@@ -1,13 +1,13 @@
-"""Find the fastest tile sizes of the NVIDIA kernels on this card, and write them where the kernels look for them.
+"""Finds the fastest tile sizes of the NVIDIA kernels on this card, and writes them to the kernels' tuning.json.
 
     python benchmarks/tune_kernels.py                      # the shapes below, about 5 minutes each on a card
     python benchmarks/tune_kernels.py --only llama-3-8b
-    python benchmarks/tune_kernels.py --tiny --file /tmp/tuning.json   # a rehearsal anywhere, in interpret mode
+    python benchmarks/tune_kernels.py --tiny --file /tmp/tuning.json   # a rehearsal on any machine, in interpret mode
 
-For each shape, decode and prefill apart: begin with the rule (`Tiling.by_rule`), change one size at a time, keep what
-is faster by 2% or more, until nothing is. A candidate that does not compile, or that differs from XLA's, is out. What
-counts is the geometric mean of the times of the workloads. How a call is timed: benchmarks/kernels.py. Pages of 8 bits
-are not tuned: they take the rule.
+For each shape, decode and prefill are tuned separately. The search starts with the rule (`Tiling.by_rule`), changes one
+size at a time and keeps changes that are at least 2% faster, until no change is. The time of a tiling is the geometric
+mean over the workloads. A tiling that does not compile, or whose results differ from XLA's, is skipped. Calls are timed
+as in benchmarks/kernels.py. 8-bit pages are not tuned, and use the rule.
 """
 
 import argparse
@@ -49,7 +49,7 @@ GAIN = 0.98  # a time must be below this share of the best to count as faster: r
 
 
 def workloads(model: str, tiny: bool) -> tuple[list[Shape], list[Shape]]:
-    """What decodes and prefills are judged by."""
+    """Workloads for decode tilings and for prefill tilings."""
     heads, kv_heads, head_dim, block = MODELS[model]
     if tiny:
         small = functools.partial(Shape, heads=4, kv_heads=2, head_dim=16)
@@ -60,7 +60,7 @@ def workloads(model: str, tiny: bool) -> tuple[list[Shape], list[Shape]]:
 
 
 class Judge:
-    """Times of tilings over the same workloads."""
+    """Measures tilings with the same workloads."""
 
     def __init__(self, shapes: list[Shape], repeats: int) -> None:
         self._cases = [(shape, paged_case(shape)) for shape in shapes]
@@ -69,7 +69,7 @@ class Judge:
         self.problems: dict[str, str] = {}
 
     def __call__(self, tiling: Tiling) -> float:
-        """Geometric mean of seconds a call; infinite where the tiling is out."""
+        """Geometric mean of the seconds per call; infinite if the tiling does not run or gives wrong results."""
         times = []
         for shape, case in self._cases:
             attend = functools.partial(
@@ -82,7 +82,7 @@ class Judge:
                 turns = turns if jax.default_backend() == "gpu" else 1
                 measured = seconds(chained(attend, turns), case, turns * shape.layers, self._repeats)
                 times.append(statistics.median(measured))
-            except Exception as error:  # a candidate that does not compile is no candidate
+            except Exception as error:  # the tiling does not compile, or its results are wrong
                 self.problems[str(tiling)] = sentence(error)
                 return float("inf")
         return statistics.geometric_mean(times)
@@ -102,7 +102,7 @@ class Judge:
 def search(
     judge: Judge, start: Tiling, choices: dict[str, tuple[int, ...]], name: str, end: float
 ) -> tuple[Tiling, float]:
-    """The best tiling found, and its time as a share of the first one's. Raises RuntimeError where nothing runs."""
+    """The best tiling, and its time as a share of the first one's time. Raises RuntimeError if no tiling runs."""
     best, best_time = start, judge(start)
     first, seen = best_time, {start}
     candidates = sum(len(values) - 1 for values in choices.values())
@@ -121,7 +121,7 @@ def search(
                 if taken < GAIN * best_time:
                     best, best_time, improved = tiling, taken, True
                     bar.set_postfix_str(f"{best_time / first:.2f} of the rule's time")
-    # once more: after a kernel that broke the card nothing runs, and nothing found may be kept
+    # Measure the best once more. If a kernel broke the card, nothing runs any more and no result is kept.
     if not np.isfinite(judge(best)):
         raise RuntimeError(f"{name}: no tiling runs, {judge.problems}")
     return best, best_time / first if np.isfinite(first) else float("nan")
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--only", choices=MODELS, help="one shape; default: all")
     parser.add_argument("--file", type=pathlib.Path, default=tilings.FILE, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=25.0, help="try nothing new after so long (default: 25)")
+    parser.add_argument("--minutes", type=float, default=25.0, help="try no tiling after this time (default: 25)")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few candidates: a rehearsal")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
@@ -159,7 +159,7 @@ def main() -> None:
         print(f"{model}: {best}; " + ", ".join(f"{kind} {gain:.2f} of the rule's time" for kind, gain in gains.items()))
         found.setdefault(device.device_kind, {})[tilings.key(q, layers[0])] = {
             "tiling": dataclasses.asdict(best),
-            # null where the rule's own tiling does not run
+            # null if the rule's tiling does not run
             "time_of_rules": {kind: round(gain, 3) if np.isfinite(gain) else None for kind, gain in gains.items()},
             "jax": jax.__version__,
             "date": datetime.date.today().isoformat(),

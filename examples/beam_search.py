@@ -1,7 +1,9 @@
-"""A beam search over two prompts that begin alike, and what sharing their KV saves: `python examples/beam_search.py`.
+"""A beam search over two prompts with the same beginning, and the KV blocks that sharing saves.
 
-The prompts ask to explain quantum entanglement: one with its formulas, one with examples. The demo model knows nothing
-of that; a folder or hub id in place of "demo" does.
+Run it with `python examples/beam_search.py`.
+
+The prompts ask to explain quantum entanglement: one with formulas, one with examples. The demo model cannot answer
+them; replace "demo" with a folder or hub id of a larger model for that.
 """
 
 from typing import Any
@@ -10,7 +12,7 @@ from jpaged import LLM, SamplingParams
 
 
 def main(**engine_options: Any) -> None:
-    """Print the best answer to each prompt, and the blocks of KV cache that they took."""
+    """Print the best answer to each prompt, and the number of KV blocks that were used."""
     llm = LLM(model="demo", trust_remote_code=True, **engine_options)
     sampling_params = SamplingParams(temperature=0.7, top_p=0.9, use_beam_search=True, best_of=4)
     prompts = ["解释量子纠缠现象，并给出数学公式：", "解释量子纠缠现象，并举例说明："]
@@ -20,7 +22,7 @@ def main(**engine_options: Any) -> None:
     shared = llm.stats()
     llm.close()
 
-    # The same number of answers of the same length, each a request of its own, with nothing shared.
+    # For comparison: the same number of answers of the same length, each its own request, without sharing.
     with LLM(model="demo", enable_prefix_caching=False, **engine_options) as apart:
         alone = SamplingParams(temperature=0.7, top_p=0.9, ignore_eos=True)
         apart.generate([prompt for prompt in prompts for _ in range(4)], alone)

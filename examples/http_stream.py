@@ -1,10 +1,13 @@
-"""Stream an answer from a running server (`jpaged serve demo`): `python examples/http_stream.py`; needs `openai`."""
+"""Stream an answer from a running server. Start one with `jpaged serve demo`, then `python examples/http_stream.py`.
+
+Needs the package `openai`.
+"""
 
 from openai import OpenAI
 
 
 def main() -> None:
-    """Continue one prompt, token by token."""
+    """Complete one prompt, and print the answer as it comes."""
     with OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none") as client:
         model = client.models.list().data[0].id
         stream = client.completions.create(

@@ -1,6 +1,6 @@
-"""Generate from JAX code on arrays that are on the device already: `python examples/live_arrays.py`.
+"""Generate from JAX code with arrays that are already on the device: `python examples/live_arrays.py`.
 
-Here they are random; a trainer hands over its own. The tree is the one that `jpaged.models.spec.param_shapes` lists.
+The arrays of this example are random; a trainer would pass its own. `jpaged.models.spec.param_shapes` lists the tree.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 
 
 def main() -> None:
-    """Print the tokens that a random model chooses."""
+    """Print tokens that a random model generates."""
     spec = DecoderSpec(
         vocab_size=512,
         hidden_size=64,

@@ -37,7 +37,7 @@ class AsyncLLM(EngineAccess):
     def __init__(self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Any):
         built = build_engine(model, params, engine_options, layout=layout, progress=True)
         super().__init__(built)
-        built.engine.prepare_grammars()
+        built.engine.inputs.prepare_grammars()
         # One worker: it keeps the order in which prompts arrived, and no two threads share the tokenizer.
         self._tokenising = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-tokenise")
         self._streams: dict[str, OutputStream] = {}  # by request id, of all running generators

@@ -12,7 +12,7 @@ KV cache manager.
 import dataclasses
 from collections.abc import Sequence
 
-# Most block tables of a request. The host's work for each new block grows with their number.
+# Largest number of block tables of a request. The host's work for each new block grows with their number.
 MAX_GROUPS = 8
 
 
@@ -20,8 +20,8 @@ MAX_GROUPS = 8
 class KVPlace:
     """KV group and page array of a layer."""
 
-    group: int  # index of the KV group
-    array: int  # index of the page array
+    kv_group: int    # index
+    page_array: int  # index
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class KVGroups:
 def group_layers(windows: Sequence[int | None], max_model_len: int) -> KVGroups:
     """Cut layers into KV groups. windows: sliding window of each layer.
 
-    A KV group has `size` layers. Among the sizes that give at most MAX_GROUPS KV groups, the one is chosen with which a
-    request of max_model_len tokens takes the fewest pages, unused pages included; of equal ones the largest. Mostly
-    that is the count of the rarest kind, which vLLM uses. With one layer of 32 without a window, vLLM's rule would give
-    32 KV groups.
+    A KV group has at most `size` layers. Sizes that give more than MAX_GROUPS KV groups are ruled out. The chosen size
+    is the one with which a request of max_model_len tokens takes the fewest pages, unused pages included. On a tie, the
+    largest size wins. Mostly it is the number of layers of the rarest kind, which vLLM uses. With one layer of 32
+    without a window, vLLM's rule would give 32 KV groups.
     """
     # A window of max_model_len or more hides nothing. Layers whose pages have another shape would be another kind: to
     # support them, add the shape to the keys of `layers`.
@@ -60,7 +60,7 @@ def group_layers(windows: Sequence[int | None], max_model_len: int) -> KVGroups:
     most = max(MAX_GROUPS, len(layers))
     sizes = range(max(map(len, layers.values())), 0, -1)
     allowed = [size for size in sizes if sum(num_groups(size, kind) for kind in layers) <= most]
-    size = min(allowed, key=num_token_slots)  # of equal sizes the first, which is the largest
+    size = min(allowed, key=num_token_slots)  # on a tie the first, which is the largest
     group_windows: list[int | None] = []
     places: dict[int, KVPlace] = {}
     for kind, members in layers.items():
@@ -72,12 +72,12 @@ def group_layers(windows: Sequence[int | None], max_model_len: int) -> KVGroups:
 
 
 def window_blocks(window: int, chunk: int, block_size: int) -> int:
-    """Most blocks that a chunk and the window before its first token span, for any offset within a block."""
+    """Largest number of blocks that a chunk and the window before its first token span, for any offset in a block."""
     return -(-(window - 1 + chunk - 1) // block_size) + 1
 
 
-def most_blocks(windows: Sequence[int | None], num_tokens: int, *, chunk: int, block_size: int) -> int:
-    """Most blocks that a request of `num_tokens` tokens holds at a time, in all KV groups together.
+def max_blocks(windows: Sequence[int | None], num_tokens: int, *, chunk: int, block_size: int) -> int:
+    """Largest number of blocks that a request of `num_tokens` tokens needs at a time, in all KV groups together.
 
     windows: by KV group. chunk: most tokens of the request that one step computes.
     """

@@ -290,7 +290,7 @@ class LLM(EngineAccess):
         self._num_requests += 1
         try:
             group = engine.inputs.process(request_id, prompt, params, priority=priority)
-            engine.check_fits(group)
+            engine.admission.check_fits(group)
             return group
         except RequestError as error:
             raise with_prompt_index(error, index, count) from None

@@ -1,1 +1,1 @@
-"""The transformer and its families. Imported as `jpaged.models`."""
+"""The decoder and its model families. Imported as `jpaged.models`."""

@@ -113,15 +113,15 @@ def decode(
     ropes = {rope for i in range(spec.num_layers) if (rope := spec.layer_rope(i)) is not None}
     angles = {rope: _rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
     if places is None:
-        metadata, places = (metadata,), [KVPlace(group=0, array=i) for i in range(len(pages))]
+        metadata, places = (metadata,), [KVPlace(kv_group=0, page_array=i) for i in range(len(pages))]
     new_pages = list(pages)
     for i, (matrices, place) in enumerate(zip(params["layers"], places, strict=True)):
         vectors = {name: params[name][i] for name in _LAYER_VECTORS if name in params}
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
-        x, new_pages[place.array] = _layer(
-            x, LayerContext(spec, layout, {**matrices, **vectors}, cos, sin, real), new_pages[place.array],
-            metadata[place.group], options=spec.attention(i), attend=attend,
+        x, new_pages[place.page_array] = _layer(
+            x, LayerContext(spec, layout, {**matrices, **vectors}, cos, sin, real), new_pages[place.page_array],
+            metadata[place.kv_group], options=spec.attention(i), attend=attend,
         )  # fmt: skip
     return x, tuple(new_pages)
 

@@ -112,7 +112,7 @@ def rows_per_block(tokens: int, experts: Experts) -> int:
 
 
 def blocks_by_expert(choice: Int[Array, "tokens per_token"], num_experts: int, rows: int) -> ExpertBlocks:
-    """Sort the (token, expert) pairs by expert, into blocks of `rows` rows. A choice of `num_experts` is no expert."""
+    """Sort the (token, expert) pairs by expert, into blocks of `rows` rows. A choice of `num_experts` means none."""
     tokens, per_token = choice.shape
     pairs = tokens * per_token
     blocks = pairs // rows + min(num_experts, pairs)  # each expert has at most one block that is not full

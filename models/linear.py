@@ -22,7 +22,7 @@ from pallas_kernels import grouped_dot
 )
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """What the functions of one layer share: the model, the layer's weights, and facts about the tokens.
+    """Data that the functions of one layer share: the model, the layer's weights, and facts about the tokens.
 
     The embedding and the `lm_head` belong to no layer. Their context has the model's whole tree as `params`.
     """

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 # A parameter tree, as `param_shapes` lists it: leaves by name; under "layers", a tuple with a dict of leaves per layer.
 # Leaves are jax.Array, np.ndarray or ShapeDtypeStruct, so the value type cannot be narrower than Any.
@@ -87,7 +88,7 @@ class AttentionOptions:
 FLOAT32_LEAVES = frozenset({"router_correction"})
 
 
-def leaf_dtype(name: str, dtype: Any) -> np.dtype:
+def leaf_dtype(name: str, dtype: DTypeLike) -> np.dtype:
     """The dtype of the leaf `name` in a model of this dtype."""
     return np.dtype(np.float32 if name in FLOAT32_LEAVES else dtype)
 
@@ -258,7 +259,7 @@ class WeightLayout:
     transposed: frozenset[str] = frozenset()  # leaves stored [in, out]: any of q, k, v, o, gate, up, down, lm_head, …
 
 
-def param_shapes(spec: DecoderSpec, dtype: Any) -> Params:
+def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
     """The engine's parameter tree, as ShapeDtypeStructs.
 
     Matrices are [out, in], with one array per matrix and layer. q, k and v are fused by KV head, and gate and up are

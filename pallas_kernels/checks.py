@@ -1,4 +1,4 @@
-"""Checks of arguments at trace time, said in the words of the caller: which argument, what came, what is accepted."""
+"""Checks of arguments at trace time. Errors name the argument, its value, and what is accepted."""
 
 import math
 import operator
@@ -10,30 +10,30 @@ from pallas_kernels.kv_pages import FLOATS, KVPages
 
 
 def expect_floats(name: str, array: Any, shape: str) -> None:
-    """Raise ValueError unless `array` has a float dtype and as many axes as `shape` names, "[tokens, heads]"."""
+    """Raise ValueError unless `array` has a float dtype and the axes of `shape`, for example "[tokens, heads]"."""
     _expect_array(name, array, shape)
     if array.dtype not in FLOATS:
         raise ValueError(f"{name} of {array.dtype}: must be bfloat16, float16 or float32")
 
 
 def expect_integers(name: str, array: Any, shape: str) -> None:
-    """Raise ValueError unless `array` is of integers and has as many axes as `shape` names."""
+    """Raise ValueError unless `array` has an integer dtype and the axes of `shape`."""
     _expect_array(name, array, shape)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} of {array.dtype}: must be int32")
 
 
 def expect_pages(pages: Any) -> None:
-    """Raise ValueError unless these are KVPages."""
+    """Raise ValueError unless `pages` is a KVPages."""
     if not isinstance(pages, KVPages):
         raise ValueError(f"pages of type {type(pages).__name__}: must be KVPages, from KVPages.create")
 
 
 def expect_static(name: str, value: Any, least: int) -> int:
-    """`value` as an int. Raises ValueError unless it is a Python or numpy integer, of at least `least`."""
+    """`value` as an int. Raises ValueError unless it is a Python or numpy integer that is at least `least`."""
     try:
         number = operator.index(value)
-    except Exception as error:  # a traced value fails in ways of its own
+    except Exception as error:  # traced values raise JAX's own errors
         raise ValueError(
             f"{name}={value}: must be a whole number that is known at trace time (static), not {type(value).__name__}"
         ) from error
@@ -43,10 +43,10 @@ def expect_static(name: str, value: Any, least: int) -> int:
 
 
 def expect_number(name: str, value: Any, *, above: float = -math.inf) -> float:
-    """`value` as a float. Raises ValueError unless it is finite, larger than `above`, and known at trace time."""
+    """`value` as a float. Raises ValueError unless it is static, finite and larger than `above`."""
     try:
         number = float(value)
-    except Exception as error:  # a traced value fails in ways of its own
+    except Exception as error:  # traced values raise JAX's own errors
         raise ValueError(
             f"{name}={value}: must be a number that is known at trace time (static), not {type(value).__name__}"
         ) from error

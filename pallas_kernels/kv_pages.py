@@ -1,4 +1,4 @@
-"""KVPages: the keys and values of one layer, cut into pages. The one place that knows their physical layout."""
+"""KVPages: the keys and values of one layer, in pages. Only this module knows their physical layout."""
 
 import dataclasses
 import functools
@@ -12,14 +12,15 @@ from jaxtyping import Array, Float, Int
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 INT8, FP8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
-FP8_LARGEST = 448.0  # of e4m3fn, which has no infinity: what is larger would become NaN
+FP8_LARGEST = 448.0  # of e4m3fn, which has no infinity: larger numbers would become NaN
 
 
 def page_format(sharding: Any, dimensions: int) -> Any:
-    """How an array of pages lies on the devices of a Sharding: a token's numbers together, as kernels read them.
+    """Memory layout of a page array on the devices of a Sharding: row-major, as the kernels read it.
 
-    On TPU that must be said: for heads narrower than 128 XLA would make the blocks the innermost axis, which needs no
-    padding, and copy all pages before and behind every kernel. It costs that padding: heads of 64 take what 128 do.
+    TPUs need an explicit layout. For heads narrower than 128, XLA would make the blocks the innermost axis, which needs
+    no padding. It would then copy all pages before and after every kernel. Row-major costs the padding: heads of
+    64 take the memory of heads of 128.
     """
     device = next(iter(sharding.device_set))
     return Format(Layout(tuple(range(dimensions))), sharding) if device.platform == "tpu" else sharding
@@ -28,17 +29,17 @@ def page_format(sharding: Any, dimensions: int) -> Any:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scales"], meta_fields=["v_dim"])
 @dataclasses.dataclass(frozen=True)
 class KVPages:
-    """Pages of one layer, keys and values together in one array.
+    """Pages of one layer. One array has keys and values.
 
-    A page is one block: `block_size` tokens of all KV heads, lying together (keys, then values; head by head), so
-    that fetching it is one contiguous read, and a product takes a head's keys as they lie.
+    A page is one block: `block_size` tokens of all KV heads, first all keys, then all values, head by head. A page is
+    one contiguous read, and a head's keys are in the order that a product needs.
 
-    int8 pages have a scale a token and KV head, made when they are written: 1.6% more bytes for heads of 128, 3.1%
-    for heads of 64. fp8 pages have a static scale a KV head. Latent pages (multi-head latent attention,
-    arXiv:2405.04434) hold one array a token, whose first `v_dim` numbers are the values too.
+    int8 pages have one scale per token and KV head, computed when they are written: 1.6% more bytes for heads of 128,
+    3.1% for heads of 64. fp8 pages have one static scale per KV head. Latent pages (multi-head latent attention,
+    arXiv:2405.04434) have one vector per token; its first `v_dim` numbers are the values as well.
     """
 
-    data: Any                # [num_blocks, 2, kv_heads, block_size, head_dim]; latent pages: 1 in place of 2
+    data: Any                # [num_blocks, 2, kv_heads, block_size, head_dim]; latent pages: 1 instead of 2
     scales: Any = None       # int8: bfloat16[num_blocks, 2, kv_heads, block_size]; fp8: float32[2, kv_heads]
     v_dim: int | None = None # static; latent pages only
 
@@ -47,9 +48,9 @@ class KVPages:
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, *,
         v_dim: int | None = None, sharding: Any = None,
     ) -> "KVPages":  # fmt: skip
-        """Pages of ShapeDtypeStructs, to plan and to compile without taking memory. Arguments and errors: `create`.
+        """Pages of ShapeDtypeStructs, for planning and compiling without memory. Arguments and errors as in `create`.
 
-        sharding: where they will lie, as `create` places them there.
+        sharding: the Sharding of the arrays, laid out as `create` does.
         """
         kind = jnp.dtype(dtype)
         if kind not in (*FLOATS, INT8, FP8):
@@ -63,16 +64,16 @@ class KVPages:
         if v_dim is not None and not (1 <= v_dim <= head_dim and kind in FLOATS):
             raise ValueError(f"v_dim={v_dim}: must be 1 to head_dim={head_dim}, in pages of 16 or 32 bits, not {kind}")
         shape = (num_blocks, 2 if v_dim is None else 1, num_kv_heads, block_size, head_dim)
-        # Triton takes 64-bit offsets for arrays over 2^32 bytes only, and 32-bit ones are signed.
+        # Triton uses signed 32-bit offsets for arrays of up to 2^32 bytes
         if kind.itemsize == 1 and 2**31 < np.prod(shape, dtype=np.int64) <= 2**32:
             raise ValueError(
                 f"num_blocks={num_blocks}: 8-bit pages of {np.prod(shape, dtype=np.int64):,} bytes cannot be addressed "
-                f"right; take at most {2**31 // int(np.prod(shape[1:])):,} blocks, or more than twice as many"
+                f"correctly; use at most {2**31 // int(np.prod(shape[1:])):,} blocks, or more than twice as many"
             )
 
         def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            lies = None if sharding is None else page_format(sharding, len(shape))
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=lies)
+            layout = None if sharding is None else page_format(sharding, len(shape))
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=layout)
 
         scales = None
         if kind == INT8:
@@ -89,18 +90,18 @@ class KVPages:
         """Empty pages.
 
         dtype:      bfloat16, float16, float32, int8 or float8_e4m3fn.
-        v_dim:      makes latent pages: head_dim numbers a token, of which the first v_dim are the values.
-        fp8_scales: [2, kv_heads]: what a stored key or value is multiplied by to be read; 1.0 where not given. Read on
-                    the host, so that nobody's array is donated with the pages.
-        device:     a jax Device or Sharding; the default otherwise. To be named on TPU for heads narrower than 128:
-                    only then are the pages laid out as the kernels read them (`page_format`).
-        Raises ValueError, naming the argument.
+        v_dim:      for latent pages: number of values per token, the first of its head_dim numbers.
+        fp8_scales: [2, kv_heads], factors of stored keys and values; None: 1.0. The values are copied through the host,
+                    so that donating the pages does not donate the caller's array.
+        device:     a jax Device or Sharding; None: JAX's default. Required on TPU for heads narrower than 128, because
+                    only then the pages have the layout that the kernels read (`page_format`).
+        Raises ValueError, which names the argument.
         """
         if isinstance(device, jax.Device):
             device = jax.sharding.SingleDeviceSharding(device)
         shapes = cls.shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype, v_dim=v_dim, sharding=device)
         if fp8_scales is not None and shapes.data.dtype != FP8:
-            raise ValueError(f"fp8_scales: only pages of float8_e4m3fn have them, not {shapes.data.dtype}")
+            raise ValueError(f"fp8_scales: only pages of float8_e4m3fn have scales, not {shapes.data.dtype}")
         pages = jax.tree.map(_zeros, shapes)
         if shapes.data.dtype == FP8:
             scales = np.ones((2, num_kv_heads), np.float32) if fp8_scales is None else fp8_scales
@@ -109,7 +110,7 @@ class KVPages:
             scales = np.asarray(scales, np.float32)
             if not (np.isfinite(scales) & (scales > 0)).all():
                 raise ValueError(f"fp8_scales={scales.tolist()}: must be above 0, and finite")
-            placed = jnp.array(scales)  # an own array: pages are donated
+            placed = jnp.array(scales)  # a new array, because pages are donated
             pages = dataclasses.replace(pages, scales=placed if device is None else jax.device_put(placed, device))
         return pages
 
@@ -135,16 +136,16 @@ class KVPages:
 
     @property
     def dtype(self) -> Any:
-        """What the pages hold."""
+        """Dtype of the stored keys and values."""
         return self.data.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the pages take on the device, their scales included."""
+        """Size in bytes, with the scales, and without padding."""
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
 
     def bytes_on(self, platform: str) -> int:
-        """Bytes that the pages take on a platform: a TPU pads heads to 128 numbers."""
+        """Size in bytes on a platform. TPUs pad heads to a multiple of 128 numbers."""
         if platform != "tpu":
             return self.num_bytes
         scales = self.num_bytes - self.data.size * self.dtype.itemsize
@@ -153,9 +154,9 @@ class KVPages:
     def gather(
         self, blocks: Int[Array, "rows n"], dtype: Any
     ) -> tuple[Float[Array, "rows kv_heads keys head_dim"], Float[Array, "rows kv_heads keys v_dim"]]:
-        """Keys and values of the named blocks as `dtype`: n * block_size keys a row, head-major.
+        """Keys and values of these blocks as `dtype`, n * block_size keys per row, head-major.
 
-        Two gathers, of keys and of values: slices of one gather would be copies.
+        Keys and values are gathered separately, because slices of one gather would be copies.
         """
         parts, heads = self.data.shape[1:3]
         rows, n = blocks.shape
@@ -163,7 +164,7 @@ class KVPages:
         def take(which: int) -> Array:
             def flat(pool: Array) -> Array:
                 """[rows, heads, n * size, ...] out of [blocks, parts, heads, size, ...]."""
-                halves = pool.reshape(-1, *pool.shape[2:])  # a bitcast: keys of block b at 2b, its values at 2b + 1
+                halves = pool.reshape(-1, *pool.shape[2:])  # a bitcast: keys of block b are at 2b, its values at 2b + 1
                 pages = jnp.take(halves, parts * blocks + which, axis=0, mode="clip")  # [rows, n, heads, size, ...]
                 return jnp.moveaxis(pages, 2, 1).reshape(rows, heads, n * pool.shape[3], *pool.shape[4:])
 
@@ -182,8 +183,8 @@ class KVPages:
         v: Float[Array, "tokens kv_heads head_dim"] | None,
         slots: Int[Array, " tokens"],
     ) -> "KVPages":
-        """Pages with token t at slot slots[t] (block * block_size + offset); negative slots are dropped."""
-        # A negative index would count from the end: padding must point past the end instead, to be dropped.
+        """Pages with token t stored in slot slots[t] (block * block_size + offset). Negative slots are dropped."""
+        # a negative index would count from the end, so padding points past the end and is dropped
         blocks = jnp.where(slots < 0, self.num_blocks, slots // self.block_size)
         both = jnp.stack([k] if v is None else [k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
         scales = self.scales
@@ -199,50 +200,52 @@ class KVPages:
         )
 
     def copy_blocks(self, from_to: Int[Array, "copies 2"]) -> "KVPages":
-        """Pages with block from_to[i, 0] copied to from_to[i, 1], all read first; a negative block on either side is
-        padding, and nothing is copied."""
+        """Pages with block from_to[i, 0] copied to block from_to[i, 1]. All blocks are read before any is written.
+
+        If either block is negative, the pair is padding and nothing is copied.
+        """
         target = jnp.where((from_to < 0).any(axis=1), self.num_blocks, from_to[:, 1])
         return self._each_block(
             lambda pool: pool.at[target].set(jnp.take(pool, from_to[:, 0], axis=0, mode="clip"), mode="drop")
         )
 
     def take_blocks(self, blocks: Int[Array, " n"]) -> "KVPages":
-        """The named blocks as pages of n blocks, inside a program. Unlike `to_host` it checks nothing."""
+        """These blocks as pages of n blocks, inside a program. Unlike `to_host` it does not check the blocks."""
         return self._each_block(lambda pool: jnp.take(pool, blocks, axis=0, mode="clip"))
 
     def put_blocks(self, blocks: Int[Array, " n"], held: "KVPages") -> "KVPages":
-        """Pages with the named blocks filled from what `take_blocks` gave; a negative block is padding."""
+        """Pages with these blocks replaced by `held`, the result of `take_blocks`. A negative block is padding."""
         target = jnp.where(blocks < 0, self.num_blocks, blocks)
         return self._each_block(lambda pool, own: pool.at[target].set(own, mode="drop"), held)
 
     def to_host(self, blocks: np.ndarray) -> "KVPages":
-        """The named blocks (int32[n]) as pages of n blocks, of host arrays. Raises ValueError for blocks not there."""
+        """These blocks (int32[n]) as pages of n blocks, in host arrays. Raises ValueError for invalid blocks."""
         index = self._host_index(blocks)
         return jax.tree.map(np.asarray, self._each_block(lambda pool: jnp.take(pool, index, axis=0)))
 
     def from_host(self, blocks: np.ndarray, held: "KVPages") -> "KVPages":
-        """Pages with the named blocks (int32[n]) filled from what `to_host` gave.
+        """Pages with these blocks (int32[n]) replaced by `held`, the result of `to_host`.
 
-        Raises ValueError for blocks that are not there, and for pages of another kind.
+        Raises ValueError for invalid blocks, and if `held` has another dtype or shape.
         """
         index = self._host_index(blocks)
         expected = (len(index), *self.data.shape[1:])
         if held.data.shape != expected or held.dtype != self.dtype or held.v_dim != self.v_dim:
             raise ValueError(
-                f"held {held.dtype}{list(held.data.shape)}: must be {self.dtype}{list(expected)}, as these pages"
+                f"held {held.dtype}{list(held.data.shape)}: must be {self.dtype}{list(expected)}, as these pages are"
             )
         return self._each_block(lambda pool, own: pool.at[index].set(jnp.asarray(own)), held)
 
     def _host_index(self, blocks: np.ndarray) -> np.ndarray:
         index = np.asarray(blocks)
         if index.ndim != 1 or (index.size and (index.dtype.kind not in "iu" or index.min() < 0)):
-            raise ValueError(f"blocks={index}: must be one row of block numbers")
+            raise ValueError(f"blocks={index}: must be a one-dimensional array of block numbers")
         if index.size and index.max() >= self.num_blocks:
             raise ValueError(f"blocks={index}: must be 0 to {self.num_blocks - 1}")
         return index.astype(np.int32)
 
     def _each_block(self, change: Any, *others: "KVPages") -> "KVPages":
-        """`change` applied to the arrays that have a place for every block; static scales stay as they are."""
+        """`change` applied to the arrays whose first axis is the block: data, and the scales of int8 pages."""
         data = change(self.data, *(other.data for other in others))
         scales = self.scales
         if self.dtype == INT8:
@@ -251,29 +254,29 @@ class KVPages:
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
-    """An array of zeros, placed as the shape says."""
+    """An array of zeros, with the sharding and layout of `shape`."""
     if shape.sharding is None or shape.format.layout is None:
         return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
     # jnp.zeros takes no layout
     return jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.format)()
 
 
-# --- 8-bit numbers: plain arithmetic, used inside kernels too ---------------------------------------------------------
+# --- 8-bit numbers: arithmetic that kernels use as well -------------------------------------------------------------
 
 
 def int8_scale(largest: Array) -> Array:
-    """bfloat16 scale of numbers whose largest absolute value is given: what an int8 is multiplied by to be read."""
+    """bfloat16 scale of int8 numbers: the factor that turns them back. largest: their largest absolute value."""
     return (largest.astype(jnp.float32) / 127.0).astype(jnp.bfloat16)
 
 
 def to_int8(x: Array, scale: Array) -> Array:
-    """x / scale as int8. The scale is the rounded one that is stored, so that reading gives back the nearest."""
+    """x / scale as int8. scale: the stored scale, already rounded, so that rounding is to the nearest stored value."""
     scale = scale.astype(jnp.float32)
     y = x.astype(jnp.float32) / jnp.where(scale == 0, 1.0, scale)
-    # halves go up: kernels have no rounding to even
+    # halves are rounded up, because kernels have no round-half-to-even
     return jnp.clip(jnp.floor(y + 0.5), -127.0, 127.0).astype(jnp.int8)
 
 
 def to_fp8(x: Array, scale: Array) -> Array:
-    """x / scale as float8_e4m3fn; what is too large becomes the largest number, not NaN."""
+    """x / scale as float8_e4m3fn. Numbers that are too large become the largest number, not NaN."""
     return jnp.clip(x.astype(jnp.float32) / scale, -FP8_LARGEST, FP8_LARGEST).astype(FP8)

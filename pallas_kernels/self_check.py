@@ -1,4 +1,4 @@
-"""self_check: does what was chosen for a device give there what the specification says? Seconds, at start-up."""
+"""self_check: compares the implementations chosen for a device with the reference. Takes seconds, at start-up."""
 
 import dataclasses
 import functools
@@ -15,14 +15,14 @@ from pallas_kernels.platforms import default_device
 from pallas_kernels.write_kv import matching_write, write_kv
 from pallas_kernels.write_qkv import write_qkv
 
-# Largest difference from the reference in float32, on inputs from N(0, 1), of numbers above 1 as a share of them; the
-# products' own rounding is below half.
+# Largest accepted difference from the reference in float32, with inputs from N(0, 1). Relative for numbers above 1.
+# The rounding of the products is below half of it.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}
-# Of what is written, in 8 bits: a step, since what lies between two may go either way. int8: 4.5, about the largest
-# number, over 127; fp8: an eighth.
+# For stored 8-bit numbers: one quantisation step, because a number between two steps may be rounded either way.
+# int8: the largest number, about 4.5, over 127. fp8: an eighth.
 WRITE_TOLERANCE = {"int8": 0.06, "float8_e4m3fn": 0.15}
 ROWS, WIDTH_KEYS = 4, 2048
-CASES = {  # tokens of each row, keys of each row; None is the block size plus one
+CASES = {  # tokens of each row, keys of each row; None = block size + 1
     "decode": ((1, 1, 1, 1), (1, None, 777, WIDTH_KEYS)),
     "chunks": ((64, 0, 33, 2), (64, 0, 1000, None)),
     "mixed": ((1, 70, 0, 1), (WIDTH_KEYS, 200, 0, 5)),
@@ -30,7 +30,7 @@ CASES = {  # tokens of each row, keys of each row; None is the block size plus o
 
 
 class KernelCheckError(RuntimeError):
-    """An implementation gives other results on this device than the reference does."""
+    """An implementation's results on this device differ from the reference."""
 
 
 def self_check(
@@ -51,14 +51,17 @@ def self_check(
 ) -> dict[str, float]:
     """Run decodes, chunks and a mix of both through the writes and paged_attention, and compare with the reference.
 
-    The shape is that of one layer; rows have 1 to 2,048 keys in shuffled blocks whose unused tails hold NaN. The new
-    tokens come through write_qkv, the history through write_kv, both as chosen for the device.
+    The shape is that of one layer. Rows have 1 to 2,048 keys in shuffled blocks, and unused slots hold NaN. New tokens
+    are stored by write_qkv and earlier tokens by write_kv, with the implementations chosen for the device.
 
-    kv_dtype: of the pages; dtype where None. with_sinks, with_alibi: numbers of its own for each head. implementation:
-    of paged_attention; the writes' follows. device: a jax Device; JAX's default otherwise. cases: fewer, for an
-    implementation that takes decodes only. Returns attention's largest difference of each case. Raises
-    KernelCheckError, which names the implementation, the device, the case and the difference, where one is too large or
-    not a number.
+    kv_dtype:       of the pages; None: dtype.
+    with_sinks, with_alibi: give each head a different sink or slope.
+    implementation: of paged_attention; None: the best one. The writes use the matching implementation.
+    device:         a jax Device; None: JAX's default.
+    cases:          names from CASES; fewer for an implementation that takes decodes only.
+
+    Returns the largest difference of paged_attention for each case. Raises KernelCheckError, with the implementation,
+    the device, the case and the difference, if a difference is too large or NaN.
     """
     device = device or default_device()
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype)
@@ -78,7 +81,7 @@ def self_check(
     tolerance = TOLERANCE[dtype.name]
     stored = WRITE_TOLERANCE.get(kv_dtype.name, tolerance)
     errors = {}
-    # logits as large as the largest scores, and slopes of a key's distance from 1/4 down
+    # sinks as large as the largest scores, and ALiBi slopes from 1/4 down
     a_head = jax.device_put((jnp.linspace(-2, 4, q_heads), 2.0 ** -jnp.linspace(2, 8, q_heads)), device)
     for case in cases:
         counts, given_lens = CASES[case]
@@ -87,7 +90,7 @@ def self_check(
         tokens, rows = jax.device_put((tokens, rows), device)
         write_all = functools.partial(_write, *tokens, block_size=block_size, kv_dtype=kv_dtype, num_blocks=tables.size)
         q, written = write_all(write=write)
-        # attention reads the same pages both times: how the writes rounded is a comparison of its own
+        # both attention calls read the same pages; the writes are compared separately
         attend = functools.partial(
             _attend, q, written, *rows, sliding_window=sliding_window, logit_softcap=logit_softcap,
             max_query_len=max(counts), sinks=a_head[0] if with_sinks else None,
@@ -106,21 +109,21 @@ def self_check(
             ),
         ):  # fmt: skip
             ours, theirs = (np.asarray(a, np.float64) for a in pair)
-            # of numbers above 1 a share: one that lies between two in bfloat16 may go either way, and above 4 that is
-            # more than the tolerance
+            # relative for numbers above 1: a bfloat16 number may be rounded either way, which above 4 is more than the
+            # tolerance
             differences = np.abs(ours - theirs) / np.maximum(1.0, np.abs(theirs))
-            if stale:  # NaN in both, or else one of them has written there
+            if stale:  # slots that neither has written are NaN in both
                 differences = differences[~(np.isnan(ours) & np.isnan(theirs))]
             else:
-                differences = differences[: sum(counts)]  # padding tokens may come out as anything
+                differences = differences[: sum(counts)]  # results of padding tokens are undefined
             difference = float(differences.max())
-            if not difference <= limit:  # NaN is not, either
+            if not difference <= limit:  # also if it is NaN
                 raise KernelCheckError(
                     f"{what} on {device.device_kind}, case {case} ({q_heads}/{kv_heads} heads of {head_dim}, "
                     f"{dtype.name}, pages of {kv_dtype.name}, blocks of {block_size}): differs from the reference by "
-                    f"{difference:.3g}, more than {limit:g}. Use the implementation 'xla', and please report this"
+                    f"{difference:.3g}, more than {limit:g}. Use implementation='xla', and please report this"
                 )
-            errors[case] = difference  # of the last: attention
+            errors[case] = difference  # of the last comparison: attention
     return errors
 
 
@@ -128,7 +131,7 @@ def _arguments(
     counts: tuple[int, ...], lens: np.ndarray, tables: np.ndarray, block_size: int, q_heads: int, kv_heads: int,
     head_dim: int, dtype: Any,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
-    """What is written: history k, v and slots, new qkv, slots, cos and sin. What is read: tables, lengths, starts."""
+    """Arguments of the writes (old k, v, slots; new qkv, slots, cos, sin) and attention (tables, lens, starts)."""
     rng = np.random.default_rng(1)
     tokens = -(-sum(counts) // 8) * 8
     history, new = [], []
@@ -153,14 +156,14 @@ def _write(
     k: Any, v: Any, history_slots: Any, qkv: Any, new_slots: Any, cos: Any, sin: Any,
     *, block_size: int, kv_dtype: Any, num_blocks: int, write: str,
 ) -> tuple[Any, KVPages]:  # fmt: skip
-    """q, and pages with history and new tokens; what nobody wrote is NaN."""
+    """q, and pages with earlier and new tokens. Other slots are NaN."""
     pages = KVPages.create(num_blocks, block_size, k.shape[1], k.shape[2], kv_dtype)
-    if pages.dtype == FP8:  # whose scales are no page's
+    if pages.dtype == FP8:  # its scales belong to no page
         pages = dataclasses.replace(pages, data=jnp.full_like(pages.data, jnp.nan))
     else:
         pages = jax.tree.map(lambda a: a if a.dtype == INT8 else jnp.full_like(a, jnp.nan), pages)
     pages = write_kv(pages, k, v, history_slots, implementation=write)
-    # norm weights of one: q and k stay N(0, 1) numbers, rotated
+    # norm weights of one keep q and k distributed as N(0, 1)
     ones = jnp.ones(k.shape[2], k.dtype)
     return write_qkv(pages, qkv, new_slots, cos=cos, sin=sin, q_norm=ones, k_norm=ones, implementation=write)
 
@@ -170,7 +173,7 @@ def _attend(
     q: Any, pages: KVPages, tables: Any, lens: Any, starts: Any, *, sliding_window: int | None,
     logit_softcap: float | None, sinks: Any, alibi_slopes: Any, max_query_len: int, implementation: str,
 ) -> Any:  # fmt: skip
-    # the scale spreads the weights over many keys, as a model's does
+    # this scale spreads the weights over many keys, as in a model
     return paged_attention(
         q, pages, tables, lens, starts, scale=q.shape[2] ** -0.5, max_query_len=max_query_len,
         sliding_window=sliding_window, logit_softcap=logit_softcap, sinks=sinks, alibi_slopes=alibi_slopes,

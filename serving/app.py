@@ -1,4 +1,4 @@
-"""Starts the server: `python serving/app.py MODEL [flags]`, the same as `jpaged serve MODEL [flags]`."""
+"""Starts the server: `python serving/app.py MODEL [FLAGS]` does the same as `jpaged serve MODEL [FLAGS]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The ASGI application: which path goes where."""
+"""The ASGI application: its routes, and the keys that they require."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,15 +21,15 @@ from jpaged.serving.stopping import AnswerWhenStopped
 
 
 def create_app(server: Server, *, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> Starlette:
-    """The application over a running engine, which it closes when it ends.
+    """Make the application of a running engine. It closes the engine when it shuts down.
 
-    api_keys:   if any are given, every route but /health asks for one of them.
-    admin_keys: if any are given, there are routes below /admin, which ask for one of these and for no API key.
+    api_keys:   if not empty, every route except /health requires one of them.
+    admin_keys: if not empty, there are routes below /admin. They require one of these keys, and no API key.
     """
     admin = [Route("/admin/inspect", routes_admin.inspect)] if admin_keys else []
     guards = []
     if api_keys:
-        guards.append(Middleware(RequireKey, keys=api_keys, guards=_asks_for_api_key(bool(admin_keys)), name="API key"))
+        guards.append(Middleware(RequireKey, keys=api_keys, guards=_needs_api_key(bool(admin_keys)), name="API key"))
     if admin_keys:
         guards.append(Middleware(RequireKey, keys=admin_keys, guards=_is_admin, name="admin key"))
 
@@ -57,8 +57,8 @@ def create_app(server: Server, *, api_keys: Sequence[str] = (), admin_keys: Sequ
     return app
 
 
-def _asks_for_api_key(admin: bool) -> Callable[[str], bool]:
-    """Which paths do; with admin routes, those below /admin do not."""
+def _needs_api_key(admin: bool) -> Callable[[str], bool]:
+    """Return a function that says whether a path requires an API key. admin: there are routes below /admin."""
     return lambda path: path not in OPEN_PATHS and not (admin and _is_admin(path))
 
 

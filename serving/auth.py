@@ -1,4 +1,4 @@
-"""Asks for a key: for an API key on every route but /health, for an admin key on those below /admin."""
+"""Checks keys: an API key on every route except /health, an admin key on routes below /admin."""
 
 import hashlib
 import hmac
@@ -14,10 +14,12 @@ OPEN_PATHS = frozenset({"/health"})
 
 
 class RequireKey:
-    """ASGI middleware. Keys are compared by their hashes, all of them, in constant time.
+    """ASGI middleware that answers 401 to a request without a valid key.
 
-    guards: whether a path asks for one of these keys.
-    name:   of such a key, for the one who has none.
+    Every key's hash is compared, in constant time, so that the response time reveals nothing about the keys.
+
+    guards: says whether a path requires one of these keys.
+    name:   what error messages call the key.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], guards: Callable[[str], bool], name: str):
@@ -27,7 +29,7 @@ class RequireKey:
         self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI: let a request through, or answer 401."""
+        """Handle a request: pass it on, or answer 401."""
         if scope["type"] != "http" or not self._guards(scope["path"]) or self._known(scope):
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Reads a request's JSON body into its struct; whatever is wrong with it is said with the field's name."""
+"""Reads a request's JSON body into a struct. Errors name the invalid field."""
 
 import difflib
 import re
@@ -20,10 +20,10 @@ _FIELD = re.compile(r"(?:unknown|required) field `(?P<name>[^`]*)`")
 
 
 async def read_body(request: Request, schema: type[Body]) -> Body:
-    """The body of a request as `schema`.
+    """Read the body of a request as `schema`.
 
-    Raises RequestError that names the field, APIError with status 413 for a body of more than MAX_BODY_BYTES, or
-    ClientDisconnected where it ends half-way.
+    Raises RequestError that names the field, APIError with status 413 for a body of more than MAX_BODY_BYTES, and
+    ClientDisconnected if the client disconnects before the body's end.
     """
     chunks, size = [], 0
     try:
@@ -38,7 +38,7 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
 
 
 def decode_body(raw: bytes, schema: type[Body]) -> Body:
-    """JSON bytes as `schema`. A null stands for a field that is absent. Raises RequestError that names the field."""
+    """Decode JSON bytes as `schema`. null means that the field is absent. Raises RequestError that names the field."""
     try:
         document = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -62,7 +62,7 @@ def decode_body(raw: bytes, schema: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         raise _field_error(str(error), fields) from None
     except RecursionError:
-        raise RequestError("body", _shown(raw[:80]), "is nested too deep") from None
+        raise RequestError("body", _shown(raw[:80]), "is nested too deeply") from None
 
 
 def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
@@ -74,10 +74,10 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 
 
 def _field_error(message: str, document: dict[str, Any]) -> RequestError:
-    """msgspec's sentence ("Expected `int`, got `str` - at `$.a[0].b`") as a RequestError."""
+    """Convert msgspec's message ("Expected `int`, got `str` - at `$.a[0].b`") to a RequestError."""
     match = _AT.match(message)
     what, path = (match["what"], match["path"] or "") if match else (message, "")
-    path = path.split("[...]")[0]  # msgspec names no key of a mapping: name the mapping, and show it
+    path = path.split("[...]")[0]  # msgspec does not name the key of a mapping: name the mapping and show it
     value: Any = document
     for key in re.findall(r"[^.\[\]]+", path):
         try:

@@ -1,4 +1,4 @@
-"""What an answer's text says, in OpenAI's shape: the message, or what a stream event adds to it."""
+"""Converts the text of a chat answer to OpenAI's message, or to the delta of a stream event."""
 
 from msgspec import UNSET
 
@@ -16,9 +16,9 @@ from jpaged.serving.response_schema import (
 
 
 class ChatAnswers:
-    """The answers of one request, each with its parser.
+    """The answers of one request, with a parser for each.
 
-    named: whether the request names the tool: its call ends with 'stop', as OpenAI's own does.
+    named: the request names the tool to call. As in OpenAI's API, the answer then ends with 'stop'.
     """
 
     def __init__(self, reader: AnswerReader, *, named: bool):
@@ -27,7 +27,7 @@ class ChatAnswers:
         self._parsers: dict[int, AnswerParser] = {}
 
     def message(self, choice: int, text: str) -> AssistantMessage:
-        """A whole answer."""
+        """Return the message of a complete answer."""
         answer = self._parser(choice).read([text])
         calls = [ToolCall(id=call.id, function=FunctionCall(call.name, call.arguments)) for call in answer.tool_calls]
         plain = not calls and answer.reasoning is None
@@ -39,7 +39,7 @@ class ChatAnswers:
         )
 
     def delta(self, new: Update) -> Delta | None:
-        """What is new in an answer; None where nothing is. The first one of an answer has its role."""
+        """Return the delta of an update, or None if nothing is new. The first delta of an answer has its role."""
         first = new.choice not in self._parsers
         parser = self._parser(new.choice)
         delta = parser.feed(new.text)
@@ -68,7 +68,7 @@ class ChatAnswers:
         )
 
     def finish_reason(self, choice: int, reason: str | None) -> str | None:
-        """The engine's reason, or 'tool_calls' where the answer ended by itself with a whole call."""
+        """Return 'tool_calls' for an answer that stopped after a complete tool call, else the engine's reason."""
         called = choice in self._parsers and self._parsers[choice].called
         return "tool_calls" if reason == "stop" and called and not self._named else reason
 

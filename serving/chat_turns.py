@@ -1,4 +1,4 @@
-"""A chat request as a turn: its messages, its tools, and what it may set in the template."""
+"""Converts a chat request to a `ChatTurn`: its messages, its tools and its template variables."""
 
 from typing import Any
 
@@ -49,12 +49,12 @@ def _choice(body: ChatRequest, has_tools: bool) -> ToolChoice:
 
 
 def _template_kwargs(server: Server, tokenizer: Any, body: ChatRequest, has_tools: bool) -> dict[str, Any]:
-    """Variables of the template that the request sets."""
+    """Return the template variables that the request sets. Raises RequestError for one that it may not set."""
     given = dict(body.chat_template_kwargs or {})
     for name, value in given.items():
         if name not in server.template_kwargs:
             names = ", ".join(server.template_kwargs) or "none"
-            accepted = f"requests may set {names} (of --chat-template-kwargs)"
+            accepted = f"requests may set {names} (see --chat-template-kwargs)"
             raise RequestError(f"chat_template_kwargs.{name}", value, accepted)
         if isinstance(value, str) and len(value) > MAX_KWARG_CHARACTERS:
             accepted = f"must have at most {MAX_KWARG_CHARACTERS} characters"
@@ -69,11 +69,15 @@ def _template_kwargs(server: Server, tokenizer: Any, body: ChatRequest, has_tool
 
 
 def _effort(effort: str, read: frozenset[str]) -> tuple[str, Any]:
-    """The variable that an effort sets: its own, or of templates that only switch thinking on and off, that one."""
+    """Return the template variable that reasoning_effort sets, and its value.
+
+    It is `reasoning_effort`, or a variable that only switches reasoning on and off. Raises RequestError if the template
+    reads neither.
+    """
     if "reasoning_effort" in read:
         return "reasoning_effort", effort
     for name in ("enable_thinking", "thinking"):
         if name in read:
             return name, effort != "none"
-    accepted = "the model's chat template reads no such thing: leave it out"
+    accepted = "the model's chat template does not use it: leave it out"
     raise RequestError("reasoning_effort", effort, accepted)

@@ -1,4 +1,4 @@
-"""Notices a client that went away while its answer is being made, so that the engine stops working for it."""
+"""Detects a client that disconnects before its answer is complete, so that its request can be aborted."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client closes the connection.
+    """Run `work` and return its result. It is cancelled as soon as the client closes the connection.
 
-    receive: the request's ASGI channel, its body read already. Raises ClientDisconnected.
+    receive: the request's ASGI channel, after its body was read. Raises ClientDisconnected.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))

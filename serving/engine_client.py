@@ -1,4 +1,4 @@
-"""What the server needs of an engine. `jpaged.AsyncLLM` is the real one; tests of the server bring a small one."""
+"""The engine's interface that the server uses. `jpaged.AsyncLLM` implements it, and so does the tests' fake engine."""
 
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
@@ -8,49 +8,49 @@ from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
-Prompt = str | dict[str, Any]  # text, or {"prompt": text} or {"prompt_token_ids": [...]}, with a cache_salt or without
+Prompt = str | dict[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}; a dict may have a cache_salt
 
 
 class EngineClient(Protocol):
-    """An engine behind asyncio.
+    """An engine with an asyncio interface.
 
-    Generating raises RequestError for a bad request and CapacityError where too many wait, before its first output.
+    `generate` and `encode` raise RequestError for a bad request and CapacityError for a full queue, before any output.
     """
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What holds for fields that a request leaves out: generation_config.json's values over vLLM's defaults."""
+        """Values of fields that a request leaves out: those of generation_config.json over vLLM's defaults."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one request, prompt and output together."""
+        """Maximum number of tokens of one request, prompt and output together."""
         ...
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs so far, each with all before it. Closing the generator aborts the request."""
+        """Yield the output so far, after each step. Closing the generator aborts the request."""
         ...
 
     def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
-        """The one output of a prompt, of an engine that pools. Closing the generator aborts the request."""
+        """Yield the one output of a prompt, from a pooling engine. Closing the generator aborts the request."""
         ...
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer (of transformers), or None."""
+        """Return the model's tokenizer (of transformers), or None."""
         ...
 
     async def check_health(self) -> None:
-        """Raises EngineError when the engine has died or makes no progress."""
+        """Raise EngineError when the engine has ended or makes no progress."""
         ...
 
     async def inspect(self) -> EngineSnapshot:
-        """What the engine holds, at one moment. Raises EngineError when it has died."""
+        """Return the engine's state at one moment. Raises EngineError when the engine has ended."""
         ...
 
     def close(self) -> None:
-        """Abort what runs and give the device memory back."""
+        """Abort running requests and free the device memory."""
         ...

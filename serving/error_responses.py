@@ -1,4 +1,4 @@
-"""Errors as OpenAI's error body: `{"error": {"message", "type", "param", "code"}}`."""
+"""Converts errors to OpenAI's error body: `{"error": {"message", "type", "param", "code"}}`."""
 
 import logging
 from http import HTTPStatus
@@ -13,11 +13,11 @@ from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 
 logger = logging.getLogger("jpaged.serving")
 
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it stands in the access log
+CLIENT_CLOSED_REQUEST = 499  # for the access log: the client does not receive it
 
 
 class APIError(JPagedError):
-    """An error that has a status of its own."""
+    """An error with its own HTTP status."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         self.status = status
@@ -27,11 +27,11 @@ class APIError(JPagedError):
 
 
 class ClientDisconnected(Exception):
-    """The client went away; what it asked for has been aborted."""
+    """The client disconnected; its request was aborted."""
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body for an error. What the caller cannot mend is told without details; the log has them."""
+    """Return the status and the body for an error. Details of internal errors go to the log only."""
     match error:
         case APIError():
             status, param, code = error.status, error.param, error.code
@@ -57,7 +57,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(error: Exception) -> Response:
-    """The answer to a request that failed."""
+    """Return the response to a failed request."""
     if isinstance(error, ClientDisconnected):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     status, body = error_body(error)
@@ -68,5 +68,5 @@ def error_response(error: Exception) -> Response:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Starlette's exception handler for everything."""
+    """Handle any exception, as Starlette's exception handler."""
     return error_response(error)

@@ -1,20 +1,20 @@
-"""The engine's log-probabilities in OpenAI's two shapes."""
+"""Converts the engine's log-probabilities to OpenAI's two formats."""
 
 from collections.abc import Sequence
 
 from jpaged.outputs import Logprob
 from jpaged.serving.response_schema import ChatLogprobs, ChosenTokenLogprob, CompletionLogprobs, TokenLogprob
 
-# JSON has no infinity; a token that cannot be sampled is shown at this, as vLLM does.
+# Shown for -inf, a token that cannot be sampled: JSON has no infinity. vLLM shows the same value.
 LOWEST = -9999.0
 
 
 def completion_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], text_offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    r"""The shape of /v1/completions. text_offsets: characters of the answer before each of these tokens.
+    r"""Convert to the format of /v1/completions. text_offsets: number of characters of the answer before each token.
 
-    A token that is no whole characters is `bytes:\xe2\x80`, as in OpenAI's API: no two are the same.
+    A token that is only a part of a character is shown as `bytes:\xe2\x80`, as in OpenAI's API: a unique text.
     """
     shape = CompletionLogprobs([], [], [], list(text_offsets))
     for token_id, entries in zip(token_ids, logprobs, strict=True):
@@ -22,15 +22,15 @@ def completion_logprobs(
         shape.token_logprobs.append(_finite(entries[token_id]))
         top: dict[str, float] = {}
         for other_id, entry in sorted(entries.items(), key=lambda item: -item[1].logprob):
-            top.setdefault(_text(other_id, entry, "bytes:"), _finite(entry))  # of two with the same text, the likelier
+            top.setdefault(_text(other_id, entry, "bytes:"), _finite(entry))  # the most likely one wins
         shape.top_logprobs.append(top)
     return shape
 
 
 def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], top: int) -> ChatLogprobs:
-    r"""The shape of /v1/chat/completions, with the `top` most likely tokens in each place.
+    r"""Convert to the format of /v1/chat/completions, with the `top` most likely tokens at each position.
 
-    A token that is no whole characters is `\xe2\x80`, as in OpenAI's API, and its `bytes` are what it stands for.
+    A token that is only a part of a character is shown as `\xe2\x80`, as in OpenAI's API. `bytes` has its exact bytes.
     """
     content = []
     for token_id, entries in zip(token_ids, logprobs, strict=True):
@@ -49,7 +49,7 @@ def _token(token_id: int, entry: Logprob) -> TokenLogprob:
 
 
 def _text(token_id: int, entry: Logprob, before_bytes: str = "") -> str:
-    """The token's text, or its bytes as one; a model without a tokenizer has only ids to show."""
+    """Return a token's text, or its escaped bytes if they are part of a character. Without a tokenizer: its id."""
     if entry.decoded_token is None:
         return f"token_id:{token_id}"
     if entry.token_bytes is None or "\ufffd" not in entry.decoded_token or _is_text(entry.token_bytes):

@@ -1,4 +1,7 @@
-"""`response_format` (OpenAI's, and vLLM's structural tags) and `structured_outputs` as StructuredOutputsParams."""
+"""Converts `response_format` and `structured_outputs` to StructuredOutputsParams.
+
+`response_format` is OpenAI's field, with vLLM's structural tags; `structured_outputs` is vLLM's.
+"""
 
 import re
 from typing import Any
@@ -19,18 +22,18 @@ SCHEMA = "response_format.json_schema.schema"
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """What the answer must look like; None for any text. Raises RequestError that names the field."""
+    """Return the structure that the answer must have; None for any text. Raises RequestError that names the field."""
     if request.response_format is None:
         given = request.structured_outputs
         return None if given is None else StructuredOutputsParams.from_fields(given)
     if request.structured_outputs is not None:
-        accepted = "says the same as structured_outputs: leave one of them out"
+        accepted = "and structured_outputs exclude each other: leave one of them out"
         raise RequestError("response_format", request.response_format, accepted)
     return _response_format(request.response_format)
 
 
 def names_as_sent(request: GenerationRequest) -> dict[str, str]:
-    """The fields that the engine calls by another name than this request."""
+    """Map the engine's parameter names to the names that this request used."""
     if request.response_format is None:
         return {}
     return {
@@ -59,7 +62,7 @@ def _response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:
 
 
 def _schema(given: Any) -> dict[str, Any]:
-    """The schema of `json_schema`. It is always enforced, `strict` or not: an answer that keeps to it is both."""
+    """Return the schema of `json_schema`. It is always enforced, with `strict` or without."""
     parameter = "response_format.json_schema"
     if not isinstance(given, dict):
         raise RequestError(parameter, given, "must be an object with name and schema")
@@ -67,11 +70,11 @@ def _schema(given: Any) -> dict[str, Any]:
         raise RequestError(f"{parameter}.{key}", given[key], "unknown field")
     name, schema, strict = given.get("name"), given.get("schema"), given.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(f"{parameter}.name", name, "must be 1 to 64 of A-Z, a-z, 0-9, _ and -")
+        raise RequestError(f"{parameter}.name", name, "must be 1 to 64 characters of A-Z, a-z, 0-9, _ and -")
     if strict is not None and not isinstance(strict, bool):
         raise RequestError(f"{parameter}.strict", strict, "must be true or false")
     if not isinstance(given.get("description", ""), str):
-        raise RequestError(f"{parameter}.description", given["description"], "must be a text")
+        raise RequestError(f"{parameter}.description", given["description"], "must be a string")
     if not isinstance(schema, dict):
         raise RequestError(f"{parameter}.schema", schema, "must be a JSON schema: an object")
     return schema

@@ -1,14 +1,14 @@
-"""What the routes accept: one struct a body. Fields that stand here are honoured; the rest is refused by name.
+"""The request bodies that the routes accept: one struct per route. Unknown fields are refused by name.
 
-`NEUTRAL` lists fields of OpenAI's (and vLLM's) API that are not built yet: they are accepted at the values that ask for
-nothing, so that clients which always send them work, and refused at any other.
+`NEUTRAL` lists fields of OpenAI's and vLLM's API that are not supported yet, each with its neutral values. A neutral
+value asks for nothing and is accepted, because some clients always send the field. Any other value is refused.
 """
 
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
-# Fields handed to SamplingParams under the same name, which accepts them or refuses them by name.
+# Fields passed to SamplingParams under the same name. SamplingParams checks them.
 SAMPLING_FIELDS = (
     "n",
     "best_of",
@@ -48,11 +48,11 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None  # padding against traffic analysis: not built
+    include_obfuscation: Literal[False] | None = None  # padding against traffic analysis: not supported
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What both generating routes take."""
+    """Fields of both generating routes."""
 
     model: str | None = None
     n: int | None = None
@@ -91,7 +91,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    # Labels for the caller's own bookkeeping: no effect on the answer, here as there.
+    # Labels for the client's bookkeeping, without effect on the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -130,7 +130,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    user: str | None = None  # a label for the caller's own bookkeeping
+    user: str | None = None  # a label for the client's bookkeeping
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "embed_dtype": ("float32",),
@@ -143,21 +143,21 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    """One part of a message's content; only text can be read."""
+    """One part of a message's content. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """`function` of a call in an assistant's message."""
+    """`function` of a tool call in an assistant's message."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A call in an assistant's message. `index` is what clients leave in that put a stream together."""
+    """A tool call in an assistant's message. `index` is accepted because clients copy it from a stream's deltas."""
 
     id: str | None = None
     type: Literal["function"] | None = "function"
@@ -166,7 +166,7 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message of a conversation. An assistant message as the official client returns it is accepted as it is."""
+    """One message of a conversation. An assistant message of the official client is accepted unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None

@@ -1,17 +1,17 @@
-"""What the routes answer: OpenAI's objects as structs. A field that is UNSET does not appear in the JSON."""
+"""The responses of the routes: OpenAI's objects as structs. A field that is UNSET does not appear in the JSON."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 
 class CachedTokens(msgspec.Struct):
-    """`usage.prompt_tokens_details`: prompt tokens that a prefix hit saved."""
+    """`usage.prompt_tokens_details`: prompt tokens that a prefix hit saved computing."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a request."""
+    """Number of tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -20,7 +20,7 @@ class Usage(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities in the shape of /v1/completions; one entry a token in each list."""
+    """Log-probabilities in the format of /v1/completions: one entry per token in each list."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -29,7 +29,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One answer, or the part of it that a stream event brings."""
+    """One answer, or the part of it in a stream event."""
 
     index: int
     text: str
@@ -38,7 +38,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/completions; an event of its stream looks the same."""
+    """Response of POST /v1/completions, and event of its stream."""
 
     id: str
     object: str = "text_completion"
@@ -49,7 +49,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct):
-    """One token; `bytes` are its text's UTF-8."""
+    """One token. `bytes` are the UTF-8 bytes of its text."""
 
     token: str
     logprob: float
@@ -57,7 +57,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChosenTokenLogprob(msgspec.Struct):
-    """A generated token, and the most likely ones in its place."""
+    """A generated token, and the most likely tokens at its position."""
 
     token: str
     logprob: float
@@ -66,21 +66,21 @@ class ChosenTokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities in the shape of /v1/chat/completions."""
+    """Log-probabilities in the format of /v1/chat/completions."""
 
     content: list[ChosenTokenLogprob]
     refusal: None = None
 
 
 class FunctionCall(msgspec.Struct):
-    """The tool that is called; `arguments` is JSON as a text."""
+    """The called function. `arguments` is a string of JSON."""
 
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     type: str = "function"
@@ -88,7 +88,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The model's message. Reasoning is no field of OpenAI's; some clients read it by one name, some by the other."""
+    """The model's message. OpenAI's API has no reasoning; clients read it as `reasoning` or as `reasoning_content`."""
 
     role: str = "assistant"
     content: str | None
@@ -108,7 +108,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/chat/completions."""
+    """Response of POST /v1/chat/completions."""
 
     id: str
     object: str = "chat.completion"
@@ -119,14 +119,14 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class FunctionCallDelta(msgspec.Struct):
-    """What is new in a call: its name once, then text of its arguments."""
+    """New part of a tool call: its name once, then pieces of its arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """What a stream event adds to a call; `id` and `type` come with the first of it."""
+    """New part of a tool call in a stream event. `id` and `type` are in the first one of the call."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -135,7 +135,7 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 
 class Delta(msgspec.Struct):
-    """What a stream event adds to the message. Reasoning as of AssistantMessage."""
+    """New part of the message in a stream event. For the reasoning, see AssistantMessage."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -145,7 +145,7 @@ class Delta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """The part of one answer that a stream event brings."""
+    """The part of one answer in a stream event."""
 
     index: int
     delta: Delta
@@ -165,7 +165,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct):
-    """Tokens of a request that generates nothing."""
+    """Number of tokens of a request without output tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -180,7 +180,7 @@ class Embedding(msgspec.Struct):
 
 
 class EmbeddingList(msgspec.Struct):
-    """Answer of POST /v1/embeddings."""
+    """Response of POST /v1/embeddings."""
 
     data: list[Embedding]
     model: str
@@ -199,7 +199,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct):
-    """Answer of GET /v1/models."""
+    """Response of GET /v1/models."""
 
     data: list[ModelCard]
     object: str = "list"

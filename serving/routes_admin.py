@@ -1,4 +1,4 @@
-"""GET /admin/inspect: for the one who runs the server, with a key of their own."""
+"""GET /admin/inspect: the engine's state, for the operator of the server. It requires an admin key."""
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -9,8 +9,8 @@ from jpaged.serving.generation import Server
 
 
 async def inspect(request: Request) -> Response:
-    """What the engine holds, as `jpaged.EngineSnapshot`: ids of requests, and nothing of what they say."""
+    """Return the engine's state, as `jpaged.EngineSnapshot`. It contains request ids, and no prompts or answers."""
     server: Server = request.app.state.server
     snapshot = await server.engine.inspect()
-    body = await run_in_threadpool(msgspec.json.encode, snapshot)  # a large pool is some megabytes
+    body = await run_in_threadpool(msgspec.json.encode, snapshot)  # a large pool takes several megabytes
     return Response(body, headers={"Cache-Control": "no-store"}, media_type="application/json")

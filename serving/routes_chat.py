@@ -39,7 +39,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatRequest)
     names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
     if body.tools:
-        names["structured_outputs.grammar"] = "tools"  # made of them, for a forced call
+        names["structured_outputs.grammar"] = "tools"  # the grammar of a forced call is made of the tools
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     with generation.named_as_sent(names | names_as_sent(body)):
@@ -103,7 +103,7 @@ def _logprobs(output: CompletionOutput, tokens: slice, top: int | None) -> ChatL
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:
-    """How many log-probabilities to ask the engine for: None, or 0 for the chosen token's alone."""
+    """Return the number of log-probabilities per token; None: none. 0: only the chosen token's."""
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
@@ -112,7 +112,10 @@ def _top_logprobs(body: ChatRequest) -> int | None:
 
 
 def _max_tokens(body: ChatRequest, defaults: SamplingParams) -> int | None:
-    """Most tokens to answer with; by default what generation_config.json says, else as many as fit."""
+    """Return the maximum number of tokens of the answer; None: until max_model_len is reached.
+
+    The default is generation_config.json's value, if it has one.
+    """
     if body.max_completion_tokens is not None:
         return body.max_completion_tokens
     if body.max_tokens is not None:

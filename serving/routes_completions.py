@@ -23,11 +23,11 @@ from jpaged.serving.request_schema import CompletionRequest
 from jpaged.serving.response_schema import Completion, CompletionChoice
 from jpaged.serving.sse import open_stream
 
-MAX_PROMPTS = 1024  # of one request: a list must not fan out without bound
+MAX_PROMPTS = 1024  # per request
 
 
 async def completions(request: Request) -> Response:
-    """Continue one prompt or several: text, lists of text, token ids, lists of token ids."""
+    """Complete one or several prompts: a string, strings, token ids, or lists of token ids."""
     server: Server = request.app.state.server
     body = await read_body(request, CompletionRequest)
     with generation.named_as_sent({"prompt_token_ids": "prompt"} | names_as_sent(body)):
@@ -56,7 +56,7 @@ async def _answer(request: Request, server: Server, body: CompletionRequest) -> 
 
 
 def prompt_list(prompt: str | list[str | int | list[int]], most: int = MAX_PROMPTS) -> list[Prompt]:
-    """The prompts of a request. Raises RequestError for a mixed, empty or too long list."""
+    """Return the prompts of a request. Raises RequestError for a mixed, empty or too long list."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

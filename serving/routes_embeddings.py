@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, of an engine that was started with runner='pooling'."""
+"""POST /v1/embeddings, for an engine that was started with runner='pooling'."""
 
 import base64
 from contextlib import aclosing
@@ -22,11 +22,11 @@ from jpaged.serving.request_schema import EmbeddingRequest
 from jpaged.serving.response_schema import Embedding, EmbeddingList, EmbeddingUsage
 from jpaged.serving.routes_completions import prompt_list
 
-MAX_INPUTS = 2048  # of one request, as OpenAI's
+MAX_INPUTS = 2048  # per request, as in OpenAI's API
 
 
 async def embeddings(request: Request) -> Response:
-    """Embed one input or several: text, lists of text, token ids, lists of token ids."""
+    """Embed one or several inputs: a string, strings, token ids, or lists of token ids."""
     server: Server = request.app.state.server
     body = await read_body(request, EmbeddingRequest)
     with generation.named_as_sent({"prompt_token_ids": "input", "prompt": "input"}):
@@ -44,7 +44,7 @@ async def embeddings(request: Request) -> Response:
 async def _embedded(
     server: Server, prompts: list[Prompt], params: PoolingParams, request_id: str, priority: int
 ) -> dict[int, PoolingRequestOutput[EmbeddingOutput]]:
-    """The output of each prompt, in the prompts' order. Raises APIError where the engine broke one off."""
+    """Return the output of each prompt, in the prompts' order. Raises APIError if one was aborted."""
     streams = [
         server.engine.encode(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
     ]
@@ -56,7 +56,7 @@ async def _embedded(
 
 
 def _encoded(output: EmbeddingOutput, encoding_format: str | None) -> list[float] | str:
-    """Numbers, or base64 of them as little-endian float32."""
+    """Encode an embedding as a list of numbers, or as base64 of little-endian float32."""
     if encoding_format != "base64":
         return output.embedding
     return base64.b64encode(np.array(output.embedding, "<f4").tobytes()).decode()

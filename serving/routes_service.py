@@ -17,19 +17,19 @@ logger = logging.getLogger("jpaged.serving")
 
 
 async def models(request: Request) -> Response:
-    """The names that the model answers to."""
+    """List the names of the served model."""
     server: Server = request.app.state.server
     return _json(ModelList([_card(server, name) for name in server.model_names]))
 
 
 async def model(request: Request) -> Response:
-    """One of them."""
+    """Return the entry of one model name."""
     server: Server = request.app.state.server
     return _json(_card(server, server.model_name(request.path_params["model"])))
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine lives and makes progress, 503 when it does not."""
+    """Answer 200 while the engine runs and makes progress, else 503."""
     server: Server = request.app.state.server
     try:
         await server.engine.check_health()
@@ -40,7 +40,7 @@ async def health(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """jpaged's version."""
+    """Return jpaged's version."""
     return JSONResponse({"version": __version__})
 
 

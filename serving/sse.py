@@ -1,4 +1,4 @@
-"""Server-sent events: writes a stream of JSON objects, ends it with [DONE], and stops when the client goes away."""
+"""Server-sent events: writes a stream of JSON objects, ends it with [DONE], and stops if the client disconnects."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
@@ -15,12 +15,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any) -> bytes:
-    """One event: an object as JSON."""
+    """Encode an object as one event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends `events`. Made by `open_stream`, so that a request that fails at once gets a status, not a stream."""
+    """A response that sends `first`, then `events`. `open_stream` makes it.
+
+    first: the first event, which exists already, so that a request that fails at once gets an error status.
+    """
 
     media_type = "text/event-stream"
 
@@ -31,7 +34,7 @@ class EventStream(Response):
         del self.headers["Content-Length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI: write events until they end or the client closes the connection."""
+        """Write the events, until they end or the client closes the connection."""
         async with aclosing(self._events):
             with suppress(ClientDisconnected, OSError):  # closing the events aborts the request
                 await until_disconnect(receive, self._write(send))
@@ -42,13 +45,13 @@ class EventStream(Response):
         try:
             async for data in self._events:
                 await _send_body(send, event(data))
-        except Exception as error:  # the status is out already: an error can only be told as an event
+        except Exception as error:  # the status was sent already: the error is sent as an event
             await _send_body(send, event(error_body(error)[1]))
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
 
 async def open_stream(receive: Receive, events: AsyncGenerator[Any, None]) -> EventStream:
-    """A stream of `events`, once the first is there. What goes wrong before it is raised, for a proper status."""
+    """Wait for the first event, and return a stream. An error before the first event is raised, for an error status."""
     try:
         return EventStream(await until_disconnect(receive, _first(events)), events)
     except BaseException:

@@ -1,4 +1,4 @@
-"""What a client is told whose request outlives the server: an answer, not a connection that breaks."""
+"""Answers requests that are still running when the server's shutdown timeout ends."""
 
 import asyncio
 
@@ -11,13 +11,16 @@ STOPPED = APIError(503, "the server is stopping: send the request again, to anot
 
 
 class AnswerWhenStopped:
-    """Uvicorn cancels what runs when the time to stop is over: streams then end with an error event, others get 503."""
+    """ASGI middleware: when uvicorn cancels a request, its stream ends with an error event, or it is answered with 503.
+
+    Without it, the client's connection would break.
+    """
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle a request."""
         began = ended = False
 
         async def watched(message: Message) -> None:
@@ -29,7 +32,7 @@ class AnswerWhenStopped:
         try:
             await self.app(scope, receive, watched)
         except asyncio.CancelledError:
-            # the task ends here, so nothing is lost by not raising further; uvicorn would log it as a failure
+            # Not raised further: the task ends here, and uvicorn would log the request as failed.
             if not began:
                 await error_response(STOPPED)(scope, receive, send)
             elif not ended:

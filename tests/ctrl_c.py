@@ -1,4 +1,4 @@
-"""A user who presses Ctrl-C while `LLM.generate` runs."""
+"""Presses Ctrl-C while `LLM.generate` runs."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ from jpaged import LLM, SamplingParams
 def press_ctrl_c_during_generate(
     llm: LLM, prompts: list[Any], params: SamplingParams | list[SamplingParams], seconds: float
 ) -> None:
-    """Press Ctrl-C so many seconds after the call began; KeyboardInterrupt comes from it, or soon after its end."""
+    """Press Ctrl-C `seconds` after the call began. The call raises KeyboardInterrupt, or it is raised soon after."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
 
     def generate_and_wait() -> None:
         timer.start()
         llm.generate(prompts, params, use_tqdm=False)
         timer.join()
-        time.sleep(1)  # the signal is on its way: it ends the sleep
+        time.sleep(1)  # the signal, if it is still pending, ends the sleep
 
     with pytest.raises(KeyboardInterrupt):
         generate_and_wait()

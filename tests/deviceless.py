@@ -1,4 +1,4 @@
-"""What tests that compile for a device that is not there share: the targets, their marks, and where pages lie."""
+"""Shared by tests that compile for a device without having one: targets, marks, and the placement of pages."""
 
 import jax
 import pytest
@@ -10,15 +10,15 @@ H200, V5E = TARGETS["h200"], TARGETS["v5e"]
 
 
 def marks(target: Target) -> list[pytest.MarkDecorator]:
-    """Of a test that compiles for a target: not in the default run, and only where its compiler is installed."""
+    """Marks of a test that compiles for a target: not in the default run; skipped if the compiler is not installed."""
     return [
         pytest.mark.deviceless,
         pytest.mark.skipif(target.missing is not None, reason=f"needs {target.missing}"),
-        # programs for a device that is not there can be put into the compile cache, and not be taken out of it
+        # the compile cache can store programs for a missing device, but cannot load them
         pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry"),
     ]
 
 
 def page(array: jax.ShapeDtypeStruct, target: Target) -> jax.ShapeDtypeStruct:
-    """An array of pages there, as KVPages places it."""
+    """Shape of a page array on the target, in the format that KVPages uses there."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=page_format(target.sharding(), len(array.shape)))

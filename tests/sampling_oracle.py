@@ -1,33 +1,35 @@
-"""What every sampling parameter does to one row of logits, in float64 and from the definitions: the sampler's judge.
+"""The sampling oracle: the effect of every sampling parameter on one row of logits, in float64, from the definitions.
 
-Written from the documents named here, never from this project's sampler. "vLLM" is its version 1 sampler as it stood in
-September 2026: vllm/v1/sample/sampler.py, logits_processor/builtin.py, ops/{penalties,bad_words,topk_topp_sampler}.py
-there, vllm/model_executor/layers/utils.py and vllm/sampling_params.py. The steps, in vLLM's order; x are the logits.
+It was written from the documents named here, never from this project's sampler. "vLLM" is its version 1 sampler as of
+September 2026: vllm/model_executor/layers/utils.py, vllm/sampling_params.py, and in vllm/v1/sample sampler.py,
+logits_processor/builtin.py and ops/{penalties,bad_words,topk_topp_sampler}.py. The steps are in vLLM's order. x are the
+logits.
 
- 1. raw_logits are x, raw_logprobs log softmax(x): before anything.
- 2. To -inf, for they cannot be chosen: ids that the tokenizer does not have (this project's own), what a grammar
-    forbids, all outside allowed_token_ids, and bad_words: of each only its last token, and only if the tokens before it
-    are the last ones of the output. The prompt does not count.
- 3. min_tokens: the stop ids to -inf while fewer than so many tokens are generated.
- 4. logit_bias: x + bias (OpenAI: added to the logits prior to sampling). It does not bring back what is at -inf.
- 5. Custom processors, in their order: where vLLM applies those that can move the argmax.
- 6. repetition_penalty r, to tokens that are in prompt or output: x / r where x > 0, else x * r. From CTRL (Keskar 2019,
-    4.1), which only divides; to multiply what is negative is Transformers' and vLLM's.
- 7. frequency_penalty f and presence_penalty p: x - f * c - p * [c > 0], c how often a token is in the output (OpenAI,
+ 1. raw_logits are x, raw_logprobs are log softmax(x), before all other steps.
+ 2. Masks set x to -inf: ids that the tokenizer does not have (this project's own step), ids that a grammar forbids, and
+    all ids outside allowed_token_ids. The last token of a bad word is masked if the tokens before it are the last ones
+    of the output. The prompt does not count.
+ 3. min_tokens: stop ids are set to -inf while the output has fewer than min_tokens tokens.
+ 4. logit_bias: x + bias (OpenAI: added to the logits prior to sampling). It does not unmask ids at -inf.
+ 5. Custom processors, in their order: at the step where vLLM applies those that can move the argmax.
+ 6. repetition_penalty r, for tokens in the prompt or the output: x / r if x > 0, else x * r. CTRL (Keskar 2019, 4.1)
+    only divides. Transformers and vLLM multiply negative values.
+ 7. frequency_penalty f and presence_penalty p: x - f * c - p * [c > 0], where c counts the token in the output (OpenAI,
     parameter details). The prompt does not count.
- 8. If temperature < 1e-5: the most likely token. processed_logits are x as it is here, and nothing below applies.
+ 8. If temperature < 1e-5: the most likely token. processed_logits are x at this step, and later steps do not apply.
  9. temperature t: x / t.
-10. min_p m: tokens that are less likely than m times the most likely one go (Nguyen 2024).
-11. top_k: tokens below the k-th largest x go; all that are equal to it stay. 0 and -1 keep all.
-12. top_p (nucleus sampling, Holtzman 2019): of what is left, with probabilities made to sum to 1, the smallest set of
-    most likely tokens that has p of the mass; all that are equal to the least likely of them stay.
-13. typical_p (Meister 2022; vLLM has none; last, as in Transformers): of what is left, with probabilities made to sum
-    to 1, the smallest set of tokens whose -log(probability) is closest to the entropy that has typical_p of the mass;
-    all that are as close as the farthest of them stay.
-14. processed_logits are x / t with all that went at -inf, processed_logprobs their log softmax: what is sampled from.
+10. min_p m: drops tokens that are less likely than m times the most likely one (Nguyen 2024).
+11. top_k: drops tokens below the k-th largest x. All tokens equal to it stay. 0 and -1 keep all.
+12. top_p (nucleus sampling, Holtzman 2019): the remaining probabilities are normalised. The smallest set of most likely
+    tokens with mass p stays, and all tokens that are equal to the least likely of them.
+13. typical_p (Meister 2022): last, as in Transformers; vLLM has none. The remaining probabilities are normalised.
+    Tokens are ordered by the distance of -log(probability) from the entropy. The smallest set of nearest tokens with
+    mass typical_p stays, and all tokens that are as near as the farthest of them.
+14. processed_logits are x / t, with -inf for dropped tokens. processed_logprobs are their log softmax, the distribution
+    of the draws.
 
-On ties vLLM does not agree with itself: PyTorch's top_k keeps all that are equal to the k-th, its Triton kernel exactly
-k (vllm pull request 50979), and which of equal tokens top_p keeps depends on the sort. Keeping all depends on nothing.
+vLLM is not consistent on ties. PyTorch's top_k keeps all tokens equal to the k-th, its Triton kernel exactly k (vllm
+pull request 50979). Which of several equal tokens top_p keeps depends on the sort. The oracle keeps all of them.
 """
 
 import dataclasses
@@ -40,32 +42,32 @@ import numpy as np
 
 GREEDY_BELOW = 1e-5  # vllm/v1/sample/sampler.py, _SAMPLING_EPS
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-# How far float32 may be off.
+# Largest errors of float32.
 MASS_ROUNDING = 1e-6  # in a sum of probabilities
 LOGIT_ROUNDING = 4 * 2.0**-24  # in a logit, relative to the largest: four roundings
-UNDERFLOW = 1e-30  # a probability that may as well be 0
+UNDERFLOW = 1e-30  # probabilities below this count as 0
 
 Processor = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """What may follow, and with which probability. Arrays are [vocab]."""
+    """Distribution of the next token. Arrays are [vocab]."""
 
     raw_logits: np.ndarray        # float64, as given
     scaled_logits: np.ndarray     # float64, after step 9
     processed_logits: np.ndarray  # float64, after step 14
-    probs: np.ndarray             # float64, of being drawn; a greedy row draws its token always
+    probs: np.ndarray             # float64, probability of being drawn; 1 for the token of a greedy row
     kept: np.ndarray              # bool, may be drawn
-    edge: np.ndarray              # bool, kept or not by rounding: only here may float32 differ
-    greedy: int                   # the most likely token after step 7, the lowest of equal ones
+    edge: np.ndarray              # bool, ids at the edge of a filter, where float32 may differ by rounding
+    greedy: int                   # the most likely token after step 7; on a tie the lowest id
 
     def accepts(self, kept: np.ndarray) -> bool:
-        """Whether float32 may have kept these, bool[vocab]."""
+        """True if float32 may have kept these ids, bool[vocab]."""
         return bool(kept.any()) and not ((kept != self.kept) & ~self.edge).any()
 
     def probs_of(self, kept: np.ndarray) -> np.ndarray:
-        """float64[vocab] the probabilities when these are kept, bool[vocab]."""
+        """float64[vocab], the probabilities if these ids are kept, bool[vocab]."""
         return self.probs if (kept == self.kept).all() else softmax(np.where(kept, self.scaled_logits, -np.inf))
 
 
@@ -85,14 +87,14 @@ def distribution(
 
     Args:
         logits: [vocab], of the model.
-        params: has the fields of `jpaged.SamplingParams`; one that it lacks is neutral.
-        stop_ids: what min_tokens forbids: stop_token_ids, and the model's end-of-sequence ids.
+        params: an object with fields of `jpaged.SamplingParams`. Missing fields are neutral.
+        stop_ids: ids that min_tokens forbids: stop_token_ids, and the model's end-of-sequence ids.
         bad_word_ids: bad_words as tokens.
-        known_ids, grammar_ids: bool[vocab], what the tokenizer has and what the grammar allows. None is all.
-        processors: custom ones, their parameters bound.
+        known_ids, grammar_ids: bool[vocab], ids that the tokenizer has, and that the grammar allows. None = all.
+        processors: custom logits processors with bound parameters.
 
     Raises:
-        ValueError: nothing is left to choose.
+        ValueError: all ids are masked.
     """
     fields = types.SimpleNamespace(**{name: getattr(params, name, value) for name, value in NEUTRAL.items()})
     raw = np.array(logits, np.float64)
@@ -122,7 +124,7 @@ def distribution(
 
 
 def logprobs(mode: str, row: Oracle) -> np.ndarray:
-    """float64[vocab] what `logprobs_mode` gives for each token."""
+    """float64[vocab], the value of each token in a `logprobs_mode`."""
     if mode not in MODES:
         raise ValueError(f"no logprobs_mode {mode!r}: one of {', '.join(MODES)}")
     values = row.raw_logits if mode.startswith("raw") else row.processed_logits
@@ -130,7 +132,7 @@ def logprobs(mode: str, row: Oracle) -> np.ndarray:
 
 
 def rank(values: np.ndarray, token: int) -> int:
-    """How many tokens are at least as likely as this one, itself included: vLLM's rank (ops/logprobs.py)."""
+    """Number of tokens that are at least as likely as this one, itself included: vLLM's rank (ops/logprobs.py)."""
     return int((values >= values[token]).sum())
 
 
@@ -146,7 +148,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return shifted - math.log(np.exp(shifted).sum())
 
 
-# Sampling parameters that change nothing.
+# Neutral values of the sampling parameters.
 NEUTRAL = types.MappingProxyType({
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None, "allowed_token_ids": None, "min_tokens": 0,
@@ -162,7 +164,7 @@ def _before_temperature(
     for mask in masks:
         if mask is not None:
             x[~np.asarray(mask, bool)] = -np.inf
-    if fields.allowed_token_ids:  # SamplingParams may hold nothing as an empty tuple; vLLM refuses an empty list
+    if fields.allowed_token_ids:  # in SamplingParams an empty tuple means None; vLLM refuses an empty list
         x[~np.isin(np.arange(len(x)), list(fields.allowed_token_ids))] = -np.inf
     for *before, last in bad_word_ids:
         if output[max(len(output) - len(before), 0) :] == before:
@@ -180,17 +182,17 @@ def _before_temperature(
     x = np.where(seen, np.where(x > 0, x / penalty, x * penalty), x)
     x = x - fields.frequency_penalty * count - fields.presence_penalty * (count > 0)
     if not np.isfinite(x.max()):
-        raise ValueError("nothing is left to choose")
+        raise ValueError("all ids are masked")
     return x
 
 
-# The filters. Each takes x with -inf for what is gone already, and says what it keeps and where float32 may differ.
+# The filters. x is -inf for tokens that earlier filters dropped. Each returns the kept ids and the edge.
 
 Filter = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # bool[vocab] kept, bool[vocab] edge
 
 
 def _outcomes(x: np.ndarray, filters: Sequence[Filter]) -> Iterator[np.ndarray]:
-    """What all filters leave: first as defined, then with the edge of each kept, and with it dropped, or exchanged."""
+    """Ids that all filters keep: first as defined, then with the edge of each filter kept, dropped, or exchanged."""
     if not filters:
         yield x > -np.inf
         return
@@ -211,7 +213,7 @@ def _all(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _min_p(x: np.ndarray, min_p: float, rounding: float) -> tuple[np.ndarray, np.ndarray]:
     if min_p <= 0:
         return _all(x)
-    most = x == x.max()  # never goes, nor does what is equal to it
+    most = x == x.max()  # the most likely ids always stay
     border = x.max() + math.log(min_p)
     return (x >= border) | most, (np.abs(x - border) <= rounding) & ~most
 
@@ -222,7 +224,7 @@ def _top_k(x: np.ndarray, top_k: int, rounding: float) -> tuple[np.ndarray, np.n
     border = np.sort(x)[-top_k]
     kept = x >= border
     near = np.abs(x - border) <= rounding
-    # What is equal in float64 is so in float32. What is merely near may change places, or become equal.
+    # Values equal in float64 are equal in float32. Values that are only near may swap, or become equal.
     return kept, near if (near & ~kept).any() else np.zeros(len(x), bool)
 
 
@@ -240,16 +242,16 @@ def _typical_p(x: np.ndarray, typical_p: float, rounding: float) -> tuple[np.nda
 
 
 def _first_to_have(mass: float, x: np.ndarray, key: np.ndarray, rounding: float) -> tuple[np.ndarray, np.ndarray]:
-    """The smallest set of smallest keys with this mass, and all that are equal to its last.
+    """The smallest set of smallest keys with this mass, and all keys that are equal to its largest.
 
-    So an id stays if the ids with strictly smaller keys have less. rounding is how far off a key may be in float32.
+    So an id stays if the ids with strictly smaller keys have less mass. rounding: largest error of a key in float32.
     """
     order = np.argsort(key, kind="stable")
     keys = key[order]
     sums = np.concatenate([[0.0], np.cumsum(softmax(x)[order])])
     below = sums[np.searchsorted(keys, key, side="left")]  # the mass of strictly smaller keys
     equal = sums[np.searchsorted(keys, key, side="right")] - below
-    # The least and the most that rounding can make of it: keys that are near may come before, or not.
+    # Bounds of that mass under rounding: near keys may come before, or not.
     least = sums[np.searchsorted(keys, key - 2 * rounding, side="left")]
     most = sums[np.searchsorted(keys, key + 2 * rounding, side="right")] - equal
     finite = x > -np.inf
@@ -266,14 +268,15 @@ class ChiSquare:
 
     statistic: float
     degrees: int
-    p_value: float  # how likely draws from these probabilities are to be as far off, or farther
+    p_value: float  # probability that draws from this distribution are at least as far off
 
 
 def chi_square(draws: np.ndarray, probs: np.ndarray) -> ChiSquare:
     """Test draws, ids[n], against probabilities, [vocab].
 
-    Ids are put together, the least likely first, until each bin expects 5 draws. One draw of what has probability 0 is
-    p = 0. p is Wilson and Hilferty's (1931): the cube root of chi-square over its degrees is almost normal.
+    Ids are merged into bins, the least likely first, until each bin expects 5 draws. One draw of an id with probability
+    0 gives p = 0. p is computed as by Wilson and Hilferty (1931): the cube root of chi-square over its degrees is
+    almost normal.
     """
     counts = np.bincount(draws, minlength=len(probs))
     if len(counts) > len(probs) or counts[probs == 0].any():

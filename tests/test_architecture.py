@@ -1,4 +1,4 @@
-"""The arrows between the packages point one way, and what must not be in the tree is not there.
+"""Imports between packages run one way, and the source contains nothing that it must not contain.
 
 serving, cli -> llm -> engine and runtime (runtime -> engine.step_plan only) -> models -> pallas_kernels; loading ->
 models; simulator -> engine. Modules that import nothing of jpaged (errors, config, outputs, ...) may be imported from
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHIPPED = ("jpaged", "models", "serving", "pallas_kernels")  # folders, links not followed
 ALL = (*SHIPPED, "benchmarks", "tools", "examples", "tests")
 
-# What every part may import besides the shared modules below and itself.
+# Each part may import these, itself, and the shared modules below.
 ALLOWED = {
     "pallas_kernels": set(),
     "jpaged.models": {"pallas_kernels"},
@@ -58,7 +58,7 @@ CLIENT_PACKAGES = {"openai", "httpx", "requests", "litellm", "langchain", "instr
 
 
 def python_files(*folders: str) -> Iterator[pathlib.Path]:
-    """The Python files of folders, each once: links are left to the folder they point to."""
+    """Yield the Python files of folders, each once: symbolic links are not followed."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if not any(parent.is_symlink() for parent in (path, *path.parents) if parent.is_relative_to(ROOT)):
@@ -66,7 +66,7 @@ def python_files(*folders: str) -> Iterator[pathlib.Path]:
 
 
 def name_of(path: pathlib.Path) -> str:
-    """The name a file is imported by."""
+    """Return the name that a file is imported by."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if parts[0] in ("models", "serving"):
         parts = ("jpaged", *parts)
@@ -74,7 +74,7 @@ def name_of(path: pathlib.Path) -> str:
 
 
 def imports_of(path: pathlib.Path) -> list[str]:
-    """Everything a file imports, inside functions too; `from a import b` gives a.b. Type checking imports count."""
+    """Return all imports of a file, also inside functions and for type checking. `from a import b` gives a.b."""
     package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -103,7 +103,7 @@ def ours(name: str) -> bool:
     return within(name, "jpaged") or within(name, "pallas_kernels")
 
 
-def test_arrows_point_one_way():
+def test_imports_run_one_way():
     wrong = []
     for path in python_files(*SHIPPED):
         part = part_of(name_of(path))
@@ -131,7 +131,7 @@ def test_shared_modules_import_no_part():
 
 
 def test_every_module_has_its_place():
-    """A new module beside the parts is either shared or needs an entry above."""
+    """A new module is either in a part, or shared, or needs an entry above."""
     for path in python_files("jpaged"):
         name = name_of(path)
         assert name in {"jpaged", "jpaged.__main__"} or shared(name) or part_of(name), name

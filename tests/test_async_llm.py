@@ -24,7 +24,7 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=None)
 
 
 class SlowRunner(FakeRunner):
-    """Takes a moment for each step, so that there is time to do something meanwhile."""
+    """Takes 2 ms for each step, so that a test can act during a request."""
 
     seconds = 0.002
 
@@ -93,7 +93,7 @@ def test_only_the_bad_request_fails(engine: AsyncLLM):
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "abort"])
-def test_a_request_that_nobody_wants_leaves_the_engine(engine: AsyncLLM, how: str):
+def test_a_request_without_a_reader_leaves_the_engine(engine: AsyncLLM, how: str):
     async def main() -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         started = asyncio.Event()
@@ -194,13 +194,13 @@ def test_a_failed_step_fails_its_requests_and_the_next_is_served(engine: AsyncLL
     asyncio.run(main())
 
 
-def test_a_bug_in_the_engine_ends_it_and_everybody_is_told(
+def test_a_bug_in_the_engine_ends_it_with_an_error_for_all(
     engine: AsyncLLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ):
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
-            monkeypatch.setattr(engine._engine, "_take", lambda *args: 1 / 0)
+            monkeypatch.setattr(engine._engine._outputs, "process", lambda *args: 1 / 0)
             with pytest.raises(EngineError, match="division by zero"):
                 async for _ in stream:
                     pass
@@ -215,7 +215,7 @@ def test_a_bug_in_the_engine_ends_it_and_everybody_is_told(
     assert not engine._engine.has_work
 
 
-def test_no_progress_is_no_health(engine: AsyncLLM, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch):
+def test_a_stalled_engine_is_unhealthy(engine: AsyncLLM, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jpaged.frontend.engine_thread.STALL_SECONDS", 0.05)
 
     async def main() -> None:
@@ -234,7 +234,7 @@ def test_no_progress_is_no_health(engine: AsyncLLM, runner: SlowRunner, monkeypa
     asyncio.run(main())
 
 
-def test_closing_ends_what_runs(engine: AsyncLLM, runner: FakeRunner):
+def test_closing_aborts_running_requests(engine: AsyncLLM, runner: FakeRunner):
     async def main() -> RequestOutput:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
@@ -248,7 +248,7 @@ def test_closing_ends_what_runs(engine: AsyncLLM, runner: FakeRunner):
     assert runner.closed
 
 
-def test_an_event_loop_that_is_gone_leaves_nothing_running(engine: AsyncLLM):
+def test_requests_of_a_closed_event_loop_are_aborted(engine: AsyncLLM):
     loop = asyncio.new_event_loop()
     stream = engine.generate([1], ENDLESS, "a")
     loop.run_until_complete(anext(stream))
@@ -258,10 +258,10 @@ def test_an_event_loop_that_is_gone_leaves_nothing_running(engine: AsyncLLM):
 
 
 @pytest.mark.parametrize("error", [CapacityError("2 requests wait", 3.0), RequestError("n", 3, "can never fit")])
-def test_what_the_engine_refuses_concerns_its_reader_only(
+def test_a_request_that_the_engine_refuses_fails_alone(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
-    """Refused on the engine thread, where the queue is: the thread goes on, and the others' answers too."""
+    """The engine's thread refuses the request, and continues with the other requests."""
     add = engine._engine.add
 
     def limited(request: Request) -> None:
@@ -288,7 +288,7 @@ def test_what_the_engine_refuses_concerns_its_reader_only(
         assert answer[-1].outputs[0].token_ids == alone([start], 6, 97)
 
 
-def test_a_bug_while_adding_is_told_to_all_who_come_with_it(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_while_adding_fails_all_waiting_requests(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine._engine, "add", lambda request: 1 / 0)
 
     async def main() -> list[Any]:
@@ -308,7 +308,7 @@ def test_inspect_while_requests_run(engine: AsyncLLM):
                 for _ in range(20):
                     snapshot = await engine.inspect()
                     assert [request.request_id for request in snapshot.running] == ["a", "b"]
-                    for block in snapshot.blocks:  # no step has changed anything while it was taken
+                    for block in snapshot.blocks:  # no step ran while the snapshot was taken
                         assert block.ref_count == len(block.owners)
                     assert snapshot.pool.shared_blocks == 3
         await until_idle(engine)
@@ -333,7 +333,7 @@ def test_inspect_of_an_engine_that_has_ended(engine: AsyncLLM, monkeypatch: pyte
     asyncio.run(main())
 
 
-def test_inspections_that_are_left_when_it_closes_are_told(engine: AsyncLLM, runner: SlowRunner):
+def test_inspections_that_wait_when_the_engine_closes_fail(engine: AsyncLLM, runner: SlowRunner):
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
@@ -355,8 +355,8 @@ def soon_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon_checked")
-def test_wrong_books_are_found_when_nothing_runs(engine: AsyncLLM, caplog: pytest.LogCaptureFixture):
-    """A planted reference count, of a block that no request ever touches: nobody else would notice."""
+def test_inconsistent_state_is_found_when_nothing_runs(engine: AsyncLLM, caplog: pytest.LogCaptureFixture):
+    """A wrong reference count of a block that no request uses: only the integrity check can find it."""
 
     async def main() -> None:
         engine._engine._manager.pool._ref_counts[1999] += 1
@@ -366,7 +366,7 @@ def test_wrong_books_are_found_when_nothing_runs(engine: AsyncLLM, caplog: pytes
         for _ in range(2):
             with pytest.raises(EngineError, match=r"state was inconsistent: .*1999"):
                 await engine.check_health()
-            # Whoever comes meanwhile is served, from a pool that is sound; and that does not make it healthy.
+            # New requests run, on a new pool. The engine stays unhealthy.
             assert (await collect(engine, [1, 2, 3], GREEDY))[-1].outputs[0].token_ids == alone([1, 2, 3], 6, 97)
         engine._engine.check_integrity()
 
@@ -375,7 +375,7 @@ def test_wrong_books_are_found_when_nothing_runs(engine: AsyncLLM, caplog: pytes
 
 
 @pytest.mark.usefixtures("soon_checked")
-def test_books_are_checked_once_after_work_and_not_while_anything_runs(
+def test_integrity_is_checked_once_after_work_and_not_while_requests_run(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ):
     checks: list[bool] = []
@@ -384,7 +384,7 @@ def test_books_are_checked_once_after_work_and_not_while_anything_runs(
 
     async def main() -> None:
         await asyncio.sleep(0.1)
-        assert checks == []  # nothing has happened yet
+        assert checks == []  # no step has run yet
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
             await asyncio.sleep(0.1)
@@ -424,14 +424,14 @@ while not llm.stats().steps:
 
 
 @pytest.mark.parametrize("script", [ENDS_WITH_AN_ASYNC_LLM, ENDS_WITH_AN_LLM], ids=["AsyncLLM", "LLM"])
-def test_a_script_that_ends_without_closing_ends_well(script: str):
-    """The interpreter must not tear a thread down that is inside XLA: that aborted the process (status 134)."""
+def test_a_script_that_does_not_close_its_engine_exits_with_0(script: str):
+    """A thread inside XLA at the interpreter's end would abort the process, with status 134."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=250)
     assert (done.returncode, "FATAL" in done.stderr) == (0, False), done.stderr
 
 
-def test_the_prefix_cache_is_reset_while_nobody_runs(engine: AsyncLLM):
+def test_the_prefix_cache_is_reset_while_no_request_runs(engine: AsyncLLM):
     async def main() -> list[Any]:
         prompt = list(range(20))
         await collect(engine, prompt, GREEDY)

@@ -10,7 +10,7 @@ from tests.golden.checkpoints import BY_NAME, write_checkpoint
 
 TOLERANCE = 1e-4  # on natural logarithms
 ROOMY = {"row_buckets": (32,), "token_buckets": (64,), "max_num_seqs": 32, "max_num_batched_tokens": 64}
-# Blocks for hardly more than one search: beams give way all the time, and come back in part from the prefix index.
+# Blocks for little more than one search: beams are preempted often, and find part of their KV in the prefix index.
 FEW_BLOCKS = {"llama": 34}
 # Fewer rows than the widest search has beams.
 FEW_ROWS = {"gpt2": {"row_buckets": (8,), "max_num_seqs": 8}}

@@ -1,4 +1,4 @@
-"""What the front doors share: options checked by name and type, and a layout that reaches the loader."""
+"""Engine options are checked by name and type, and a layout reaches the loader, in LLM, AsyncLLM and generate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,14 +41,14 @@ FRONT_DOORS: list[Callable[..., Any]] = [
         ("compilation_cache_dir", [3]),
     ],
 )
-def test_values_of_no_use_are_refused_by_name(option: str, values: list[Any]):
+def test_values_of_the_wrong_type_are_refused_by_name(option: str, values: list[Any]):
     for value in values:
         with pytest.raises(RequestError, match=f"{option}=.*must be") as caught:
             engine_config("model", {option: value})
         assert caught.value.parameter == option
 
 
-def test_what_stands_for_a_value_becomes_it():
+def test_numpy_scalars_and_lists_are_converted():
     config = engine_config(
         "model",
         {"max_num_seqs": np.int64(4), "gpu_memory_utilization": np.float32(0.5), "row_buckets": [8, np.int32(16)],
@@ -61,7 +61,7 @@ def test_what_stands_for_a_value_becomes_it():
     assert engine_config("model", {"gpu_memory_utilization": 1}).gpu_memory_utilization == 1
 
 
-def test_runner_and_what_it_was_called_before():
+def test_runner_and_its_old_name_task():
     assert engine_config("model", {}).runner == "auto"
     assert engine_config("model", {"runner": "pooling"}).runner == "pooling"
     assert engine_config("model", {"task": "generate", "runner": "generate"}).runner == "generate"
@@ -89,7 +89,7 @@ def test_a_layout_reaches_the_loader(front_door: Callable[..., Any], monkeypatch
     assert seen == [LAYOUT]
 
 
-def test_a_layout_that_is_none_or_has_no_params():
+def test_a_bad_layout_and_a_layout_without_params():
     with pytest.raises(RequestError, match=r"layout='in, out': must be a jpaged\.models\.spec\.WeightLayout"):
         LLM(SPEC, params={}, layout="in, out")
     with pytest.raises(RequestError, match="goes together with params"):
@@ -100,7 +100,7 @@ def test_a_layout_that_is_none_or_has_no_params():
     "options",
     [{"tensor_parallel_size": 1, "quantization": None, "enforce_eager": True}, {"enable_chunked_prefill": True}],
 )
-def test_options_of_vllm_that_ask_for_nothing_are_taken(options: dict[str, Any]):
+def test_neutral_values_of_unsupported_options_are_accepted(options: dict[str, Any]):
     assert engine_config("model", options) == EngineConfig(model="model")
 
 
@@ -108,6 +108,6 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken(options: dict[str, Any])
     ("name", "value", "instead"),
     [("tensor_parallel_size", 2, "or 1"), ("quantization", "awq", "leave it out")],
 )
-def test_options_of_vllm_that_are_not_built_are_refused_as_such(name: str, value: Any, instead: str):
+def test_other_values_of_unsupported_options_are_refused(name: str, value: Any, instead: str):
     with pytest.raises(RequestError, match=f"{name}=.*not supported yet: .*{instead}"):
         engine_config("model", {name: value})

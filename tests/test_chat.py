@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 import jpaged
 from jpaged import LLM, SamplingParams
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.errors import RequestError
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
@@ -47,7 +47,7 @@ def runner() -> Scripted:
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch, runner: Scripted, tokenizer: Any) -> LLM:
     def build(model: Any, params: Any, options: Any, **how: Any) -> BuiltEngine:
-        engine = Engine(runner, tokenizer=tokenizer, eos_token_ids=(END,), eos_token_id=END)
+        engine = Engine(runner, tokenizer=tokenizer, options=EngineOptions(eos_token_ids=(END,), eos_token_id=END))
         return BuiltEngine(engine, engine_config(model, options), None, tokenizer, SamplingParams(temperature=0))
 
     monkeypatch.setattr("jpaged.llm.build_engine", build)

@@ -1,4 +1,4 @@
-"""The demo model that ships: its folder, what is recorded of it, and whether that is true of the weights."""
+"""The demo model that ships with jpaged: its folder, its training record, and whether its weights match the record."""
 
 import ast
 import functools
@@ -31,7 +31,7 @@ FOLDER = ROOT / "jpaged" / "demo_model"
 
 
 def load_tool(name: str) -> types.ModuleType:
-    """A script of tools/ as a module."""
+    """Import a script of tools/ as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -88,7 +88,7 @@ def test_tokenizer_gives_text_back(tokenizer, text):
 
 
 def test_tokenizer_breaks_at_newlines(tokenizer):
-    """So a prompt may end in a newline: the text before it has the tokens it has in the middle of a file."""
+    """A prompt may end in a newline: the text before it has the same tokens as in the middle of a file."""
     text = "def f(x):\n    return x\n"
     assert tokenizer(text).input_ids[: len(tokenizer("def f(x):\n").input_ids)] == tokenizer("def f(x):\n").input_ids
 
@@ -111,12 +111,12 @@ def test_training_is_recorded(record):
     assert all(
         set(point) == {"step", "tokens", "seconds", "cpu_seconds", "train_loss", "held_out_loss"} for point in curve
     )
-    assert abs(curve[-1]["held_out_loss"] - record["held_out"]["loss"]) < 0.3  # a part of the text, shorter windows
+    assert abs(curve[-1]["held_out_loss"] - record["held_out"]["loss"]) < 0.3  # on a part of the text
     assert f"{record['held_out']['loss']:.4f}" in (FOLDER / "README.md").read_text("utf-8")
 
 
 def test_recorded_loss_is_the_loss(record, tokenizer):
-    """The weights that ship give the recorded loss on a text that is in this tree."""
+    """The shipped weights have the recorded loss on a text of this repository."""
     noted = record["check_text"]
     text = (ROOT / "tests" / "golden" / noted["file"]).read_text("utf-8")
     assert hashlib.sha256(text.encode()).hexdigest() == noted["sha256"]
@@ -131,11 +131,11 @@ def test_recorded_loss_is_the_loss(record, tokenizer):
     chosen = np.take_along_axis(logits, np.asarray(targets)[:, None], 1)[:, 0]
     losses = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1) - chosen
     assert losses.mean() == pytest.approx(noted["loss"], abs=1e-3)
-    assert losses[512:].mean() < losses[:128].mean()  # context helps, also far beyond the usual training length
+    assert losses[512:].mean() < losses[:128].mean()  # context helps, also beyond the usual training length
 
 
 def test_writes_python():
-    """At least half of the greedy continuations of the built-in prompts are Python, as far as they go."""
+    """At least half of the greedy completions of the built-in prompts are valid Python until they are cut off."""
     params = SamplingParams(temperature=0.0, max_tokens=128)
     sizes = {"max_model_len": 256, "max_num_seqs": 20, "row_buckets": (32,), "token_buckets": (128,)}
     with sampling_programs(SamplerVariant.GREEDY), LLM(str(FOLDER), **sizes) as llm:
@@ -143,7 +143,7 @@ def test_writes_python():
     texts = [output.outputs[0].text for output in outputs]
     python = [complete_python(prompt, text) for prompt, text in zip(BUILT_IN_PROMPTS, texts, strict=True)]
     assert sum(text is not None for text in python) >= 10, texts
-    assert len(set(texts)) > 15  # not the same words after every prompt
+    assert len(set(texts)) > 15  # the completions differ
 
 
 def test_prompts_are_twenty_beginnings():
@@ -230,8 +230,8 @@ def test_docstrings_are_left_out_of_the_corpus():
     assert ast.dump(ast.parse(demo_corpus.without_docstrings(source))) == ast.dump(tree)
 
 
-def test_attention_of_the_training_is_the_decoders():
-    """Blocks of queries, recomputed going backward, give what the plain attention gives, and its gradient."""
+def test_attention_in_training_equals_the_decoders():
+    """Attention in blocks of queries, recomputed in the backward pass, gives plain attention and its gradients."""
     with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
         blocked = load_tool("train_demo").blocked_causal_attend
     rng = np.random.default_rng(0)

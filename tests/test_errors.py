@@ -1,4 +1,4 @@
-"""What errors say, and what it costs to say it."""
+"""The messages of RequestError: long values are shortened, at little cost."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from jpaged.errors import RequestError
 
 
 class Part:
-    """Counts how often it was shown."""
+    """Counts calls of its repr."""
 
     shown = 0
 
@@ -17,7 +17,7 @@ class Part:
 
 
 @pytest.mark.parametrize("value", [[Part()] * 10_000, (Part(),) * 10_000, {"ids": [[Part()] * 10_000]}])
-def test_a_long_value_is_cut_before_it_is_written_out(value: object):
+def test_a_long_value_is_shortened_before_it_is_formatted(value: object):
     Part.shown = 0
     error = RequestError("prompt", value, "is too long")
     assert 0 < Part.shown < 100
@@ -31,7 +31,7 @@ def test_a_long_value_is_cut_before_it_is_written_out(value: object):
     [10**5000, -(10**5000), [10**5000], "x" * 10**6, np.arange(10**6), b"x" * 1000],
     ids=["integer", "negative", "list", "text", "array", "bytes"],
 )
-def test_nothing_is_too_large_to_be_refused(value: object):
+def test_values_of_any_size_have_a_short_message(value: object):
     assert len(str(RequestError("seed", value, "is too large"))) < 250
 
 

@@ -1,4 +1,4 @@
-"""The examples that need no server run, and print what they promise."""
+"""The examples that need no server run, and print the expected results."""
 
 import importlib.util
 import pathlib
@@ -13,7 +13,7 @@ SIZES = {
 
 
 def example(name: str):
-    """An example as a module."""
+    """Import an example as a module."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -26,7 +26,7 @@ def test_one_batch_gives_transformers_answers(variant, tmp_path):
     golden = json.loads(variant.answers.read_text())
     write_checkpoint(variant, golden["seed"], tmp_path)
     options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    with sampling_programs(SamplerVariant.GREEDY), LLM(str(tmp_path), dtype="float32", **options) as llm:
+    with sampling_programs(SamplerVariant.FULL), LLM(str(tmp_path), dtype="float32", **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
         prompts = [{"prompt_token_ids": answer["prompt"]} for answer in golden["answers"]]
         for outputs in (llm.generate(prompts, params, use_tqdm=False), llm.generate(prompts[::-1], params)[::-1]):

@@ -18,8 +18,8 @@ import jpaged
 from jpaged import LLM, EngineConfig, EngineError, ModelLoadError, RequestError, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.output_processor import OutputProcessor
 from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.strategies import SampleStrategy
 from jpaged.frontend.build import BuiltEngine, build_engine
 from jpaged.frontend.engine_options import engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
@@ -111,7 +111,7 @@ def test_progress_shows_tokens_and_kv(llm: LLM, capsys: pytest.CaptureFixture):
     assert capsys.readouterr().err == ""
 
 
-def test_a_progress_bar_of_ones_own(llm: LLM):
+def test_a_progress_bar_of_the_caller(llm: LLM):
     from tqdm import tqdm
 
     made = []
@@ -239,10 +239,10 @@ class TestGenerationDefaults:
 
 @pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize("moment", range(12))
-def test_after_ctrl_c_the_next_call_is_served_as_if_nothing_had_happened(
+def test_after_ctrl_c_the_next_call_runs_normally(
     llm: LLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch, moment: int
 ):
-    """Ctrl-C in the middle of a step, at every step of a batch: raised after it, and no table or index is half done."""
+    """Ctrl-C inside a step, at each step of a batch, is raised after the step: no table or index is half written."""
     prompts, greedy = [[i] * 9 for i in range(1, 7)], SamplingParams(temperature=0, max_tokens=8)
     expected = [o.outputs[0].token_ids for o in LLM("model").generate(prompts, greedy, use_tqdm=False)]
     calls = itertools.count()
@@ -276,13 +276,13 @@ def test_ctrl_c_at_any_moment(llm: LLM):
 
 
 @pytest.mark.parametrize("call", ["add", "step"])
-def test_a_call_of_the_engine_that_is_cut_in_half(llm: LLM, monkeypatch: pytest.MonkeyPatch, call: str):
-    """An interrupt in the middle of the books: a request in one of them and not in the other."""
+def test_an_interrupt_inside_a_call_of_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch, call: str):
+    """The interrupt leaves inconsistent state: a request is in one table and not in the other."""
     inside = {"add": (Scheduler, "add"), "step": (KVCacheManager, "release")}[call]
     original = getattr(*inside)
 
-    def cut(*args: Any) -> None:
-        original(*args)
+    def cut(*args: Any, **options: Any) -> None:
+        original(*args, **options)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -296,7 +296,7 @@ def test_a_call_of_the_engine_that_is_cut_in_half(llm: LLM, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("default_sigint")
-def test_ctrl_c_during_a_call_that_fails_is_not_forgotten(llm: LLM, runner: FakeRunner):
+def test_ctrl_c_during_a_call_that_fails_is_raised(llm: LLM, runner: FakeRunner):
     def fail(plan: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         raise OSError("the device is gone")
@@ -307,8 +307,8 @@ def test_ctrl_c_during_a_call_that_fails_is_not_forgotten(llm: LLM, runner: Fake
     assert isinstance(caught.value.__context__, EngineError)
 
 
-def test_an_interrupt_from_inside_the_device_leaves_an_engine_that_serves(llm: LLM, runner: FakeRunner):
-    """A second Ctrl-C is not held back: what was computed is forgotten, and nothing stale is found again."""
+def test_after_an_interrupt_inside_the_device_the_next_call_runs_normally(llm: LLM, runner: FakeRunner):
+    """A second Ctrl-C is raised at once. All KV is forgotten, so that no stale KV is found later."""
     prompts, greedy = [[7] * 20, [8] * 20], SamplingParams(temperature=0, max_tokens=4)
     expected = [o.outputs[0].token_ids for o in LLM("model").generate(prompts, greedy, use_tqdm=False)]
     dispatch, calls = runner.dispatch, itertools.count()
@@ -329,20 +329,20 @@ def test_an_interrupt_from_inside_the_device_leaves_an_engine_that_serves(llm: L
 
 
 def test_an_output_that_cannot_be_processed_ends_its_own_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    take = OutputProcessor.take
+    take = SampleStrategy.take
 
-    def fail(self: OutputProcessor, request: Any, *args: Any) -> Any:
+    def fail(self: SampleStrategy, request: Any, *args: Any) -> Any:
         if request.prompt_token_ids[0] == 2 and request.num_output_tokens == 1:
             raise ValueError("a token that nobody expected")
         return take(self, request, *args)
 
-    monkeypatch.setattr(OutputProcessor, "take", fail)
+    monkeypatch.setattr(SampleStrategy, "take", fail)
     outputs = llm.generate([[1], [2], [3]], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert llm.stats().used_blocks == 0
 
 
-def test_an_unclosed_llm_gives_its_engine_back(runner: FakeRunner):
+def test_an_unclosed_llm_is_garbage_collected_with_its_engine(runner: FakeRunner):
     llm = LLM("model")
     engine = weakref.ref(llm._engine)
     del llm
@@ -370,7 +370,7 @@ def test_options_may_be_numpy_scalars_and_the_model_a_path(tmp_path: Path):
 
 
 def test_inspect_between_calls_and_from_another_thread(llm: LLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch):
-    """What a call in one thread holds is seen from another, before the call ends."""
+    """Another thread sees the requests of a call before the call ends."""
     assert llm.inspect().running == ()
     collect, seen, reached = runner.collect, [], threading.Event()
 

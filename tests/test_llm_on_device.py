@@ -1,4 +1,4 @@
-"""LLM and AsyncLLM on the real runner: live arrays, requests that come and go, what is refused at the start."""
+"""LLM and AsyncLLM on the real runner: live arrays, aborted requests, and errors at start-up."""
 
 import asyncio
 import dataclasses
@@ -25,8 +25,8 @@ SPEC = DecoderSpec(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
     max_position=256, rope=Rope(),
 )  # fmt: skip
-NUM_BLOCKS = 40  # of 16 tokens: two and a half requests of the longest kind
-# Two buckets and two samplers, one size of the pool: four programs for all tests here.
+NUM_BLOCKS = 40  # of 16 tokens: two and a half of the longest requests
+# One row bucket, one token bucket, one pool size: all tests here share their programs.
 OPTIONS = {
     "max_num_seqs": 8, "row_buckets": (8,), "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 16,
     "kv_cache_memory_bytes": NUM_BLOCKS * 16 * SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 4,
@@ -53,7 +53,7 @@ def llm(params: Any) -> Iterator[LLM]:
 
 @pytest.mark.slow
 def test_the_documented_example_runs(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
-    """docs/live_arrays.md on the demo model's weights, beside the demo model itself."""
+    """The example of docs/live_arrays.md, which uses the demo model's weights, agrees with the demo model."""
     text = (pathlib.Path(__file__).resolve().parents[1] / "docs" / "live_arrays.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "example.py").write_text(code, "utf-8")
@@ -64,7 +64,7 @@ def test_the_documented_example_runs(tmp_path: pathlib.Path, capsys: pytest.Capt
     assert f"def main(): {output.outputs[0].text}\n" in capsys.readouterr().out
 
 
-def test_live_arrays_are_told_what_is_wrong_with_them(params: Any):
+def test_errors_of_live_arrays(params: Any):
     with pytest.raises(RequestError, match="live arrays come without a tokenizer"):
         jpaged.generate((SPEC, params), ["text"])
     with pytest.raises(ModelLoadError, match=r"\(config, params\), in this order"):
@@ -76,7 +76,7 @@ def test_live_arrays_are_told_what_is_wrong_with_them(params: Any):
 
 
 def workload(count: int, seed: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
-    """Mixed lengths around block borders, shared beginnings, greedy and seeded, with and without log-probabilities."""
+    """Lengths around block borders, shared prefixes, greedy and seeded, with and without log-probabilities."""
     rng = random.Random(seed)
     prompts, params = [], []
     for _ in range(count):
@@ -98,8 +98,8 @@ def workload(count: int, seed: int) -> tuple[list[dict[str, list[int]]], list[Sa
 
 
 @pytest.mark.parametrize("implementation", ["triton", pytest.param("mosaic_tpu", marks=pytest.mark.slow)])
-def test_kernels_write_what_xla_writes(llm: LLM, params: Any, implementation: str):
-    """The kernels, in interpret mode on CPU, in the engine: prompts in chunks beside decodes, preemptions included."""
+def test_kernels_give_the_answers_of_xla(llm: LLM, params: Any, implementation: str):
+    """The kernels run in the engine, in interpret mode on CPU: chunks and decodes in one step, and preemptions."""
     prompts, _ = workload(12, seed=7)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     one = sampling_programs(SamplerVariant.GREEDY)
@@ -138,10 +138,10 @@ def test_after_ctrl_c_answers_are_those_of_a_fresh_engine(llm: LLM):
 
 
 @pytest.mark.parametrize("programs", ["forwards", "samplers"])
-def test_an_interrupt_inside_the_device_does_not_lose_its_state(
+def test_an_interrupt_during_a_program_does_not_lose_the_state(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, programs: str
 ):
-    """The state was donated to the step, and the step's answer never assigned."""
+    """The state was donated to the program, and the program's result was never assigned."""
     prompts, sampling = workload(6, seed=4)
     expected = tokens_of(llm.generate(prompts, sampling, use_tqdm=False))
 
@@ -160,7 +160,7 @@ def test_an_interrupt_inside_the_device_does_not_lose_its_state(
     assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == expected
 
 
-def test_async_requests_that_come_and_go_give_what_each_gives_alone(llm: LLM, params: Any):
+def test_async_requests_with_aborts_answer_as_each_does_alone(llm: LLM, params: Any):
     prompts, sampling = workload(24, seed=2)
     expected = tokens_of(llm.generate(prompts, sampling, use_tqdm=False))
 
@@ -194,7 +194,7 @@ def test_async_requests_that_come_and_go_give_what_each_gives_alone(llm: LLM, pa
         ({"max_model_len": 10**6}, "at most 2048"),
     ],
 )
-def test_what_cannot_run_is_refused_before_weights_are_on_the_device(options, message):
+def test_impossible_options_are_refused_before_weights_are_on_the_device(options, message):
     before = len(jax.live_arrays())
     with pytest.raises(ModelLoadError, match=message):
         LLM("demo", dtype="float32", **options)

@@ -1,4 +1,4 @@
-"""After ready nothing compiles, and a second start compiles nothing at all: counted by JAX's own events."""
+"""Nothing compiles after ready, and a second start compiles nothing at all. JAX's own events count."""
 
 import collections
 import json
@@ -20,7 +20,7 @@ COMPILE = "/jax/core/compile/backend_compile_duration"
 
 @pytest.fixture
 def compiles():
-    """Names of all programs compiled, or taken from the disk cache, in this process while the test runs."""
+    """Names of all programs compiled, or read from the disk cache, in this process while the test runs."""
     seen = []
 
     def listen(event, duration, **kwargs):
@@ -33,14 +33,14 @@ def compiles():
 
 
 def test_500_fuzzed_requests_compile_nothing(tmp_path, compiles):
-    """Lengths, sampling parameters, bad requests, aborts; over a pool that preempts."""
+    """Random lengths, sampling parameters, bad requests and aborts, with a pool so small that it preempts."""
     write_checkpoint(next(v for v in VARIANTS if v.name == "llama"), 0, tmp_path)
     rng = random.Random(5)
     with LLM(
         str(tmp_path), dtype="float32", max_num_seqs=12, max_num_batched_tokens=96, max_model_len=256,
         kv_cache_memory_bytes=1_000_000,
     ) as llm:  # fmt: skip
-        assert compiles  # the listener hears
+        assert compiles  # the listener works
         compiles.clear()
         engine, alive, finished, refused = llm._engine, set(), 0, 0
         for i in range(520):
@@ -123,7 +123,7 @@ def test_a_second_runner_takes_every_program_from_the_cache(tmp_path, cache_even
 
 
 @pytest.mark.slow
-def test_a_second_start_takes_every_program_from_the_cache(tmp_path):
+def test_a_second_start_reads_every_program_from_the_cache(tmp_path):
     write_checkpoint(next(v for v in VARIANTS if v.name == "qwen3"), 0, tmp_path / "model")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -1,4 +1,4 @@
-"""Preempted, and gone on by computing again or by fetching from the host: the same answers to the bit."""
+"""A preempted request that recomputes its KV, or fetches it from the host, gives the same answer, bit for bit."""
 
 import jax
 import numpy as np

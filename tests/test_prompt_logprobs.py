@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of generation to the bit, in chunks of any size, and after preemption."""
+"""Log-probabilities of prompts equal those of generation, bit for bit, for any chunk size and after preemption."""
 
 import dataclasses
 
@@ -28,19 +28,14 @@ PROMPTS = [np.random.default_rng(i).integers(0, VOCAB_SIZE, n).tolist() for i, n
 ASKED = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=4)
 
 
-def told(output):
-    """What there is about a prompt, floats to the bit."""
-    return output.prompt_logprobs
-
-
 @pytest.fixture(scope="module")
 def wanted(runner):
     engine = make_engine(runner, caching=False)
-    return [told(run(engine, [(prompt, ASKED)], check=False)["0"]) for prompt in PROMPTS]
+    return [run(engine, [(prompt, ASKED)], check=False)["0"].prompt_logprobs for prompt in PROMPTS]
 
 
-def test_they_are_the_models(runner, wanted):
-    """Against one dense pass over the prompt, without pages."""
+def test_they_equal_a_dense_pass_over_the_prompt(runner, wanted):
+    """The dense pass uses no pages."""
     spec = runner.spec
     params = runner._params
 
@@ -67,12 +62,12 @@ def test_they_are_the_models(runner, wanted):
 
 
 @pytest.mark.parametrize("budget", [64, 20, 8])
-def test_chunks_of_any_size_beside_others_over_a_full_cache(runner, wanted, budget):
+def test_chunk_size_batch_and_a_full_cache_change_nothing(runner, wanted, budget):
     engine = make_engine(runner, budget=budget)
     others = [(prompt, SamplingParams(max_tokens=12, temperature=1, seed=1)) for prompt in PROMPTS]
-    run(engine, others)  # all prompts are cached: they are computed all the same
+    run(engine, others)  # now all prompts are cached; scoring must recompute them
     done = run(engine, [*((prompt, ASKED) for prompt in PROMPTS), *others])
-    assert [told(done[str(i)]) for i in range(len(PROMPTS))] == wanted
+    assert [done[str(i)].prompt_logprobs for i in range(len(PROMPTS))] == wanted
     assert all(done[str(i)].num_cached_tokens == 0 for i in range(len(PROMPTS)))
     assert sum(done[str(i)].num_cached_tokens for i in range(len(PROMPTS), 2 * len(PROMPTS))) > 0
 
@@ -82,10 +77,10 @@ def test_preempted(runner, wanted):
     work = [(prompt, SamplingParams(max_tokens=28, temperature=0, prompt_logprobs=4)) for prompt in PROMPTS]
     done = run(engine, work)
     assert engine.stats().preemptions > 0
-    assert [told(done[str(i)]) for i in range(len(PROMPTS))] == wanted
+    assert [done[str(i)].prompt_logprobs for i in range(len(PROMPTS))] == wanted
 
 
-def test_scoring_an_answer_gives_what_generation_gave(runner):
+def test_scoring_an_answer_equals_generation(runner):
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=3, logprobs=2)
     for prompt in PROMPTS[1:5]:
         [[(token_ids, _, _, logprobs)]] = alone(make_engine(runner), [(prompt, params)])
@@ -112,8 +107,8 @@ def test_llm_score():
         assert llm.stats().compiles_after_ready == 0
 
 
-def test_of_several_answers_one_tells_of_the_prompt(runner, wanted):
-    """However many, also where they wait for rows: the prompt is computed and scored once."""
+def test_several_answers_score_the_prompt_once(runner, wanted):
+    """Also if there are more answers than rows: the prompt is computed and scored once."""
     prompt = PROMPTS[-1]
     engine = make_engine(runner)
     several = SamplingParams(max_tokens=4, n=3 * runner.max_num_seqs, seed=1, prompt_logprobs=2, ignore_eos=True)

@@ -1,7 +1,7 @@
-"""The project's sampler against the oracle, on the demo model's logits: all pairs of parameters.
+"""The sampler compared with the oracle, on the demo model's logits: all pairs of parameters.
 
-Each pair of values is met twice: alone, where nothing hides what it does, and among values of all other parameters.
-`device_distribution` is the only place that knows the sampler.
+Each pair of values occurs twice: alone, where no other parameter hides its effect, and mixed with values of all other
+parameters. Only `device_distribution` calls the sampler.
 """
 
 import dataclasses
@@ -41,30 +41,30 @@ from tests.sampling_oracle import MODES, Oracle, chi_square, distribution, logpr
 DEMO = "jpaged/demo_model"
 NUM_DRAWS = 20_000
 NUM_LOGPROBS = 5
-# How far off a probability may be. Logits here are up to 30, where float32 rounds by 1e-6, and a temperature below 1
-# multiplies that, as a repetition penalty does: at 0.25 either gives 1.02e-6, whatever the sampler does afterwards.
+# Largest error of a probability. Logits here are up to 30, where float32 rounds by 1e-6. A temperature below 1 and a
+# repetition penalty multiply that error: at 0.25 either gives 1.02e-6, before the sampler's other steps.
 PROBABILITY = 1e-6
 GRID = np.float32(2**18)  # of logits: float32 between 16 and 32 has steps of 2**-19
-LEAST_P = 1e-5  # of chi-square; some 70 rows, whose draws are always the same
+LEAST_P = 1e-5  # smallest p of chi-square, for about 70 rows with fixed seeds
 
 
 def scale(logits: Any, by: float) -> Any:
-    """A custom logits processor, of numpy's arrays and of JAX's; what is at -inf stays there."""
+    """A custom logits processor for numpy and JAX arrays. Values of -inf stay."""
     return logits * by
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a row of the batch is asked to sample, and where it stands."""
+    """Inputs of the sampler for one row of the batch."""
 
     logits: np.ndarray                 # float32[vocab]
     params: Mapping[str, Any]          # fields of SamplingParams, without bad_words
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]          # sampled so far
-    stop_ids: Sequence[int]            # what min_tokens forbids
+    stop_ids: Sequence[int]            # ids that min_tokens forbids
     bad_word_ids: Sequence[Sequence[int]]
-    known_ids: np.ndarray | None       # bool[vocab] what the tokenizer has; None is all
-    scale_by: float | None             # the row asks for the processor `scale` with this; None does not
+    known_ids: np.ndarray | None       # bool[vocab] ids that the tokenizer has; None = all
+    scale_by: float | None             # parameter of the processor `scale`; None = the processor does not apply
     seed: int = 11                     # of its draws
 
     @functools.cached_property
@@ -79,25 +79,23 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRow:
-    """What the sampler makes of a row."""
+    """Results of the sampler for one row."""
 
-    kept: np.ndarray   # bool[vocab], not at -inf after all filters; of a greedy row its token only
-    probs: np.ndarray  # float32[vocab], that it draws from; of a greedy row 1 for its token
-    draws: np.ndarray  # int[num_draws] tokens sampled by one seed, each for another sample index or position
-    # Of each mode, as an engine with that logprobs_mode reports it: the value and the rank of the NUM_LOGPROBS most
-    # likely tokens (of what the mode reports), and of draws[0].
+    kept: np.ndarray   # bool[vocab], ids that all filters keep; for a greedy row its token only
+    probs: np.ndarray  # float32[vocab], distribution of the draws; for a greedy row 1 for its token
+    draws: np.ndarray  # int[num_draws] tokens sampled with one seed, each at another sample index or position
+    # logprobs_mode -> token -> (value, rank): for the NUM_LOGPROBS tokens with the largest values, and for draws[0]
     logprobs: Mapping[str, Mapping[int, tuple[float, int]]]
 
 
 def device_distribution(rows: Sequence[Row], num_draws: int) -> list[DeviceRow]:
-    """Ask the sampler, on the device, through the program that serves any mix of requests.
+    """Run SamplerVariant.FULL, which serves any mix of requests, on the device.
 
-    Rows are in batches as large as the program takes, in their order, so that rows with and without a parameter are
-    beside each other. The counts of prompt and output tokens are made as a running engine makes them. `scale` is
-    registered as a custom processor. Draws are of one fixed seed a row, and only its sample index or position differs
-    from one to the next.
+    Rows are cut into batches in their order, so that a batch has rows with and without each parameter. Counts of prompt
+    and output tokens are uploaded as a running engine does. `scale` is registered as a custom processor. All draws of a
+    row have one seed, and differ in sample index or position.
     """
-    groups: dict[bytes, list[int]] = {}  # an engine has one mask of known ids
+    groups: dict[bytes, list[int]] = {}  # rows of one batch share their known ids, as in an engine
     for i, row in enumerate(rows):
         groups.setdefault(b"" if row.known_ids is None else row.known_ids.tobytes(), []).append(i)
     answers: dict[int, DeviceRow] = {}
@@ -132,12 +130,12 @@ def _empty_state(vocab: int) -> tuple[ExtrasUploader, DeviceState]:
 
 
 def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
-    """The rows' fields and the sampling state, as requests come to them whose last token the device has sampled."""
+    """Fields and sampling state of rows whose last output token was just sampled on the device."""
     vocab = len(rows[0].logits)
     uploader, state = _empty_state(vocab)
     state = jax.tree.map(jnp.copy, state)  # it is donated
     fields = np.zeros((BATCH, NUM_FIELDS), np.int32)
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         processors = None if row.scale_by is None else {"scale": {"by": row.scale_by}}
         params = SamplingParams(**row.params, max_tokens=64, logits_processors=processors, logprobs=1)
         extras = SamplingExtras(
@@ -147,48 +145,49 @@ def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
             request_id="", prompt_token_ids=list(row.prompt_ids), params=params, max_total_tokens=64, seed=row.seed,
             eos_token_ids=frozenset(), eos_token_id=None, metrics=RequestMetrics(0.0), extras=extras,
         )  # fmt: skip
-        request.schedule.row = place
+        request.schedule.row = number
         request.token_ids += row.output_ids[:-1]
         init = row_init(request, vocab)
         state = uploader.start(state, init)
-        fields[place] = row_values(init)
+        fields[number] = row_values(init)
         if row.output_ids:
-            counts = state.sampling.counts.at[place, row.output_ids[-1]].add(2)
+            counts = state.sampling.counts.at[number, row.output_ids[-1]].add(2)
             state = state.replace(sampling=state.sampling.replace(counts=counts))
-            masks = [RowMask(place, extras.mask(row.output_ids, len(row.output_ids)))]
+            masks = [RowMask(number, extras.mask(row.output_ids, len(row.output_ids)))]
             state = uploader.set_masks(state, masks)
     return fields, state.sampling
 
 
 def _ask(rows: Sequence[Row], num_draws: int) -> list[DeviceRow]:
-    """Rows of one batch, which have the same known ids."""
+    """Results for the rows of one batch, which have the same known ids."""
     fields, sampling = _started(rows)
     vocab = len(rows[0].logits)
     known = np.ones(vocab, bool) if rows[0].known_ids is None else rows[0].known_ids
     logits = np.zeros((BATCH, vocab), np.float32)
     logits[: len(rows)] = [row.logits for row in rows]
     modes = MODES if num_draws == 1 else ("processed_logprobs",)
-    told = {mode: _sampler(mode, vocab)(logits, fields, np.zeros(BATCH, np.int32), known, sampling) for mode in modes}
+    positions = np.zeros(BATCH, np.int32)
+    results = {mode: _sampler(mode, vocab)(logits, fields, positions, known, sampling) for mode in modes}
     answers = []
-    for place, row in enumerate(rows):
-        draws = np.asarray(told["processed_logprobs"].token_ids)[place : place + 1]
+    for index, row in enumerate(rows):
+        draws = np.asarray(results["processed_logprobs"].token_ids)[index : index + 1]
         if num_draws > 1:
-            draws = _draws(place, logits, fields, known, sampling, num_draws)
+            draws = _draws(index, logits, fields, known, sampling, num_draws)
         probs = np.zeros(vocab, np.float32)
-        whole = told["processed_logprobs"]
-        probs[np.asarray(whole.top_ids)[place]] = np.exp(np.asarray(whole.top_logprobs)[place])
+        whole = results["processed_logprobs"]
+        probs[np.asarray(whole.top_ids)[index]] = np.exp(np.asarray(whole.top_logprobs)[index])
         if row.params["temperature"] == 0:
             probs = (np.arange(vocab) == draws[0]).astype(np.float32)
-        reported = {mode: _reported(told[mode], place, draws[0]) for mode in modes}
+        reported = {mode: _reported(results[mode], index, draws[0]) for mode in modes}
         answers.append(DeviceRow(probs > 0, probs, draws, reported))
     return answers
 
 
 def _draws(
-    place: int, logits: np.ndarray, fields: np.ndarray, known: np.ndarray, sampling: SamplingState, num_draws: int
+    index: int, logits: np.ndarray, fields: np.ndarray, known: np.ndarray, sampling: SamplingState, num_draws: int
 ) -> np.ndarray:
-    """Of one row, at as many positions."""
-    again = np.full(DRAWS_AT_ONCE, place)
+    """Draws of one row, each at another position."""
+    again = np.full(DRAWS_AT_ONCE, index)
     extras = jax.tree.map(lambda x: x[again], sampling)
     parts = [
         _sampler("raw_logprobs", 1)(
@@ -199,16 +198,16 @@ def _draws(
     return np.concatenate(parts)[:num_draws]
 
 
-def _reported(told: Any, place: int, token_id: int) -> dict[int, tuple[float, int]]:
-    """The first ones, and the drawn token, as (value, rank)."""
-    ids, values = (np.asarray(part)[place][:NUM_LOGPROBS].tolist() for part in (told.top_ids, told.top_logprobs))
+def _reported(results: Any, index: int, token_id: int) -> dict[int, tuple[float, int]]:
+    """(value, rank) of the NUM_LOGPROBS tokens with the largest values, and of the drawn token."""
+    ids, values = (np.asarray(part)[index][:NUM_LOGPROBS].tolist() for part in (results.top_ids, results.top_logprobs))
     entries = {i: (value, rank) for rank, (i, value) in enumerate(zip(ids, values, strict=True), start=1)}
-    return entries | {int(token_id): (float(told.logprobs[place]), int(told.ranks[place]))}
+    return entries | {int(token_id): (float(results.logprobs[index]), int(results.ranks[index]))}
 
 
 @pytest.fixture(scope="module")
 def demo_logits() -> list[tuple[list[int], np.ndarray]]:
-    """(ids so far, float32[vocab]) of eight places in the built-in prompts, from almost certain to quite open."""
+    """(token ids, float32[vocab] logits) at eight positions of the built-in prompts, from almost certain to open."""
     model = load_model(EngineConfig(model=DEMO, dtype="float32"))
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     prompts = [ids for ids in tokenizer(list(BUILT_IN_PROMPTS)).input_ids if len(ids) >= 8]
@@ -221,12 +220,12 @@ def demo_logits() -> list[tuple[list[int], np.ndarray]]:
     # On a grid: adding a bias of 16 is exact then. Off it, float32 rounds each sum by 1e-6, in other directions on
     # other processors: at temperature 0.5 that made a probability 1.6e-6 wrong on one of two.
     logits = np.round(logits * GRID) / GRID
-    places = [(ids[: i + 1], logits[row, i]) for row, ids in enumerate(prompts) for i in range(8)]
-    places.sort(key=lambda place: -float(place[1].max() - np.log(np.exp(place[1]).sum())))
-    return [places[round(share * (len(places) - 1))] for share in (0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1)]
+    positions = [(ids[: i + 1], logits[row, i]) for row, ids in enumerate(prompts) for i in range(8)]
+    positions.sort(key=lambda known: -float(known[1].max() - np.log(np.exp(known[1]).sum())))
+    return [positions[round(share * (len(positions) - 1))] for share in (0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1)]
 
 
-# The first value of each changes nothing.
+# The first value of each is neutral.
 FACTORS = {
     "temperature": (1.0, 0.0, 0.7, 1.6, 3.0),
     "top_k": (0, 20, 700),
@@ -243,18 +242,18 @@ FACTORS = {
     "known_ids": ("all", "not all"),
     "scale_by": (None, 0.75, 1.5),
 }
-# Values that leave so little that nothing is seen of the others: not in the mixture.
+# Values that keep so few tokens that they hide other parameters. They are not in the mixed rows.
 STRICT = {
     "temperature": (0.5,), "top_k": (1,), "top_p": (0.5, 0.05), "min_p": (0.3, 1.0), "typical_p": (0.2,),
     "frequency_penalty": (-2.0,), "repetition_penalty": (2.0,), "allowed_token_ids": ("few",),
 }  # fmt: skip
 ALL = {name: (*values, *STRICT.get(name, ())) for name, values in FACTORS.items()}
-WHERE = {"place": range(8), "num_output": (0, 1, 29)}
+WHERE = {"position": range(8), "num_output": (0, 1, 29)}
 
 
 def row_of(choice: dict[str, Any], demo_logits: list[tuple[list[int], np.ndarray]], seed: int) -> Row:
-    """A combination of FACTORS as a row. Whatever names tokens names likely ones, so that it matters."""
-    ids, logits = demo_logits[choice["place"]]
+    """A combination of FACTORS as a row. Parameters that name tokens name likely ones, so that they have an effect."""
+    ids, logits = demo_logits[choice["position"]]
     vocab = len(logits)
     rng = np.random.default_rng(seed)
     likely = np.argsort(-logits, kind="stable")
@@ -267,7 +266,7 @@ def row_of(choice: dict[str, Any], demo_logits: list[tuple[list[int], np.ndarray
     first, second, third, fourth = (int(token) for token in likely[:4])
     if choice["logit_bias"] == "some":
         params["logit_bias"] = {first: -1.75, third: 2.5, int(likely[200]): 9.0, 0: -0.5}
-    elif choice["logit_bias"] == "ban and lift":  # 100 could be added, but costs a float32 logit its last digits
+    elif choice["logit_bias"] == "ban and lift":  # not 100, which would cost a float32 logit its last digits
         params["logit_bias"] = {first: -100.0, int(likely[1000]): 16.0, int(likely[1001]): 16.0}
     if choice["allowed_token_ids"] != "all":
         count = 300 if choice["allowed_token_ids"] == "some" else 3
@@ -281,14 +280,14 @@ def row_of(choice: dict[str, Any], demo_logits: list[tuple[list[int], np.ndarray
         bad_words = [word for word in bad_words if len(word) > 1]
     known = None
     if choice["known_ids"] == "not all":
-        known = np.arange(vocab) < vocab - 96  # a padded vocabulary, and a hole in it
+        known = np.arange(vocab) < vocab - 96  # a padded vocabulary, and one more unknown id
         known[int(likely[6])] = False
     stop = [0, int(likely[4]), int(likely[7])]
     return Row(logits, params, ids, output, stop, bad_words, known, choice["scale_by"])
 
 
 def choices_alone() -> list[dict[str, Any]]:
-    """Each pair of values that do something, with all other parameters neutral; outputs long enough for all to tell."""
+    """Each pair of values that are not neutral, with all other parameters neutral."""
     neutral = {name: values[0] for name, values in FACTORS.items()}
     pairs = [
         {one: a, other: b}
@@ -296,7 +295,7 @@ def choices_alone() -> list[dict[str, Any]]:
         for a, b in itertools.product(ALL[one][1:], ALL[other][1:])
     ]
     return [
-        {**neutral, **pair, "place": i % 8, "num_output": 0 if pair.get("min_tokens") == 1 else 29}
+        {**neutral, **pair, "position": i % 8, "num_output": 0 if pair.get("min_tokens") == 1 else 29}
         for i, pair in enumerate(pairs)
     ]
 
@@ -313,19 +312,19 @@ def mixed(demo_logits: list[tuple[list[int], np.ndarray]]) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def answers(alone: list[Row], mixed: list[Row]) -> list[tuple[Row, DeviceRow]]:
-    """Of all rows, one draw each."""
+    """Results of all rows, with one draw each."""
     return list(zip(alone + mixed, device_distribution(alone + mixed, 1), strict=True))
 
 
 @pytest.fixture(scope="module")
 def drawn(alone: list[Row], mixed: list[Row]) -> list[tuple[Row, DeviceRow]]:
-    """Of the mixed rows and of some others, NUM_DRAWS each, every row with a seed of its own."""
+    """Results of the mixed rows and some of the others, with NUM_DRAWS draws each. Every row has another seed."""
     rows = [dataclasses.replace(row, seed=seed) for seed, row in enumerate([*mixed, *alone[::24]], 11)]
     return list(zip(rows, device_distribution(rows, NUM_DRAWS), strict=True))
 
 
-def test_every_value_matters(alone: list[Row]):
-    """The oracle's answers would be others without it, in three rows at least."""
+def test_every_value_has_an_effect(alone: list[Row]):
+    """Without the value, the oracle's distribution differs in at least three rows."""
     choices = choices_alone()
     for name, values in ALL.items():
         for value in values[1:]:
@@ -335,7 +334,7 @@ def test_every_value_matters(alone: list[Row]):
 
 
 def _without(row: Row, name: str) -> bool:
-    """Whether the row's answer is another without this parameter."""
+    """True if the row's distribution differs without this parameter."""
     neutral = {"bad_words": {"bad_word_ids": []}, "known_ids": {"known_ids": None}, "scale_by": {"scale_by": None}}
     params = {key: value for key, value in row.params.items() if key != name}
     other = dataclasses.replace(row, **neutral.get(name, {"params": params}))
@@ -375,7 +374,7 @@ def test_draws_follow_the_probabilities(drawn: list[tuple[Row, DeviceRow]]):
         assert got.p_value > LEAST_P, (row.params, got)
         if got.degrees >= 5:
             p_values.append(got.p_value)
-    # All together: p values are uniform, so minus twice the sum of their logarithms is chi-square (Fisher).
+    # All rows together: p values are uniform, so -2 times the sum of their logarithms is chi-square (Fisher).
     statistic, degrees = -2 * sum(map(math.log, p_values)), 2 * len(p_values)
     assert degrees > 10
     assert abs(statistic - degrees) < 4 * math.sqrt(2 * degrees), (statistic, degrees)
@@ -384,7 +383,7 @@ def test_draws_follow_the_probabilities(drawn: list[tuple[Row, DeviceRow]]):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_rows_draw_independently(drawn: list[tuple[Row, DeviceRow]]):
-    """Rows of other seeds do not follow each other: in open ones the same draw seldom falls as far in the order."""
+    """Rows with other seeds draw other numbers: the uniform numbers of their draws are not correlated."""
     open_rows = [a for r, a in drawn if (r.oracle.probs > 0.01).sum() >= 4]
     assert len(open_rows) >= 4
     for one, other in itertools.pairwise(open_rows):
@@ -400,18 +399,18 @@ def test_log_probabilities(answers: list[tuple[Row, DeviceRow]], mode: str):
     for row, answer in answers:
         want = logprobs(mode, row.oracle)
         if mode.startswith("processed") and (answer.kept != row.oracle.kept).any():
-            continue  # rounding kept others: what they leave is not this
+            continue  # rounding kept other ids, so the processed values differ
         reported = answer.logprobs[mode]
         assert int(answer.draws[0]) in reported
         finite = want[want > -np.inf]
         assert len(reported) >= min(NUM_LOGPROBS, len(finite))
-        # Four roundings of the largest number that is met on the way, and of a sum.
+        # Four roundings of the largest number in the computation, and of a sum.
         size = float(max(np.abs(finite).max(), np.abs(row.logits).max() / max(row.params["temperature"], 0.5)))
         room = 4 * 2.0**-24 * size + 1e-6
-        for token, (value, place) in reported.items():
+        for token, (value, reported_rank) in reported.items():
             if want[token] == -np.inf:
                 assert value == -np.inf
                 continue
             assert value == pytest.approx(want[token], abs=room), (row.params, mode, token)
             near = int((np.abs(want - want[token]) <= 2 * room).sum()) - 1
-            assert abs(place - rank(want, token)) <= near, (row.params, mode, token)
+            assert abs(reported_rank - rank(want, token)) <= near, (row.params, mode, token)

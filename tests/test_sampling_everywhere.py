@@ -1,4 +1,4 @@
-"""Every sampling parameter at once, and a seed: the same answers to the bit whatever happens beside and before."""
+"""Requests with all sampling parameters and a seed: the same answers, bit for bit, under any load and history."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def runner():
 
 
 def requests():
-    """A batch of 32 answers, each parameter in different company; prompts that begin alike, so they share blocks."""
+    """Requests for 32 answers, each with another mix of parameters. The prompts share a prefix, and so blocks."""
     rng = np.random.default_rng(3)
     beginning = rng.integers(0, VOCAB_SIZE, 40).tolist()
     made = []
@@ -62,7 +62,7 @@ def answers(engine, work):
     return [bits(done[str(i)]) for i in range(len(work))]
 
 
-def test_the_parameters_do_something(wanted):
+def test_the_parameters_have_an_effect(wanted):
     assert sum(params.n for _, params in requests()) == ROWS
     for (_, params), answer in zip(requests(), wanted, strict=True):
         for output in answer:
@@ -82,7 +82,7 @@ def test_the_parameters_do_something(wanted):
 def test_in_a_batch_cached_or_not_in_chunks_of_any_size(runner, wanted, caching, budget):
     engine = make_engine(runner, caching=caching, budget=budget)
     assert answers(engine, requests()) == wanted
-    assert answers(engine, requests()[::-1])[::-1] == wanted  # now all prompts are cached
+    assert answers(engine, requests()[::-1])[::-1] == wanted  # with caching, all prompts are cached now
     assert (engine.stats().prefix_hit_tokens > 0) == caching
 
 
@@ -95,7 +95,7 @@ def test_preempted(runner, wanted, host):
 
 
 def test_streamed(runner, wanted):
-    """Put together from what is new in each output; every other one every two tokens."""
+    """The deltas of all outputs add up to the answer. Every second request gets a delta every two tokens."""
     engine, parts = make_engine(runner), {}
     for number, (prompt, params) in enumerate(requests()):
         asked = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA, stream_interval=1 + number % 2)
@@ -113,7 +113,7 @@ def test_streamed(runner, wanted):
     assert len(parts) == ROWS
 
 
-def test_sample_0_of_several_is_the_answer_alone(runner):
+def test_sample_0_of_4_is_the_answer_with_n_1(runner):
     prompt, params = requests()[7]
     [several] = alone(make_engine(runner), [(prompt, SamplingParams(**_fields(params) | {"n": 4}))])
     [one] = alone(make_engine(runner), [(prompt, SamplingParams(**_fields(params) | {"n": 1}))])

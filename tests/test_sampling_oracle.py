@@ -1,4 +1,4 @@
-"""The oracle of the sampling parameters itself: against Transformers' processors, and cases worked out by hand."""
+"""The sampling oracle compared with Transformers' processors, and with cases worked out by hand."""
 
 import itertools
 import math
@@ -15,14 +15,14 @@ from tests.sampling_oracle import MODES, NEUTRAL, Oracle, chi_square, distributi
 
 
 def ask(logits: Any, *, processors: Any = (), **given: Any) -> Oracle:
-    """The oracle of these logits; what it does not take itself is a sampling parameter."""
+    """The oracle's result for these logits. Arguments that it does not have are sampling parameters."""
     own = ("prompt_ids", "output_ids", "stop_ids", "bad_word_ids", "known_ids", "grammar_ids")
     context = {name: given.pop(name) for name in own if name in given}
     return distribution(np.array(logits), params=types.SimpleNamespace(**given), processors=processors, **context)
 
 
 def of(*probs: float, **given: Any) -> Oracle:
-    """The oracle of the logits that have these probabilities."""
+    """The oracle's result for logits with these probabilities."""
     return ask(np.log(probs), **given)
 
 
@@ -35,7 +35,7 @@ def edge(row: Oracle) -> list[int]:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_what_transformers_gives(case: SamplingCase):
+def test_agrees_with_transformers(case: SamplingCase):
     row = distribution(
         case.logits, params=types.SimpleNamespace(**case.params), prompt_ids=case.prompt_ids,
         output_ids=case.output_ids, stop_ids=case.stop_ids, bad_word_ids=case.bad_word_ids,
@@ -69,7 +69,7 @@ def test_defaults_are_neutral():
 
 
 def test_penalties_by_hand():
-    """Token 0 in neither, 1 in the prompt, 2 once and 3 twice in the output, 4 in both; x > 0 and x < 0."""
+    """Token 0 occurs nowhere, 1 in the prompt, 2 once and 3 twice in the output, 4 in both. For x > 0 and x < 0."""
     context = {"prompt_ids": [1, 4, 4], "output_ids": [3, 2, 3, 4]}
     for sign, repeated in ((1, 2.0), (-1, 8.0)):
         x = np.full(5, 4.0 * sign)
@@ -86,7 +86,7 @@ def test_penalties_by_hand():
 
 
 def test_bias_then_processors_then_penalties():
-    """(-1 + 5) / 2, not -1 * 2 + 5; and a processor sees the biased logit."""
+    """(-1 + 5) / 2, not -1 * 2 + 5. A processor receives the biased logit."""
     assert ask([-1.0, 0.0], logit_bias={0: 5.0}, repetition_penalty=2.0, prompt_ids=[0]).processed_logits[0] == 2.0
     row = ask([-1.0, 0.0], logit_bias={0: 5.0}, repetition_penalty=2.0, prompt_ids=[0],
               processors=[lambda x: np.where(x > 3, -x, x), lambda x: x + 1])  # fmt: skip
@@ -102,7 +102,7 @@ def test_bias_then_processors_then_penalties():
         ([1], [1, 3], True),
         ([1, 2], [1, 3], False),
         ([2, 1], [1, 3], True),
-        ([1], [2, 1, 3], False),  # 2 is the last of the prompt, which does not count
+        ([1], [2, 1, 3], False),  # 2 is in the prompt, which does not count
         ([2, 1], [2, 1, 3], True),
         ([0, 2, 1], [2, 1, 3], True),
     ],
@@ -112,7 +112,7 @@ def test_bad_words(output: list[int], word: list[int], forbids: bool):
     assert kept(row) == ([0, 1, 2] if forbids else [0, 1, 2, 3])
 
 
-def test_masks_and_what_no_bias_brings_back():
+def test_no_bias_unmasks_an_id():
     known, grammar = np.arange(6) != 0, np.arange(6) != 1
     given = {"known_ids": known, "grammar_ids": grammar, "allowed_token_ids": [0, 1, 2, 3, 4], "bad_word_ids": [[2]]}
     assert kept(ask(np.zeros(6), **given)) == [3, 4]
@@ -121,7 +121,7 @@ def test_masks_and_what_no_bias_brings_back():
     assert kept(row) == [3, 4]
     assert kept(ask(np.zeros(6), **given, min_tokens=2, stop_ids=[3, 5], output_ids=[0])) == [4]
     assert kept(ask(np.zeros(6), **given, min_tokens=2, stop_ids=[3, 5], output_ids=[0, 0])) == [3, 4]
-    with pytest.raises(ValueError, match="nothing is left"):
+    with pytest.raises(ValueError, match="all ids are masked"):
         ask(np.zeros(6), **given, min_tokens=1, stop_ids=[3, 4])
 
 
@@ -133,11 +133,11 @@ def test_greedy_is_the_most_likely_after_penalties(temperature: float):
     logits = [1.0, 5.0, 4.0, 4.0]
     row = ask(logits, temperature=temperature, frequency_penalty=2.0, output_ids=[1], top_k=1, top_p=0.1, min_p=1.0,
               typical_p=0.1)  # fmt: skip
-    assert row.greedy == 2  # the lower of two that are equal
+    assert row.greedy == 2  # the lower id on a tie
     assert row.probs.tolist() == [0, 0, 1, 0]
     assert kept(row) == [2]
     assert edge(row) == []
-    assert row.processed_logits.tolist() == [1.0, 3.0, 4.0, 4.0]  # no temperature, and nothing filtered
+    assert row.processed_logits.tolist() == [1.0, 3.0, 4.0, 4.0]  # no temperature, no filter
     np.testing.assert_allclose(logprobs("processed_logprobs", row), np.log(softmax(row.processed_logits)))
 
 
@@ -166,7 +166,7 @@ def test_min_p():
     assert kept(of(0.5, 0.15, 0.35, min_p=0.5, temperature=2.0)) == [0, 1, 2]
 
 
-def test_top_k_keeps_what_is_equal_to_the_last():
+def test_top_k_keeps_ids_equal_to_the_last():
     assert kept(ask([3.0, 1.0, 2.0, 2.0, 0.0], top_k=2)) == [0, 2, 3]
     assert edge(ask([3.0, 1.0, 2.0, 2.0, 0.0], top_k=2)) == []
     for top_k in (0, -1, 5, 99):
@@ -178,11 +178,11 @@ def test_top_p():
     for top_p, want in ((1e-9, [1]), (0.49, [1]), (0.51, [1, 2]), (0.79, [1, 2]), (0.81, [0, 1, 2]), (1.0, [0, 1, 2])):
         assert kept(of(0.2, 0.5, 0.3, top_p=top_p)) == want
     np.testing.assert_allclose(of(0.2, 0.5, 0.3, top_p=0.6).probs, [0, 0.625, 0.375])
-    assert kept(ask(np.zeros(4), top_p=0.5)) == [0, 1, 2, 3]  # equal ones stay
+    assert kept(ask(np.zeros(4), top_p=0.5)) == [0, 1, 2, 3]  # on a tie all stay
     assert kept(of(0.4, 0.2, 0.2, 0.1, 0.1, top_p=0.55)) == [0, 1, 2]
 
 
-def test_typical_p_prefers_what_is_expected():
+def test_typical_p_prefers_ids_nearest_to_the_entropy():
     """The entropy is 1.471; of 0.4, 0.2 and 0.1 the surprise is 0.916, 1.609 and 2.303."""
     probs = (0.4, 0.2, 0.2, 0.1, 0.1)
     assert kept(of(*probs, typical_p=0.1)) == [1, 2]
@@ -193,14 +193,14 @@ def test_typical_p_prefers_what_is_expected():
 
 
 def test_filters_in_order():
-    """Each takes the mass of what those before it left: 0.8 of 0.95 is enough for 0.83, of 1 it is not."""
+    """Each filter takes its share of the mass that earlier filters kept: 0.8 / 0.95 > 0.83, but 0.8 / 1 < 0.83."""
     probs = (0.5, 0.3, 0.15, 0.05)
     assert kept(of(*probs, top_p=0.83)) == [0, 1, 2]
     assert kept(of(*probs, top_p=0.83, min_p=0.2)) == [0, 1]
     assert kept(of(*probs, top_p=0.83, top_k=3)) == [0, 1]
-    # min_p is before top_p: the other way round the mass of 0.9 would be three tokens.
+    # min_p is before top_p. In the other order, three tokens would have the mass of 0.9.
     assert kept(of(*probs, top_p=0.9, min_p=0.4)) == [0, 1]
-    # typical_p is after top_p: of (0.625, 0.375) it takes the first, whose surprise is closer to the entropy of 0.66.
+    # typical_p is after top_p. Of (0.625, 0.375) it keeps the first, whose surprise is closer to the entropy of 0.66.
     assert kept(of(*probs, typical_p=0.2)) == [1]
     assert kept(of(*probs, typical_p=0.2, top_p=0.7)) == [0]
 
@@ -219,7 +219,7 @@ def test_edge_of_top_p():
     assert not row.accepts(np.array([True, False, True, False]))
     assert edge(of(0.5, 0.3, 0.15, 0.05, top_p=0.80001)) == []
     assert edge(of(0.5, 0.5 - 1e-9, 1e-9, top_p=0.3)) == [0, 1]  # either may come first
-    assert edge(of(1 - 1e-9, 1e-9, top_p=1e-9)) == []  # the first stays whatever the sum
+    assert edge(of(1 - 1e-9, 1e-9, top_p=1e-9)) == []  # the most likely id always stays
 
 
 def test_edge_of_min_p_and_top_k():
@@ -241,7 +241,7 @@ def test_edge_of_typical_p():
 
 
 def test_edge_is_carried_to_later_filters():
-    """If top_k drops a token that it may drop, the mass of the others is enough for top_p one token earlier."""
+    """If top_k drops the token at its edge, top_p reaches its mass one token earlier."""
     logits = [*np.log([0.5, 0.3, 0.1]), math.log(0.1) - 1e-9]
     assert edge(ask(logits, top_k=3)) == [2, 3]
     assert kept(ask(logits, top_k=3, top_p=0.85)) == [0, 1]
@@ -249,13 +249,13 @@ def test_edge_is_carried_to_later_filters():
     assert edge(ask(logits, top_k=3, top_p=0.7)) == []
 
 
-def test_a_probability_below_float32_is_no_matter():
+def test_a_probability_below_float32_is_at_the_edge():
     row = ask([0.0, -100.0, -1.0])
     assert kept(row) == [0, 1, 2]
     assert edge(row) == [1]
 
 
-# What is reported
+# Log-probabilities
 
 
 def test_modes_of_log_probabilities():
@@ -291,7 +291,7 @@ def test_ranks():
     ],
 )  # fmt: skip
 def test_chi_square_has_the_p_of_the_tables(degrees: int, statistic: float, p_value: float):
-    """Draws whose statistic is as in the table: as many of each id, but for two that are off by as much."""
+    """Draws with the statistic of the table: equal counts, except for two ids that are off by the same number."""
     each = 10_000
     off = round(math.sqrt(statistic * each / 2))
     counts = np.full(degrees + 1, each)
@@ -302,7 +302,7 @@ def test_chi_square_has_the_p_of_the_tables(degrees: int, statistic: float, p_va
     assert got.p_value == pytest.approx(p_value, rel=0.15)
 
 
-def test_chi_square_tells_right_draws_from_wrong_ones():
+def test_chi_square_accepts_right_draws_and_rejects_wrong_ones():
     rng = np.random.default_rng(0)
     probs = softmax(rng.normal(size=1000) * 3)
     p_values = [chi_square(rng.choice(1000, 20_000, p=probs), probs).p_value for _ in range(200)]
@@ -313,7 +313,7 @@ def test_chi_square_tells_right_draws_from_wrong_ones():
     assert chi_square(rng.choice(1000, 20_000, p=hotter), probs).p_value < 1e-6
 
 
-def test_chi_square_of_what_cannot_be_drawn():
+def test_chi_square_of_ids_with_probability_0():
     probs = np.array([0.5, 0.5, 0.0])
     assert chi_square(np.array([0, 1] * 50), probs).p_value == pytest.approx(1, abs=0.05)
     assert chi_square(np.array([0, 1] * 50 + [2]), probs).p_value == 0
@@ -321,7 +321,7 @@ def test_chi_square_of_what_cannot_be_drawn():
     assert chi_square(np.zeros(9, int), np.array([1.0, 0.0])).p_value == 1
 
 
-def test_chi_square_puts_rare_ids_together():
+def test_chi_square_merges_rare_ids():
     probs = np.array([0.9, *[0.001] * 100])
     assert chi_square(np.repeat([0, 1], [900, 100]), probs).degrees == 20  # 100 ids of 1 in 1,000: bins of 5 or more
     rare = np.array([1 - 1e-6, 1e-6])

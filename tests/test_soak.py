@@ -1,6 +1,6 @@
-"""Random load on a full pool for minutes: every request is answered once and right, and at the end nothing is held.
+"""Random load on a full pool for minutes: every request gets one correct answer, and at the end all blocks are free.
 
-Samples, beams, salts, priorities, aborts, changes of weights and a host tier that is too small, on a tiny model.
+The load has samples, beams, salts, priorities, aborts, weight changes, and a host tier that is too small. Tiny model.
 """
 
 import collections
@@ -15,21 +15,21 @@ from jpaged import SamplingParams
 from tests.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, poison
 
 SECONDS = 600  # of the soak
-SHORT = 20     # of the one in the gate
-BLOCKS = {"full": 24, "windows": 40}  # for the largest of the requests, and hardly more
-WIDTH = {"full": 3, "windows": 2}     # answers to one request at most
+SHORT = 20     # of the short soak in the gate
+BLOCKS = {"full": 24, "windows": 40}  # little more than the largest request needs
+WIDTH = {"full": 3, "windows": 2}     # most answers per request
 LIVE = 16      # requests at a time, on 8 rows
 
 
 def kinds(width):
-    """What requests ask for."""
+    """Parameters of the kinds of requests."""
     samples = {"n": width, "temperature": 0.9}
     best = {"n": width - 1, "best_of": width, "temperature": 0.9}
     return [{}, {}, {}, samples, best, {"use_beam_search": True, "beam_width": width, "n": width - 1}]
 
 
 def catalogue(rng, width):
-    """Requests to draw from: half of them begin alike."""
+    """Requests to draw from. Half of them share a prefix."""
     stem = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
     requests = []
     for number in range(48):
@@ -41,13 +41,13 @@ def catalogue(rng, width):
 
 
 def resident_bytes():
-    """Memory of this process that is in use now; Linux only."""
+    """Resident memory of this process. Linux only."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def soak(spec, seconds, seed=0):
-    """Load for so many seconds, then until all are answered; what has happened."""
+    """Run the load for `seconds`, then until every request is answered. Returns the resident memory at each quarter."""
     rng = random.Random(seed)
     runner = make_runner(SPECS[spec])
     requests = catalogue(rng, WIDTH[spec])
@@ -68,7 +68,7 @@ def soak(spec, seconds, seed=0):
             live[request_id] = number
             seen["asked"] += 1
         for output in engine.step():
-            number = live.pop(output.request_id)  # fails if it was answered before
+            number = live.pop(output.request_id)  # KeyError if it was answered before
             assert output.finished
             assert bits(output) == wanted[number]
             seen["answered"] += 1
@@ -79,7 +79,7 @@ def soak(spec, seconds, seed=0):
             assert output.finished
             seen["aborted"] += 1
         if rng.random() < 0.002:
-            engine.note_new_weights()  # the same ones: the answers do not change
+            engine.note_new_weights()  # the same weights: the answers do not change
             seen["weight changes"] += 1
         if rng.random() < 0.05:
             engine.check_integrity()
@@ -105,7 +105,7 @@ def soak(spec, seconds, seed=0):
     assert engine.stats().used_host_slots == 0
     assert stats.compiles_after_ready == 0
     assert stats.peak_used_blocks == pool.num_blocks
-    # what is not in use is kept for the next block of those that run, and too little for the next that waits
+    # free blocks are reserved for running requests, and are too few for the next waiting request
     assert seen["steps in which requests wait"] > 0.95 * loaded
     assert np.median(used) > 0.6
     assert min(stats.preemptions, stats.blocks_to_host, stats.blocks_to_device, stats.copied_blocks) > 0

@@ -1,4 +1,4 @@
-"""What long requests of a model with five layers of a window to one without take of the pool: counted, in a run."""
+"""KV of long requests, measured in a run: a model with five layers with a window to one layer without."""
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ SPEC = DecoderSpec(
 )  # fmt: skip
 
 
-# Of the layer that sees everything, and of the others: their window before a chunk, wherever in a block that begins.
+# Blocks of the layer with full attention, and of each other layer: its window and a chunk, for any offset in a block.
 IN_ALL, IN_CHUNKS = LENGTH // BLOCK, -(-(WINDOW - 1 + CHUNK - 1) // BLOCK) + 1
 PAGE_BYTES = 2 * BLOCK * SPEC.head_dim * 4
 
 
 @pytest.fixture(scope="module")
 def llm():
-    """With a pool of what the longest request needs: full attention in every layer would take 4.8 times as much."""
+    """A pool for one longest request. Full attention in every layer would need 4.8 times as much."""
     with sampling_programs(SamplerVariant.GREEDY), LLM(
         SPEC, params=random_params(SPEC), block_size=BLOCK, row_buckets=(8,), token_buckets=(CHUNK,), max_num_seqs=8,
         max_num_batched_tokens=CHUNK, max_model_len=LENGTH, kv_cache_memory_bytes=(IN_ALL + 5 * IN_CHUNKS) * PAGE_BYTES,
@@ -31,9 +31,10 @@ def llm():
         yield llm
 
 
-def test_the_longest_request_holds_what_its_windows_need(llm):
+def test_kv_of_the_longest_request_is_limited_by_the_windows(llm):
     plan = llm._engine.runner.memory_plan
-    assert (plan.block_bytes, plan.num_blocks) == (PAGE_BYTES, IN_ALL + 5 * IN_CHUNKS)  # six groups over one array
+    # six KV groups over one page array
+    assert (plan.block_bytes, plan.num_blocks) == (PAGE_BYTES, IN_ALL + 5 * IN_CHUNKS)
     assert 4.7 * plan.kv_bytes < plan.full_attention_bytes == 6 * IN_ALL * PAGE_BYTES
     engine, decoding = llm._engine, []
     prompt = np.random.default_rng(0).integers(0, 256, LENGTH - 60).tolist()
@@ -51,8 +52,8 @@ def test_the_longest_request_holds_what_its_windows_need(llm):
     assert plan.full_attention_bytes > 5.4 * held
 
 
-def test_a_beginning_computed_in_chunks_over_freed_blocks_is_the_dense_one(llm):
-    """The same model without pages, all keys at hand, a window by a mask; and again from the cached beginning."""
+def test_chunks_over_freed_blocks_agree_with_a_dense_forward_pass(llm):
+    """The dense model has no pages, and a mask for its windows. The second run starts from the cached prefix."""
     prompt = np.random.default_rng(1).integers(0, 256, 100).tolist()
     dense = dense_continuation(SPEC, random_params(SPEC))(np.array(prompt), 20)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

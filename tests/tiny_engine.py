@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine, SchedulingOptions
+from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.runtime import blueprint
@@ -86,7 +86,8 @@ def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=Tr
     limits = {"host_slots": host_slots, "transfer_costs": costs, "max_num_batched_tokens": budget}
     if num_blocks is not None:
         limits["num_blocks"] = num_blocks
-    return Engine(View(runner, **limits), enable_prefix_caching=caching, scheduling=SchedulingOptions(**scheduling))
+    options = EngineOptions(enable_prefix_caching=caching, scheduling=SchedulingOptions(**scheduling))
+    return Engine(View(runner, **limits), options=options)
 
 
 def poison(engine):
@@ -101,7 +102,8 @@ def poison(engine):
     for request in engine._scheduler.running:
         for table in request.kv.block_tables:
             for index, block in enumerate(table.held, table.first_held):
-                written[block] = max(written[block], min(request.schedule.num_computed - index * BLOCK_SIZE, BLOCK_SIZE))
+                computed = request.schedule.num_computed - index * BLOCK_SIZE
+                written[block] = max(written[block], min(computed, BLOCK_SIZE))
     unwritten = np.arange(BLOCK_SIZE) >= written[:, None]
     runner._state = runner._state.replace(pages=_poisoned(runner._state.pages, unwritten))
 

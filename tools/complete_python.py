@@ -1,21 +1,20 @@
-"""Cut a model's continuation after its last complete Python statement."""
+"""Cuts a model's continuation after its last complete Python statement. Used by train_demo.py."""
 
 import ast
 import warnings
 
 
 def complete_python(prompt: str, continuation: str) -> str | None:
-    """The longest beginning of `prompt + continuation` that is Python and goes beyond the prompt.
+    """Return the longest prefix of `prompt + continuation` that is Python and longer than the prompt, or None.
 
-    It ends at the end of a line (just before a newline), is accepted by `ast.parse`, and holds at least one statement
-    that starts after the prompt. None if there is no such beginning. What stands behind the last newline is never
-    looked at: a continuation that stops at its token limit usually stops in mid-line.
+    The prefix ends just before a newline, is accepted by `ast.parse`, and has at least one statement that starts after
+    the prompt. The text after the last newline is ignored: at its token limit a continuation usually ends mid-line.
     """
     text = prompt + continuation
     for end in (i for i in range(len(text) - 1, len(prompt) - 1, -1) if text[i] == "\n"):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SyntaxWarning)  # "\d" in a plain string is the model's business
+                warnings.simplefilter("ignore", SyntaxWarning)  # the model may write "\d" in a plain string
                 tree = ast.parse(text[:end])
         except (SyntaxError, ValueError):  # ValueError: a NUL byte
             continue
@@ -24,7 +23,7 @@ def complete_python(prompt: str, continuation: str) -> str | None:
 
 
 def _last_statement_start(tree: ast.Module, text: str) -> int:
-    """Index in `text` of the first character of the statement that starts last; -1 if there is no statement."""
+    """Return the index in `text` of the start of the last statement; -1 if there is none."""
     starts = [(node.lineno, node.col_offset) for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     if not starts:
         return -1

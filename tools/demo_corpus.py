@@ -1,4 +1,4 @@
-"""The text that the demo model learns: the standard library's source, its tokenizer, and windows of its tokens."""
+"""The training text of the demo model: the standard library's source, a tokenizer, and windows of tokens."""
 
 import ast
 import dataclasses
@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-END_OF_TEXT = "<|endoftext|>"  # stands before every file of the training text; bos, eos and pad
+END_OF_TEXT = "<|endoftext|>"  # precedes every file of the training text; also bos, eos and pad
 
 LEFT_OUT = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "lib-dynload",
     "__pycache__", "pydoc_data", "encodings", "ensurepip",
 }  # fmt: skip
-"""Folders that are not everywhere, not the library's own, or tables rather than code."""
+"""Folders that some installations lack, that are not part of the library, or that have tables instead of code."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Corpus:
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
-    sha256: str  # of all paths and texts, in order
+    sha256: str  # hash of all paths and texts, in order
 
 
 def without_docstrings(text: str) -> str:
-    """Python source without its docstrings and the blank lines behind them; `pass` where nothing else was.
+    """Return Python source without docstrings and the blank lines after them. A body left empty becomes `pass`.
 
-    They are a fifth of the library, and English: with them, a model of this size greedily answers most functions with
-    a docstring that does not end. Text that does not parse is returned as it is.
+    Docstrings are 20% of the library, and English. A model of this size that learns them answers most functions
+    greedily with a docstring that does not end. Text that does not parse is returned unchanged.
     """
     try:
         tree = ast.parse(text)
@@ -45,13 +45,13 @@ def without_docstrings(text: str) -> str:
         for node in ast.walk(tree)
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
     ]
-    docstrings.sort(key=lambda found: found[0].lineno, reverse=True)  # the last first: lines move up
+    docstrings.sort(key=lambda found: found[0].lineno, reverse=True)  # last first: a removal moves all later lines
     for docstring, alone in docstrings:
         first, last = docstring.lineno - 1, docstring.end_lineno or docstring.lineno
         before, after = lines[first][: docstring.col_offset], lines[last - 1][docstring.end_col_offset :]
         if alone:
             lines[first:last] = [before + b"pass" + after]
-        elif not before.strip() and not after.strip():  # else it shares its line with other statements: it stays
+        elif not before.strip() and not after.strip():  # keep a docstring that shares its line with other statements
             while last < len(lines) - 1 and not lines[last].strip():
                 last += 1
             del lines[first:last]
@@ -59,9 +59,9 @@ def without_docstrings(text: str) -> str:
 
 
 def read_corpus(root: pathlib.Path) -> Corpus:
-    """Every .py file under `root` but those left out, without docstrings.
+    """Read every .py file under `root` without docstrings, except those in LEFT_OUT.
 
-    A twentieth is held out, chosen by the SHA-256 of its path.
+    5% of the files are held out, chosen by the SHA-256 of their paths.
     """
     train, held_out, digest = [], [], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -81,9 +81,9 @@ def read_corpus(root: pathlib.Path) -> Corpus:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
-    """Byte-level BPE (a tokenizers.Tokenizer) made from `texts`.
+    """Train byte-level BPE (a tokenizers.Tokenizer) on `texts`.
 
-    Newlines stand alone, so that a prompt may end in one; numbers are split in threes.
+    Newlines are never merged with other text, so that a prompt may end in one. Numbers are split into three digits.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -104,14 +104,14 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Files behind each other, each after an end-of-text token."""
+    """Concatenated files, each after an end-of-text token."""
 
-    ids: np.ndarray        # int32[N]
-    openings: np.ndarray   # int64[M]  where a file or an unindented line that starts with a letter or @ begins
+    ids: np.ndarray        # int32[N]  tokens
+    openings: np.ndarray   # int64[M]  starts of files, and of unindented lines that start with a letter or @
 
     @classmethod
     def encode(cls, tokenizer: Any, texts: Sequence[str]) -> "Stream":
-        """Tokens of all texts."""
+        """Encode all texts."""
         end = tokenizer.token_to_id(END_OF_TEXT)
         ids = [np.array([end, *e.ids], np.int32) for e in tokenizer.encode_batch(list(texts))]
         stream = np.concatenate(ids)
@@ -121,11 +121,13 @@ class Stream:
         return cls(stream, 1 + np.flatnonzero(breaks[stream[:-1]] & begins[stream[1:]]))
 
     def spread(self, numbers: np.ndarray, length: int, offset: float) -> np.ndarray:
-        """int32[len(numbers), length + 1]: the windows with these numbers (int64), of an endless row of windows.
+        """Return the windows with these numbers, int32[len(numbers), length + 1].
 
-        Starts follow the golden-ratio sequence, which covers the text evenly without keeping state; every other one
-        is then moved to the next opening, so that the model knows text that begins with a function or a class.
-        offset: in [0, 1), where the sequence begins.
+        The starts of windows 0, 1, 2, ... follow the golden-ratio sequence, which covers the text evenly without state.
+        Every other start is then moved to the next opening, so that the model sees texts that begin with a function or
+        a class.
+        numbers: int64.
+        offset:  start of the sequence, in [0, 1).
         """
         golden = (math.sqrt(5.0) - 1.0) / 2.0
         share = np.mod(offset + numbers * golden, 1.0)
@@ -135,7 +137,7 @@ class Stream:
         return self.ids[starts[:, None] + np.arange(length + 1)]
 
     def windows(self, length: int, count: int | None = None) -> np.ndarray:
-        """int32[windows, length + 1] that lie behind each other; `count` of them, evenly spread."""
+        """Return consecutive windows, int32[windows, length + 1]; with `count`, that many of them, evenly spread."""
         total = (len(self.ids) - 1) // length
         chosen = np.arange(total) if count is None else np.arange(count) * total // count
         return self.ids[chosen[:, None] * length + np.arange(length + 1)]

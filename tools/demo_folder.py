@@ -1,4 +1,4 @@
-"""The demo model as a folder in Hugging Face format: config, tokenizer, bf16 safetensors, training curve, card."""
+"""Writes the demo model as a Hugging Face folder: config, tokenizer, bf16 safetensors, training curve, model card."""
 
 import json
 import pathlib
@@ -15,11 +15,11 @@ from jpaged.models.spec import DecoderSpec
 def write_folder(
     out: pathlib.Path, spec: DecoderSpec, params: dict[str, Any], tokenizer: Any, record: dict[str, Any]
 ) -> int:
-    """Write everything into `out`; gives the bytes of all files there.
+    """Write the folder `out`. Returns the size of its files in bytes.
 
     params:    the tree of `param_shapes(spec)`, written as bf16.
     tokenizer: a tokenizers.Tokenizer.
-    record:    what `train_demo.export` measured; becomes training_curve.json, and its figures the card.
+    record:    measurements of `train_demo.export`, written to training_curve.json and to the card.
     """
     out.mkdir(parents=True, exist_ok=True)
     save_file(_hugging_face_tensors(spec, params), out / "model.safetensors", metadata={"format": "pt"})
@@ -36,7 +36,7 @@ def write_folder(
 
 def _config(spec: DecoderSpec, end: int) -> dict[str, Any]:
     if spec.rope is None:
-        raise ValueError("a Llama has rotary positions: spec.rope is None")
+        raise ValueError("spec.rope is None: a Llama needs rotary positions")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -90,7 +90,7 @@ def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
 
 
 def _hugging_face_tensors(spec: DecoderSpec, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """bf16 tensors under the names that Transformers' LlamaForCausalLM has."""
+    """Return bf16 tensors under the names of Transformers' LlamaForCausalLM."""
     names = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
     for i, layer in enumerate(params["layers"]):
         prefix, qkv, q_per_kv = f"model.layers.{i}.", layer["qkv"], spec.q_per_kv
@@ -116,7 +116,7 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- endif -%}
 {%- endfor -%}
 """
-"""A chat is a file being written: all contents line under line, system messages as comments."""
+"""Renders a chat as a Python file: message contents on consecutive lines, system messages as comments."""
 
 CARD = """---
 license: other

@@ -1,8 +1,9 @@
-"""Draw the demo model's training curve: docs/training_curve.png, from jpaged/demo_model/training_curve.json.
+"""Draws the demo model's training curve: docs/training_curve.png, from jpaged/demo_model/training_curve.json.
 
-python tools/plot_demo_curve.py      (needs matplotlib)
+    python tools/plot_demo_curve.py      # needs matplotlib
 """
 
+import argparse
 import json
 import pathlib
 
@@ -16,6 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def main() -> None:
     """Write the picture."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     record = json.loads((ROOT / "jpaged" / "demo_model" / "training_curve.json").read_text("utf-8"))
     curve, recipe = record["curve"], record["recipe"]
     millions = [point["tokens"] / 1e6 for point in curve]

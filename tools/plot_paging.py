@@ -1,8 +1,9 @@
-"""Draw the KV pool of the demo model while it serves requests that begin alike: docs/paging.png.
+"""Draws the KV pool of the demo model while it serves requests with a common prefix: docs/paging.png.
 
-python tools/plot_paging.py      (needs matplotlib)
+    python tools/plot_paging.py      # needs matplotlib
 """
 
+import argparse
 import asyncio
 import pathlib
 from contextlib import aclosing, closing
@@ -39,12 +40,12 @@ STACK = '''class Stack:
 
 '''
 ALONE = {"stack": STACK, "fibonacci": "def fibonacci(n):\n"}
-SAMPLES = {"stack": 3}  # answers, where there are several
-TOKENS = 75  # that each has when the picture is taken
+SAMPLES = {"stack": 3}  # number of answers, if more than 1
+TOKENS = 75  # output tokens of each request when the picture is drawn
 
 
 async def until(engine: AsyncLLM, name: str, prompt: str, tokens: int) -> None:
-    """Generate until there are so many tokens."""
+    """Generate until an answer has `tokens` tokens."""
     params = SamplingParams(n=SAMPLES.get(name, 1), temperature=0.8, seed=3, max_tokens=None, ignore_eos=True)
     async with aclosing(engine.generate(prompt, params, name)) as outputs:
         async for output in outputs:
@@ -53,11 +54,11 @@ async def until(engine: AsyncLLM, name: str, prompt: str, tokens: int) -> None:
 
 
 async def watch(engine: AsyncLLM) -> EngineSnapshot:
-    """What the pool holds while six requests run, four of which begin alike, and one of the same kind has ended.
+    """Take a snapshot of the pool while six requests run. Four of them have a common prefix, and one has three answers.
 
-    One of the others has three answers.
+    Another request with the common prefix has ended before.
     """
-    await until(engine, "finished", COMMON + "def copy(source, target):\n", 50)  # leaves its blocks in the cache
+    await until(engine, "finished", COMMON + "def copy(source, target):\n", 50)  # its blocks stay in the prefix index
     running = [asyncio.create_task(until(engine, *it, 10**9)) for it in (BEGUN_ALIKE | ALONE).items()]
     while True:
         snapshot = await engine.inspect()
@@ -73,6 +74,7 @@ async def watch(engine: AsyncLLM) -> EngineSnapshot:
 
 def main() -> None:
     """Write the picture."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     # A pool of 96 blocks: small enough that each can be seen.
     small = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 9 * 2**20}
     with closing(AsyncLLM("demo", row_buckets=(8,), token_buckets=(64,), **small)) as engine:

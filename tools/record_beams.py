@@ -1,12 +1,17 @@
-"""Record Transformers' beam search on tiny models and on tables: `python tools/record_beams.py`.
+"""Records Transformers' beam search on tiny models and on tables.
 
-With models: prompts around a block's edge, float32 on one CPU thread. End tokens are picked among those that beams do
-choose; an answer is recorded only if hypotheses ended at different times before `max_new_tokens`, beams forked again
-after the first step, and no decision was so close that rounding could turn it.
-With tables: the search alone, on log-probabilities that are the same bits everywhere; no exact tie.
-Needs the extra `reference` (torch).
+    python tools/record_beams.py      # needs the extra `reference` (torch)
+
+Models: prompts around the edge of a block, float32 on one CPU thread. End tokens are chosen from the tokens of the
+beams. An answer is recorded only if three conditions hold:
+- Hypotheses ended at different times before `max_new_tokens`.
+- Beams forked again after the first step.
+- No decision was so close that rounding could change it.
+
+Tables: the search alone, on log-probabilities that are bit-identical on all machines, without exact ties.
 """
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -29,18 +34,18 @@ NAMES = ("llama", "gpt2", "qwen3", "gemma2", "gemma3", "mistral-window", "qwen3-
 CASES_OF_EACH = 11
 NUM_TABLES = 170
 PROMPT_LENGTHS = (1, 15, 16, 17, 40)
-MIN_MARGIN = 1e-4  # of any decision, in logarithms or in score; rounding is about 1e-5
-MAX_TRIES = 30     # choices of end tokens for a case
+MIN_MARGIN = 1e-4  # smallest margin of a decision, in log-probability or score; rounding is about 1e-5
+MAX_TRIES = 30     # choices of end tokens tried per case
 
 
 class Watch:
-    """Looks on while a model searches: how close its decisions are, when hypotheses end, how often beams fork."""
+    """Observes a search by wrapping three methods of the model: margins of decisions, ends of hypotheses, forks."""
 
     def __init__(self, model: Any, params: BeamParams):
-        self.margin = float("inf")
-        self.end_lengths: list[int] = []  # of hypotheses that an end token ended before the last step
-        self.forks = 0                    # steps after the first in which a live beam got two successors or more
-        self.chosen: list[list[int]] = [] # tokens of the live beams, step by step
+        self.margin = float("inf")        # smallest margin of all decisions
+        self.end_lengths: list[int] = []  # lengths of hypotheses that an end token ended before the last step
+        self.forks = 0                    # steps after the first in which a live beam had two or more successors
+        self.chosen: list[list[int]] = [] # tokens of the live beams, by step
         self._params = params
         self._last_scores: list[float] = []
         kind = type(model)
@@ -52,7 +57,7 @@ class Watch:
         model._check_early_stop_heuristic = self.check
 
     def finish(self) -> None:
-        """The margin of the order in which sequences are returned."""
+        """Record the margins of the order of the returned sequences."""
         self._note(a - b for a, b in itertools.pairwise(self._last_scores[: self._params.num_return_sequences + 1]))
 
     def get_top_k(self, **arguments: Any) -> Any:
@@ -103,20 +108,20 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """One search that was run."""
+    """Parameters and results of one search."""
 
     params: BeamParams
-    answers: list[list[Any]]  # of each returned sequence: token ids, score, sum of log-probabilities, beam indices
+    answers: list[list[Any]]  # per returned sequence: token ids, score, sum of log-probabilities, beam indices
     watch: Watch
 
     @property
     def num_stopped(self) -> int:
-        """Returned sequences that an end token ended."""
+        """Number of returned sequences that an end token ended."""
         return sum(answer[0][-1] in self.params.end_token_ids for answer in self.answers)
 
 
 class Table(transformers.LogitsProcessor):
-    """A table's log-probabilities in place of the model's."""
+    """Replaces the model's log-probabilities with those of a table."""
 
     def __init__(self, seed: int):
         self._table = torch.tensor(table(seed))
@@ -126,6 +131,7 @@ class Table(transformers.LogitsProcessor):
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -139,7 +145,7 @@ def main() -> None:
 
 
 def record_model(name: str, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
-    """The variant's cases; how close and how lively each was is printed."""
+    """Yield the cases of a variant. Prints the margin, forks and ends of each."""
     variant = BY_NAME[name]
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(variant, json.loads(variant.answers.read_text())["seed"], Path(folder))
@@ -163,10 +169,10 @@ def record_model(name: str, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
             watch = search.watch
             if watch.margin > MIN_MARGIN and watch.forks > 1 and len(set(watch.end_lengths)) > 1:
                 found.append(search)
-                if search.num_stopped:  # where length is rewarded much, none may be
+                if search.num_stopped:  # may stay 0 with a high length penalty
                     break
         if not found:
-            print(f"{name:15} {length:3} {params}  left out: no end tokens of {MAX_TRIES} let it tell", flush=True)
+            print(f"{name:15} {length:3} {params}  left out: no useful end tokens in {MAX_TRIES} choices", flush=True)
             continue
         num_recorded += 1
         search, watch = found[-1], found[-1].watch
@@ -181,7 +187,7 @@ def record_model(name: str, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
 
 
 def end_tokens(model: Any, prompt: list[int], params: BeamParams, k: int) -> Iterator[tuple[int, ...]]:
-    """One or two tokens that live beams choose in the course of a search without end tokens."""
+    """Yield sets of one or two end tokens. They are tokens that live beams chose in a search without end tokens."""
     watch = ask(model, prompt, params).watch
     ids = list(dict.fromkeys(token for step in watch.chosen[1:] for token in step))
     order = np.random.default_rng(k).permutation(len(ids))
@@ -190,7 +196,7 @@ def end_tokens(model: Any, prompt: list[int], params: BeamParams, k: int) -> Ite
 
 
 def record_tables() -> Iterator[dict[str, Any]]:
-    """Searches on tables. The model only carries the search: its log-probabilities are replaced."""
+    """Yield searches on tables. The model only runs the search: its log-probabilities are replaced."""
     config = transformers.GPT2Config(vocab_size=TABLE_VOCAB, n_embd=8, n_layer=1, n_head=1, n_positions=64)
     model = transformers.GPT2LMHeadModel(config).eval()
     ended = forked = 0
@@ -214,11 +220,11 @@ def record_tables() -> Iterator[dict[str, Any]]:
         yield {"seed": seed, "params": dataclasses.astuple(params), "answers": search.answers}
     print(f"tables: in {ended} hypotheses ended early, in {forked} beams forked again, closest decision {closest:.1e}")
     if min(ended, forked) < NUM_TABLES // 2:
-        raise SystemExit("too few of the tables tell anything")
+        raise SystemExit("fewer than half of the searches have early ends, or forks after the first step")
 
 
 def ask(model: Any, prompt: list[int], params: BeamParams, *processors: transformers.LogitsProcessor) -> Search:
-    """Search once, and look on."""
+    """Run and observe one search."""
     watch = Watch(model, params)
     ids = torch.tensor([prompt])
     config = transformers.GenerationConfig(
@@ -238,13 +244,13 @@ def ask(model: Any, prompt: list[int], params: BeamParams, *processors: transfor
         beams = [beam for beam in out.beam_indices[row].tolist() if beam >= 0]  # -1 after the end
         tokens = sequence[: len(beams)]
         logprobs = [float(out.scores[i][at]) for i, at in enumerate(zip(beams, tokens, strict=True))]
-        score = float(str(out.sequences_scores[row].numpy()))  # the shortest that is the same float32
+        score = float(str(out.sequences_scores[row].numpy()))  # the shortest decimal with the same float32 value
         answers.append([tokens, score, round(sum(logprobs), 5), beams])
     return Search(params, answers, watch)
 
 
 def joined(cases: list[dict[str, Any]]) -> str:
-    """One line a case."""
+    """Return JSON with one line per case."""
     return ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
 
 

@@ -1,10 +1,13 @@
-"""How far Transformers' answers in bfloat16 are from its own in float32: `python tools/record_bfloat16.py`.
+"""Records how far Transformers' log-probabilities in bfloat16 are from those in float32.
 
-For the first variant of every family in tests/golden: the recorded answers are fed at once, in float32 and in bfloat16,
-and the log-probabilities of their tokens compared. Writes tests/golden/bfloat16.json, the mean absolute difference of
-each; tests/models/test_bfloat16.py compares ours with it. Needs the extra `reference` (torch).
+    python tools/record_bfloat16.py      # needs the extra `reference` (torch)
+
+For the first variant of every family in tests/golden, the recorded answers are computed in one pass, in float32 and in
+bfloat16. The mean absolute difference of their tokens' log-probabilities is written to tests/golden/bfloat16.json.
+tests/models/test_bfloat16.py compares jpaged's difference with it.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -19,6 +22,7 @@ from tests.golden.checkpoints import GOLDEN, NUM_TOKENS, Variant, first_of_each_
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -30,11 +34,11 @@ def main() -> None:
 
 
 def difference(variant: Variant) -> float:
-    """Mean absolute difference of natural log-probabilities, over all tokens of all answers."""
+    """Return the mean absolute difference of natural log-probabilities over all tokens of all answers."""
     golden = json.loads(variant.answers.read_text())
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(variant, golden["seed"], Path(folder))
-        # eager, where Transformers has its reference; Falcon's ALiBi is right only without it (record_golden.py)
+        # eager is Transformers' reference, but wrong for Falcon's ALiBi (see record_golden.py)
         alibi = getattr(transformers.AutoConfig.from_pretrained(folder), "alibi", False)
         models = [
             transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,9 +1,11 @@
-"""Record what Transformers answers on the tiny checkpoints of tests/golden: `python tools/record_golden.py [name …]`.
+"""Records Transformers' answers on the tiny checkpoints of tests/golden.
 
-For every variant: each prompt alone, 40 greedy tokens in float32 on one CPU thread, with the log-probability of each
-chosen token and the five most likely. A seed is taken only if the answers can tell a right implementation from a
-wrong one: at least 8 different tokens in each, and never two tokens so close that rounding decides.
-Needs the extra `reference` (torch); the tests that read the answers do not.
+    python tools/record_golden.py [NAME …]      # needs the extra `reference` (torch)
+
+For every variant and prompt it records 40 greedy tokens, in float32 on one CPU thread, one prompt at a time. Each token
+has its log-probability and the five most likely tokens. A seed is accepted only if its answers separate a right
+implementation from a wrong one. Each must have at least 8 different tokens, and the two best tokens must never be so
+close that rounding decides.
 """
 
 import argparse
@@ -22,17 +24,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.golden.checkpoints import NUM_TOKENS, VARIANTS, Variant, prompts, write_checkpoint
 
 MIN_DISTINCT = 8   # different tokens in an answer
-MIN_GAP = 1e-3     # between the two best logits; rounding is about 1e-5
+MIN_GAP = 1e-3     # smallest gap between the two best log-probabilities; rounding is about 1e-5
 MAX_SEEDS = 200
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="variants, and those called NAME-…; default: all")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="record the variants NAME and NAME-…; default: all")
     names = parser.parse_args().names
     chosen = [v for v in VARIANTS if not names or any(v.name == n or v.name.startswith(f"{n}-") for n in names)]
     if not chosen:
-        parser.error(f"no such variant in tests/golden/checkpoints.py; there are {', '.join(v.name for v in VARIANTS)}")
+        parser.error(f"no variant of this name; tests/golden/checkpoints.py has {', '.join(v.name for v in VARIANTS)}")
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -41,7 +43,7 @@ def main() -> None:
 
 
 def record(variant: Variant) -> None:
-    """Find a seed that is good enough and write the variant's answers."""
+    """Find an acceptable seed and write the variant's answers."""
     best = 0.0
     for seed in range(MAX_SEEDS):
         with tempfile.TemporaryDirectory() as folder:
@@ -59,19 +61,22 @@ def record(variant: Variant) -> None:
                 print(f"{variant.name:24} seed {seed:3}  smallest gap {gap:.4f}  fewest tokens {distinct}", flush=True)
                 return
             best = max(best, gap)
-    raise SystemExit(f"{variant.name}: no seed of {MAX_SEEDS} gives answers that tell anything (best gap {best})")
+    raise SystemExit(f"{variant.name}: none of {MAX_SEEDS} seeds gives acceptable answers (best gap {best})")
 
 
 def ask(folder: str, prompt: list[int]) -> tuple[dict[str, Any], float]:
-    """Greedy answer of a freshly loaded model (dynamic rope keeps state), and the smallest gap between the two best."""
-    # eager is the reference for soft caps and sinks; of Falcon's ALiBi it adds the biases twice, once in the mask
+    """Return the greedy answer to a prompt, and its smallest gap between the two best log-probabilities.
+
+    The model is loaded again for each prompt, because dynamic rope keeps state.
+    """
+    # eager is the reference for soft caps and sinks. For Falcon's ALiBi it adds the biases twice, once in the mask.
     alibi = getattr(transformers.AutoConfig.from_pretrained(folder), "alibi", False)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa" if alibi else "eager", output_loading_info=True
     )
     wrong = {kind: names for kind, names in loading.items() if names}
     if wrong:
-        raise SystemExit(f"Transformers does not take the checkpoint as it is: {wrong}")
+        raise SystemExit(f"Transformers does not load the checkpoint completely: {wrong}")
     ids = torch.tensor([prompt])
     config = transformers.GenerationConfig(max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
     with torch.no_grad():
@@ -95,12 +100,12 @@ def ask(folder: str, prompt: list[int]) -> tuple[dict[str, Any], float]:
 
 
 def rounded(values: torch.Tensor) -> list[float]:
-    """To a millionth: a hundredth of what is compared."""
+    """Round to 1e-6, a hundredth of the tests' tolerance."""
     return [round(v, 6) for v in values.tolist()]
 
 
 def write(variant: Variant, seed: int, sha256: str, answers: list[dict[str, Any]]) -> None:
-    """One file a variant, one line an answer."""
+    """Write a variant's file, with one line per answer."""
     versions = {"transformers": transformers.__version__, "torch": torch.__version__, "numpy": np.__version__}
     head = json.dumps({"variant": variant.name, "seed": seed, "sha256": sha256, "versions": versions})
     lines = ",\n".join(json.dumps(answer, separators=(",", ":")) for answer in answers)

@@ -1,9 +1,12 @@
-"""Record what Transformers pools on the tiny checkpoints of tests/golden/pooling.py: `python tools/record_pooling.py`.
+"""Records Transformers' pooled vectors on the tiny checkpoints of tests/golden/pooling.py.
 
-For every model each prompt alone, in float32 on one CPU thread: a classifier's scores; of other models the last token's
-hidden state after the final norm, divided by its length. Needs the extra `reference` (torch).
+    python tools/record_pooling.py      # needs the extra `reference` (torch)
+
+Every prompt is computed alone, in float32 on one CPU thread. Classifiers give their scores. Other models give the last
+token's hidden state after the final norm, scaled to length 1.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -20,6 +23,7 @@ from tests.golden.pooling import ANSWERS, BARE_QWEN3, CLASSIFIERS, EMBEDDERS, NU
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -37,7 +41,7 @@ def main() -> None:
 
 
 def pooled(variant: Variant, folder: str, prompt: list[int]) -> list[float]:
-    """Of a freshly loaded model: longrope and dynamic rope keep state."""
+    """Return the pooled vector of a prompt. Loads the model each time, because longrope and dynamic rope keep state."""
     classifies = variant in CLASSIFIERS
     kind = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModel
     model, loading = kind.from_pretrained(
@@ -45,7 +49,7 @@ def pooled(variant: Variant, folder: str, prompt: list[int]) -> list[float]:
     )
     wrong = {kind: names for kind, names in loading.items() if names and set(names) != {"lm_head.weight"}}
     if wrong:
-        raise SystemExit(f"Transformers does not take the checkpoint as it is: {wrong}")
+        raise SystemExit(f"Transformers does not load the checkpoint completely: {wrong}")
     with torch.no_grad():
         out = model.eval()(torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64))
     if classifies:

@@ -1,20 +1,26 @@
-"""Record Transformers' logits processors on random logits: `python tools/record_sampling.py`.
+"""Records Transformers' logits processors on random logits.
 
-They are applied in vLLM's order (tests/sampling_oracle.py), in float64. Transformers' NoBadWords looks at the prompt
-too: it is given the output only, as vLLM's. Of equal tokens Transformers' top_p keeps one and drops another, as they
-come out of a sort: it is recorded without ties. Frequency and presence penalties it has not.
-Needs the extra `reference` (torch).
+    python tools/record_sampling.py      # needs the extra `reference` (torch)
+
+The processors are applied in vLLM's order (tests/sampling_oracle.py), in float64. There are three differences:
+- Transformers' NoBadWords also searches the prompt. It gets the output only, as in vLLM.
+- Transformers' top_p may keep only some of several equal logits, in sort order. It is recorded without ties.
+- Transformers has no frequency and presence penalties, so they are not recorded.
 """
 
+import argparse
 import json
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers.generation import logits_process as processors
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.golden.sampling import ANSWERS, VOCAB, logits
 
 PROMPT = [3, 7, 7, 11, 30, 41]
@@ -58,7 +64,8 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def main() -> None:
-    """Write tests/golden/sampling.json, a case a line."""
+    """Write tests/golden/sampling.json, one case per line."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     asked = [(params, False) for params in SINGLE + JOINT] + [(params, True) for params in TIED]
     lines = [json.dumps(record(seed, params, ties), separators=(",", ":")) for seed, (params, ties) in enumerate(asked)]
     versions = json.dumps({"transformers": transformers.__version__, "torch": torch.__version__})
@@ -67,12 +74,12 @@ def main() -> None:
 
 
 def record(seed: int, params: dict[str, Any], ties: bool) -> dict[str, Any]:
-    """One case, as `tests.golden.sampling.SamplingCase` has it."""
+    """Return one case, with the fields of `tests.golden.sampling.SamplingCase`."""
     scores = torch.tensor(logits(seed, ties))[None]
     for step in steps(params):
         scores = step(scores)
     if scores.dtype != torch.float64:
-        raise SystemExit(f"{params}: a processor gave {scores.dtype}")
+        raise SystemExit(f"{params}: a processor returned {scores.dtype} instead of float64")
     return {
         "seed": seed, "ties": ties, "params": {name: value for name, value in params.items() if name != "bad_words"},
         "prompt_ids": PROMPT, "output_ids": OUTPUT, "stop_ids": STOP,
@@ -82,7 +89,7 @@ def record(seed: int, params: dict[str, Any], ties: bool) -> dict[str, Any]:
 
 
 def steps(params: dict[str, Any]) -> list[Step]:
-    """The processors, in vLLM's order."""
+    """Return the processors in vLLM's order."""
     whole, output = torch.tensor([PROMPT + OUTPUT]), torch.tensor([OUTPUT])
     made: list[Step] = []
 

@@ -1,20 +1,20 @@
-"""Train the demo model: a 5-million-parameter Llama on the source of Python's standard library.
+"""Trains the demo model: a Llama of 5 million parameters, on the source of Python's standard library.
 
     python -m pip install -e . optax
-    PYTHONPATH=. python tools/train_demo.py train          # about 50 minutes on two quiet CPU cores
-    PYTHONPATH=. python tools/train_demo.py train          # again, after an interruption: goes on where it was
-    PYTHONPATH=. python tools/train_demo.py export --out jpaged/demo_model
-    PYTHONPATH=. python tools/train_demo.py sample         # greedy continuations of the built-in prompts
+    python tools/train_demo.py train          # about 50 minutes on two quiet CPU cores
+    python tools/train_demo.py train          # after an interruption: continues from the last checkpoint
+    python tools/train_demo.py export --out jpaged/demo_model
+    python tools/train_demo.py sample         # greedy continuations of the built-in prompts
 
-1. `read_corpus` (demo_corpus.py) collects the standard library's files and holds a twentieth of them out.
-2. `train_tokenizer` makes a byte-level BPE of 4,096 tokens from the training text.
-3. `train` runs the serving decoder (`jpaged.models.decoder`) with dense attention in float32: Muon for the matrices,
-   Adam for the rest, learning rates warmed up, held, then decayed (WSD). Batches are a function of (seed, step), so a
-   run can stop and go on at any checkpoint, and ends the same.
+1. `read_corpus` (demo_corpus.py) reads the standard library's files and holds out 5% of them.
+2. `train_tokenizer` trains a byte-level BPE of 4,096 tokens on the training text.
+3. `train` runs the serving decoder (`jpaged.models.decoder`) with dense attention in float32. Muon trains the matrices,
+   Adam the rest. Learning rates warm up, stay constant, then decay (WSD). Batches are a function of (seed, step), so a
+   run can continue from any checkpoint and gives the same result.
 4. `export` measures the held-out loss and writes a Hugging Face folder (demo_folder.py).
 
-The held-out loss is in nats a token, over windows of 1,024 tokens that lie behind each other in the held-out text, of
-the weights rounded to bf16 as exported. docs/demo_model.md has the figures behind the choices.
+The held-out loss is in nats per token, over consecutive windows of 1,024 tokens of the held-out text. The weights are
+rounded to bf16, as exported. docs/demo_model.md has the measurements for these choices.
 """
 
 import argparse
@@ -46,8 +46,8 @@ from jpaged.models import decoder
 from jpaged.models.spec import AttentionOptions, DecoderSpec, Rope, param_shapes
 
 STDLIB = pathlib.Path(sysconfig.get_path("stdlib"))
-LOSS_WINDOW = 1024  # tokens of a window of the recorded held-out loss
-LOGITS_CHUNK = 512  # tokens whose logits are computed at a time: 8 MB, which stay in the cache
+LOSS_WINDOW = 1024  # tokens per window of the recorded held-out loss
+LOGITS_CHUNK = 512  # tokens per chunk of logits: 8 MB, which fit into the CPU's cache
 
 SPEC = DecoderSpec(
     vocab_size=4096,
@@ -65,38 +65,38 @@ SPEC = DecoderSpec(
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How long and how fast. Recorded in the model folder; the defaults are those of the shipped model."""
+    """Hyperparameters, recorded in the model folder. The defaults are those of the shipped model."""
 
     seed: int = 0
     steps: int = 1050
     batch_tokens: int = 8192
     warmup_steps: int = 60
-    decay_share: float = 0.35        # last share of the steps, in which the learning rate falls to zero
-    length: int = 512                # tokens a sequence until the decay begins
-    decay_lengths: tuple[int, ...] = (512, 1024, 512, 2048)  # then these in turn: the model has to work at 2,048
+    decay_share: float = 0.35        # share of the steps, at the end, in which the learning rate falls to zero
+    length: int = 512                # tokens per sequence before the decay
+    decay_lengths: tuple[int, ...] = (512, 1024, 512, 2048)  # in turn, in the decay: the model has to work at 2,048
     matrix_rate: float = 0.02        # Muon
     vector_rate: float = 0.004       # Adam: embedding and norms
-    weight_decay: float = 0.05       # of matrices, times the learning rate
+    weight_decay: float = 0.05       # for matrices, times the learning rate
     clip_norm: float = 1.0
 
     @property
     def decay_start(self) -> int:
-        """First step whose learning rate is below its plateau."""
+        """First step with a learning rate below the plateau."""
         return self.steps - int(self.steps * self.decay_share)
 
     def length_at(self, step: int) -> int:
-        """Tokens a sequence in a step."""
+        """Return the tokens per sequence in a step."""
         return self.length if step < self.decay_start else self.decay_lengths[step % len(self.decay_lengths)]
 
     def batch(self, stream: Stream, step: int) -> np.ndarray:
-        """int32[sequences, length + 1] of one step."""
+        """Return the batch of a step, int32[sequences, length + 1]."""
         length = self.length_at(step)
         first = step * (self.batch_tokens // min(self.length, *self.decay_lengths))
         numbers = first + np.arange(self.batch_tokens // length)
         return stream.spread(numbers, length, np.random.default_rng(self.seed).random())
 
     def schedule(self, peak: float, step: Any) -> Array:
-        """Learning rate: linear warm-up, plateau, linear decay to zero (Hu et al. 2024, MiniCPM)."""
+        """Return the learning rate: linear warm-up, plateau, linear decay to zero (Hu et al. 2024, MiniCPM)."""
         left = (self.steps - step) / (self.steps - self.decay_start)
         return peak * jnp.minimum(1.0, jnp.minimum((step + 1) / self.warmup_steps, left))
 
@@ -105,7 +105,7 @@ class Recipe:
 
 
 def init_params(seed: int) -> decoder.Params:
-    """Normal with standard deviation 0.02, less for what is added to the residual stream; norms 1."""
+    """Initialise: normal with standard deviation 0.02, less for outputs to the residual stream; norms are 1."""
     shapes, tree = jax.tree.flatten_with_path(param_shapes(SPEC, jnp.float32))
     keys = jax.random.split(jax.random.key(seed), len(shapes))
 
@@ -126,10 +126,10 @@ def blocked_causal_attend(
     options: AttentionOptions,
     sinks: Array | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
-    """`decoder.dense_causal_attend`, one KV head of one sequence and 256 queries at a time, recomputed going backward.
+    """Compute `decoder.dense_causal_attend` in blocks: one KV head, one sequence, 256 queries. Scores are recomputed.
 
-    Scores then stay in the cache: forward and backward of 4 x 2,048 tokens take 209 ms a layer, with whole sequences
-    at a time 502 (two Zen 5 cores, float32). Causal and scaled; of the other options none.
+    The scores of a block fit into the CPU's cache. Forward and backward of 4 x 2,048 tokens take 209 ms per layer, and
+    502 ms with whole sequences (two Zen 5 cores, float32). Supports causal masks and the scale, and no other option.
     """
     batch, length = metadata.shape
     q, k, v = projection.finish()
@@ -160,7 +160,7 @@ def blocked_causal_attend(
 
 
 def token_losses(params: decoder.Params, ids: Int[Array, "batch length_plus_1"]) -> Float[Array, " tokens"]:
-    """Negative log-probability, in nats, of every token but each sequence's first."""
+    """Return the negative log-probabilities, in nats, of all tokens except the first of each sequence."""
     inputs, targets = ids[:, :-1], ids[:, 1:].reshape(-1)
     positions = jnp.tile(jnp.arange(inputs.shape[1]), inputs.shape[0])
     hidden, _ = decoder.decode(
@@ -179,7 +179,7 @@ def token_losses(params: decoder.Params, ids: Int[Array, "batch length_plus_1"])
 
 
 def mean_loss(params: decoder.Params, windows: np.ndarray) -> float:
-    """Mean over windows [n, length + 1] of their token losses, eight windows at a time."""
+    """Return the mean token loss over windows [n, length + 1], computed eight windows at a time."""
     losses = jax.jit(token_losses)
     sums = []
     for start in range(0, len(windows), 8):
@@ -190,7 +190,7 @@ def mean_loss(params: decoder.Params, windows: np.ndarray) -> float:
 
 
 def loss_by_position(params: decoder.Params, windows: np.ndarray, width: int = 256) -> dict[str, float]:
-    """Mean loss of the tokens at positions 0 to 255, 256 to 511 and so on: falls as long as the model uses context."""
+    """Return the mean loss at positions 0 to 255, 256 to 511 and so on. It falls as long as the model uses context."""
     losses = [np.asarray(jax.jit(token_losses)(params, windows[i : i + 4])) for i in range(0, len(windows), 4)]
     means = np.concatenate(losses).reshape(len(windows), -1, width).mean((0, 2), dtype=np.float64)
     return {f"{i * width}-{(i + 1) * width - 1}": float(mean) for i, mean in enumerate(means)}
@@ -200,7 +200,7 @@ def loss_by_position(params: decoder.Params, windows: np.ndarray, width: int = 2
 
 
 def make_optimizer(recipe: Recipe) -> Any:
-    """Muon (Jordan et al. 2024) for the matrices, each [out, in]; Adam for embedding and norms; clipped gradients."""
+    """Make the optimizer: Muon (Jordan et al. 2024) for matrices [out, in], Adam for the rest, clipped gradients."""
     import optax
     from optax.contrib import MuonDimensionNumbers, muon
 
@@ -227,7 +227,7 @@ def make_optimizer(recipe: Recipe) -> Any:
 
 
 def train(recipe: Recipe, work: pathlib.Path) -> None:
-    """Train until `recipe.steps`, from the last checkpoint in `work` if there is one. Prints and keeps the curve."""
+    """Train until `recipe.steps`, from the last checkpoint in `work` if there is one. Prints and saves the curve."""
     import optax
 
     work.mkdir(parents=True, exist_ok=True)
@@ -281,16 +281,16 @@ def train(recipe: Recipe, work: pathlib.Path) -> None:
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int
-    seconds: float                  # wall time of training so far, over all its parts
-    cpu_seconds: float              # of all threads: the same on a machine that has more to do
+    seconds: float                  # wall time of training so far, without interruptions
+    cpu_seconds: float              # CPU time of all threads; does not depend on the load of the machine
     curve: list[dict[str, float]]   # step, tokens, the two times, train_loss (mean since the last point), held_out_loss
 
 
 def save_checkpoint(work: pathlib.Path, state: Any, progress: Progress, recipe: Recipe) -> None:
-    """Everything that is needed to go on, in one file that is complete or absent."""
+    """Write the state, progress and recipe to one file. The file is replaced atomically."""
     leaves: dict[str, Any] = {f"leaf_{i}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(state))}
     record = json.dumps({"progress": dataclasses.asdict(progress), "recipe": dataclasses.asdict(recipe)})
     partial = work / "partial.npz"
@@ -299,9 +299,10 @@ def save_checkpoint(work: pathlib.Path, state: Any, progress: Progress, recipe: 
 
 
 def load_checkpoint(work: pathlib.Path, like: Any, recipe: Recipe | None = None) -> tuple[Any, Progress]:
-    """The state (a tree like `like`) and progress of `work`; `recipe` must agree up to where the run is.
+    """Return the state (a tree like `like`) and progress of the run in `work`.
 
-    Steps and decay may differ from the checkpoint's as long as neither recipe has begun to decay there.
+    `recipe` must agree with the checkpoint's recipe for the steps done so far: the number of steps and the decay may
+    differ if neither recipe has begun to decay. Exits with an error otherwise.
     """
     with np.load(work / "checkpoint.npz") as saved:
         record = json.loads(str(saved["record"]))
@@ -315,12 +316,12 @@ def load_checkpoint(work: pathlib.Path, like: Any, recipe: Recipe | None = None)
             and dataclasses.asdict(old) | free == dataclasses.asdict(recipe) | free
         )
         if not same:
-            raise SystemExit(f"{work} holds another run ({old}): choose another --work, or delete it")
+            raise SystemExit(f"{work} has a run of another recipe ({old}): choose another --work, or delete it")
     return jax.tree.unflatten(jax.tree.structure(like), leaves), progress
 
 
 def load_params(work: pathlib.Path) -> tuple[decoder.Params, Progress, Recipe]:
-    """The weights in `work`, rounded to bf16 as they are exported (held in float32), and the run they come from."""
+    """Return weights, progress and recipe of the run in `work`. Weights are rounded to bf16, and stored as float32."""
     params, progress = load_checkpoint(work, init_params(0))
     with np.load(work / "checkpoint.npz") as saved:
         recipe = recipe_of(json.loads(str(saved["record"]))["recipe"])
@@ -328,26 +329,26 @@ def load_params(work: pathlib.Path) -> tuple[decoder.Params, Progress, Recipe]:
 
 
 def load_tokenizer(work: pathlib.Path) -> Any:
-    """The tokenizer of the run in `work` (tokenizers.Tokenizer)."""
+    """Return the tokenizer of the run in `work` (tokenizers.Tokenizer)."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(work / "tokenizer.json"))
 
 
 def recipe_of(record: dict[str, Any]) -> Recipe:
-    """A recipe from its JSON form."""
+    """Make a recipe from its JSON values."""
     values = dict(record)
     values["decay_lengths"] = tuple(values["decay_lengths"])  # JSON has no tuples
     return Recipe(**values)
 
 
-# --- measuring and looking --------------------------------------------------------------------------------------------
+# --- export and samples -----------------------------------------------------------------------------------------------
 
 
 def export(work: pathlib.Path, out: pathlib.Path, check_text: pathlib.Path) -> None:
-    """Write the model folder from the checkpoint in `work`, with the losses of what is written.
+    """Write the model folder from the checkpoint in `work`, with the losses of the exported weights.
 
-    check_text: a text outside the corpus, whose loss is recorded too, so that a test can compute it again.
+    check_text: a text outside the corpus. Its loss is recorded too, so that a test can compute it again.
     """
     params, progress, recipe = load_params(work)
     tokenizer = load_tokenizer(work)
@@ -398,9 +399,9 @@ def export(work: pathlib.Path, out: pathlib.Path, check_text: pathlib.Path) -> N
 
 
 def sample(work: pathlib.Path, num_tokens: int) -> None:
-    """Print greedy continuations of the built-in prompts and how many are Python (`complete_python`).
+    """Print greedy continuations of the built-in prompts, and how many are Python (`complete_python`).
 
-    Without a KV cache: each step computes all sequences anew. The engine is for the rest.
+    There is no KV cache: each step computes whole sequences.
     """
     params, progress, _ = load_params(work)
     tokenizer = load_tokenizer(work)
@@ -436,7 +437,7 @@ def sample(work: pathlib.Path, num_tokens: int) -> None:
 def main() -> None:
     """The command line: train, export, sample."""
     root = pathlib.Path(__file__).resolve().parent.parent
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=("train", "export", "sample"))
     parser.add_argument("--work", type=pathlib.Path, default=root / "build" / "train_demo", help="folder of the run")
     parser.add_argument("--out", type=pathlib.Path, default=root / "jpaged" / "demo_model", help="folder to export to")

@@ -1,8 +1,9 @@
-"""jpaged: continuous batching, paged KV, prefix cache; a peer of the CPU benchmark whose folder holds bench_common.py.
+"""Runs jpaged in a CPU benchmark that compares engines: continuous batching, paged KV, prefix cache.
 
     PYTHONPATH=FOLDER python benchmarks/peers/bench_jpaged.py --model DIR --workload W2 [--dtype float32]
 
-W1 is read as a stream, so that each token has a time; W2 and W3 go through `LLM.generate`, as a user's batch would.
+FOLDER is the folder of the benchmark, with its bench_common.py. W1 is read as a stream, so that each token has a time.
+W2 and W3 use `LLM.generate`, like a user's batch.
 """
 
 import asyncio

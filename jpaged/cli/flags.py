@@ -44,7 +44,8 @@ def field_docs(cls: type) -> dict[str, str]:
 def one_line_help(cls: type[T]) -> type[T]:
     """Class decorator of a command: each field's help is its docstring without line breaks, which tyro would keep."""
     for name, doc in field_docs(cls).items():
-        cls.__annotations__[name] = Annotated[cls.__annotations__[name], tyro.conf.arg(help=doc)]
+        hint: Any = cls.__annotations__[name]
+        cls.__annotations__[name] = Annotated[hint, tyro.conf.arg(help=doc)]
     return cls
 
 

@@ -29,7 +29,7 @@ def prefix_root(*, adapter: str = "", weight_version: int = 0, salt: str = "") -
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as int32 in the machine's byte order. Block names store these: faster to hash and compare than tuples."""
+    """Token ids as int32 in the machine's byte order: faster to hash and compare than tuples."""
     return array.array("i", token_ids).tobytes()
 
 
@@ -87,11 +87,11 @@ class BlockPool:
         return self._ref_counts[block]
 
     def name(self, block: int) -> BlockName | None:
-        """A block's name in the prefix index; None if it is not there."""
+        """A block's name in the prefix index; None if it has none."""
         return self._names[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate free blocks in the order of reuse; they lose their names. Raises EngineError if there are too few."""
+        """Allocate free blocks in the order of reuse. They lose their names. EngineError if there are too few."""
         if count > self.num_free:
             raise EngineError(f"{count} blocks wanted, {self.num_free} free")
         # Called many times a step: cuts the first `count` blocks out of the ring at once, without a call per block.
@@ -121,7 +121,7 @@ class BlockPool:
         """Allocate blocks, and record moves of the named blocks from the host tier into them."""
         tier = self.host_tier
         if tier is None:
-            raise EngineError("blocks are fetched from a host tier that does not exist")
+            raise EngineError("blocks are fetched, but there is no host tier")
         slots = [tier.take(name) for name in names]
         blocks = self.allocate(len(names))  # may move other blocks to the host, but not into the slots taken above
         for name, slot, block in zip(names, slots, blocks, strict=True):
@@ -144,7 +144,7 @@ class BlockPool:
         for block in reversed(blocks):
             count = counts[block] - 1
             if count < 0:
-                raise EngineError(f"block {block} is freed but nobody holds it")
+                raise EngineError(f"block {block} is freed but no block table holds it")
             counts[block] = count
             if count == 0:
                 self._last_used[block] = self.step

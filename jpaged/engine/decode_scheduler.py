@@ -4,6 +4,7 @@ Nearly all decodes are plain: the token fits into the request's last block, so n
 is handled one by one only at its next boundary, where it needs a block, frees one, switches its rope, or ends.
 """
 
+from jpaged.engine.block_table import NEVER
 from jpaged.engine.preemption import Preemption
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduler_state import SchedulerState
@@ -16,7 +17,8 @@ class DecodeScheduler:
     def __init__(self, state: SchedulerState, preemption: Preemption):
         self._manager = state.manager
         self._running = state.running
-        self._limits = state.limits
+        switch_len = state.limits.longrope_switch_len
+        self._switch_len = NEVER if switch_len is None else switch_len
         self._preemption = preemption
 
     def schedule(self, selection: StepSelection) -> None:
@@ -35,11 +37,7 @@ class DecodeScheduler:
                 prompts.append(request)
         selection.budget -= len(decodes)
         if boundary:
-            needs_block = [request for request in boundary if self._needs_only_a_block(request)]
-            selection.block_updates = self._manager.next_blocks(needs_block)
-            for request in boundary:
-                if request.schedule.status is RequestStatus.RUNNING and request.num_missing:
-                    self._add_at_boundary(request, selection)
+            self._schedule_boundary(boundary, selection)
 
     def note_sampled(self, request: Request) -> None:
         """The step being planned samples a token for this request."""
@@ -58,26 +56,34 @@ class DecodeScheduler:
             schedule.next_boundary = 0
             return
         boundary = min(kv.num_slots, request.max_total_tokens - 1, kv.release_at - 1)
-        switch_len = self._limits.longrope_switch_len
-        if switch_len is not None and kv.rope_len <= switch_len:
-            boundary = min(boundary, switch_len)
+        if kv.rope_len <= self._switch_len:
+            boundary = min(boundary, self._switch_len)
         schedule.next_boundary = boundary
 
+    def _schedule_boundary(self, boundary: list[Request], selection: StepSelection) -> None:
+        """Add decodes that reached their next boundary, in order. Most of them need a block and nothing else."""
+        # A decoding request has computed all its tokens but one: at max_total_tokens - 1 it has all of them.
+        boundary = [r for r in boundary if r.schedule.num_computed < r.max_total_tokens - 1]
+        selection.block_updates = self._manager.next_blocks([r for r in boundary if self._needs_only_a_block(r)])
+        for request in boundary:
+            if request.schedule.status is RequestStatus.RUNNING:  # not preempted for an earlier one
+                self._add_at_boundary(request, selection)
+
     def _needs_only_a_block(self, request: Request) -> bool:
-        computed = request.schedule.num_computed
-        return (
-            computed == request.kv.num_slots
-            and not request.kv.tail_shared
-            and not self._limits.must_switch_rope(request, computed + 1)
-            and request.num_missing > 0
-        )
+        kv, computed = request.kv, request.schedule.num_computed
+        return computed == kv.num_slots and not kv.tail_shared and not computed == self._switch_len >= kv.rope_len
 
     def _add_at_boundary(self, request: Request, selection: StepSelection) -> None:
-        computed, kv = request.schedule.num_computed, request.kv
-        if self._limits.must_switch_rope(request, computed + 1):
+        kv, schedule = request.kv, request.schedule
+        computed = schedule.num_computed
+        if computed == self._switch_len >= kv.rope_len:  # the next token belongs to a long sequence
             self._preemption.preempt(request, selection)
             return
         needs_block = computed == kv.num_slots or kv.tail_shared
         if needs_block and not self._preemption.grow(request, computed, 1, selection):
             return
-        selection.add_boundary_decode(request)
+        schedule.num_computed = computed + 1
+        schedule.num_in_flight += 1
+        selection.decodes.append(request)
+        selection.boundary_decodes.append(request)
+        selection.budget -= 1

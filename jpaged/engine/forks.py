@@ -6,7 +6,7 @@ from jpaged.engine.scheduler_state import SchedulerState
 
 
 class Forks:
-    """Makes forks, if there is a row for them. Otherwise the fork waits, and later finds its parent's blocks by name."""
+    """Makes forks. A fork without a free row waits, and later finds its parent's blocks by name."""
 
     def __init__(self, state: SchedulerState, decodes: DecodeScheduler):
         self._manager = state.manager

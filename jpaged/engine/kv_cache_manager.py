@@ -21,7 +21,7 @@ from jpaged.engine.request import Request
 from jpaged.engine.sliding_windows import SlidingWindows
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import EngineError
-from jpaged.kv_groups import most_blocks
+from jpaged.kv_groups import max_blocks
 
 
 class KVCacheManager:
@@ -68,7 +68,7 @@ class KVCacheManager:
 
     def max_blocks(self, num_tokens: int) -> int:
         """Most blocks of all kv_groups that a request holds at a time until it has `num_tokens` tokens."""
-        return most_blocks(self.windows, num_tokens, chunk=self._max_chunk, block_size=self.block_size)
+        return max_blocks(self.windows, num_tokens, chunk=self._max_chunk, block_size=self.block_size)
 
     # -- names --------------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class KVCacheManager:
         kv.release_at = self._sliding.release_at(kv.block_tables)
 
     def check_integrity(self, running: Sequence[Request]) -> None:
-        """Raise EngineError unless the pool is sound, and its holders are exactly the running requests' block tables."""
+        """Raise EngineError unless the pool's reference counts are exactly the running requests' block tables."""
         self.pool.check()
         check_block_tables(self.pool, self._sliding, running)
         held = sum(request.kv.num_held for request in running)

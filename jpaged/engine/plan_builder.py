@@ -12,7 +12,7 @@ samples as in flight, and full blocks are named.
 import array
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,28 +31,31 @@ _NO_MOVES = np.zeros((0, 3), np.int32)
 
 
 @dataclasses.dataclass(slots=True)
-class _Rows:
-    """Rows of a plan while it is built. The lists that are not of all rows are of the rows after the decodes."""
+class _PromptRows:
+    """The rows after the decodes, while the plan is built."""
 
-    num_decodes: int
-    all_rows: list[int]       # decodes included
-    requests: list[Request]   # decodes included
-    sampler: SamplerVariant
+    first: int                # number of decodes: index of the first of these rows
+    sampler: SamplerVariant = SamplerVariant.GREEDY
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    rows: list[int] = dataclasses.field(default_factory=list)
     num_tokens: list[int] = dataclasses.field(default_factory=list)
     samples: list[bool] = dataclasses.field(default_factory=list)
     prompt_tokens: list[int] = dataclasses.field(default_factory=list)
     inits: list[RowInit] = dataclasses.field(default_factory=list)
     scored: list[tuple[int, int]] = dataclasses.field(default_factory=list)       # (index of the token, next token)
     scorers: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # (request, entries of `scored`)
-    followers: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # (follower, its parent's index)
+    parents: list[Request] = dataclasses.field(default_factory=list)  # requests with followers, whose prompt ends
     forked_from: list[int] = dataclasses.field(default_factory=list)
 
     def add(self, request: Request, num_tokens: int, *, samples: bool) -> None:
         """Append a row."""
-        self.all_rows.append(request.schedule.row)
+        self.rows.append(request.schedule.row)
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
         self.samples.append(samples)
+
+
+_NO_PROMPT_ROWS = _PromptRows(0)
 
 
 class PlanBuilder:
@@ -70,36 +73,47 @@ class PlanBuilder:
 
     def build(self, selection: StepSelection) -> ScheduledStep:
         """The plan of a selection."""
-        decodes, count = selection.decodes, len(selection.decodes)
-        all_rows = [request.schedule.row for request in decodes]
+        requests, count = selection.decodes, len(selection.decodes)
+        rows = [request.schedule.row for request in requests]
         self._manager.num_empty -= count
         for request in selection.boundary_decodes:
             self._decodes.update_boundary(request)
-        rows = _Rows(count, all_rows, decodes, self._running.sampler_for(decodes))
-        for request, num_tokens in selection.chunks.items():
-            self._add_chunk(rows, request, num_tokens)
-        for follower, index in rows.followers:
-            self._add_fork(rows, follower, index)
+        sampler = self._running.sampler_for(requests)
+        prompts = self._prompt_rows(selection) if selection.chunks else _NO_PROMPT_ROWS
+        if prompts.rows:
+            rows += prompts.rows
+            requests = requests + prompts.requests
+            sampler = max(sampler, prompts.sampler)
         self._count_step()
-        masks, waits_for_masks = self._masks(rows) if rows.sampler is SamplerVariant.FULL else ((), False)
+        masks, waits_for_masks = (), False
+        if sampler is SamplerVariant.FULL:
+            masks, waits_for_masks = self._masks(requests, count, prompts.samples)
         plan = StepPlan(
-            rows=_int32(all_rows),
-            num_tokens=_followed_by(self._ones, count, rows.num_tokens),
+            rows=_int32(rows),
+            num_tokens=_followed_by(self._ones, count, prompts.num_tokens),
             num_decodes=count,
-            samples=_followed_by(self._trues, count, rows.samples),
-            prompt_tokens=_int32(rows.prompt_tokens),
+            samples=_followed_by(self._trues, count, prompts.samples),
+            prompt_tokens=_int32(prompts.prompt_tokens),
             block_updates=_int32(itertools.chain.from_iterable(selection.block_updates)).reshape(-1, 4),
-            row_inits=tuple(rows.inits),
-            sampler=rows.sampler,
-            forked_from=_int32(rows.forked_from),
+            row_inits=tuple(prompts.inits),
+            sampler=sampler,
+            forked_from=_int32(prompts.forked_from),
             moves=self._moves(),
             masks=masks,
-            scored=_int32(itertools.chain.from_iterable(rows.scored)).reshape(-1, 2).T,
+            scored=_int32(itertools.chain.from_iterable(prompts.scored)).reshape(-1, 2).T,
             waits_for_masks=waits_for_masks,
         )
-        return ScheduledStep(plan, tuple(rows.requests), tuple(rows.scorers))
+        return ScheduledStep(plan, tuple(requests), tuple(prompts.scorers))
 
-    def _add_chunk(self, rows: _Rows, request: Request, num_tokens: int) -> None:
+    def _prompt_rows(self, selection: StepSelection) -> _PromptRows:
+        rows = _PromptRows(len(selection.decodes))
+        for request, num_tokens in selection.chunks.items():
+            self._add_chunk(rows, request, num_tokens)
+        for parent in rows.parents:
+            self._add_forks(rows, parent)
+        return rows
+
+    def _add_chunk(self, rows: _PromptRows, request: Request, num_tokens: int) -> None:
         schedule = request.schedule
         first, end = schedule.num_computed, schedule.num_computed + num_tokens
         if request.output.prompt_logprobs is not None:
@@ -111,29 +125,37 @@ class PlanBuilder:
         if samples:
             rows.sampler = max(rows.sampler, request.sampler)
             self._decodes.note_sampled(request)
-            rows.followers += [(follower, len(rows.all_rows)) for follower in schedule.followers]
+            if schedule.followers:
+                rows.parents.append(request)
         rows.add(request, num_tokens, samples=samples)
         schedule.num_computed = end
         self._manager.num_empty -= num_tokens
         self._manager.index_computed(request)
         self._decodes.update_boundary(request)
 
-    def _add_fork(self, rows: _Rows, follower: Request, index: int) -> None:
-        if self._forks.fork_at_prompt_end(rows.requests[index], follower):
-            self._start_row(rows, follower)
-            rows.add(follower, 0, samples=True)
-            rows.forked_from.append(index)
+    def _add_forks(self, rows: _PromptRows, parent: Request) -> None:
+        index = rows.first + rows.requests.index(parent)
+        for follower in list(parent.schedule.followers):
+            if self._forks.fork_at_prompt_end(parent, follower):
+                self._start_row(rows, follower)
+                rows.add(follower, 0, samples=True)
+                rows.forked_from.append(index)
 
-    def _start_row(self, rows: _Rows, request: Request) -> None:
+    def _start_row(self, rows: _PromptRows, request: Request) -> None:
         rows.inits.append(row_init(request, self._vocab_size))
         request.schedule.row_is_new = False
 
-    def _masks(self, rows: _Rows) -> tuple[tuple[RowMask, ...], bool]:
-        """Masks that change with the number of tokens; and whether further masks depend on tokens in flight."""
+    def _masks(
+        self, requests: Sequence[Request], num_decodes: int, samples: Sequence[bool]
+    ) -> tuple[tuple[RowMask, ...], bool]:
+        """Masks that change with the number of tokens; and whether further masks depend on tokens in flight.
+
+        samples: of the rows after the decodes.
+        """
         masks, waits = [], False
-        for index, request in enumerate(rows.requests):
+        for index, request in enumerate(requests):
             extras = request.extras
-            if extras is None or (index >= rows.num_decodes and not rows.samples[index - rows.num_decodes]):
+            if extras is None or (index >= num_decodes and not samples[index - num_decodes]):
                 continue
             in_flight = request.schedule.num_in_flight - 1  # without the token that this step samples
             waits |= extras.has_grammar_or_budget or (in_flight > 0 and extras.follows_tokens)
@@ -189,12 +211,12 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
     )
 
 
-def _score(rows: _Rows, request: Request, num_tokens: int) -> None:
+def _score(rows: _PromptRows, request: Request, num_tokens: int) -> None:
     """Add the tokens of a chunk whose log-probabilities are requested: each by the token before it."""
     schedule, prompt = request.schedule, request.prompt_token_ids
     first = schedule.num_computed
     last = min(first + num_tokens, len(prompt) - 1)
-    offset = rows.num_decodes + len(rows.prompt_tokens) - first  # from a position to an index among the step's tokens
+    offset = rows.first + len(rows.prompt_tokens) - first  # from a position to an index among the step's tokens
     scored = [(offset + i, prompt[i + 1]) for i in range(max(first, schedule.num_scored - 1), last)]
     if scored:
         rows.scored += scored

@@ -36,6 +36,8 @@ class PromptScheduler:
 
     def schedule(self, selection: StepSelection) -> None:
         """Add chunks of prompts within the token budget."""
+        if not selection.prompts and not self._waiting:
+            return
         prompts = [r for r in selection.prompts if r.schedule.status is RequestStatus.RUNNING and r.num_missing]
         for request in prompts:
             if self._limits.must_switch_rope(request, len(request.token_ids)):  # a beam, whose next token is known

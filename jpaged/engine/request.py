@@ -58,16 +58,17 @@ class RequestStatus(enum.Enum):
 class ScheduleState:
     """Progress of one request. The scheduler and its parts write it."""
 
-    status: RequestStatus = RequestStatus.WAITING
-    rank: tuple[float, int] = (0.0, 0)  # order of the scheduling policy, lowest first; set when it starts to wait
-    row: int = NO_ROW
-    row_is_new: bool = False       # the device's request table does not know this row's content yet
+    # First the fields that every step reads for every row: they share a cache line.
     num_computed: int = 0          # tokens whose KV is in the pages, or will be at the end of the last planned step
-    num_in_flight: int = 0         # tokens that were sampled on the device and have not reached the host
-    decoding: bool = False         # the last token is in the device's request table: sampled since the row started
     # A decode changes nothing but counters while num_computed is below this. At this value it needs a block, frees
     # one, switches its rope, or reaches its last token. 0 while the request does not decode.
     next_boundary: int = 0
+    num_in_flight: int = 0         # tokens that were sampled on the device and have not reached the host
+    row: int = NO_ROW
+    status: RequestStatus = RequestStatus.WAITING
+    decoding: bool = False         # the last token is in the device's request table: sampled since the row started
+    row_is_new: bool = False       # the device's request table does not know this row's content yet
+    rank: tuple[float, int] = (0.0, 0)  # order of the scheduling policy, lowest first; set when it starts to wait
     on_hold: bool = False          # a beam that waits until the other beams have their candidates
     num_scored: int = 0            # prompt tokens whose log-probabilities were scheduled; 0 without prompt_logprobs
     num_lost: int = 0              # computed tokens that the last preemption discarded

@@ -1,43 +1,29 @@
-"""What a user asked: one prompt, and the requests that are its answers."""
+"""What one API call asks for: one prompt, and the requests that answer it."""
 
 import dataclasses
 from concurrent.futures import Future
 
-import numpy as np
-
-from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.grammar import Grammar
 from jpaged.engine.request import Request
-from jpaged.outputs import ClassificationOutput, EmbeddingOutput, RequestMetrics
-from jpaged.params.pooling import PoolingParams
+from jpaged.engine.strategies.base import Strategy
+from jpaged.outputs import RequestMetrics
 from jpaged.params.sampling import SamplingParams
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RequestGroup:
-    """A user's request: `n` samples of one prompt, the beams of one search, or simply one answer.
-
-    Samples run by themselves once the first has computed the prompt, which the others fork from. Beams advance
-    together: when all that live have given their candidates, `search` says which go on, and with what.
-    """
+    """The requests of one API call: `n` samples of one prompt, the beams of one search, or a single answer."""
 
     request_id: str
-    prompt: str | None
+    prompt: str | None            # None if the caller gave token ids
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams        # greedy if the prompt is pooled
     requests: list[Request]
+    strategy: Strategy            # turns the results of the requests' rows into the answer
     metrics: RequestMetrics
-    pooling: PoolingParams | None = None
-    stream: bool = False           # give out every token as it comes, not only the end
-    cache_salt: str = ""           # requests share blocks only where it is equal
-    grammar: Future[Grammar] | None = None  # what the answers must match; it is done when the request is added
-    search: BeamSearch | None = None
-    beams: list[Request] = dataclasses.field(default_factory=list)  # of a search: those that live, in its order
-    given: dict[Request, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)  # in this step
-    # of a search: what each step's beams gave, (int32[beams, K], float32[beams, K]); kept where log-probabilities are
-    # asked for
-    candidates: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
-    pooled: EmbeddingOutput | ClassificationOutput | None = None
+    streams: bool = False         # emit every new token, not only the final output
+    cache_salt: str = ""          # requests share blocks only if their salts are equal
+    grammar: Future[Grammar] | None = None  # structured outputs; compiled when the request group is added
 
     @property
     def first(self) -> Request:
@@ -46,5 +32,5 @@ class RequestGroup:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more happens to any of its requests."""
+        """Whether all its requests have ended."""
         return all(request.schedule.status.is_end for request in self.requests)

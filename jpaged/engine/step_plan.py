@@ -1,119 +1,135 @@
-"""StepPlan: what one step computes. Made by the scheduler, packed and run by the runner; host data only."""
+"""The contract between the engine and the runner: `StepPlan`, `StepResult`, `Runner`. Host data only.
+
+1. The scheduler builds a `StepPlan`.
+2. `Runner.dispatch` packs the plan, starts the step, and returns a handle at once.
+3. If the plan waits for masks, the engine calls `Runner.sample` when it knows them.
+4. `Runner.collect` waits for the step, and returns its `StepResult`.
+"""
 
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+HandleT = TypeVar("HandleT")
+
 
 class SamplerVariant(enum.IntEnum):
-    """What the sampler of a step must be able to do; the largest need of any row that samples. A program each."""
+    """Features of the sampling program. A step uses the largest variant that one of its sampling rows needs."""
 
     GREEDY = 0    # argmax only
     RANDOM = 1    # temperature, top_k, top_p and min_p
-    FULL = 2      # everything
+    FULL = 2      # everything, log-probabilities included
 
 
 def mask_words(vocab_size: int) -> int:
-    """32-bit words of a mask of ids: bit i % 32 of word i // 32 says whether id i may be sampled."""
+    """Number of 32-bit words of a mask. Bit i % 32 of word i // 32 is set if id i may be sampled."""
     return -(-vocab_size // 32)
 
 
 class BlockMove(enum.IntEnum):
-    """What is done to a block's content before a step."""
+    """Kinds of block moves before a step."""
 
-    COPY = 0       # from a block to a block: copy-on-write
-    TO_HOST = 1    # from a block to a slot of the host tier
-    TO_DEVICE = 2  # from a slot of the host tier to a block
+    COPY = 0       # block to block: copy on write
+    TO_HOST = 1    # block to slot of the host tier
+    TO_DEVICE = 2  # slot of the host tier to block
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferCosts:
-    """What the runner has measured, for the choice between moving a block's content and computing it again."""
+    """Costs that the runner has measured. They decide between moving a block and recomputing its tokens."""
 
-    seconds_per_move: float   # of a block, one way
-    seconds_per_token: float  # of a prompt
-    seconds_to_begin: float = 0.0  # of any number of moves at once
+    seconds_per_move: float   # of one block, in one direction
+    seconds_per_token: float  # of prompt computation
+    seconds_to_begin: float = 0.0  # constant cost of a batch of moves
 
     def keeping_pays(self, block_size: int) -> bool:
         """Whether moving a block to the host and back takes less time than computing its tokens."""
         return 2 * self.seconds_per_move < block_size * self.seconds_per_token
 
     def moves_pay(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether fetching so many blocks from the host takes less time than computing their tokens."""
+        """Whether fetching `num_blocks` blocks from the host takes less time than computing `num_tokens` tokens."""
         moving = self.seconds_to_begin + num_blocks * self.seconds_per_move
         return moving < num_tokens * self.seconds_per_token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowExtras:
-    """What a row has that its fields have no room for; each None where the request does not ask for it."""
+    """Sampling state of a row that has no column in the request table. A field is None if the request lacks it."""
 
-    # known tokens that penalties count: the prompt's, and behind it the output's
-    token_ids: np.ndarray | None = None  # int32[N]
-    prompt_len: int = 0
-    bias_ids: np.ndarray | None = None   # int32[B]; B <= sampling_params.MAX_LOGIT_BIAS
-    bias: np.ndarray | None = None       # float32[B]  added to the logits
-    mask: np.ndarray | None = None       # uint32[W]   bit i % 32 of word i // 32: id i may be sampled
+    token_ids: np.ndarray | None = None  # int32[N]    known tokens that penalties count: the prompt, then the output
+    prompt_len: int = 0                  #             prompt tokens among them
+    bias_ids: np.ndarray | None = None   # int32[B]    B <= sampling_params.MAX_LOGIT_BIAS
+    bias: np.ndarray | None = None       # float32[B]  added to the logits of bias_ids
+    mask: np.ndarray | None = None       # uint32[W]   ids that may be sampled; see `mask_words`
     custom: np.ndarray | None = None     # float32[P]  parameters of all custom processors, in their order
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowMask:
-    """Which ids a row may sample from now on."""
+    """A new mask for a row. It stays valid until the next one."""
 
     row: int
-    words: np.ndarray  # uint32[W], as of RowExtras
+    words: np.ndarray  # uint32[W]  see `mask_words`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowInit:
-    """The state of a table row whose request (re)starts: sent once, kept on the device from then on."""
+    """Complete state of a row whose request starts or continues in it. The host sends it once, the device keeps it."""
 
     row: int
-    num_computed: int       # tokens whose KV is already there (a prefix hit); the next token has this position
-    rope_len: int           # length that a rope which depends on it goes by at least: the prompt's, usually
-    blocks: np.ndarray      # int32[B, 3]  (group, index in its block table, physical block): all the row holds now
-    temperature: float      # 0 = greedy
+    num_computed: int       # tokens whose KV is in the row's blocks already: the position of the next token
+    rope_len: int           # shortest sequence length that a length-dependent rope assumes; usually the prompt's length
+    blocks: np.ndarray      # int32[B, 3]  (kv_group, index in the block table, block): all blocks that the row holds
+    temperature: float      # 0: greedy
     top_p: float            # (0, 1]
-    top_k: int              # 0 = all
+    top_k: int              # 0: all ids
     min_p: float            # [0, 1]
     seed: int               # 0 <= seed < 2**64
-    sample_index: int = 0   # which of `n` parallel samples this is
-    beam_temperature: float = 0.0  # divides the logits that log-probabilities are made of; 0 = no beam: the model's own
+    sample_index: int = 0   # index of the request among its request group's `n` parallel samples
+    # Divides the logits before the log-probabilities of a beam's candidates are computed. 0: the row is no beam, and
+    # its log-probabilities are the model's own.
+    beam_temperature: float = 0.0
     typical_p: float = 1.0         # (0, 1]
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    processors: int = 0            # bit i: custom processor i is asked for
-    logprobs: bool = False         # its tokens' log-probabilities are told; without, what comes for them is nothing
+    processors: int = 0            # bit i is set if the request uses custom processor i
+    logprobs: bool = False         # return log-probabilities of this row's tokens; if False, they are undefined
     extras: RowExtras | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one engine step computes. Rows are distinct; decodes come first."""
+    """Input of one step, as host arrays.
 
-    rows: np.ndarray          # int32[R]     row of the request table
-    num_tokens: np.ndarray    # int32[R]     tokens this row advances by; 1 for a decode; 0 for a fork, last of all
-    num_decodes: int          #              the first so many rows take their one token from the table (last sampled)
-    samples: np.ndarray       # bool[R]      the row reaches the end of its known tokens, so it samples one more
-    prompt_tokens: np.ndarray # int32[P]     known ids for rows num_decodes.. in order; P = their num_tokens summed
-    # int32[U, 4]  (row, group, index in its block table of that group, physical block): of rows that run on
+    R rows of the request table take part, each at most once, in this order:
+
+    1. `num_decodes` decodes. Each computes one token: the one that it sampled last, which only the device may know.
+    2. Prompt rows. Each computes a chunk of known tokens, which the plan brings along.
+    3. Forks. Each computes nothing, and samples from the last hidden state of another row of the plan.
+    """
+
+    rows: np.ndarray          # int32[R]  row of the request table
+    num_tokens: np.ndarray    # int32[R]  tokens that the row computes: 1 for a decode, 0 for a fork
+    num_decodes: int
+    samples: np.ndarray       # bool[R]   the row samples, because it has computed all its known tokens in this step
+    prompt_tokens: np.ndarray # int32[P]  token ids of the prompt rows, concatenated in the order of the rows
+    # int32[U, 4]  (row, kv_group, index in the block table, block): changed entries of block tables
     block_updates: np.ndarray
-    row_inits: tuple[RowInit, ...] = ()  # rows that (re)start in this step; their blocks are not in block_updates
+    row_inits: tuple[RowInit, ...] = ()  # rows whose request starts in this step; `block_updates` leaves them out
     sampler: SamplerVariant = SamplerVariant.GREEDY
-    # int32[F]  of each fork, at the end of `rows`: the place in `rows` of the one whose last token it samples from
+    # int32[F]  one entry per fork: index in `rows` of the row that it samples from
     forked_from: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    # int32[M, 3]  (BlockMove, from, to): done before the step, in this order
+    # int32[M, 3]  (BlockMove, from, to): moves to perform before the step, in this order
     moves: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    masks: tuple[RowMask, ...] = ()  # that change in this step
-    # int32[2, S]  tokens whose successor is known and is to be told about: their place among the step's tokens, and the
-    # successor's id
+    masks: tuple[RowMask, ...] = ()  # masks that change before this step samples
+    # int32[2, S]  prompt tokens to score: index among the P + num_decodes tokens of the step, and id of the next token,
+    # whose log-probability is requested
     scored: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0), np.int32))
-    # What may be sampled follows from tokens that are on their way: nothing is, until `Runner.sample` is called.
+    # Some masks depend on tokens in flight. The step does not sample until `Runner.sample` is called with them.
     waits_for_masks: bool = False
 
     @property
@@ -124,7 +140,7 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """What there is to say of known tokens; fields as of StepResult."""
+    """Log-probabilities of the tokens in `StepPlan.scored`. The fields are those of StepResult."""
 
     logprobs: np.ndarray      # float32[S]
     ranks: np.ndarray         # int32[S]
@@ -134,62 +150,67 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, row by row in the plan's order; rows that do not sample hold garbage."""
+    """Output of one step. Rows are in the order of the plan. The entries of rows that do not sample are undefined."""
 
-    token_ids: np.ndarray                # int32[R]; of a step that pools: none
-    # Only from SamplerVariant.FULL, else None. Natural logarithms of the model's own distribution (raw, float32).
+    token_ids: np.ndarray                   # int32[R]       empty if the model pools
+    # Only from SamplerVariant.FULL, else None. Natural logarithms of the model's own distribution, in float32.
     logprobs: np.ndarray | None = None      # float32[R]     of the sampled token
-    ranks: np.ndarray | None = None         # int32[R]       1 = most likely
+    ranks: np.ndarray | None = None         # int32[R]       of the sampled token; 1 = most likely
     top_ids: np.ndarray | None = None       # int32[R, K]    most likely first; K = max_logprobs
     top_logprobs: np.ndarray | None = None  # float32[R, K]
-    # Of a plan's `scored`: float32[S], int32[S], int32[S, K], float32[S, K], as the four above
-    scores: "Scores | None" = None
-    # Only from a step that pools: of each row's last token, its hidden state after the final norm, or its scores.
+    scores: "Scores | None" = None          #                of the plan's `scored`
+    # Only if the model pools: the last token's hidden state after the final norm, or a classifier's scores.
     pooled: np.ndarray | None = None        # float32[R, size]
 
 
-class Runner(Protocol):
-    """The device, as the engine sees it. `runtime.runner.ModelRunner` is the real one."""
+class Runner(Protocol[HandleT]):
+    """The device, as the engine sees it. `runtime.runner.ModelRunner` is the implementation.
 
-    num_blocks: int              # blocks of the KV pool; ids 0 .. num_blocks - 1 are all usable
+    HandleT: the runner's type for a dispatched step. The engine only passes it back.
+    """
+
+    num_blocks: int              # blocks of the KV pool: ids 0 .. num_blocks - 1
     block_size: int
-    # Groups of layers, each with its own block tables over the one pool: how far the group's layers see, the token
-    # itself included; None = to the beginning. What lies before that may have been given to another.
+    # Sliding window per kv_group: number of keys that a query sees, itself included. None: it sees all keys before it.
     windows: tuple[int | None, ...]
     max_num_seqs: int            # rows of the request table
-    max_num_batched_tokens: int  # most tokens in one plan
+    max_num_batched_tokens: int  # token budget of a plan
     max_model_len: int
     vocab_size: int
     max_logprobs: int
-    # A sequence that grows beyond so many tokens is computed anew, with a rope_len beyond it (longrope); None = never.
+    # A longer sequence needs KV computed with a rope_len beyond this length (longrope). None: the rope never switches.
     longrope_switch_len: int | None
-    host_slots: int                        # blocks that the host tier has room for; 0 = there is none
-    transfer_costs: TransferCosts | None   # there where host_slots are
+    host_slots: int                        # slots of the host tier; 0: there is none
+    transfer_costs: TransferCosts | None   # measured if there is a host tier
 
-    # What a jump over forced tokens costs all: of so many for each running request it must be longer.
+    # Smallest jump worth taking, in forced tokens per running request. A jump makes the step longer for all of them.
     min_jump_per_request: float
 
     @property
     def compiles_after_ready(self) -> int:
-        """Programs compiled after ready: 0, or something is wrong."""
+        """Programs compiled after the engine was ready. 0, or the program table has a hole."""
         ...
 
-    def dispatch(self, plan: StepPlan) -> Any:
-        """Start a step; returns at once with a handle for collect. Steps run in the order of dispatch."""
+    def dispatch(self, plan: StepPlan) -> HandleT:
+        """Start a step; returns at once. Steps run in the order of dispatch."""
         ...
 
-    def sample(self, handle: Any, masks: Sequence[RowMask]) -> Any:
-        """Sample for a step whose plan waits for masks: these are the ones that were not known. A new handle."""
+    def sample(self, handle: HandleT, masks: Sequence[RowMask]) -> HandleT:
+        """Sample for a step whose plan waits for masks. masks: those that were missing. Returns a new handle."""
         ...
 
-    def collect(self, handle: Any) -> StepResult:
-        """Wait for a dispatched step and fetch what it gave."""
+    def collect(self, handle: HandleT) -> StepResult:
+        """Wait for a dispatched step, and return its result."""
+        ...
+
+    def set_params(self, params: Any) -> None:
+        """Use other weights of the same shapes from the next step on."""
         ...
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
-        """Whether KV of a prompt of this length may be shared (not beyond a dynamic-rope model's first range)."""
+        """Whether requests with a prompt of this length may share KV. With a dynamic rope, long prompts may not."""
         ...
 
     def close(self) -> None:
-        """Give the device memory back."""
+        """Free the device memory."""
         ...

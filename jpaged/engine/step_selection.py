@@ -22,14 +22,6 @@ class StepSelection:
         self.chunks[request] = self.chunks.get(request, 0) + count
         self.budget -= count
 
-    def add_boundary_decode(self, request: Request) -> None:
-        """Add the last sampled token of a request that reached its next boundary."""
-        request.schedule.num_computed += 1
-        request.schedule.num_in_flight += 1
-        self.decodes.append(request)
-        self.boundary_decodes.append(request)
-        self.budget -= 1
-
     def end(self, request: Request) -> int:
         """Number of the request's tokens that are computed after this step."""
         return request.schedule.num_computed + self.chunks.get(request, 0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine, SchedulingOptions
+from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.grammar import GrammarLimits
 from jpaged.engine.pooling import Pooling, activation_of
 from jpaged.errors import RequestError
@@ -130,22 +130,20 @@ def _engine(
     processors: tuple[LogitsProcessor, ...],
 ) -> Engine:
     main_eos = getattr(loaded.tokenizer, "eos_token_id", None)
-    return Engine(
-        runner,
+    scheduling = {field.name: getattr(config, field.name) for field in dataclasses.fields(SchedulingOptions)}
+    options = EngineOptions(
+        eos_token_ids=tuple(loaded.eos_token_ids),
+        eos_token_id=next(iter(loaded.eos_token_ids), None) if main_eos is None else main_eos,
         known_ids=mask,
         processors=processors,
-        grammar_limits=GrammarLimits.from_options(config),
-        jump_forward=config.jump_forward,
-        tokenizer=loaded.tokenizer,
-        eos_token_ids=loaded.eos_token_ids,
-        eos_token_id=next(iter(loaded.eos_token_ids), None) if main_eos is None else main_eos,
-        seed=config.seed,
-        enable_prefix_caching=config.enable_prefix_caching,
         pooling=pooling,
-        scheduling=SchedulingOptions(**{
-            field.name: getattr(config, field.name) for field in dataclasses.fields(SchedulingOptions)
-        }),
-    )  # fmt: skip
+        scheduling=SchedulingOptions(**scheduling),
+        enable_prefix_caching=config.enable_prefix_caching,
+        jump_forward=config.jump_forward,
+        grammar_limits=GrammarLimits.from_options(config),
+        seed=config.seed,
+    )
+    return Engine(runner, loaded.tokenizer, options)
 
 
 def _pooling(loaded: "LoadedModel") -> Pooling | None:

@@ -189,7 +189,7 @@ class EngineThread:
     def _add(self, request_group: RequestGroup, stream: OutputStream) -> None:
         self._live[request_group.request_id] = stream
         try:
-            self._engine.check_capacity(request_group)
+            self._engine.admission.check_capacity(request_group)
             self._engine.add(request_group)
         except (RequestError, CapacityError) as error:  # concerns this request only
             self._post([(request_group.request_id, error)])

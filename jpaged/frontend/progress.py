@@ -42,7 +42,8 @@ class Progress:
 
 def _num_tokens(engine: Engine) -> int:
     """Return the tokens that the bar counts: generated tokens; on a pooling engine prompt tokens."""
-    return engine.generated_tokens if engine.inputs.limits.pooling is None else engine.stats().prompt_tokens
+    stats = engine.stats()
+    return stats.generated_tokens if engine.inputs.limits.pooling is None else stats.prompt_tokens
 
 
 def _bar(use_tqdm: UseTqdm, total: int) -> Any | None:

@@ -128,6 +128,12 @@ class _Reader:
                 values |= self._gemma2(hidden, heads, values["num_hidden_layers"], values["head_dim"])
             case "phi3":
                 values["sliding_window"] = self._integer("attention.sliding_window", 0) or None
+        self._finish_rope(values, divisors)
+        self._refuse_the_rest()
+        return values | self._ends(values["vocab_size"])
+
+    def _finish_rope(self, values: dict[str, Any], divisors: Mapping[str, np.ndarray]) -> None:
+        """Add the share of rotated dimensions and the scaling of Llama 3.1 to `values`, which has all other values."""
         rotary = self._integer("rope.dimension_count", values["head_dim"])
         if rotary != values["head_dim"]:
             if self._architecture != "phi3":
@@ -143,8 +149,6 @@ class _Reader:
                     "embedding: use another conversion of the model"
                 )
             values["rope_scaling"] = self._llama3_scaling(rope_freqs, values["rope_theta"], values["head_dim"])
-        self._refuse_the_rest()
-        return values | self._ends(values["vocab_size"])
 
     def _head_dim(self, hidden: int, heads: int) -> int:
         width = self._integer("attention.key_length", hidden // heads if heads else 0)

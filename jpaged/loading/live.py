@@ -118,7 +118,7 @@ def _dtype(params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> np
         if not isinstance(leaf, jax.Array):
             raise ModelLoadError(f"{name} is a {type(leaf).__name__}, not a JAX array: put it on the device first")
         if leaf.is_deleted():
-            raise ModelLoadError(f"{name} is deleted: it was donated to a jitted function, or deleted by the caller")
+            raise ModelLoadError(f"{name} has been deleted, for example by donating it to a jitted function")
         if np.dtype(leaf.dtype) not in BY_NAME.values():
             raise ModelLoadError(f"{name} is {leaf.dtype}; supported are {', '.join(BY_NAME)}")
         if short in FLOAT32_LEAVES:

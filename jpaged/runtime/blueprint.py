@@ -59,7 +59,7 @@ class Blueprint:
 
     @classmethod
     def draw(cls, model: ServedModel, config: EngineConfig, placement: Placement) -> "Blueprint":
-        """Decide the options that are None.
+        """Choose values for options that the caller left at None.
 
         Raises ModelLoadError for an option that does not fit the model or the device.
         """

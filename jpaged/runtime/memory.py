@@ -16,7 +16,7 @@ import numpy as np
 
 from jpaged.config import LOGPROBS_MODES, EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.kv_groups import KVGroups, group_layers, most_blocks
+from jpaged.kv_groups import KVGroups, group_layers, max_blocks
 from jpaged.models.spec import DecoderSpec, Params
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.programs import smallest_bucket
@@ -56,13 +56,13 @@ class Limits:
 
     @property
     def blocks_per_request(self) -> int:
-        """Most blocks that the longest request holds at a time, in all KV groups together."""
+        """Largest number of blocks that the longest request needs at a time, in all KV groups together."""
         return self.blocks_of(self.max_model_len)
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Most blocks that a request of `num_tokens` tokens holds at a time, in all KV groups together."""
+        """Largest number of blocks that a request of `num_tokens` tokens needs at a time, in all KV groups."""
         chunk = self.max_num_batched_tokens
-        return most_blocks(self.kv_groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
+        return max_blocks(self.kv_groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
 
     def longest_where(self, fits: Callable[[int], bool]) -> int:
         """Tokens of the longest request that fits, in whole blocks, at most max_model_len.
@@ -120,7 +120,7 @@ class MemoryPlan:
 
     @property
     def request_bytes(self) -> int:
-        """Most KV bytes of the longest request."""
+        """Largest number of KV bytes of the longest request."""
         return self.limits.blocks_per_request * self.block_bytes
 
     @property
@@ -168,7 +168,7 @@ def _part_of(name: str) -> str:
 
 
 def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
-    """Fill in the options that are None, and check all of them. platform: "cpu", "gpu" or "tpu".
+    """Fill in options that the caller left at None, and check all options. platform: "cpu", "gpu" or "tpu".
 
     Raises ModelLoadError for an option that does not fit the model or another option.
     """
@@ -219,7 +219,7 @@ def block_bytes(spec: DecoderSpec, limits: Limits, dtype: np.dtype, platform: st
 
 
 def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_bytes: int | None) -> int:
-    """Most bytes of the KV pool. free_bytes: left on an accelerator after weights and temporaries; None on CPU.
+    """Upper limit of the KV pool, in bytes. free_bytes: of an accelerator, after weights and temporaries; None on CPU.
 
     On CPU: the smaller of 1 GiB and twice the need of `max_num_seqs` requests of `max_model_len` tokens. So a small
     model does not allocate memory that it can never use.
@@ -332,33 +332,37 @@ _FRACTION = "memory_fraction"  # option of JAX's GPU client: its share of the ca
 
 @runtime_checkable
 class HasMemoryStats(Protocol):
-    """The part of a jax Device that tells of its memory."""
+    """A device that reports its memory, like a jax Device."""
 
     platform: str
 
-    def memory_stats(self) -> Any:
+    def memory_stats(self) -> dict[str, int] | None:
         """Bytes by name; None if the back end does not report them."""
         ...
 
 
 def device_bytes(device: HasMemoryStats) -> tuple[int, int] | None:
     """Bytes of an accelerator, and bytes in use; None on CPU, and if the back end does not report them."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
+    stats = _memory_stats(device)
+    if stats is None:
         return None
     options = jax.config.jax_pjrt_client_create_options
     share = options.get(_FRACTION, 1.0) if isinstance(options, dict) and device.platform == "gpu" else 1.0
-    # bytes_limit is JAX's share of the card
-    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]
+    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]  # bytes_limit is JAX's share of the card
 
 
 def free_device_bytes(device: HasMemoryStats, config: EngineConfig) -> int | None:
     """Bytes of an accelerator that the engine may still allocate; None as in `device_bytes`."""
-    found = device_bytes(device)
-    if found is None:
+    found, stats = device_bytes(device), _memory_stats(device)
+    if found is None or stats is None:
         return None
     total, taken = found
-    return max(0, min(usable_bytes(total, config), device.memory_stats()["bytes_limit"]) - taken)
+    return max(0, min(usable_bytes(total, config), stats["bytes_limit"]) - taken)
+
+
+def _memory_stats(device: HasMemoryStats) -> dict[str, int] | None:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return stats if stats and "bytes_limit" in stats else None
 
 
 def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:

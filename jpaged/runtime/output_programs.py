@@ -159,7 +159,7 @@ def _lm_head(
 
 def compile_output(
     params: Params,
-    mask: Any,
+    mask: jax.Array | jax.ShapeDtypeStruct | None,
     state: DeviceState,
     shape: OutputShape,
     *,

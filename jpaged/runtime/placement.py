@@ -35,7 +35,7 @@ class Placement:
         """Platform of the device: "cpu", "gpu" or "tpu"."""
         return self.device.platform
 
-    def shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def shape(self, shape: tuple[int, ...], dtype: np.dtype | type) -> jax.ShapeDtypeStruct:
         """An array with this placement, as a shape to compile with."""
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self.sharding)
 

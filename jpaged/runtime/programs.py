@@ -17,7 +17,7 @@ from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
 from jpaged.runtime.step import ForwardShape
 
-# Most programs of an engine with default options. Three of them are not in the table: upload_row, and copying blocks in
+# Largest number of programs with default options. Three of them are not in the table: upload_row, and copying blocks in
 # two sizes. A host tier adds two.
 MAX_PROGRAMS = 24
 MAX_STEP_PROGRAMS = MAX_PROGRAMS - 3
@@ -204,7 +204,7 @@ class ProgramTable:
 
     @property
     def temp_bytes(self) -> int:
-        """Most temporary memory of any program."""
+        """Temporary memory of the program with the most, in bytes."""
         return max(program.temp_bytes for program in self.programs)
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ def argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
     winner = jnp.argmax(blocks.max(axis=2), axis=1)
     inside = jnp.take_along_axis(blocks, winner[:, None, None], axis=1)[:, 0]
     ids = winner * blocks.shape[2] + jnp.argmax(inside, axis=1)
-    return jnp.minimum(ids, x.shape[1] - 1).astype(jnp.int32)  # all -inf: padding is no id
+    return jnp.minimum(ids, x.shape[1] - 1).astype(jnp.int32)  # if all are -inf, the argmax may be in the padding
 
 
 def likeliest(x: Float[Array, "rows vocab"], count: int) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:

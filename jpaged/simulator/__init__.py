@@ -1,1 +1,1 @@
-"""The simulator: the engine's own scheduler and KV manager under a clock that a cost model drives. Imports no jax."""
+"""The simulator: the engine's own scheduler and KV manager with a simulated clock and a cost model. Imports no jax."""

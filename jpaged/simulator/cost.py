@@ -1,9 +1,9 @@
-"""CostModel: a step's seconds as a linear function of its load, fitted to measured steps and kept as JSON.
+"""CostModel: the seconds of a step as a linear function of its load, fitted to measured steps and stored as JSON.
 
     seconds = fixed + per_token * tokens + per_row * rows + per_kv_token * kv_tokens
             + per_prompt_pair * prompt_pairs + per_moved_block * moved_blocks
 
-No coefficient is negative. What a load is: `StepLoad`.
+No coefficient is negative. `StepLoad` defines the load.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ SHIPPED = pathlib.Path(__file__).parent / "cost_models"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step as it was timed on a device: its load, and the median seconds of its repeats."""
+    """A step that was timed on a device: its load, and the median seconds of its repeats."""
 
     load: StepLoad
     seconds: float
     repeats: int
-    case: str  # what was run, in words
+    case: str  # description of the requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Seconds of a step. All coefficients are in seconds for one unit of what they are named after."""
+    """Predicts the seconds of a step. Each coefficient is in seconds per unit of the quantity in its name."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -44,9 +44,9 @@ class CostModel:
     per_kv_token: float = 0.0
     per_prompt_pair: float = 0.0
     per_moved_block: float = 0.0
-    origin: str = "given by hand, not measured"  # where the coefficients come from, for whoever reads a result
-    engine: EngineShape | None = None            # the engine that was measured
-    largest: StepLoad | None = None              # the largest of each number that was measured
+    origin: str = "given by hand, not measured"  # source of the coefficients, printed with results
+    engine: EngineShape | None = None            # the measured engine
+    largest: StepLoad | None = None              # largest measured value of each feature
 
     def __post_init__(self) -> None:
         for name in COEFFICIENTS:
@@ -57,7 +57,7 @@ class CostModel:
             raise RequestError("cost_model", self.origin, "all coefficients are 0: a step would take no time")
 
     def seconds(self, load: StepLoad) -> float:
-        """How long a step takes."""
+        """Return the seconds of a step with this load."""
         return (
             self.fixed
             + self.per_token * load.tokens
@@ -68,9 +68,9 @@ class CostModel:
         )
 
     def goes_beyond(self, load: StepLoad) -> bool:
-        """Whether a load is larger than any that was measured: its seconds are then an extrapolation.
+        """Return True if the load is larger than every measured one, so that its seconds are an extrapolation.
 
-        Moved blocks are not looked at: they are measured by themselves, and each takes as long as the other.
+        Moved blocks are ignored: they are measured separately, and every block takes the same time.
         """
         largest = self.largest
         return largest is not None and (
@@ -82,11 +82,11 @@ class CostModel:
 
 
 def fit(steps: Sequence[MeasuredStep], *, origin: str, engine: EngineShape) -> CostModel:
-    """The model whose relative errors over measured steps have the least sum of squares.
+    """Fit a model to measured steps: least squares of the relative errors, without negative coefficients.
 
-    Every set of coefficients is tried with the others at 0, and the best one without a negative coefficient kept: with
-    six that is 63 small least-squares problems, and exact. What never varied away from 0 (blocks that no step moved)
-    keeps the coefficient 0.
+    Every subset of coefficients is fitted with the others at 0. The best fit without a negative coefficient wins. Six
+    coefficients make 63 small least-squares problems, and the result is exact. A feature that is 0 in all steps (such
+    as moved blocks) gets the coefficient 0.
     """
     loads = np.array([[1.0, *dataclasses.astuple(step.load)] for step in steps])
     seconds = np.array([step.seconds for step in steps])
@@ -95,7 +95,7 @@ def fit(steps: Sequence[MeasuredStep], *, origin: str, engine: EngineShape) -> C
         raise RequestError("steps", len(steps), f"too few to fit {len(present)} coefficients: measure more")
     scale = np.abs(loads).max(axis=0)
     scale[scale == 0] = 1
-    relative = loads / scale / seconds[:, None]  # columns of like size: tokens are hundreds, pairs millions
+    relative = loads / scale / seconds[:, None]  # columns of similar size: tokens are hundreds, pairs are millions
     best, best_error = np.zeros(loads.shape[1]), math.inf
     for size in range(1, len(present) + 1):
         for chosen in itertools.combinations(present, size):
@@ -111,12 +111,12 @@ def fit(steps: Sequence[MeasuredStep], *, origin: str, engine: EngineShape) -> C
 
 
 def relative_errors(model: CostModel, steps: Sequence[MeasuredStep]) -> list[float]:
-    """Of each measured step: the model's seconds over the measured ones, minus 1."""
+    """Return the relative error of each measured step: predicted seconds / measured seconds - 1."""
     return [model.seconds(step.load) / step.seconds - 1 for step in steps]
 
 
 def to_json(model: CostModel, steps: Sequence[MeasuredStep], about: Mapping[str, Any]) -> dict[str, Any]:
-    """What `read_cost_model` reads: coefficients, engine, the steps they were fitted to, and `about` (machine...)."""
+    """Return the JSON that `read_cost_model` reads: coefficients, engine, measured steps, and `about` (machine...)."""
     assert model.engine is not None
     errors = np.abs(relative_errors(model, steps))
     return {
@@ -133,9 +133,10 @@ def to_json(model: CostModel, steps: Sequence[MeasuredStep], about: Mapping[str,
 
 
 def read_cost_model(name: str) -> CostModel:
-    """The model that `--cost-model` names: a shipped one, a file of `jpaged bench steps`, or coefficients by hand.
+    """Return the model that `--cost-model` names.
 
-    By hand: "fixed=0.004,per_token=2e-6". Raises RequestError for a file that is none, by its key.
+    name: a shipped model, a file of `jpaged bench steps`, or coefficients by hand ("fixed=0.004,per_token=2e-6").
+    Raises RequestError that names the faulty key of a file.
     """
     shipped = SHIPPED / f"{name}.json"
     path = shipped if shipped.is_file() else pathlib.Path(name)
@@ -160,7 +161,7 @@ def _by_hand(text: str) -> CostModel:
         key, _, value = part.partition("=")
         key = key.strip()
         if key not in COEFFICIENTS or key in values:
-            raise RequestError("cost_model", text, f"{key!r}: name each of {', '.join(COEFFICIENTS)} once at most")
+            raise RequestError("cost_model", text, f"{key!r}: name each of {', '.join(COEFFICIENTS)} at most once")
         try:
             values[key] = float(value)
         except ValueError:
@@ -183,4 +184,4 @@ def _from_json(name: str, data: Any) -> CostModel:
         if isinstance(error, RequestError):
             raise
         reason = f"{type(error).__name__}: {error}"
-        raise RequestError("cost_model", name, f"no cost model of `jpaged bench steps` ({reason})") from None
+        raise RequestError("cost_model", name, f"not a cost model of `jpaged bench steps` ({reason})") from None

@@ -1,18 +1,18 @@
-"""Histogram: percentiles of any number of values in constant memory."""
+"""Histogram: percentiles of any number of values, in constant memory."""
 
 import math
 
 import numpy as np
 
-LOWEST, HIGHEST = 1e-7, 1e7  # values outside are counted in the first and the last bucket
-RATIO = 1.01                 # a bucket's upper edge over its lower: a percentile is off by 0.5% at most
+LOWEST, HIGHEST = 1e-7, 1e7  # smaller and larger values are counted in the first and the last bucket
+RATIO = 1.01                 # upper edge / lower edge of a bucket: the error of a percentile is at most 0.5%
 _PER_LOG = 1 / math.log(RATIO)
 _OFFSET = math.log(LOWEST) * _PER_LOG
 _SIZE = math.ceil(math.log(HIGHEST / LOWEST) * _PER_LOG) + 1
 
 
 class Histogram:
-    """Counts of non-negative values in buckets of equal ratio, as in an HDR histogram; sum and extremes exact."""
+    """Counts non-negative values in buckets of equal ratio, like an HDR histogram. Sum and extremes are exact."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -37,11 +37,11 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """The average; nan without values."""
+        """Average of all values; nan without values."""
         return self.total / self.count if self.count else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The value that `percent` of all values do not exceed, within half a percent; nan without values."""
+        """Return the value that `percent` of all values do not exceed, within 0.5%; nan without values."""
         if not self.count:
             return math.nan
         rank = max(math.ceil(round(self.count * percent / 100, 6)), 1)  # 99.9% of 20,000 is 19,980.000000000004
@@ -56,7 +56,7 @@ class Histogram:
         raise AssertionError("the buckets hold all values")
 
     def shares_up_to(self) -> tuple[list[float], list[float]]:
-        """The distribution function: upper edges of the buckets in use, and the share of values up to each."""
+        """Return the distribution function: upper edges of non-empty buckets, and the share of values up to each."""
         edges, shares, seen = [], [], 0
         for index, weight in enumerate(self._buckets):
             if weight:

@@ -1,7 +1,7 @@
-"""Arrivals: the requests of a simulated load, one at a time, so that a million of them take no memory.
+"""Generates the requests of a simulated load one at a time, so that a million requests need no memory.
 
-A generated load is drawn from a seed: when requests arrive, how long they are, which prefix they begin with, and which
-priority they have. `jpaged.simulator.trace` reads a recorded one.
+A generated load is drawn from a seed: arrival times, lengths, prefixes and priorities. `jpaged.simulator.trace` reads a
+recorded load.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ class Arrival:
     """One request of a load."""
 
     time: float             # seconds
-    prompt_tokens: int      # all of the prompt, its prefix included
-    output_tokens: int      # so many it generates
-    prefix_id: int = NO_PREFIX  # requests with the same one begin with the same tokens
-    prefix_tokens: int = 0  # so many of them
+    prompt_tokens: int      # length of the prompt, including its prefix
+    output_tokens: int      # number of tokens it generates
+    prefix_id: int = NO_PREFIX  # requests with the same prefix_id start with the same tokens
+    prefix_tokens: int = 0  # length of the prefix
     priority: int = 0
 
 
 class LengthDistribution:
-    """Where numbers of tokens come from: "256", "uniform:64:448" or "lognormal:MEAN:SPREAD".
+    """Distribution of numbers of tokens: "256", "uniform:64:448" or "lognormal:MEAN:SPREAD".
 
-    SPREAD is the standard deviation over the mean. Draws are whole numbers of at least 1.
+    SPREAD is the standard deviation divided by the mean. Drawn values are whole numbers of at least 1.
     """
 
     FORMS = "N, uniform:LOWEST:HIGHEST or lognormal:MEAN:SPREAD (standard deviation over mean)"
 
     def __init__(self, parameter: str, text: str):
-        """parameter: what an error calls it."""
+        """Parse a distribution. parameter: name of the option, for errors. Raises RequestError."""
         kind, *values = f"fixed:{text}".split(":") if ":" not in text else text.split(":")
         numbers = [_number(parameter, text, value) for value in values]
         if (kind, len(numbers)) not in {("fixed", 1), ("uniform", 2), ("lognormal", 2)}:
@@ -54,11 +54,11 @@ class LengthDistribution:
 
     @property
     def mean(self) -> float:
-        """The average before anything is cut off."""
+        """Mean of the distribution, before lengths are cut to max_model_len."""
         return sum(self._numbers) / 2 if self._kind == "uniform" else self._numbers[0]
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """int64[count]"""
+        """Draw int64[count]."""
         match self._kind:
             case "fixed":
                 return np.full(count, int(self._numbers[0]))
@@ -72,7 +72,7 @@ class LengthDistribution:
 
 
 def parse_priorities(text: str) -> tuple[tuple[int, float], ...]:
-    """A mix of priorities, each with its share: "0", or "0:9,5:1" for nine of 0 to one of 5."""
+    """Parse a mix of priorities and their shares: "0", or "0:9,5:1" for nine requests of priority 0 to one of 5."""
     shares: dict[int, float] = {}
     for part in text.split(","):
         priority, _, share = part.partition(":")
@@ -85,10 +85,11 @@ def parse_priorities(text: str) -> tuple[tuple[int, float], ...]:
 
 
 class ArrivalTimes:
-    """When requests arrive: "poisson"; "gamma:SPREAD", gaps whose standard deviation is so many times their mean; or
-    "onoff:ON:OFF", Poisson for ON seconds and nothing for OFF seconds in turns.
+    """Process of arrival times: "poisson", "gamma:SPREAD" or "onoff:ON:OFF".
 
-    The rate is the average over everything, pauses included; with an infinite one all come at time 0.
+    gamma: the standard deviation of gaps is SPREAD times their mean.
+    onoff: Poisson arrivals for ON seconds, then none for OFF seconds, repeated.
+    The rate is the average over the whole time, including pauses. With an infinite rate all requests arrive at time 0.
     """
 
     FORMS = "poisson, gamma:SPREAD or onoff:ON_SECONDS:OFF_SECONDS"
@@ -105,7 +106,7 @@ class ArrivalTimes:
         self._kind, self._numbers, self._rate = kind, numbers, rate
 
     def chunks(self, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        """float64[CHUNK] at a time, never backwards, without end."""
+        """Yield arrival times in seconds, float64[CHUNK] at a time, in ascending order, without end."""
         last = 0.0
         while True:
             if math.isinf(self._rate):
@@ -117,7 +118,7 @@ class ArrivalTimes:
             else:
                 busy = self._busy_share()
                 gaps = rng.exponential(busy / self._rate, CHUNK)
-            times = last + np.cumsum(gaps)  # of an on/off load: on a clock that stands still while it is off
+            times = last + np.cumsum(gaps)  # for an on/off load: on a clock that stops during the pauses
             last = float(times[-1])
             if self._kind == "onoff":
                 on, off = self._numbers
@@ -130,19 +131,19 @@ class ArrivalTimes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratedLoad:
-    """A load that is drawn. The same fields give the same load, and so does each iteration over it."""
+    """A randomly drawn load. Equal fields give an equal load, and so does every iteration over it."""
 
     num_requests: int
     times: ArrivalTimes
-    prompt_tokens: LengthDistribution    # of a request's own part, behind its prefix
+    prompt_tokens: LengthDistribution    # length of a prompt after its prefix
     output_tokens: LengthDistribution
-    max_model_len: int                   # what is longer is cut to this
+    max_model_len: int                   # longer requests are cut to this length
     seed: int = 0
-    prefixes: int = 0                    # how many different ones there are
-    prefix_tokens: int = 0
-    prefix_zipf: float = 1.0             # the k-th most popular one is chosen in proportion to 1 / k ** this
-    prefix_share: float = 1.0            # of the requests that begin with one
-    priorities: Sequence[tuple[int, float]] = ((0, 1.0),)  # each with its share of the requests
+    prefixes: int = 0                    # number of different prefixes
+    prefix_tokens: int = 0               # length of a prefix
+    prefix_zipf: float = 1.0             # the k-th most popular prefix has a probability proportional to 1 / k**zipf
+    prefix_share: float = 1.0            # share of requests with a prefix
+    priorities: Sequence[tuple[int, float]] = ((0, 1.0),)  # (priority, share of requests)
 
     def __post_init__(self) -> None:
         if self.num_requests < 1:
@@ -155,7 +156,7 @@ class GeneratedLoad:
             raise RequestError("prefix_tokens", self.prefix_tokens, "shared prefixes need --prefixes and this above 0")
         if self.prefix_tokens + 2 > self.max_model_len:
             raise RequestError(
-                "prefix_tokens", self.prefix_tokens, f"leaves nothing of max_model_len={self.max_model_len}"
+                "prefix_tokens", self.prefix_tokens, f"must be at most max_model_len - 2 = {self.max_model_len - 2}"
             )
         if not self.prefix_zipf >= 0:
             raise RequestError("prefix_zipf", self.prefix_zipf, "must be 0 or more")
@@ -165,7 +166,7 @@ class GeneratedLoad:
             raise RequestError("priorities", self.priorities, "each needs a share above 0")
 
     def __iter__(self) -> Iterator[Arrival]:
-        # A stream of numbers a purpose: another distribution of one leaves the others as they were.
+        # One random stream per purpose: changing one distribution does not change the other values.
         when, prompts, outputs, prefixes, priorities = np.random.default_rng(self.seed).spawn(5)
         popularity = np.arange(1, self.prefixes + 1, dtype=float) ** -self.prefix_zipf
         cumulative = np.cumsum(popularity) / popularity.sum() if self.prefixes else None

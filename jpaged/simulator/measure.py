@@ -1,9 +1,11 @@
-"""Measures the steps of a real engine over a designed set of loads: what a cost model is fitted to.
+"""Measures the steps of a real engine with a designed set of loads. A cost model is fitted to the result.
 
-A step's seconds are those from the end of the step before to its own end, as the host sees both: the longer of what the
-device computes and what the host prepares meanwhile. The first step after a pause is not counted, its predecessor is no
-step; nor the first decode after prompts, whose program may not have been used for a while. Steps with the same load,
-and decodes of as many rows in one case (a few tokens apart), are repeats of which the median is taken.
+The seconds of a step are from the end of the step before to its own end, as seen by the host. That is the longer of
+device time and host time. The first step after a pause is not counted, because no step ends just before it. Nor is the
+first decode after prompts, because its program may not have run for a while.
+
+Steps with the same load are repeats. So are decodes of one case with the same number of rows, whose loads differ by a
+few tokens. The median over repeats is used.
 """
 
 import dataclasses
@@ -22,17 +24,17 @@ from jpaged.params.sampling import SamplingParams
 from jpaged.simulator.cost import MeasuredStep
 from jpaged.simulator.step_load import FEATURES, EngineShape, LoadMeter, StepLoad
 
-DECODES = 10            # steps of each case that only decode
-MOST_PROMPT_STEPS = 20  # steps that computing a case's prompts may take
+DECODES = 10            # decode-only steps of each case
+MOST_PROMPT_STEPS = 20  # maximum number of steps for a case's prompts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCase:
-    """Requests that are sent together: some that decode, and then perhaps one more prompt beside them."""
+    """Requests that run together: some that decode, and optionally one more prompt, sent while they decode."""
 
     rows: int                # requests that decode
-    context: int             # tokens of each one's prompt
-    prompt: int = 0          # tokens of one more prompt, sent once the others decode; 0 = none
+    context: int             # tokens of the prompt of each of them
+    prompt: int = 0          # tokens of the additional prompt; 0: none
 
     def __str__(self) -> str:
         decodes = f"{self.rows} rows of {self.context} tokens"
@@ -40,7 +42,7 @@ class StepCase:
 
 
 def designed_cases(shape: EngineShape) -> list[StepCase]:
-    """Cases that tell the coefficients apart: rows by contexts, prompts by length, and prompts beside decodes."""
+    """Choose cases that separate the coefficients: rows by contexts, prompts by length, and prompts with decodes."""
     chunk, rows = shape.max_num_batched_tokens, shape.max_num_seqs
     room = shape.max_model_len - 2 * DECODES
     contexts = sorted({max(1, min(room, length)) for length in (16, chunk // 2, 4 * chunk)})
@@ -48,7 +50,7 @@ def designed_cases(shape: EngineShape) -> list[StepCase]:
     prompts = sorted({max(1, min(room, length)) for length in (chunk // 8, chunk // 4, chunk // 2, chunk, 4 * chunk)})
     cases += [StepCase(1, contexts[0], prompt) for prompt in prompts]
     cases += [StepCase(max(rows // 2, 1), contexts[0], prompt) for prompt in prompts[:3]]
-    # Filling long contexts takes long, and the pool holds only so many.
+    # Long contexts take long to compute, and must fit into the pool.
     most = min(MOST_PROMPT_STEPS * chunk, (shape.num_blocks - rows) * shape.block_size // len(shape.windows))
     return [
         case
@@ -58,7 +60,7 @@ def designed_cases(shape: EngineShape) -> list[StepCase]:
 
 
 class StepTimer:
-    """A runner that passes everything on to another, and notes each step's load and seconds."""
+    """Wraps a runner, and records the load and the seconds of each step."""
 
     def __init__(self, runner: Any, shape: EngineShape, clock: Callable[[], float] = time.perf_counter):
         self._runner = runner
@@ -72,17 +74,17 @@ class StepTimer:
         return getattr(self._runner, name)
 
     def dispatch(self, plan: StepPlan) -> Any:
-        """Start a step."""
+        """Start a step and measure its load."""
         self._pending.append(self._meter.measure(plan, plan.rows.astype(np.intp)))
         return self._runner.dispatch(plan)
 
     def collect(self, handle: Any) -> StepResult:
-        """Wait for a step, and note how long after the one before it ended."""
+        """Wait for a step. Record its seconds since the end of the step before."""
         result = self._runner.collect(handle)
         now, load = self._clock(), self._pending.pop(0)
         if self._last_end is not None:
             self.steps.append((load, now - self._last_end))
-        self._last_end = now if self._pending else None  # else nothing runs: the next step begins after a pause
+        self._last_end = now if self._pending else None  # None: nothing runs, so the next step follows a pause
         return result
 
 
@@ -94,10 +96,12 @@ def measure_steps(
     seed: int = 0,
     progress: Callable[[StepCase], object] | None = None,
 ) -> Iterator[MeasuredStep]:
-    """Run every designed case `repeats` times, and give what its steps took.
+    """Run every designed case `repeats` times and yield its measured steps.
 
-    The engine is to be idle, and without a prefix cache: prompts are random, but a hit would leave nothing to measure.
-    Repeats of one case are spread over the whole run, so that a slow minute of the machine does not fall on one case.
+    The engine must be idle and have no prefix cache, because a prefix hit would leave nothing to measure.
+    Repeats of a case are spread over the whole run, so a slow minute of the machine does not affect only one case.
+    progress: called after each run of a case.
+    Raises RequestError if `repeats` is below 1.
     """
     if repeats < 1:
         raise RequestError("repeats", repeats, "must be at least 1")
@@ -109,7 +113,7 @@ def measure_steps(
     try:
         for case in (case for _ in range(repeats) for case in cases):
             timer: Any = StepTimer(real, shape)
-            engine.runner = timer
+            engine.pipeline.runner = timer
             _run(engine, case, rng, numbers)
             previous_decodes = False
             for load, seconds in timer.steps:
@@ -120,14 +124,14 @@ def measure_steps(
             if progress is not None:
                 progress(case)
     finally:
-        engine.runner = real
+        engine.pipeline.runner = real
     for (name, key), steps in taken.items():
         kind = f"{name}: chunk" if isinstance(key, StepLoad) else f"{name}: decode"
         yield MeasuredStep(_mean([load for load, _ in steps]), statistics.median(s for _, s in steps), len(steps), kind)
 
 
 def _run(engine: Engine, case: StepCase, rng: np.random.Generator, numbers: Iterator[int]) -> None:
-    """Send a case's requests, and step until they end."""
+    """Send the requests of a case, and run steps until they end."""
     last = DECODES if not case.prompt else 2 * DECODES
 
     def add(length: int, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""A picture of a run: what happened over time, and how the latencies are distributed. Needs matplotlib."""
+"""Draws a run: requests, KV use and tokens over time, and the distributions of latencies. Needs matplotlib."""
 
 import pathlib
 from typing import Any
@@ -8,7 +8,7 @@ from jpaged.simulator.results import SimulationResult
 
 
 def check_plot(path: pathlib.Path) -> None:
-    """Raise RequestError now for a picture that could not be drawn or written after the run."""
+    """Raise RequestError before a run if its picture cannot be drawn or written."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -16,7 +16,7 @@ def check_plot(path: pathlib.Path) -> None:
         raise RequestError("plot", str(path), advice) from None
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in formats:
-        raise RequestError("plot", str(path), f"the file's end says its format: one of {', '.join(sorted(formats))}")
+        raise RequestError("plot", str(path), f"must end in the format's name: one of {', '.join(sorted(formats))}")
     try:
         with path.open("ab"):
             pass
@@ -25,7 +25,7 @@ def check_plot(path: pathlib.Path) -> None:
 
 
 def draw(result: SimulationResult, path: pathlib.Path, title: str) -> None:
-    """Write the picture; its format is that of the file's end."""
+    """Write the picture. The file name's suffix chooses the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 9), layout="constrained")
@@ -63,14 +63,14 @@ def draw(result: SimulationResult, path: pathlib.Path, title: str) -> None:
 
 
 def _distribution(axes: Any, name: str, latency: Any) -> None:
-    """Share of values up to each time."""
+    """Draw the share of values up to each time."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.step(latency.edges, [100 * share for share in latency.shares], where="post", linewidth=1)
     for percent, value in ((50, latency.p50), (90, latency.p90), (99, latency.p99)):
         axes.plot([value], [percent], "o", markersize=3, color="black")
         axes.annotate(f" p{percent} {value:.3g} s", (value, percent), fontsize="x-small", va="top")
-    # From the first percentile on: some times are next to nothing, and a logarithm has room for a lot of that.
+    # Start at the first percentile: a few times are close to 0, and would take most of a logarithmic axis.
     first = next((edge for edge, share in zip(latency.edges, latency.shares, strict=True) if share >= 0.01), 0.0)
     if first > 0:
         axes.set_xscale("log")

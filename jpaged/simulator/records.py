@@ -1,4 +1,4 @@
-"""Records: what a run writes down while it goes, in memory that does not grow with it."""
+"""Records: statistics of a run, in memory that does not grow with the run."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from jpaged.simulator.timeline import Timeline
 
 
 class Recorded(Protocol):
-    """What is known of a simulated request."""
+    """A simulated request, as the records see it."""
 
     request_id: str
     arrived: float         # seconds
@@ -27,31 +27,31 @@ class Records:
     """Distributions and sums over all replicas of a run. Times are in seconds."""
 
     timeline: Timeline
-    watch: Callable[[str, Recorded, float], None] | None = None  # told of "start" and "finish" with the time; for tests
+    watch: Callable[[str, Recorded, float], None] | None = None  # called with "start" and "finish"; for tests
     first_token: Histogram = dataclasses.field(default_factory=Histogram)  # from arrival
-    inter_token: Histogram = dataclasses.field(default_factory=Histogram)  # from the token before, as the host sees it
+    inter_token: Histogram = dataclasses.field(default_factory=Histogram)  # from the previous token, seen by the host
     end_to_end: Histogram = dataclasses.field(default_factory=Histogram)   # from arrival to the last token
-    queued: Histogram = dataclasses.field(default_factory=Histogram)       # from arrival to the first step with it
+    queued: Histogram = dataclasses.field(default_factory=Histogram)       # from arrival to the request's first step
     finished: int = 0
     refused: int = 0
     prompt_tokens: int = 0    # of finished requests
     output_tokens: int = 0    # of finished requests
     sampled_tokens: int = 0
-    computed_tokens: int = 0  # by all steps, recomputed ones included, padding not
+    computed_tokens: int = 0  # in all steps, with recomputed tokens, without padding
     steps: int = 0
-    steps_beyond: int = 0     # steps with a load larger than was ever measured
-    busy: float = 0.0         # seconds of steps, of all replicas together
-    end: float = 0.0          # when the last token arrived
+    steps_beyond: int = 0     # steps with a load larger than every measured one
+    busy: float = 0.0         # seconds of steps, summed over replicas
+    end: float = 0.0          # time of the last token
 
     def note_step(self, computed_tokens: int, seconds: float, *, beyond: bool) -> None:
-        """A step was begun."""
+        """Record that a step started."""
         self.steps += 1
         self.computed_tokens += computed_tokens
         self.busy += seconds
         self.steps_beyond += beyond
 
     def note_start(self, request: Recorded, time: float) -> None:
-        """A request has its first step."""
+        """Record the first step of a request."""
         self.queued.add(time - request.arrived)
         if self.watch is not None:
             self.watch("start", request, time)
@@ -60,13 +60,13 @@ class Records:
         self, since: float, now: float, *, running: int, waiting: int, kv_use: float, prompt_tokens: int,
         output_tokens: int,
     ) -> None:  # fmt: skip
-        """The tokens of a step have arrived; the rest is how a replica stood since the step before."""
+        """Record the tokens of a step. The other values describe the replica from `since` to `now`."""
         self.sampled_tokens += output_tokens
         self.timeline.add(since, now, running, waiting, kv_use, prompt_tokens, output_tokens)
         self.end = max(self.end, now)
 
     def note_finish(self, request: Recorded, time: float) -> None:
-        """A request has all its tokens."""
+        """Record the last token of a request."""
         self.finished += 1
         self.prompt_tokens += request.prompt_len
         self.output_tokens += request.final_length - request.prompt_len

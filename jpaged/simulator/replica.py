@@ -1,17 +1,18 @@
-"""Replica: one simulated engine, the real scheduler and KV manager under a clock. All that touches these two is here.
+"""Replica: one simulated engine, with the real scheduler and KV manager. No other module of the simulator calls these.
 
-`turn` is what `Engine.step` is, with a cost model in the place of the device:
-1. the scheduler makes plan N, while step N-1 runs;
-2. step N begins when N-1 ends, and takes as long as the cost model says;
-3. the clock goes to the end of step N-1, whose tokens arrive.
-The host takes no time of its own: it works while the device does, and the measured steps that a cost model is fitted
-to are as long as the slower of the two.
+`turn` corresponds to `Engine.step`, with a cost model instead of the device:
+1. The scheduler makes plan N while step N-1 runs.
+2. Step N starts when step N-1 ends. The cost model gives its duration.
+3. The clock moves to the end of step N-1, and its tokens arrive.
+Host time is not added. The host works while the device computes, and a cost model is fitted to measured steps, which
+take the longer of the two times.
 
-A request is one answer: there are no samples and beams beside it, so nothing is forked, and no step has a row that only
-samples from another's prompt, or a block to copy on the device.
+A request has one answer, without further samples or beams. So nothing is forked: no row samples from another request's
+prompt, and no block is copied on the device.
 
-Token ids only have to tell blocks apart: a prefix's tokens are all one number, a request's own tokens another, up to
-the first that it generates. Names of blocks are chains, so what comes after that may be the same for all.
+Token ids only have to distinguish blocks. All tokens of a prefix have one id. A request's own prompt tokens, and its
+first generated token, have another id. Block names are chains over tokens, so later tokens may have the same id in all
+requests.
 """
 
 import dataclasses
@@ -36,24 +37,24 @@ from jpaged.simulator.load import Arrival
 from jpaged.simulator.records import Records
 from jpaged.simulator.step_load import EngineShape, LoadMeter
 
-# Ids of each kind begin here; all are below 2**31.
+# First token id of each kind; all ids are below 2**31.
 LATER_TOKENS, OWN_TOKENS, PREFIX_TOKENS = 0, 1, 2**30
 NO_TIME = -1.0
-_GREEDY = SamplingParams(temperature=0, max_tokens=1)  # the scheduler goes by max_total_tokens
+_GREEDY = SamplingParams(temperature=0, max_tokens=1)  # the scheduler uses Request.max_total_tokens instead
 _NO_EOS: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SimulatedRequest(Request):
-    """A request whose end is known."""
+    """A request whose final length is known."""
 
-    final_length: int = 0          # tokens, prompt included, at which it ends; at most max_total_tokens
-    token: int = 0                 # the id of its own prompt tokens and of the first that it generates
-    arrived: float = 0.0
+    final_length: int = 0          # length in tokens, prompt included, at which it ends; at most max_total_tokens
+    token: int = 0                 # id of its own prompt tokens and of its first generated token
+    arrived: float = 0.0           # seconds
     ended: bool = False
-    last_token_time: float = NO_TIME  # while no row of the replica's table keeps it
-    last_row: int = -1                # where it sampled last
-    due: int = -1                     # the step that it is to be looked at in, whether it ends
+    last_token_time: float = NO_TIME  # valid while `Replica._last_times` has no row for it
+    last_row: int = -1                # row of its last sampled token
+    due: int = -1                     # number of the step after which the replica checks if it has ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class _StepInFlight:
 
 
 class Replica:
-    """An engine of a given shape that serves simulated requests, and writes down what happens to them."""
+    """An engine of a given shape that serves simulated requests and records statistics."""
 
     def __init__(
         self,
@@ -78,9 +79,13 @@ class Replica:
         scheduling: SchedulingOptions | None = None,
         host_blocks: int = 0,
     ):
-        """max_tokens: what requests are allowed beyond their prompt (the scheduler does not know that they end
-        earlier); None: exactly what they generate. Raises RequestError where the pool is too small for one request."""
-        self.now = 0.0  # when the host turns next
+        """Make an idle replica.
+
+        max_tokens: limit on output tokens that the scheduler sees; it does not know that requests end earlier. None:
+            the number of tokens that each request generates.
+        Raises RequestError if the pool is too small for one request.
+        """
+        self.now = 0.0  # time of the next turn
         self.load = 0   # requests that wait or run
         self._meter = LoadMeter(shape)
         self._scheduling = scheduling = scheduling or SchedulingOptions()
@@ -93,7 +98,7 @@ class Replica:
         need = self.manager.max_blocks(shape.max_model_len)
         if need > shape.num_blocks:
             wants = f"one request of max_model_len={shape.max_model_len} needs {need}"
-            raise RequestError("num_blocks", shape.num_blocks, f"{wants}: give more, or a smaller --max-model-len")
+            raise RequestError("num_blocks", shape.num_blocks, f"{wants}: use more, or a smaller --max-model-len")
         limits = SchedulerLimits(shape.max_num_seqs, shape.max_num_batched_tokens, vocab_size=2**31)
         self.scheduler = Scheduler(self.manager, limits, scheduling, clock=lambda: self.now)
         self._prefix_caching = prefix_caching
@@ -103,27 +108,27 @@ class Replica:
         self._max_tokens = max_tokens
         self._root = prefix_root()
         self._in_flight: _StepInFlight | None = None
-        # By row: for whom it sampled last, and when.
+        # By row: time of the last token sampled in it, and its request.
         self._last_times = np.full(shape.max_num_seqs, NO_TIME)
         self._owners: list[SimulatedRequest | None] = [None] * shape.max_num_seqs
-        self._takes = 0                                       # steps whose tokens have arrived
-        self._last_take = NO_TIME                             # when those of the last one did
-        self._due: dict[int, list[SimulatedRequest]] = {}     # by number of the step: who may end in it
-        self._extra_rows = False                              # the step that runs has rows of ended requests
+        self._takes = 0                                       # number of steps whose tokens have arrived
+        self._last_take = NO_TIME                             # time at which the last step's tokens arrived
+        self._due: dict[int, list[SimulatedRequest]] = {}     # number of a step -> requests that may end in it
+        self._extra_rows = False                              # the step in flight has rows of ended requests
 
     @property
     def next_turn(self) -> float:
-        """When the host has something to do; infinity while it is idle."""
+        """Time of the next turn; infinity while the replica is idle."""
         return self.now if self.load or self._in_flight is not None else math.inf
 
     @property
     def host_blocks(self) -> int:
-        """Blocks that the host tier has room for; 0 where there is none, because moving them would not pay."""
+        """Capacity of the host tier in blocks; 0 if there is no host tier, because moving blocks would not pay."""
         tier = self.manager.pool.host_tier
         return 0 if tier is None else tier.num_slots
 
     def refuses(self, arrival: Arrival) -> bool:
-        """Whether the queue is full for a request, as `Engine.add` has it."""
+        """Return True if the queue has no room for a request, by the same rule as `Engine`'s queue limits."""
         waiting, limits = self.scheduler.waiting, self._scheduling
         if limits.max_queued_requests is not None and len(waiting) >= limits.max_queued_requests:
             return True
@@ -131,19 +136,19 @@ class Replica:
         return most is not None and len(waiting) > 0 and waiting.num_tokens + arrival.prompt_tokens > most
 
     def add(self, arrival: Arrival, number: int, time: float) -> None:
-        """Put a request into the queue that arrived at `time`. number: of all arrivals."""
+        """Add a request that arrived at `time` to the queue. number: its number among all arrivals."""
         if not self.load and self._in_flight is None:
             self.now = max(self.now, time)
         self.load += 1
         self.scheduler.add(self._request(arrival, number, time))
 
     def turn(self) -> list[float]:
-        """One turn; the times at which requests ended in it."""
+        """Run one turn. Returns a time for each request that ended in it."""
         now, before = self.now, self._in_flight
         step = self.scheduler.schedule()
         self._in_flight = None
         if step is not None:
-            rows = step.plan.rows.astype(np.intp)  # numpy indexes with these three times as fast
+            rows = step.plan.rows.astype(np.intp)  # indexing with intp is three times as fast
             load = self._meter.measure(step.plan, rows)
             seconds = self._cost.seconds(load)
             computed = step.plan.num_decodes + len(step.plan.prompt_tokens)
@@ -219,15 +224,15 @@ class Replica:
         return [now] * len(finished)
 
     def _take_decodes(self, rows: np.ndarray, requests: Any, now: float) -> int:
-        # The one loop over all sampled tokens: 128 million times in a large run, so all else is done by row, in bulk.
+        # Only this loop and note_arrived's visit every sampled token, 128 million in a large run. The rest is numpy.
         self.scheduler.note_arrived(requests)
         for request in requests:
             request.token_ids.append(LATER_TOKENS)
-        if self._extra_rows:  # of requests that were found finished while this step ran
+        if self._extra_rows:  # rows of requests that ended while this step ran
             rows = rows[[not request.ended for request in requests]]
         last_times = self._last_times[rows]
         self._last_times[rows] = now
-        if (last_times == self._last_take).all():  # mostly: all had a token in the step before
+        if (last_times == self._last_take).all():  # usual case: every row had a token in the step before
             if len(rows):
                 self._records.inter_token.add(now - self._last_take, len(rows))
         else:
@@ -242,17 +247,17 @@ class Replica:
                 request.due = -1
                 if len(request.token_ids) == request.final_length:
                     ends.append(request)
-                else:  # it missed steps
+                else:  # it did not run in every step
                     self._expect(request)
         return ends
 
     def _expect(self, request: SimulatedRequest) -> None:
-        """Look at a decoding request again in the first step that it can end in: it gets one token a step at most."""
+        """Check a decoding request again after the first step in which it can end. It gets at most one token a step."""
         request.due = self._takes + request.final_length - len(request.token_ids)
         self._due.setdefault(request.due, []).append(request)
 
     def _take_prompts(self, plan: Any, requests: Any, now: float, finished: list[SimulatedRequest]) -> int:
-        """Tokens of rows that computed the end of their known tokens: of new requests and of preempted ones."""
+        """Add the tokens of rows that computed their last known token: rows of new and of preempted requests."""
         decodes, sampled = plan.num_decodes, 0
         samples = plan.samples[decodes:].tolist()
         for row, request, ends in zip(plan.rows[decodes:].tolist(), requests[decodes:], samples, strict=True):
@@ -277,7 +282,7 @@ class Replica:
         return sampled
 
     def _move_to(self, request: SimulatedRequest, row: int) -> float:
-        """Make a row the request's; when it sampled last, wherever it was then."""
+        """Assign a row to a request. Returns the time of the request's last token, in this row or another."""
         owner = self._owners[row]
         if owner is request:
             return float(self._last_times[row])

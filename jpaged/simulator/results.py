@@ -1,4 +1,4 @@
-"""SimulationResult: the figures of a run, as a table and as JSON."""
+"""SimulationResult: the statistics of a run, as a table and as JSON."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ LATENCIES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Latency:
-    """Percentiles of one kind of time, in seconds, each within half a percent (the largest is exact)."""
+    """Percentiles of one latency in seconds, each within 0.5% (the maximum is exact)."""
 
     mean: float
     p50: float
     p90: float
     p99: float
     max: float
-    edges: list[float]   # of the distribution, for plots
-    shares: list[float]  # of all values up to each edge
+    edges: list[float]   # edges of the distribution, for plots
+    shares: list[float]  # share of values up to each edge
 
     @classmethod
     def of(cls, histogram: Histogram) -> "Latency":
-        """The percentiles of a histogram."""
+        """Return the percentiles of a histogram."""
         edges, shares = histogram.shares_up_to()
         percentiles = (histogram.percentile(percent) for percent in PERCENTS)
         return cls(histogram.mean, *percentiles, histogram.largest, edges, shares)
@@ -43,7 +43,7 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What a simulated load gave. Seconds are simulated ones."""
+    """Result of a simulated load. Seconds are simulated time."""
 
     num_replicas: int
     finished_requests: int
@@ -56,19 +56,19 @@ class SimulationResult:
     end_to_end: Latency              # from arrival to the last token
     queued: Latency                  # from arrival to the first step
     steps: int
-    busy: float                      # share of the time in which a replica runs a step, averaged over replicas
+    busy: float                      # share of time with a running step, averaged over replicas
     preemptions: int
     recomputed_tokens: int
-    useful_tokens: int               # computed ones that no preemption made necessary
-    prefix_hit_tokens: int           # prompt tokens that were not computed
+    useful_tokens: int               # computed tokens, without those recomputed after preemptions
+    prefix_hit_tokens: int           # prompt tokens found in the prefix index
     started_prompt_tokens: int       # prompt tokens of all requests that started
-    kv_waste: float                  # share of running requests' slots that hold no token, averaged over steps
-    kv_use: float                    # share of blocks that somebody holds, averaged over time
-    kv_peak: float                   # the largest of any replica
-    host_blocks: int                 # that each replica's host tier has room for; 0: there is none, or it would not pay
+    kv_waste: float                  # share of running requests' slots without a token, averaged over steps
+    kv_use: float                    # share of blocks in use, averaged over time
+    kv_peak: float                   # largest share of blocks in use, of any replica
+    host_blocks: int                 # capacity of each replica's host tier; 0: no host tier, or it would not pay
     blocks_to_host: int
     blocks_to_device: int
-    steps_beyond_measured: int       # steps with a load larger than any the cost model was fitted to
+    steps_beyond_measured: int       # steps with a load larger than every measured one
     timeline: list[TimelinePoint]
     cost_model: CostModel
     engine: EngineShape
@@ -76,20 +76,20 @@ class SimulationResult:
 
     @property
     def recomputed_share(self) -> float:
-        """Tokens computed again after preemptions, over those that had to be computed."""
+        """Tokens recomputed after preemptions, divided by useful tokens."""
         return self.recomputed_tokens / self.useful_tokens if self.useful_tokens else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens found in the prefix cache."""
+        """Share of prompt tokens found in the prefix index."""
         return self.prefix_hit_tokens / self.started_prompt_tokens if self.started_prompt_tokens else 0.0
 
     def per_second(self, count: float) -> float:
-        """A count over the simulated time."""
+        """Return a count divided by the simulated time."""
         return count / self.duration if self.duration else 0.0
 
     def table(self) -> str:
-        """All figures, for people."""
+        """Return all statistics as a readable table."""
         tokens = self.prompt_tokens + self.output_tokens
         lines = [
             f"Cost model:              {self.cost_model.origin}",
@@ -128,7 +128,7 @@ class SimulationResult:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for machines."""
+        """Return all statistics as JSON values."""
         apart = ("timeline", "cost_model", "engine", "scheduling", *LATENCIES)
         names = [field.name for field in dataclasses.fields(self) if field.name not in apart]
         data = {name: getattr(self, name) for name in names}
@@ -151,14 +151,14 @@ class SimulationResult:
         }
 
     def latencies(self) -> dict[str, Latency]:
-        """Each kind of time, by what it is called in tables and plots."""
+        """Return the latencies by their titles in tables and plots."""
         return {title: getattr(self, name) for name, title in LATENCIES.items()}
 
 
 def summarise(
     records: Records, replicas: Sequence[Replica], cost: CostModel, shape: EngineShape, scheduling: SchedulingOptions
 ) -> SimulationResult:
-    """The result of a run that is over."""
+    """Compute the result of a finished run."""
     counters = [replica.scheduler.counters for replica in replicas]
     recomputed = sum(counter.recomputed_tokens for counter in counters)
     timeline = records.timeline.points()
@@ -197,7 +197,7 @@ def summarise(
 
 
 def _begins(timeline: Sequence[TimelinePoint]) -> list[tuple[float, TimelinePoint]]:
-    """Each interval with its beginning: they follow each other without a gap from time 0 on."""
+    """Return the start of each interval, with the interval. Intervals have no gaps between them and start at 0."""
     begin, pairs = 0.0, []
     for point in timeline:
         pairs.append((begin, point))

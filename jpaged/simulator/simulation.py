@@ -1,8 +1,8 @@
-"""The discrete clock: arrivals and the turns of N replicas, in the order of time.
+"""The event loop of the simulator: arrivals and the turns of N replicas, in order of time.
 
-1. The replica whose next turn is earliest is looked for; an idle one has none.
-2. Arrivals up to that time are routed, each at its own time: nothing a router looks at changes in between.
-3. The replica has its turn, and its clock goes on. When none has one and nothing arrives any more, the run is over.
+1. Find the replica with the earliest next turn. Idle replicas have no next turn.
+2. Route the arrivals up to that time, each at its own time. The state that routers read does not change in between.
+3. Run the turn, which moves the replica's clock. The run ends when all replicas are idle and no arrivals are left.
 """
 
 import dataclasses
@@ -27,17 +27,17 @@ from jpaged.simulator.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
-    """Everything about a run but its load."""
+    """Everything about a run except its load."""
 
     shape: EngineShape
     cost: CostModel
     num_replicas: int = 1
     routing: str = "round-robin"
     prefix_caching: bool = True
-    max_tokens: int | None = None       # what requests are allowed; None: as many as they generate
-    concurrency: int | None = None      # an arrival waits outside while so many requests are in the system
+    max_tokens: int | None = None       # output limit that the scheduler sees; None: each request's output length
+    concurrency: int | None = None      # maximum number of requests in the system; further arrivals wait outside
     scheduling: SchedulingOptions = dataclasses.field(default_factory=SchedulingOptions)
-    host_blocks: int = 0                # that each replica's host tier has room for
+    host_blocks: int = 0                # capacity of each replica's host tier, in blocks
 
     def __post_init__(self) -> None:
         for name in ("num_replicas", "concurrency", "max_tokens"):
@@ -53,12 +53,12 @@ class SimulationOptions:
         if self.host_blocks < 0:
             raise RequestError("host_blocks", self.host_blocks, "must be 0 or more")
         if self.host_blocks and not self.prefix_caching:
-            raise RequestError("host_blocks", self.host_blocks, "blocks come back by their names: needs prefix caching")
+            raise RequestError("host_blocks", self.host_blocks, "a host tier needs prefix caching: turn it on")
         if self.host_blocks and not self.cost.per_moved_block:
             raise RequestError(
                 "host_blocks", self.host_blocks,
-                f"the cost model ({self.cost.origin}) does not say what moving a block takes: give --seconds-per-move, "
-                "per_moved_block=SECONDS in a model by hand, or measure with `jpaged bench steps --swap-space GiB`"
+                f"the cost model ({self.cost.origin}) has no time for moving a block: give --seconds-per-move, add "
+                "per_moved_block=SECONDS to a model by hand, or measure with `jpaged bench steps --swap-space GiB`"
             )  # fmt: skip
         if self.routing not in ROUTERS:
             raise RequestError("routing", self.routing, f"must be {', '.join(ROUTERS)}")
@@ -80,9 +80,9 @@ def simulate(
     progress: Callable[[int], object] | None = None,
     watch: Callable[[str, Recorded, float], None] | None = None,
 ) -> SimulationResult:
-    """Run a load to its end.
+    """Run a load until all its requests have ended.
 
-    progress: called with the number of requests that ended, now and then.
+    progress: called after turns in which requests ended, with their number.
     watch:    called with "start" or "finish", the request and the time; for tests.
     """
     records = Records(Timeline(options.num_replicas), watch)
@@ -111,7 +111,8 @@ def _run(
     progress: Callable[[int], object] | None,
 ) -> None:
     router = ROUTERS[options.routing]()
-    places = None if options.concurrency is None else [0.0] * options.concurrency  # a heap of when each became free
+    # A heap with one entry per free place in the system: the time at which it became free.
+    places = None if options.concurrency is None else [0.0] * options.concurrency
     upcoming = next(arrivals, None)
     number = 0
     while True:
@@ -147,7 +148,7 @@ def _next_turn(replica: Replica) -> float:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Let the garbage collector look rarely: requests make no cycles, and it would walk all that live each time."""
+    """Run the garbage collector rarely. Requests make no cycles, and a collection would visit all of them."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(200_000, 50, 1000)

@@ -1,4 +1,4 @@
-"""What a step asks of a device, as the few numbers that its time depends on; read off the step's plan alone."""
+"""StepLoad: the few numbers that the time of a step depends on, computed from its plan alone."""
 
 import dataclasses
 
@@ -9,22 +9,22 @@ from jpaged.engine.step_plan import BlockMove, StepPlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The sizes of an engine: what its scheduler and its KV pool are made from, and its programs."""
+    """The sizes of an engine's scheduler, KV pool and programs."""
 
     num_blocks: int              # blocks of the KV pool
-    block_size: int              # tokens in one
+    block_size: int              # tokens in a block
     max_num_seqs: int            # rows of the request table
-    max_num_batched_tokens: int  # most tokens in a step
-    max_model_len: int           # most tokens of a request
-    windows: tuple[int | None, ...] = (None,)  # one a group of layers: how far it sees, None = to the beginning
-    # Rows of the programs for steps that only decode, and tokens of those for the others (which have all rows): a
-    # step is padded to the next. None: nothing is padded.
+    max_num_batched_tokens: int  # maximum number of tokens in a step
+    max_model_len: int           # maximum number of tokens of a request
+    windows: tuple[int | None, ...] = (None,)  # window of each KV group; None: attention to all earlier tokens
+    # A decode-only step is padded to the next row bucket. Other steps have all rows, and are padded to the next token
+    # bucket. Empty: no padding.
     row_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
-    block_bytes: int | None = None  # of one block's keys and values; None where nobody has said
+    block_bytes: int | None = None  # size of the keys and values of a block; None: unknown
 
     def resized(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> "EngineShape":
-        """The same engine with another table and another budget; its buckets end there, as `LLM`'s do."""
+        """Return the shape with other limits. Its buckets end at the new limits, as they do in `LLM`."""
         return dataclasses.replace(
             self,
             max_num_seqs=max_num_seqs,
@@ -35,7 +35,7 @@ class EngineShape:
 
 
 def _ending_at(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Buckets up to `most`; beyond those there were, each is twice the one before."""
+    """Return the buckets up to `most`. Above the last given bucket, each bucket is twice the one before."""
     if not buckets:
         return ()
     kept = [bucket for bucket in buckets if bucket < most]
@@ -46,20 +46,20 @@ def _ending_at(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What one step computes and reads. Tokens and rows are those of its program, padding included."""
+    """Work of one step. Tokens and rows include the padding of its program."""
 
     tokens: float        # tokens computed
-    rows: float          # rows, of which each may sample
-    kv_tokens: float     # tokens of KV read: the sum of the rows' contexts, averaged over groups of layers
-    prompt_pairs: float  # (query, key) pairs of rows that compute prompt tokens: a chunk's attention grows with these
-    moved_blocks: float  # blocks moved to the host or back; copies on the device are for forks, which no load here has
+    rows: float          # rows of the step; each may sample
+    kv_tokens: float     # KV read, in tokens: sum of the rows' contexts, averaged over KV groups
+    prompt_pairs: float  # (query, key) pairs of prompt rows: the attention of a chunk grows with them
+    moved_blocks: float  # blocks moved to or from the host; device copies happen in forks only, which loads do not have
 
 
 FEATURES = tuple(field.name for field in dataclasses.fields(StepLoad))
 
 
 class LoadMeter:
-    """Follows the plans of one engine from its first on, and says what each of them asks of the device."""
+    """Computes the load of each plan of one engine. It must see every plan from the first one on."""
 
     def __init__(self, shape: EngineShape):
         self._lengths = np.zeros(shape.max_num_seqs, np.int64)  # tokens in each row's KV
@@ -70,7 +70,7 @@ class LoadMeter:
         self._token_buckets = shape.token_buckets
 
     def measure(self, plan: StepPlan, rows: np.ndarray) -> StepLoad:
-        """The load of the next plan. Each plan is to be measured once, in order. rows: intp[R], the plan's."""
+        """Return the load of the next plan. Each plan must be measured once, in order. rows: intp[R], plan.rows."""
         lengths, decodes = self._lengths, plan.num_decodes
         decoding = rows[:decodes]
         contexts = lengths[decoding]
@@ -84,18 +84,18 @@ class LoadMeter:
         for init in plan.row_inits:
             lengths[init.row] = init.num_computed
         tokens, pairs = decodes, 0
-        # Rows that compute prompts are few: numpy would cost more than it saves.
+        # Few rows compute prompts: a Python loop is faster than numpy here.
         for row, chunk in zip(rows[decodes:].tolist(), plan.num_tokens[decodes:].tolist(), strict=True):
             end = int(lengths[row]) + chunk
             lengths[row] = end
             tokens += chunk
-            pairs += chunk * end - chunk * (chunk - 1) // 2  # its tokens see 1, 2, ... keys more than what was there
+            pairs += chunk * end - chunk * (chunk - 1) // 2  # token i of the chunk sees end - chunk + i + 1 keys
             read += sum(end if window is None else min(window, end) for window in self._windows) / len(self._windows)
         padded = self._most_rows if self._token_buckets else count
         return StepLoad(_next(self._token_buckets, tokens), padded, read, pairs, _num_transfers(plan))
 
     def whole_step(self) -> StepLoad:
-        """A step of as many tokens as there may be, without the attention to anything: what a token costs."""
+        """Return the load of a step with the maximum number of tokens and no attention, for the cost of a token."""
         return StepLoad(self._most_tokens, self._most_rows if self._token_buckets else 1, 0, 0, 0)
 
     def _read(self, contexts: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Timeline: what happened when, in a bounded number of equal intervals however long a run becomes."""
+"""Timeline: statistics over time in at most NUM_BINS equal intervals, for runs of any length."""
 
 import dataclasses
 import math
@@ -8,18 +8,18 @@ NUM_BINS = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimelinePoint:
-    """One interval: averages over its time."""
+    """Averages over one interval."""
 
-    time: float               # seconds, the middle
-    running: float            # requests that hold a row, all replicas together
-    waiting: float            # requests that wait for one
-    kv_use: float             # share of the KV blocks that somebody holds, averaged over replicas
-    prompt_tokens: float      # computed a second, recomputed ones included
-    output_tokens: float      # sampled a second
+    time: float               # middle of the interval, in seconds
+    running: float            # requests with a row, summed over replicas
+    waiting: float            # requests that wait for a row, summed over replicas
+    kv_use: float             # share of KV blocks in use, averaged over replicas
+    prompt_tokens: float      # computed per second, with recomputed tokens
+    output_tokens: float      # sampled per second
 
 
 class Timeline:
-    """Adds up what steps report. When the last interval is full, neighbours are joined and all are twice as wide."""
+    """Sums the values of steps per interval. When the last interval is full, pairs of intervals are merged."""
 
     def __init__(self, num_replicas: int = 1, width: float = 1e-3):
         self._num_replicas = num_replicas
@@ -30,7 +30,7 @@ class Timeline:
     def add(
         self, start: float, end: float, running: int, waiting: int, kv_use: float, prompt: int, output: int
     ) -> None:
-        """One replica's state between two times, and the tokens that it computed and sampled in between."""
+        """Add one replica's state from `start` to `end`, and the tokens that it computed and sampled."""
         while end > self._width * NUM_BINS:
             self._join()
         self._end = max(self._end, end)
@@ -51,7 +51,7 @@ class Timeline:
             sums[2][index] += kv_use * span
 
     def points(self) -> list[TimelinePoint]:
-        """The intervals, in order; between NUM_BINS / 2 and NUM_BINS of them unless the run was very short."""
+        """Return the intervals in order: NUM_BINS / 2 to NUM_BINS of them, fewer after a very short run."""
         points = []
         for index in range(min(math.ceil(self._end / self._width), NUM_BINS)):
             begin = index * self._width

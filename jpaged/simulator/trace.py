@@ -1,15 +1,15 @@
-"""Trace: the requests of a CSV or JSONL file, read a line at a time; what is wrong is told by line and column.
+"""Trace: the requests of a CSV or JSONL file, read a line at a time. Errors name the line and the column.
 
-Columns of a CSV file, by its header, or keys of each JSON object, in any order:
+Columns in a CSV file's header, or keys of each JSON object, in any order:
 
-    arrival         seconds, 0 or more; may not go backwards from one line to the next
+    arrival         seconds, 0 or more, in ascending order
     prompt_tokens   1 or more
     output_tokens   1 or more
-    prefix_id       optional; requests with the same one begin with the same tokens
-    prefix_tokens   optional; so many of them, 0 to prompt_tokens. All of the prompt where only prefix_id is given
-    priority        optional; a whole number, 0 if left out
+    prefix_id       optional; requests with the same prefix_id start with the same tokens
+    prefix_tokens   optional; length of the prefix, 0 to prompt_tokens; default with a prefix_id: the whole prompt
+    priority        optional; a whole number; default: 0
 
-An empty field is one that is left out. Any other column is refused: it would be a misspelt one that is not heeded.
+An empty field has its default. Any other column is refused, because a misspelt column would be ignored.
 """
 
 import csv
@@ -30,11 +30,11 @@ MAX_INT = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Line:
-    """Where a value stands, for errors."""
+    """Position in the file, for errors."""
 
     path: str
-    number: int                   # of the line, from 1
-    columns: Mapping[str, int]    # place of each column in the line, from 1; empty in JSONL, where keys have no place
+    number: int                   # number of the line, from 1
+    columns: Mapping[str, int]    # number of each column, from 1; empty for JSONL, which has keys instead
 
     def error(self, column: str, value: object, accepted: str) -> RequestError:
         place = f"column {self.columns[column]} ({column})" if column in self.columns else f"key {column!r}"
@@ -42,7 +42,7 @@ class _Line:
 
 
 class Trace:
-    """A recorded load. Opening reads the whole file once: no error is left to come up in the middle of a run."""
+    """A recorded load. The constructor reads the whole file once, so that no error comes up during a run."""
 
     def __init__(self, path: pathlib.Path, max_model_len: int):
         self.path = path
@@ -54,7 +54,7 @@ class Trace:
             self.num_requests += 1
             self.has_priorities |= arrival.priority != 0
         if not self.num_requests:
-            raise RequestError("trace", str(path), "holds no requests")
+            raise RequestError("trace", str(path), "has no requests")
 
     def __iter__(self) -> Iterator[Arrival]:
         last = 0.0
@@ -65,7 +65,7 @@ class Trace:
                     arrival = self._arrival(line, fields)
                     if arrival.time < last:
                         raise line.error(
-                            "arrival", fields["arrival"], f"before the line above, which arrives at {last}: sort by it"
+                            "arrival", fields["arrival"], f"earlier than the line above ({last}): sort by arrival"
                         )
                     last = arrival.time
                     yield arrival
@@ -81,7 +81,7 @@ class Trace:
         if name is None:
             shared = _whole(line, fields, "prefix_tokens", 0, 0)
             if shared:
-                raise line.error("prefix_tokens", shared, "prefix_id says with whom, and is missing")
+                raise line.error("prefix_tokens", shared, "needs a prefix_id, which is missing")
             prefix = NO_PREFIX
         else:
             shared = _whole(line, fields, "prefix_tokens", 0, prompt)
@@ -90,8 +90,8 @@ class Trace:
             raise line.error("prefix_tokens", shared, f"more than the prompt's {prompt} tokens")
         if prompt + output > self._max_model_len:
             raise line.error(
-                "output_tokens", output, f"with the prompt's {prompt} tokens more than max_model_len="
-                f"{self._max_model_len}: shorten it, or simulate with a larger --max-model-len"
+                "output_tokens", output, f"prompt ({prompt} tokens) and output are longer than max_model_len="
+                f"{self._max_model_len}: shorten them, or simulate with a larger --max-model-len"
             )  # fmt: skip
         return Arrival(arrived, prompt, output, prefix, shared, priority)
 
@@ -135,7 +135,7 @@ def _json_lines(path: str, file: Any) -> Iterator[tuple[_Line, dict[str, Any]]]:
 def _check_names(line: _Line, names: list[str], kind: str) -> None:
     for place, name in enumerate(names, 1):
         if name not in NEEDED + OPTIONAL or names.index(name) + 1 != place:
-            why = "given twice" if name in NEEDED + OPTIONAL else f"there are {', '.join(NEEDED + OPTIONAL)}"
+            why = "given twice" if name in NEEDED + OPTIONAL else f"must be one of {', '.join(NEEDED + OPTIONAL)}"
             raise RequestError("trace", name, f"{line.path}, line {line.number}, {kind} {place}: {why}")
     missing = [name for name in NEEDED if name not in names]
     if missing:

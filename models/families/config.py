@@ -185,6 +185,7 @@ class CheckpointConfig:
         return CheckpointConfig({**self.values, "rope_parameters": ropes[kind]})
 
     def _rope(self, default_theta: float) -> Rope:
+        """The rope, with its scaling, for whole heads."""
         old, new = self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters")
         values = old or new
         given = (d.get("rope_theta") for d in (old, new, self.values))
@@ -205,14 +206,25 @@ class CheckpointConfig:
             raise ModelLoadError(
                 f"config.json: {unknown[0]}={values[unknown[0]]!r} is not an option of {kind} rope scaling"
             )
-        if kind == "default":
-            return Rope(theta=theta)
+        return Rope(theta=theta) if kind == "default" else self._scaled_rope(kind, values, theta)
+
+    def _scaled_rope(self, kind: str, values: Mapping[str, Any], theta: float) -> Rope:
+        """A rope with this kind of scaling. values: the rope dictionary."""
 
         def number(name: str, default: float | None = None) -> float:
             value = values.get(name)
             if value is None and default is None:
                 raise ModelLoadError(f"config.json: {name} is missing: {kind} rope scaling needs it")
             return _positive(f"config.json: {name}", default if value is None else value)
+
+        def optional(name: str) -> float | None:
+            return None if values.get(name) is None else _number(f"config.json: {name}", values[name])
+
+        def rotations(name: str, default: float) -> float:
+            value = number(name, default)
+            if not 1e-6 <= value <= 1e6:
+                raise ModelLoadError(f"config.json: {name}={value!r} must be a number of rotations from 1e-6 to 1e6")
+            return value
 
         max_position = self.integer("max_position_embeddings")
         # dynamic scaling uses max_position_embeddings even if the config has the trained length as well
@@ -229,16 +241,6 @@ class CheckpointConfig:
                 theta=theta, scaling=kind, factor=number("factor"), original_max_position=original,
                 low_freq_factor=number("low_freq_factor"), high_freq_factor=number("high_freq_factor"),
             )  # fmt: skip
-
-        def optional(name: str) -> float | None:
-            return None if values.get(name) is None else _number(f"config.json: {name}", values[name])
-
-        def turns(name: str, default: float) -> float:
-            value = number(name, default)
-            if not 1e-6 <= value <= 1e6:
-                raise ModelLoadError(f"config.json: {name}={value!r} must be a number of rotations from 1e-6 to 1e6")
-            return value
-
         if kind == "longrope":
             if original < 2:
                 raise ModelLoadError(f"config.json: original_max_position_embeddings={original} must be at least 2")
@@ -252,7 +254,7 @@ class CheckpointConfig:
             raise ModelLoadError(f"config.json: rope_theta={theta!r} must be above 1 for yarn rope scaling")
         return Rope(
             theta=theta, scaling=kind, factor=number("factor", max_position / original), original_max_position=original,
-            beta_fast=turns("beta_fast", 32.0), beta_slow=turns("beta_slow", 1.0),
+            beta_fast=rotations("beta_fast", 32.0), beta_slow=rotations("beta_slow", 1.0),
             attention_factor=optional("attention_factor"), mscale=optional("mscale"),
             mscale_all_dim=optional("mscale_all_dim"), truncate=values.get("truncate") is not False,
         )  # fmt: skip

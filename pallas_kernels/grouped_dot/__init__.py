@@ -1,4 +1,4 @@
-"""grouped_dot: blocks of rows, each times the matrix of its own group: the products of a mixture of experts."""
+"""grouped_dot: multiplies blocks of rows, each with its own matrix. These are the products of a mixture of experts."""
 
 import functools
 
@@ -10,7 +10,7 @@ from pallas_kernels.checks import expect_floats, expect_integers
 from pallas_kernels.grouped_dot import mosaic_tpu, reference, triton, xla
 from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, refuse_tpu, refuse_triton
 
-# refusals are asked with (device,)
+# `Implementation.refuse` takes (device,)
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.grouped_dot),
     "xla": Implementation(functools.partial(xla.grouped_dot, device_loops=False)),
@@ -22,32 +22,32 @@ IMPLEMENTATIONS = {
 
 def grouped_dot(
     x: Float[Array, "blocks rows in"],
-    weights: Float[Array, "groups out in"],
-    group_of_block: Int[Array, " blocks"],
+    weights: Float[Array, "matrices out in"],
+    matrix_of_block: Int[Array, " blocks"],
     num_blocks_used: Int[Array, ""],
     *,
     implementation: str | None = None,
 ) -> Float[Array, "blocks rows out"]:
-    """x[i] @ weights[group_of_block[i]].T for the first `num_blocks_used` blocks; what lies behind is garbage or zeros.
+    """x[i] @ weights[matrix_of_block[i]].T for the first `num_blocks_used` blocks. The others are undefined.
 
-    x, weights:     of one dtype. Sums are in float32; float32 products are true float32.
-    group_of_block: int32 in [0, groups); blocks of one group should lie behind each other. Nobody checks the values.
-    implementation: "reference" (gathers the matrices), "xla" (a loop of static length), "xla_loop" (a loop over the
-                    used blocks only: for CPU), "triton" (a kernel for NVIDIA), "mosaic_tpu" (for TPU; both in interpret
-                    mode on CPU), or None: the one for the platform that the call is lowered for.
+    x, weights:      of the same dtype. Sums are in float32, and products of float32 numbers are true float32.
+    matrix_of_block: int32 in [0, matrices), not checked. Blocks of the same matrix should be neighbours.
+    implementation:  None: the best one for the platform that the call is lowered for. "reference" gathers the matrices.
+                     "xla" is a loop of static length. "xla_loop" is for CPU: a loop over the used blocks only.
+                     "triton" is a kernel for NVIDIA, "mosaic_tpu" one for TPU. On CPU both run in interpret mode.
 
-    Returns x's dtype. Raises ValueError, naming the argument, for shapes and dtypes that do not fit.
+    Returns x's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit.
     """
     expect_floats("x", x, "[blocks, rows, in]")
-    expect_floats("weights", weights, "[groups, out, in]")
-    expect_integers("group_of_block", group_of_block, "[blocks]")
+    expect_floats("weights", weights, "[matrices, out, in]")
+    expect_integers("matrix_of_block", matrix_of_block, "[blocks]")
     if weights.shape[2] != x.shape[2] or weights.dtype != x.dtype:
         raise ValueError(
-            f"weights {weights.shape} of {weights.dtype}: must be [groups, out, {x.shape[2]}] of {x.dtype}, as x"
+            f"weights {weights.shape} of {weights.dtype}: must be [matrices, out, {x.shape[2]}] of {x.dtype}, as x"
         )
-    if group_of_block.shape != x.shape[:1]:
-        raise ValueError(f"group_of_block {group_of_block.shape}: must be [{x.shape[0]}], one a block of x")
-    call = (x, weights, group_of_block.astype(jnp.int32), jnp.asarray(num_blocks_used, jnp.int32))
+    if matrix_of_block.shape != x.shape[:1]:
+        raise ValueError(f"matrix_of_block {matrix_of_block.shape}: must be [{x.shape[0]}], one per block of x")
+    call = (x, weights, matrix_of_block.astype(jnp.int32), jnp.asarray(num_blocks_used, jnp.int32))
     if not (x.size and weights.size):
         return jnp.zeros((*x.shape[:2], weights.shape[1]), x.dtype)
     if implementation is not None:

@@ -1,4 +1,8 @@
-"""grouped_dot for NVIDIA in Pallas, lowered through Triton: a program computes one tile of one block's product."""
+"""grouped_dot for NVIDIA in Pallas, lowered through Triton.
+
+Grid: (tiles of TILE_OUT output columns, blocks). A program computes one tile [rows, TILE_OUT] of one block's product.
+Its loop takes TILE_IN inputs at a time.
+"""
 
 import functools
 from typing import Any
@@ -11,57 +15,57 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
-TILE_OUT, TILE_IN = 64, 64  # of a matrix, per turn: 8 KiB in bfloat16; not tuned on a card yet
-LEAST_ROWS = 16             # what a Triton product takes
+TILE_OUT, TILE_IN = 64, 64  # tile of a matrix: 8 KiB in bfloat16; not tuned on a card yet
+MIN_ROWS = 16               # fewest rows of a Triton product
 
 
 def grouped_dot(
     x: Float[Array, "blocks rows in"],
-    weights: Float[Array, "groups out in"],
-    group_of_block: Int[Array, " blocks"],
+    weights: Float[Array, "matrices out in"],
+    matrix_of_block: Int[Array, " blocks"],
     num_blocks_used: Int[Array, ""],
     *,
     interpret: bool = False,
 ) -> Float[Array, "blocks rows out"]:
-    """As `pallas_kernels.grouped_dot` says. interpret: run the kernel in XLA operations, on any platform."""
+    """See `pallas_kernels.grouped_dot`. interpret: run the kernel in XLA operations, on any platform."""
     blocks, rows, _ = x.shape
     out = weights.shape[1]
     return pl.pallas_call(
-        functools.partial(_kernel, tile_rows=max(LEAST_ROWS, pl.next_power_of_2(rows))),
+        functools.partial(_kernel, tile_rows=max(MIN_ROWS, pl.next_power_of_2(rows))),
         jax.ShapeDtypeStruct((blocks, rows, out), x.dtype),
         grid=(pl.cdiv(out, TILE_OUT), blocks),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="grouped_dot",
-    )(group_of_block, num_blocks_used.reshape(1), x, weights)
+    )(matrix_of_block, num_blocks_used.reshape(1), x, weights)
 
 
-def _kernel(group_ref: Ref, used_ref: Ref, x_ref: Ref, weights_ref: Ref, out_ref: Ref, *, tile_rows: int) -> None:
+def _kernel(matrix_ref: Ref, used_ref: Ref, x_ref: Ref, weights_ref: Ref, out_ref: Ref, *, tile_rows: int) -> None:
     rows, width = x_ref.shape[1:]
     first, block = pl.program_id(0) * TILE_OUT, pl.program_id(1)
     precision = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
     row, column = jnp.arange(tile_rows), first + jnp.arange(TILE_OUT)
     in_rows, in_columns = row < rows, column < out_ref.shape[2]
 
-    def own() -> None:
-        group = group_ref[block]
+    def multiply() -> None:
+        matrix = matrix_ref[block]
 
-        def turn(i: Array, total: Array) -> Array:
+        def add_tile(i: Array, total: Array) -> Array:
             k = i * TILE_IN + jnp.arange(TILE_IN)
             inside = k < width
             a = plgpu.load(
                 x_ref.at[block, row[:, None], k[None, :]], mask=in_rows[:, None] & inside[None, :], other=0.0
             )
             b = plgpu.load(
-                weights_ref.at[group, column[:, None], k[None, :]], mask=in_columns[:, None] & inside[None, :],
+                weights_ref.at[matrix, column[:, None], k[None, :]], mask=in_columns[:, None] & inside[None, :],
                 other=0.0,
             )  # fmt: skip
             return total + plgpu.dot(a, b.T, precision=precision)
 
-        total = lax.fori_loop(0, pl.cdiv(width, TILE_IN), turn, jnp.zeros((tile_rows, TILE_OUT), jnp.float32))
+        total = lax.fori_loop(0, pl.cdiv(width, TILE_IN), add_tile, jnp.zeros((tile_rows, TILE_OUT), jnp.float32))
         plgpu.store(
             out_ref.at[block, row[:, None], column[None, :]], total.astype(out_ref.dtype),
             mask=in_rows[:, None] & in_columns[None, :],
         )  # fmt: skip
 
-    pl.when(block < used_ref[0])(own)
+    pl.when(block < used_ref[0])(multiply)

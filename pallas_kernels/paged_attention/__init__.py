@@ -1,4 +1,4 @@
-"""paged_attention: attention of ragged rows over paged keys and values. Signature, checks, choice of implementation."""
+"""paged_attention: attention of ragged rows over paged keys and values. Checks arguments, chooses an implementation."""
 
 import functools
 import importlib
@@ -17,7 +17,7 @@ from pallas_kernels.platforms import Implementation, choose, compiled_on, pick
 
 
 def _mosaic_gpu(name: str) -> Callable[..., Any]:
-    """A function of mosaic_gpu.py, imported when called: it is experimental, and its import takes a quarter second."""
+    """A function of mosaic_gpu.py, imported at the first call: it is experimental, and importing it takes 0.25 s."""
 
     def call(*args: Any, **options: Any) -> Any:
         return getattr(importlib.import_module("pallas_kernels.paged_attention.mosaic_gpu"), name)(*args, **options)
@@ -25,7 +25,7 @@ def _mosaic_gpu(name: str) -> Callable[..., Any]:
     return call
 
 
-# refusals are asked with (device, q, pages, block_tables, max_query_len)
+# `Implementation.refuse` takes (device, q, pages, block_tables, max_query_len)
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.paged_attention),
     "xla": Implementation(functools.partial(xla.paged_attention, device_loops=False)),
@@ -37,9 +37,9 @@ IMPLEMENTATIONS = {
 
 
 def choose_implementation(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str:
-    """The implementation for a jax Device and a call: kernels where they can run, XLA's operations elsewhere.
+    """Name of the best implementation for a jax Device and a call: a kernel if one can run, else XLA operations.
 
-    q, pages, block_tables: arrays or ShapeDtypeStructs. max_query_len: as `paged_attention` has it.
+    q, pages, block_tables: arrays or ShapeDtypeStructs. max_query_len: as in `paged_attention`.
     """
     return choose(IMPLEMENTATIONS, device, q, pages, block_tables, max_query_len)
 
@@ -60,34 +60,36 @@ def paged_attention(
     implementation: str | None = None,
     debug: bool = False,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """Softmax attention of every token over the keys of its own row, up to and including itself.
+    """Softmax attention of every token over the keys of its own row, up to and including its own key.
 
-    The tokens of a row lie behind each other, row i at query_start_loc[i] .. query_start_loc[i + 1] - 1; they are the
-    last tokens of their sequence, and their keys are in the pages already (`write_kv` first). Any mix of one-token
-    rows and longer chunks; tokens beyond query_start_loc[-1] are padding and come out as garbage or zeros.
+    Row i has the tokens query_start_loc[i] to query_start_loc[i + 1] - 1. They are the last tokens of their sequence,
+    and their keys must be in the pages already (call `write_kv` first). Rows of one token and longer chunks may be
+    mixed. Tokens from query_start_loc[-1] on are padding, with undefined results.
 
     pages:           the layer's KV; q_heads = kv_heads * q_per_kv, and query head h uses KV head h // q_per_kv.
-    block_tables:    int32; block i of a row holds its tokens i * block_size .. Entries past a row's end are not used,
-                     nor those of blocks that lie wholly before the window of the row's first query.
-    context_lens:    int32; keys that the row's last query sees, this step's tokens included; 0 = empty row.
-    scale:           what q.k is multiplied by.
-    max_query_len:   static bound on the tokens of one row; 1 = every row is one token.
-    sliding_window:  a query sees this many keys at most, its own included.
+    block_tables:    int32; entry i of a row is the block of its tokens i * block_size to (i + 1) * block_size - 1.
+                     Entries after the row's end are not used, nor those of blocks before the window of its first query.
+    context_lens:    int32; keys that the row's last query sees, with this step's tokens; 0 = empty row.
+    scale:           factor of q.k.
+    max_query_len:   static upper bound of the tokens per row; 1 = every row has one token.
+    sliding_window:  a query sees at most this many keys, its own included.
     logit_softcap:   c: scores become c * tanh(scores / c)       (Gemma 2, arXiv:2408.00118).
-    sinks:           one logit a head that joins the softmax's sum and nothing else   (arXiv:2309.17453).
-    alibi_slopes:    float32 a head: slope * (key position - query position) is added (arXiv:2108.12409).
-    implementation:  "reference" (plain, gathers everything), "xla" (online softmax over fixed blocks of keys, static
-                     loops), "xla_loop" (the same, loops end at the longest row: for CPU), "triton" (kernels for
-                     NVIDIA), "mosaic_tpu" (a kernel for TPU; both in interpret mode on CPU), "mosaic_gpu"
-                     (experimental, never chosen: Hopper, rows of one token), or None to choose by device and shape.
-    debug:           check the values of the index arguments when they are there, also inside jit, where the running
-                     program reports what is wrong: ValueError, or JaxRuntimeError that holds its text. Costs a call
-                     back to the host. Without it, indices out of range give undefined results.
+    sinks:           one logit per head that joins the softmax's sum and nothing else       (arXiv:2309.17453).
+    alibi_slopes:    float32, one per head: slope * (key position - query position) is added (arXiv:2108.12409).
+    implementation:  None: the best one for device and shape. "reference" is plain and gathers every key. "xla" is an
+                     online softmax over fixed blocks of keys, with static loops. "xla_loop" is the same for CPU, with
+                     loops that end at the longest row. "triton" are kernels for NVIDIA, "mosaic_tpu" is a kernel for
+                     TPU. On CPU, these two run in interpret mode. "mosaic_gpu" is experimental and never chosen: for
+                     Hopper and rows of one token.
+    debug:           check the values of the index arguments, also inside jit. Raises ValueError; from a running
+                     program JaxRuntimeError with the same text. Costs a call back to the host. Without it, indices out
+                     of range give undefined results.
 
-    Gradients: of the XLA implementations only. Under `jax.shard_map`, `check_vma=False`. All but the arrays is static.
+    Only the XLA implementations have gradients. `jax.shard_map` needs `check_vma=False`. All arguments but the arrays
+    are static.
 
-    Returns q's dtype; latent pages give v_dim numbers a head. Sums over keys are in float32. Raises ValueError, naming
-    the argument, for shapes and dtypes that do not fit, and for an implementation that cannot take them.
+    Returns q's dtype, with v_dim numbers per head for latent pages. Sums over keys are in float32. Raises ValueError,
+    which names the argument, if shapes or dtypes do not fit, or if the implementation refuses the call.
     """
     expect_pages(pages)
     expect_floats("q", q, "[tokens, q_heads, head_dim]")
@@ -112,7 +114,7 @@ def paged_attention(
         )
     for part, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if given is not None and np.shape(given) != (q.shape[1],):
-            raise ValueError(f"{part} {np.shape(given)}: must be [{q.shape[1]}], one a query head")
+            raise ValueError(f"{part} {np.shape(given)}: must be [{q.shape[1]}], one per query head")
     attend = pick(IMPLEMENTATIONS, implementation, q, pages, block_tables, max_query_len)
     tokens, q_heads, head_dim = q.shape
     table_keys = block_tables.shape[1] * pages.block_size
@@ -125,9 +127,9 @@ def paged_attention(
             reference.check_indices, tokens=q.shape[0], num_blocks=pages.num_blocks, block_size=pages.block_size,
             max_query_len=max_query_len,
         )  # fmt: skip
-        # called when the arrays are there: at once outside jit, and from the running program inside
+        # called at once outside jit, and by the running program inside jit
         jax.debug.callback(check, block_tables, context_lens, query_start_loc)
-        # until it is, nothing may be read that is not there
+        # until the check raises, reads must stay inside the arrays
         block_tables = jnp.clip(block_tables, 0, pages.num_blocks - 1)
         context_lens = jnp.clip(context_lens, 0, table_keys)
     return attend(

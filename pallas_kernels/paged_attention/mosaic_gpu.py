@@ -1,14 +1,14 @@
-"""paged_attention of one-token rows for Hopper in Pallas, lowered through Mosaic GPU. Experimental: ask for it by name.
+"""paged_attention of one-token rows for Hopper in Pallas, lowered through Mosaic GPU. Experimental: use it by name.
 
-1. `_decode_kernel`: a block of 128 threads is one row, one KV head and one split of the keys (the same fixed splits as
-   triton.py). It copies tiles of pages to shared memory with the tensor memory accelerator, a few tiles ahead of the
-   products, and leaves its output and the logarithm of its sum.
-2. `_merge`, in XLA operations, puts a row's splits together and adds the sinks.
+1. `_decode_kernel`, grid (splits, KV heads, rows): a block of 128 threads attends with the query heads of one KV head
+   over one split of a row's keys. The splits are those of triton.py. It copies tiles of TILE_KEYS keys to shared memory
+   with the tensor memory accelerator, STAGES tiles ahead, and writes its output and the logarithm of its sum.
+2. `_merge`, in XLA operations, combines a row's splits and adds the sinks.
 
-A product takes 64 query rows, and a group has fewer: what the other rows compute is garbage and stays in its rows. At
-64 rows a byte of keys or values costs 64 operations; in the time of fetching it an H200, by its data sheet, does 200.
-The weights go through shared memory, though a product would take them from registers: the interpreter, which is how the
-kernel is tested, does not.
+A product takes 64 query rows, and q_per_kv is smaller. The other rows compute garbage, which stays in those rows. With
+64 rows, each byte of keys or values costs 64 operations. An H200 does 200 in the time of fetching it (data sheet). The
+weights go through shared memory although a product could read them from registers: the interpreter, which the tests
+use, cannot.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ Ref = Any  # an array inside a kernel, addressed by `.at`
 MASKED = -1e30  # finite: -inf - -inf would be NaN
 PRODUCT_ROWS = 64  # query rows of a product
 TILE_KEYS = 64  # keys of a tile
-STAGES = 2  # tiles in shared memory at a time: with all else 90 KiB at head_dim 128, so two blocks a multiprocessor
+STAGES = 2  # tiles in shared memory: 90 KiB in all with head_dim 128, so two blocks fit on a multiprocessor
 
 
 def paged_attention(
@@ -48,18 +48,18 @@ def paged_attention(
     alibi_slopes: Float[Array, " q_heads"] | None,
     tiling: Tiling | None = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """As `pallas_kernels.paged_attention` says, for max_query_len=1. Of `tiling` only the splits are used.
+    """See `pallas_kernels.paged_attention`, with max_query_len=1. Only the splits of `tiling` are used.
 
-    Off NVIDIA it runs only inside `jax.experimental.pallas.mosaic_gpu.force_gpu_interpret_mode()` (JAX 0.11 or newer).
-    It does not choose that by itself, as the Triton kernels do: the interpreter is made of ordered callbacks, and a
-    program that holds one in a branch not taken threads their tokens through every step all the same.
+    Without an NVIDIA card it runs only inside `jax.experimental.pallas.mosaic_gpu.force_gpu_interpret_mode()` (JAX 0.11
+    or newer). The Triton kernels choose interpret mode themselves, this kernel does not. Its interpreter consists of
+    ordered callbacks, and a program that has one in a branch pays for their ordering in every step.
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads, block_size = pages.num_kv_heads, pages.block_size
     q_per_kv = q_heads // kv_heads
-    del max_query_len  # 1: `refuse` has seen to it
+    del max_query_len  # always 1: `refuse` rejects other calls
     if alibi_slopes is not None and jax.__version_info__ < (0, 11):
-        raise ValueError("alibi_slopes: 'mosaic_gpu' needs JAX 0.11 for them, 'triton' does not")
+        raise ValueError("alibi_slopes: implementation='mosaic_gpu' needs JAX 0.11 for them, 'triton' does not")
     table_keys = block_tables.shape[1] * block_size
     split_keys = (tiling or Tiling.choose(q, pages)).split_keys(table_keys)
     problem = _Problem(
@@ -73,7 +73,7 @@ def paged_attention(
         split_keys=split_keys,
         splits=-(-table_keys // split_keys),
     )
-    # query heads of a KV head, padded to what a tile in shared memory is made of
+    # query heads of a KV head, padded to a multiple of 8 rows, the unit of tiles in shared memory
     lanes = jnp.pad(
         q.reshape(tokens, kv_heads, q_per_kv, head_dim), ((0, 0), (0, 0), (0, problem.lanes - q_per_kv), (0, 0))
     )
@@ -82,7 +82,7 @@ def paged_attention(
     parts, lse = _decode(problem, lanes, pages, (block_tables, context_lens, query_start_loc), slopes)
     parts = parts[:, :, :, :q_per_kv].reshape(problem.splits, tokens, q_heads, head_dim)
     lse = lse[:, :, :, :q_per_kv].reshape(problem.splits, tokens, q_heads)
-    # a token is a row: the one that ends behind it
+    # row of each token: every row has one token
     row = jnp.sum(jnp.arange(tokens)[:, None] >= query_start_loc[None, 1:], axis=1)
     length = jnp.take(context_lens, row, mode="fill", fill_value=0)
     return _merge(problem, parts, lse, length, sinks).astype(q.dtype)
@@ -90,10 +90,10 @@ def paged_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What is static in a call."""
+    """The static facts of a call."""
 
     scale: float
-    lanes: int
+    lanes: int       # query heads of a KV head, padded to a multiple of 8
     head_dim: int
     block_size: int
     window: int | None
@@ -104,7 +104,7 @@ class _Problem:
 
 
 def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str | None:
-    """Why the kernel cannot take a call on a jax Device; None where it can."""
+    """Reason why the kernel cannot take a call on a jax Device; None if it can."""
     del block_tables
     q_per_kv = q.shape[1] // pages.num_kv_heads
     if device.platform != "cpu" and (nvidia_capability(device) or (0, 0))[0] != 9:
@@ -136,9 +136,9 @@ def _decode_kernel(
     if problem.window is not None:
         begin = jnp.maximum(begin, length - problem.window)
     piece = min(problem.block_size, TILE_KEYS)
-    k_smem, out_smem = keys_or_out  # the output lies where the keys were
+    k_smem, out_smem = keys_or_out  # the output reuses the memory of the keys
 
-    def own() -> None:
+    def attend() -> None:
         first_tile, last_tile = lax.div(begin, TILE_KEYS), lax.div(end + TILE_KEYS - 1, TILE_KEYS)
         first_block, last_block = (lax.div(position, problem.block_size) for position in (begin, end - 1))
 
@@ -146,7 +146,7 @@ def _decode_kernel(
             slot = lax.rem(tile - first_tile, STAGES)
             for i in range(TILE_KEYS // piece):
                 position = tile * TILE_KEYS + i * piece
-                # a tile may reach beyond the split: a block of the split stands in, and its scores are masked
+                # a tile may extend beyond the split: read a block of the split instead, and mask its scores
                 block = jnp.clip(lax.div(position, problem.block_size), first_block, last_block)
                 page = data_ref.at[tables_ref[row, block]]
                 for which, smem, barriers in ((0, k_smem, k_barriers), (1, v_smem, v_barriers)):
@@ -164,7 +164,7 @@ def _decode_kernel(
         if problem.has_slopes:  # JAX 0.10, which the type checker sees, has another signature
             slope = plgpu.load(slopes_ref.at[head], layout=_ROWS, optimized=False)  # ty: ignore[missing-argument]
 
-        def turn(tile: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def next_tile(tile: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             out, top, total = carry
             slot = lax.rem(tile - first_tile, STAGES)
             plgpu.barrier_wait(k_barriers.at[slot])
@@ -185,7 +185,7 @@ def _decode_kernel(
 
             @pl.when((tile * TILE_KEYS < begin) | (tile * TILE_KEYS + TILE_KEYS > end))
             def _clear_values() -> None:
-                # what nobody sees may be NaN, and 0 * NaN is NaN
+                # a value that no query sees may be NaN, and 0 * NaN is NaN
                 values = v_smem[slot]
                 position = tile * TILE_KEYS + _iota((TILE_KEYS, problem.head_dim), 0)
                 seen = (position >= begin) & (position < end)
@@ -202,7 +202,7 @@ def _decode_kernel(
             plgpu.layout_cast(jnp.full((PRODUCT_ROWS,), MASKED, jnp.float32), _ROWS),
             plgpu.layout_cast(jnp.zeros((PRODUCT_ROWS,), jnp.float32), _ROWS),
         )
-        out, top, total = lax.fori_loop(first_tile, last_tile, turn, start)
+        out, top, total = lax.fori_loop(first_tile, last_tile, next_tile, start)
         out_smem[...] = out / lax.broadcast_in_dim(total, out.shape, [0])
         lse_smem[...] = top + jnp.log(total)
         plgpu.commit_smem()
@@ -211,11 +211,11 @@ def _decode_kernel(
         plgpu.copy_smem_to_gmem(lse_smem.at[lanes], lse_ref.at[split, first, head])
         plgpu.wait_smem_to_gmem(0)
 
-    # a split beyond the row's end, or before its window, has nothing to say and nobody reads it
-    pl.when(is_decode & (begin < end))(own)
+    # a split after the row's end, or before its window, has no keys, and the merge does not read it
+    pl.when(is_decode & (begin < end))(attend)
 
 
-_ROWS = plgpu.Layout.WGMMA.reduce(1)  # a number a query row
+_ROWS = plgpu.Layout.WGMMA.reduce(1)  # layout of one number per query row
 
 
 def _iota(shape: tuple[int, int], dimension: int) -> Array:
@@ -223,7 +223,7 @@ def _iota(shape: tuple[int, int], dimension: int) -> Array:
 
 
 def _product(a: Ref, b: Ref, columns: int) -> Array:
-    """a @ b of two matrices in shared memory, finished."""
+    """a @ b of two matrices in shared memory. Waits for the result."""
 
     def multiply(sums: Ref) -> Array:
         plgpu.wgmma(sums, a, b)
@@ -239,7 +239,7 @@ def _decode(
     rows: tuple[Array, Array, Array],
     slopes: Array,
 ) -> tuple[Array, Array]:
-    """Outputs [splits, tokens, kv_heads, lanes, head_dim] and their logarithms of sums; dead splits hold anything."""
+    """Outputs [splits, tokens, kv_heads, lanes, head_dim] and logarithms of sums. Splits without keys are undefined."""
     block_tables, context_lens, query_start_loc = rows
     tokens, kv_heads, lanes, head_dim = q.shape
     dtype = pages.dtype
@@ -278,7 +278,7 @@ def _merge(
     length: Int[Array, " tokens"],
     sinks: Float[Array, " q_heads"] | None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """The splits' outputs weighted by their sums; zeros for a token without keys."""
+    """The outputs of the splits, weighted by their sums. Zeros for a token without keys."""
     begin = jnp.arange(problem.splits)[:, None] * problem.split_keys
     written = begin < length
     if problem.window is not None:

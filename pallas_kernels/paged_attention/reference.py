@@ -1,4 +1,4 @@
-"""The specification of paged_attention in plain jnp: gathers every key of every token. Slow, and easy to read."""
+"""The specification of paged_attention in plain jnp. It gathers every key of every token: slow, but easy to read."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,7 @@ def paged_attention(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """As `pallas_kernels.paged_attention` says, all in float32; padding tokens give zeros."""
+    """See `pallas_kernels.paged_attention`. All arithmetic is in float32. Results of padding tokens are zero."""
     del max_query_len
     tokens, q_heads, _ = q.shape
     rows = context_lens.shape[0]
@@ -56,7 +56,7 @@ def paged_attention(
     if sinks is not None:
         total += jnp.exp(sinks[None, :, None] - top)
     weights /= jnp.where(total == 0, 1.0, total)
-    # a value that is not seen may be anything, NaN included: 0 * NaN would spoil the sum
+    # a value that no query sees may be NaN, and 0 * NaN is NaN
     values = jnp.where(seen[:, None, :, None], values, 0.0)
     return jnp.einsum("thk,thkd->thd", weights, values, precision="highest").astype(q.dtype)
 
@@ -71,7 +71,7 @@ def check_indices(
     block_size: int,
     max_query_len: int,
 ) -> None:
-    """Raise ValueError where an index argument breaks the contract: JAX would clamp or drop it silently."""
+    """Raise ValueError if an index argument is out of range. JAX would clamp or drop the index silently."""
     tables, lens, starts = (np.asarray(a) for a in (block_tables, context_lens, query_start_loc))
     counts = np.diff(starts)
     if starts[0] != 0 or (counts < 0).any() or starts[-1] > tokens:
@@ -81,7 +81,7 @@ def check_indices(
     if (lens < counts).any() or (lens > tables.shape[1] * block_size).any():
         room = tables.shape[1] * block_size
         raise ValueError(
-            f"context_lens={lens}: must be between the row's tokens {counts} and {room}, the table's room"
+            f"context_lens={lens}: must be between the row's tokens {counts} and {room}, the most that the table holds"
         )
     for row, length in enumerate(lens):
         used = tables[row, : -(-int(length) // block_size)]

@@ -1,18 +1,19 @@
-"""paged_attention for NVIDIA in Pallas, lowered through Triton: a decode path, its merge, and a prefill path.
+"""paged_attention for NVIDIA in Pallas, lowered through Triton: kernels for decodes, for their merge, and for prefills.
 
-1. Rows of one token go to `_decode`: a program is one row, one KV head and one split of the keys. Splits are cut at
-   fixed positions of the sequence, so what a row computes does not depend on who runs beside it (flash decoding, Dao
-   et al. 2023, with fixed splits). Every program leaves its output and the logarithm of its sum.
-2. `_merge` puts a row's splits together.
-3. Longer rows go to `_prefill`: a program is one KV head and a tile of a row's tokens, all query heads of the group in
-   one product (Dao et al. 2022). It fills the output that `_merge` then completes in place.
+1. `_decode_kernel`, grid (rows, KV heads, splits): rows of one token. A program attends with all query heads of one KV
+   head over one split of the row's keys (flash decoding, Dao et al. 2023). Splits begin at fixed positions of the
+   sequence, so a row's result does not depend on the batch. A program writes its output and the logarithm of its sum.
+2. `_merge_kernel`, grid (rows, query heads): a program combines the splits of one row and head.
+3. `_prefill_kernel`, grid (tiles of tokens, KV heads): rows of several tokens. A program attends with one tile of a
+   row's tokens and all query heads of one KV head, in one product (Dao et al. 2022). It runs before the decode kernels,
+   which complete its output in place.
 
-A call whose rows are all one token (`max_query_len=1`) runs 1 and 2, and only 1 where one split covers the table.
-A mixed call runs all three: rows that are not a path's own leave its programs at once.
+A call with `max_query_len=1` runs 1 and 2, or only 1 if one split covers the block table. A mixed call runs all three,
+and programs of rows that belong to another kernel return at once.
 
-The kernels take whole arrays and compute addresses themselves (no scalar prefetch and no scratch in this lowering).
-Widths that are no power of two are padded inside by masks. Masked stores point past the end of the array: interpret
-mode would otherwise write clamped duplicates over good rows.
+The kernels take whole arrays and compute addresses, because this lowering has no scalar prefetch and no scratch memory.
+Widths that are not powers of two are padded with masks. Masked stores point past the end of the array, because
+interpret mode would write clamped duplicates over valid rows.
 """
 
 import dataclasses
@@ -51,9 +52,9 @@ def paged_attention(
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """As `pallas_kernels.paged_attention` says.
+    """See `pallas_kernels.paged_attention`.
 
-    tiling: chosen by device and shape where None. interpret: run the kernels in XLA operations, on any platform.
+    tiling: None: chosen by device and shape. interpret: run the kernels in XLA operations, on any platform.
     """
     table_keys = block_tables.shape[1] * pages.block_size
     tiling = tiling or Tiling.choose(q, pages)
@@ -73,7 +74,7 @@ def paged_attention(
         tiling=tiling,
         only_decodes=max_query_len == 1,
     )
-    # always given, so that each kernel has one signature
+    # absent arrays have a placeholder, so that each kernel has one signature
     none = jnp.zeros(1, jnp.float32)
     given = _Given(
         block_tables, context_lens, query_start_loc,
@@ -86,7 +87,7 @@ def paged_attention(
 
 
 def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str | None:
-    """Why the kernels cannot take a call on a jax Device; None where they can."""
+    """Reason why the kernels cannot take a call on a jax Device; None if they can."""
     del block_tables, max_query_len
     if q.shape[2] > 256:
         return f"head_dim {q.shape[2]}: tiles of more than 256 do not fit into shared memory"
@@ -94,12 +95,12 @@ def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len
 
 
 class _Given(NamedTuple):
-    """The arrays of a call, and inside the kernels the references to them."""
+    """The arrays of a call. Inside the kernels: the references to them."""
 
     tables: Any
     lens: Any
     starts: Any
-    sinks: Any   # float32[q_heads], or [1] where there are none; so are slopes and scales
+    sinks: Any   # float32[q_heads], or [1] if there are none; slopes and scales likewise
     slopes: Any
     q: Any
     data: Any
@@ -108,7 +109,7 @@ class _Given(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What is static in a call."""
+    """The static facts of a call."""
 
     scale: float
     q_per_kv: int
@@ -119,40 +120,40 @@ class _Problem:
     has_sinks: bool
     has_slopes: bool
     scales: str  # of the pages: "none", "token" (int8) or "head" (fp8)
-    splits: int      # decode programs of a row and KV head
-    split_keys: int  # keys of each
+    splits: int      # decode programs per row and KV head
+    split_keys: int  # keys of each decode program
     tiling: Tiling
     only_decodes: bool
 
     @property
     def width(self) -> int:
-        """head_dim, padded to what the products take."""
+        """head_dim, padded to a width that the products accept."""
         return max(16, pl.next_power_of_2(self.head_dim))
 
     @property
     def head_rows(self) -> int:
-        """Query rows of a decode program: the heads of a group, padded to the smallest product."""
+        """Query rows of a decode program: q_per_kv, padded to the smallest product."""
         return max(16, pl.next_power_of_2(self.q_per_kv))
 
 
-# --- one turn over a few keys: shared by decode and prefill -----------------------------------------------------------
+# --- one iteration over a few keys, for decode and prefill ------------------------------------------------------------
 
 Carry = tuple[Array, Array, Array]  # output [rows, width], maximum [rows], sum [rows], all float32
 
 
 def _load_page(
-    problem: _Problem, given: _Given, which: int, blocks: Array, head: Array, place: Array, valid: Array
+    problem: _Problem, given: _Given, which: int, blocks: Array, head: Array, offset: Array, valid: Array
 ) -> tuple[Array, Array | None]:
-    """Keys (which=0) or values (which=1) of one KV head at places in blocks: [keys, width], and scales to multiply by.
+    """Keys (which=0) or values (which=1) of one KV head, [keys, width], and their scales, [keys] or a scalar.
 
-    Scales are [keys] or a scalar. What is not valid gives zeros.
+    blocks, offset: block of each key, and its offset in the block. Invalid keys are zeros.
     """
     column = jnp.arange(problem.width)[None, :]
     mask = valid[:, None] & (column < problem.head_dim)
-    page = plgpu.load(given.data.at[blocks[:, None], which, head, place[:, None], column], mask=mask, other=0.0)
+    page = plgpu.load(given.data.at[blocks[:, None], which, head, offset[:, None], column], mask=mask, other=0.0)
     match problem.scales:
         case "token":
-            scale = plgpu.load(given.scales.at[blocks, which, head, place], mask=valid, other=0.0)
+            scale = plgpu.load(given.scales.at[blocks, which, head, offset], mask=valid, other=0.0)
             return page, scale.astype(jnp.float32)
         case "head":
             return page, given.scales[which, head]
@@ -171,12 +172,12 @@ def _attend_keys(
     position: Array,
     valid: Array,
 ) -> Carry:
-    """Online softmax (Milakov & Gimelshein 2018): `carry` after a row's keys at the valid positions."""
+    """Online softmax (Milakov & Gimelshein 2018): `carry` after the row's keys at the valid positions."""
     out, top, total = carry
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     blocks = plgpu.load(given.tables.at[row, position // problem.block_size], mask=valid, other=0)
-    place = position % problem.block_size
-    key, key_scale = _load_page(problem, given, 0, blocks, head, place, valid)
+    offset = position % problem.block_size
+    key, key_scale = _load_page(problem, given, 0, blocks, head, offset, valid)
     scores = plgpu.dot(q, key.astype(q.dtype).T, precision=precision) * problem.scale
     if key_scale is not None:
         scores *= key_scale[None, :] if key_scale.ndim else key_scale
@@ -190,11 +191,11 @@ def _attend_keys(
         seen &= distance < problem.window
     scores = jnp.where(seen, scores, MASKED)
     new_top = jnp.maximum(top, scores.max(axis=1))
-    # where no key of a turn is seen, new_top is MASKED and exp(0) would count the hidden keys
+    # if a query sees no key here, new_top may be MASKED, and exp(0) would count the hidden keys
     weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
     shrink = jnp.exp(top - new_top)
     total = total * shrink + weights.sum(axis=1)
-    value, value_scale = _load_page(problem, given, 1, blocks, head, place, valid)
+    value, value_scale = _load_page(problem, given, 1, blocks, head, offset, valid)
     if value_scale is not None:
         weights *= value_scale[None, :] if value_scale.ndim else value_scale
     out = out * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), value.astype(q.dtype), precision=precision)
@@ -213,7 +214,10 @@ def _start(rows: int, width: int) -> Carry:
 
 
 def _decode_kernel(*refs: Ref, problem: _Problem) -> None:
-    """With one split: writes the output. With more: writes [split, row, head, width] and the logarithm of the sum."""
+    """One row, one KV head, one split.
+
+    With one split in all, writes the output. With more, writes [split, row, head, width] and the logarithm of the sum.
+    """
     given, rest = _Given(*refs[: len(_Given._fields)]), refs[len(_Given._fields) :]
     *_, out_ref, lse_ref = rest if problem.splits > 1 else (*rest, None)
     row, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -225,54 +229,54 @@ def _decode_kernel(*refs: Ref, problem: _Problem) -> None:
     if problem.window is not None:
         begin = jnp.maximum(begin, length - problem.window)
 
-    def own() -> None:
+    def attend() -> None:
         lane = jnp.arange(problem.head_rows)
         query_head = head * problem.q_per_kv + jnp.minimum(lane, problem.q_per_kv - 1)
         column = jnp.arange(problem.width)[None, :]
-        mine = (lane < problem.q_per_kv)[:, None] & (column < problem.head_dim)
-        q = plgpu.load(given.q.at[first, query_head[:, None], column], mask=mine, other=0.0)
+        is_head = lane < problem.q_per_kv
+        mask = is_head[:, None] & (column < problem.head_dim)
+        q = plgpu.load(given.q.at[first, query_head[:, None], column], mask=mask, other=0.0)
         slope = plgpu.load(given.slopes.at[query_head]) if problem.has_slopes else None
         query_position = jnp.full((problem.head_rows,), length - 1, jnp.int32)
 
         size = problem.tiling.decode_keys
 
-        def turn(i: Array, carry: Carry) -> Carry:
+        def next_keys(i: Array, carry: Carry) -> Carry:
             position = i * size + jnp.arange(size)
-            # turns are aligned to `size`, so the first may begin in the neighbouring split
+            # iterations are aligned to `size`, so the first one may begin in the previous split
             valid = (position >= begin) & (position < end)
             return _attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid)
 
         out, top, total = lax.fori_loop(
-            begin // size, pl.cdiv(end, size), turn, _start(problem.head_rows, problem.width)
+            begin // size, pl.cdiv(end, size), next_keys, _start(problem.head_rows, problem.width)
         )
         if lse_ref is None and problem.has_sinks:
             total += jnp.exp(plgpu.load(given.sinks.at[query_head]) - top)
         out /= jnp.where(total == 0, 1.0, total)[:, None]
         if lse_ref is None:
-            place = out_ref.at[first, jnp.where(lane < problem.q_per_kv, query_head, given.q.shape[1])[:, None], column]
-            plgpu.store(place, out.astype(out_ref.dtype), mask=mine)
+            target = out_ref.at[first, jnp.where(is_head, query_head, given.q.shape[1])[:, None], column]
+            plgpu.store(target, out.astype(out_ref.dtype), mask=mask)
         else:
-            nowhere = jnp.where(lane < problem.q_per_kv, query_head, lse_ref.shape[2])
-            plgpu.store(out_ref.at[split, row, nowhere[:, None], column], out, mask=mine)
+            target_head = jnp.where(is_head, query_head, lse_ref.shape[2])
+            plgpu.store(out_ref.at[split, row, target_head[:, None], column], out, mask=mask)
             lse = top + jnp.log(jnp.where(total == 0, 1.0, total))
-            is_head = lane < problem.q_per_kv
-            plgpu.store(lse_ref.at[split, row, nowhere], jnp.where(total == 0, MASKED, lse), mask=is_head)
+            plgpu.store(lse_ref.at[split, row, target_head], jnp.where(total == 0, MASKED, lse), mask=is_head)
 
-    # a split beyond the row's end, or before its window, has nothing to say and nobody reads it
-    pl.when(is_decode & (begin < end))(own)
+    # a split after the row's end, or before its window, has no keys, and the merge does not read it
+    pl.when(is_decode & (begin < end))(attend)
 
 
 def _merge_kernel(
     lens_ref: Ref, starts_ref: Ref, sinks_ref: Ref, parts_ref: Ref, lse_ref: Ref, *rest: Ref,
     problem: _Problem,
 ) -> None:  # fmt: skip
-    """One row and one head: the splits' outputs weighted by their sums."""
+    """One row and one query head: the outputs of the splits, weighted by their sums."""
     out_ref = rest[-1]
     row, head = pl.program_id(0), pl.program_id(1)
     first, length = starts_ref[row], lens_ref[row]
     is_decode = (starts_ref[row + 1] - first == 1) & (length > 0)
 
-    def own() -> None:
+    def merge() -> None:
         split = jnp.arange(pl.next_power_of_2(problem.splits))
         begin = split * problem.split_keys
         written = begin < length
@@ -293,11 +297,11 @@ def _merge_kernel(
         column = jnp.arange(problem.width)
         plgpu.store(out_ref.at[first, head, column], merged.astype(out_ref.dtype), mask=column < problem.head_dim)
 
-    pl.when(is_decode)(own)
+    pl.when(is_decode)(merge)
 
 
 def _decode(problem: _Problem, given: _Given, out: Array | None, interpret: bool) -> Array:
-    """The output of rows of one token, put into `out` (what the prefill gave) where there is one."""
+    """The output of rows of one token. out: the result of `_prefill`, completed in place; None: only decodes."""
     num_rows, q_heads = given.lens.shape[0], given.q.shape[1]
     tiling = problem.tiling
     params = plgpu.CompilerParams(num_warps=tiling.decode_warps, num_stages=tiling.decode_stages)
@@ -332,12 +336,12 @@ def _decode(problem: _Problem, given: _Given, out: Array | None, interpret: bool
 def _prefill_kernel(
     tile_row_ref: Ref, tile_first_ref: Ref, *refs: Ref, problem: _Problem, tile_tokens: int
 ) -> None:
-    """Query rows are tokens x heads of the group, padded to a power of two."""
+    """One KV head and one tile of a row's tokens. Query rows: tokens times q_per_kv, padded to a power of two."""
     given, out_ref = _Given(*refs[:-1]), refs[-1]
     tile, head = pl.program_id(0), pl.program_id(1)
     row = tile_row_ref[tile]
 
-    def own() -> None:
+    def attend() -> None:
         padded_heads = pl.next_power_of_2(problem.q_per_kv)
         first, length = given.starts[row], given.lens[row]
         count = given.starts[row + 1] - first
@@ -346,10 +350,10 @@ def _prefill_kernel(
         lane = line % padded_heads
         real = (token < count) & (lane < problem.q_per_kv)
         query_head = head * problem.q_per_kv + jnp.minimum(lane, problem.q_per_kv - 1)
-        place = first + jnp.minimum(token, count - 1)
+        index = first + jnp.minimum(token, count - 1)
         column = jnp.arange(problem.width)[None, :]
-        mine = real[:, None] & (column < problem.head_dim)
-        q = plgpu.load(given.q.at[place[:, None], query_head[:, None], column], mask=mine, other=0.0)
+        mask = real[:, None] & (column < problem.head_dim)
+        q = plgpu.load(given.q.at[index[:, None], query_head[:, None], column], mask=mask, other=0.0)
         slope = plgpu.load(given.slopes.at[query_head]) if problem.has_slopes else None
         query_position = length - count + token
         begin = jnp.int32(0)
@@ -358,35 +362,35 @@ def _prefill_kernel(
             begin = jnp.maximum(length - count + tile_first_ref[tile] - problem.window + 1, 0)
         size = problem.tiling.prefill_keys
 
-        def turn(i: Array, carry: Carry) -> Carry:
+        def next_keys(i: Array, carry: Carry) -> Carry:
             position = i * size + jnp.arange(size)
-            # what lies before every query's window may be gone: its block freed, its place in the table anything
+            # blocks before the window may be freed already, and their entries in the block table may be anything
             valid = (position >= begin) & (position < end)
             return _attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid)
 
         carry = _start(tile_tokens * padded_heads, problem.width)
-        out, top, total = lax.fori_loop(begin // size, pl.cdiv(end, size), turn, carry)
+        out, top, total = lax.fori_loop(begin // size, pl.cdiv(end, size), next_keys, carry)
         if problem.has_sinks:
             total += jnp.exp(plgpu.load(given.sinks.at[query_head]) - top)
         out /= jnp.where(total == 0, 1.0, total)[:, None]
-        target = jnp.where(real, place, out_ref.shape[0])
+        target = jnp.where(real, index, out_ref.shape[0])
         plgpu.store(
-            out_ref.at[target[:, None], query_head[:, None], column], out.astype(out_ref.dtype), mask=mine
+            out_ref.at[target[:, None], query_head[:, None], column], out.astype(out_ref.dtype), mask=mask
         )
 
-    pl.when(row >= 0)(own)
+    pl.when(row >= 0)(attend)
 
 
 def _prefill(problem: _Problem, given: _Given, interpret: bool) -> Array:
-    """The output of rows of more than one token; what belongs to others is left as it lies in memory."""
+    """The output of rows of more than one token. Outputs of other rows are undefined."""
     q, starts = given.q, given.starts
     tiling = problem.tiling
     tile_tokens = max(1, tiling.prefill_rows // pl.next_power_of_2(problem.q_per_kv))
     tile_row, tile_first = prompt_tiles(starts, q.shape[0], tile_tokens)
     counts = starts[1:] - starts[:-1]
-    # rows of one token are the decode's, tiles of no row are nobody's
-    theirs = (tile_row < 0) | (jnp.take(counts, tile_row, mode="clip") < 2)
-    tile_row = jnp.where(theirs, -1, tile_row).astype(jnp.int32)
+    # skip tiles without a row, and rows of one token, which `_decode` computes
+    skipped = (tile_row < 0) | (jnp.take(counts, tile_row, mode="clip") < 2)
+    tile_row = jnp.where(skipped, -1, tile_row).astype(jnp.int32)
     return pl.pallas_call(
         functools.partial(_prefill_kernel, problem=problem, tile_tokens=tile_tokens),
         jax.ShapeDtypeStruct(q.shape, q.dtype),

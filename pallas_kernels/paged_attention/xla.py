@@ -1,13 +1,13 @@
-"""paged_attention in XLA operations: online softmax over fixed blocks of keys. A supported path on every platform.
+"""paged_attention in XLA operations: online softmax over fixed blocks of keys. It works on every platform.
 
-1. The tokens are cut into tiles: at most `tile` tokens, all of one row. A row of one token is a tile of one.
-2. A group of tiles goes through the keys, KEYS_PER_STEP at a time counted from position 0 of each sequence, keeping
-   the running maximum, sum and output of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
-3. The tiles' results are put back into token order.
+1. The tokens are split into tiles of at most `tile` tokens, all of one row.
+2. TILE_GROUP tiles together loop over their keys, KEYS_PER_STEP at a time, counted from position 0 of each sequence.
+   The loop keeps the maximum, sum and output of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
+3. The results of the tiles are brought into token order.
 
-A tile has the same number of query rows (tokens x heads of one group, padded) in every call, and keys are summed in
-the same blocks: so on CPU a query's result is the same to the bit, alone or in any batch, in a chunk or as a decode
-(`tests/kernels`). Tiles of other heights gave other bits: 56 rows and more where head_dim was 32.
+A tile has the same number of query rows (tokens times q_per_kv, padded) in every call, and keys are summed in the same
+blocks. So on CPU a query's result has the same bits alone or in any batch, in a chunk or as a decode (`tests/kernels`).
+Tiles with other numbers of rows gave other bits: 56 rows and more with head_dim 32.
 """
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention.tiles import (
     heads_of_tokens,
-    place_in_tiles,
+    index_in_tiles,
     prompt_tiles,
     queries_of_tiles,
     round_up,
@@ -28,14 +28,13 @@ from pallas_kernels.paged_attention.tiles import (
 # 128 keys: 0.91 ms against 1.13 (64) and 1.39 (32) for 32 rows of 200 tokens, 4 KV heads of 64, bf16, 2 CPU cores.
 KEYS_PER_STEP = 128
 MASKED = -1e30  # finite: -inf - -inf would be NaN
-# Query rows of a tile. 16 cost a decode what 8 do (2.2 ms a call of the case above, 32 rows cost 2.8 and 64 cost 4.6),
-# and halve what a prompt chunk reads. Fewer than 8 take another code path in XLA's CPU products, with other bits.
+# Query rows of a tile. For decodes, 16 rows cost as much as 8: 2.2 ms a call of the case above; 32 rows cost 2.8 and
+# 64 cost 4.6. A prompt chunk then reads half as much. XLA's CPU products of fewer than 8 rows have other bits.
 TILE_ROWS = 16
-# Tiles that go through the keys together where loops may depend on the device's data. 8 took 6.8 ms where 16 took 5.0
-# (a prompt of 512 tokens, as above); 32 was no better and waits for the longest of more rows.
+# Tiles that loop over the keys together, if loops may depend on the device's data. For a prompt of 512 tokens, as
+# above, 8 took 6.8 ms and 16 took 5.0. 32 was no better, and has to wait for the longest of more rows.
 TILE_GROUP = 16
-# The fewest tiles in a call, and the fewest scores that go through the softmax together: XLA's CPU reductions over
-# less than this in all came out with other bits.
+# Fewest tiles of a call, and fewest scores in one softmax. XLA's CPU reductions over fewer scores had other bits.
 MIN_TILES, MIN_SCORES = 8, 4096
 
 
@@ -54,47 +53,47 @@ def paged_attention(
     alibi_slopes: Float[Array, " q_heads"] | None,
     device_loops: bool,
 ) -> Float[Array, "tokens q_heads v_dim"]:
-    """As `pallas_kernels.paged_attention` says.
+    """See `pallas_kernels.paged_attention`.
 
-    device_loops: loops may end where the data says (CPU). Elsewhere they run over the whole table: a loop whose end
-    the device decides makes XLA read its condition back to the host every turn on GPU.
+    device_loops: loops end at the last key that is needed (CPU). Otherwise they run over the whole block table, because
+    on GPU XLA reads the condition of a loop of unknown length back to the host in every iteration.
     """
     tokens, q_heads, head_dim = q.shape
     v_dim = pages.v_dim or head_dim
     rows, kv_heads = context_lens.shape[0], pages.num_kv_heads
     q_per_kv = q_heads // kv_heads
-    # tokens of a tile, and its rows: a q_per_kv larger than a tile makes tiles of one token
+    # tokens and rows of a tile; if q_per_kv is larger than TILE_ROWS, a tile has one token
     tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // q_per_kv)
     padded = max(TILE_ROWS, round_up(q_per_kv, 8))
-    # rows of a tile that go through the softmax: not the padding that only the products need
+    # rows of a tile that take part in the softmax; the products need more padding
     soft_rows = min(padded, max(tile * q_per_kv, -(-MIN_SCORES // (MIN_TILES * kv_heads * KEYS_PER_STEP))))
 
-    # --- tiles: which row, which of its tokens -----------------------------------------------------------------
+    # --- tiles: row and first token of each --------------------------------------------------------------------
     counts = query_start_loc[1:] - query_start_loc[:-1]
     if max_query_len == 1:
         num_tiles = used_tiles = round_up(rows, TILE_GROUP if rows > TILE_GROUP else MIN_TILES)
-        # longest rows first, so that those which go through the keys together need about as many
+        # longest rows first, so that tiles that loop together need about the same number of keys
         order = jnp.argsort(-context_lens) if device_loops else jnp.arange(rows)
-        place_of_row = jnp.argsort(order)
+        index_of_row = jnp.argsort(order)
         tile_row = jnp.pad(order, (0, num_tiles - rows))
-        tile_first = jnp.where(jnp.arange(num_tiles) < rows, 0, tile)  # place `tile` is no token
+        tile_first = jnp.where(jnp.arange(num_tiles) < rows, 0, tile)  # offset `tile` is past the row's token
     else:
         tile_row, tile_first = prompt_tiles(query_start_loc, tokens, tile)
         used_tiles = jnp.sum(tile_row >= 0)
         num_tiles = round_up(tile_row.shape[0], TILE_GROUP)
-        tile_first = jnp.where(tile_row < 0, tokens, tile_first)  # place `tokens` is no token of any row
+        tile_first = jnp.where(tile_row < 0, tokens, tile_first)  # offset `tokens` is past the end of every row
         tile_row, tile_first = (
             jnp.pad(a, (0, num_tiles - a.shape[0]), constant_values=b)
             for a, b in ((jnp.maximum(tile_row, 0), 0), (tile_first, tokens))
         )
-    offset = tile_first[:, None] + jnp.arange(tile)  # [tiles, tile] place in the row's tokens
+    offset = tile_first[:, None] + jnp.arange(tile)  # [tiles, tile] index among the row's tokens
     start = query_start_loc[tile_row][:, None]
     real = (offset >= 0) & (offset < counts[tile_row][:, None])
     query_position = jnp.where(real, (context_lens - counts)[tile_row][:, None] + offset, -1)
-    # keys that the tile needs; none for an empty one
+    # keys that the tile needs: tile_begin to tile_end - 1; an empty tile needs none
     tile_end = query_position.max(axis=1) + 1
-    nobody = jnp.iinfo(jnp.int32).max
-    tile_begin = jnp.where(real, query_position, nobody).min(axis=1) - (sliding_window or nobody) + 1
+    large = jnp.iinfo(jnp.int32).max
+    tile_begin = jnp.where(real, query_position, large).min(axis=1) - (sliding_window or large) + 1
     queries = queries_of_tiles(q, start + offset, kv_heads, padded)  # [tiles, kv_heads, padded, head_dim]
 
     blocks_per_step = max(1, KEYS_PER_STEP // pages.block_size)
@@ -103,7 +102,7 @@ def paged_attention(
     tables = jnp.pad(block_tables, ((0, 0), (0, steps * blocks_per_step - block_tables.shape[1])))
 
     def attend(first: Array | int, size: int) -> Float[Array, "size kv_heads soft_rows v_dim"]:
-        """Tiles first .. first + size - 1 over all the keys they need."""
+        """Results of the tiles first to first + size - 1, over all keys that they need."""
 
         def cut(x: Array) -> Array:
             return lax.dynamic_slice_in_dim(x, first, size)
@@ -119,7 +118,7 @@ def paged_attention(
             blocks = lax.dynamic_slice_in_dim(own_tables, step * blocks_per_step, blocks_per_step, axis=1)
             k, v = pages.gather(blocks, x.dtype)
             key_position = step * keys_per_step + jnp.arange(keys_per_step)
-            # what nobody sees may be anything, NaN included, and 0 * NaN would spoil the sum
+            # a value that no query sees may be NaN, and 0 * NaN is NaN
             needed = key_position < end[:, None]
             if sliding_window is not None:
                 needed &= key_position >= begin[:, None]
@@ -159,21 +158,21 @@ def paged_attention(
         result = attend(0, num_tiles)
     else:
 
-        def over_groups(i: Array, result: Array) -> Array:
+        def next_tiles(i: Array, result: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(result, attend(i * TILE_GROUP, TILE_GROUP), i * TILE_GROUP, axis=0)
 
         empty = jnp.zeros((num_tiles, kv_heads, soft_rows, v_dim), q.dtype)
-        result = lax.fori_loop(0, -(-used_tiles // TILE_GROUP), over_groups, empty)
+        result = lax.fori_loop(0, -(-used_tiles // TILE_GROUP), next_tiles, empty)
 
-    # --- back into token order ---------------------------------------------------------------------------------
+    # --- results in token order --------------------------------------------------------------------------------
     if max_query_len == 1:
-        place = place_of_row[row_of_token(query_start_loc, tokens)]
+        index = index_of_row[row_of_token(query_start_loc, tokens)]
     else:
-        place = place_in_tiles(query_start_loc, tokens, tile)
-    return heads_of_tokens(result, place, tile, q_per_kv)
+        index = index_in_tiles(query_start_loc, tokens, tile)
+    return heads_of_tokens(result, index, tile, q_per_kv)
 
 
 def _product(pattern: str, a: Array, b: Array) -> Array:
-    """A batched product with float32 sums; float32 operands are multiplied as such on every platform."""
+    """A batched product with float32 sums. float32 operands give true float32 products on every platform."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(pattern, a, b, precision=exact, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""write_kv: put new keys and values into their slots, in place where the pages are donated."""
+"""write_kv: stores new keys and values in their slots; in place if the pages are donated."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -8,7 +8,7 @@ from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.platforms import Implementation, compiled_on, pick
 from pallas_kernels.write_kv import mosaic_tpu, triton
 
-# refusals are asked with (device, pages)
+# `Implementation.refuse` takes (device, pages)
 IMPLEMENTATIONS = {
     "xla": Implementation(KVPages.scatter),
     "triton": Implementation(compiled_on("cuda", triton.write_kv), triton.refuse),
@@ -17,7 +17,7 @@ IMPLEMENTATIONS = {
 
 
 def matching_write(attention: str) -> str:
-    """The implementation of the writes that goes with one of paged_attention: the same back end's, or XLA's."""
+    """The write implementation for an implementation of paged_attention: the same back end, or XLA."""
     return attention if attention in IMPLEMENTATIONS else "xla"
 
 
@@ -31,15 +31,15 @@ def write_kv(
 ) -> KVPages:
     """Pages with the keys and values of new tokens in their slots.
 
-    k, v:         cast to the pages' dtype; int8 pages get a scale a token and KV head (largest absolute value / 127),
-                  fp8 pages are divided by their static scales, and what is too large becomes the largest number.
-                  Latent pages take no v: it is the beginning of k.
-    slot_mapping: int32; block * block_size + offset, distinct, below num_blocks * block_size; negative = padding,
-                  nothing written. Nobody checks the values: a slot too large is dropped silently.
-    implementation: "xla", "triton" (a kernel for NVIDIA), "mosaic_tpu" (for TPU; both in interpret mode on CPU), or
-                  None to choose.
+    k, v:           cast to the pages' dtype. int8 pages get one scale per token and KV head: the largest absolute value
+                    / 127. For fp8 pages, numbers are divided by the static scales and clipped to the fp8 range.
+                    Latent pages take v=None, because the values are the first numbers of the keys.
+    slot_mapping:   int32, block * block_size + offset. Slots are distinct and below num_blocks * block_size; a negative
+                    slot is padding. The values are not checked: a slot that is too large is dropped silently.
+    implementation: "xla", "triton" (a kernel for NVIDIA), "mosaic_tpu" (a kernel for TPU), or None for the best one. On
+                    CPU both kernels run in interpret mode.
 
-    Under jit with donated pages the write is in place: no copy of the pages is made.
+    Under jit with donated pages the write is in place, without a copy of the pages.
     """
     expect_pages(pages)
     expect_floats("k", k, "[tokens, kv_heads, head_dim]")
@@ -49,13 +49,13 @@ def write_kv(
     if v is None and pages.v_dim is None:
         raise ValueError("v=None: only latent pages (made with v_dim) take no values")
     if v is not None and pages.v_dim is not None:
-        raise ValueError(f"v {v.shape}: latent pages (v_dim={pages.v_dim}) take None, keys hold their values")
+        raise ValueError(f"v {v.shape}: latent pages (v_dim={pages.v_dim}) take None, their keys contain the values")
     expected = (pages.num_kv_heads, pages.head_dim)
     if k.shape[1:] != expected or (v is not None and v.shape != k.shape):
         given = None if v is None else v.shape
-        raise ValueError(f"k {k.shape}, v {given}: both must be [tokens, {expected[0]}, {expected[1]}] as the pages")
+        raise ValueError(f"k {k.shape}, v {given}: both must be [tokens, {expected[0]}, {expected[1]}], as the pages")
     if slot_mapping.shape != k.shape[:1]:
-        raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{k.shape[0]}], as many as k has tokens")
+        raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{k.shape[0]}], one per token of k")
     write = pick(IMPLEMENTATIONS, implementation, pages)
     if not k.shape[0]:
         return pages

@@ -1,8 +1,9 @@
-"""write_kv for TPU in Pallas, lowered through Mosaic: a program fills the new places of one slab of a page, in place.
+"""write_kv for TPU in Pallas, lowered through Mosaic.
 
-A slab is what a TPU can read and write of a page's tokens: 8 in float32, 16 in bfloat16 (32 bytes of each column), all
-heads, keys and values. The tokens are sorted by slot, so that each slab is one program's and no two touch the same;
-Pallas fetches the next slab and writes back the last one meanwhile.
+A slab is the smallest part of a page that a TPU can read and write: 8 tokens in float32, 16 in bfloat16 (32 bytes of
+each column). It has the keys and values of all heads. Grid: (slabs with new tokens,). A program reads one slab, fills
+the slots of its new tokens, and writes the slab back in place. The tokens are sorted by slot, so each slab has exactly
+one program. Pallas fetches the next slab and writes the previous one back during the work on a slab.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ Ref = Any  # an array inside a kernel
 
 
 def refuse(device: Any, pages: KVPages) -> str | None:
-    """Why the kernels for TPU cannot take pages on a jax Device; None where they can."""
+    """Reason why the kernels for TPU cannot take pages on a jax Device; None if they can."""
     if pages.dtype not in (jnp.float32, jnp.bfloat16) or pages.v_dim is not None:
         return f"pages are {pages.dtype}{'' if pages.v_dim is None else ', latent'}: it takes float32 and bfloat16"
     packed = 32 // pages.dtype.itemsize  # tokens in a register: 8 of float32, 16 of bfloat16
@@ -38,31 +39,35 @@ def write_kv(
     *,
     interpret: Any = False,
 ) -> KVPages:
-    """As `pallas_kernels.write_kv` says; float32 and bfloat16 pages. interpret: as in `paged_attention`'s kernel."""
+    """See `pallas_kernels.write_kv`. Takes float32 and bfloat16 pages.
+
+    interpret: True to run the kernel in XLA operations, on any platform; `pltpu.InterpretParams` to check its DMAs.
+    """
     data, tokens = pages.data, k.shape[0]
     num_blocks, _, heads, block_size, head_dim = data.shape
     size = 32 // data.dtype.itemsize
-    # --- which tokens go to which slab: the same for every layer of a step, and computed once ----------------------
-    nowhere = num_blocks * block_size
-    slots = jnp.where((slot_mapping < 0) | (slot_mapping > nowhere), nowhere, slot_mapping).astype(jnp.int32)
+    # --- tokens of each slab: the same for all layers of a step, so XLA computes this once ------------------------
+    past_end = num_blocks * block_size  # slot of padding
+    slots = jnp.where((slot_mapping < 0) | (slot_mapping > past_end), past_end, slot_mapping).astype(jnp.int32)
     order = jnp.argsort(slots)
     slots = slots[order]
     slab = slots // size
-    is_first = (slots < nowhere) & (slab != jnp.roll(slab, 1).at[0].set(-1))
-    used = jnp.sum(slots < nowhere, dtype=jnp.int32)
-    # first token of each slab, in order; behind them the number of tokens that are written
+    is_first = (slots < past_end) & (slab != jnp.roll(slab, 1).at[0].set(-1))
+    used = jnp.sum(slots < past_end, dtype=jnp.int32)
+    # first token of each slab, in order; then the number of tokens that are written
     starts = jnp.sort(jnp.where(is_first, jnp.arange(tokens, dtype=jnp.int32), used))
     starts = jnp.append(starts, used)
-    # a program reads `size` tokens from its first one on; float32 since half a register cannot be addressed
+    # A program reads `size` tokens, starting at its slab's first. In float32, because half of a register cannot be
+    # addressed.
     new = jnp.stack([k, v], axis=1).astype(data.dtype).astype(jnp.float32)[order][:, :, :, None]
     new = jnp.pad(new, ((0, size), (0, 0), (0, 0), (0, 0), (0, 0)))
 
     def slab_of(i: Array, slots: Ref, starts: Ref) -> tuple[Array, int, int, Array, int]:
-        slot = jnp.minimum(slots[jnp.minimum(starts[i], tokens - 1)], nowhere - 1)
+        slot = jnp.minimum(slots[jnp.minimum(starts[i], tokens - 1)], past_end - 1)
         return lax.div(slot, block_size), 0, 0, lax.div(lax.rem(slot, block_size), size), 0
 
     a_slab = pl.BlockSpec((1, 2, heads, size, head_dim), slab_of)
-    own_tokens = pl.BlockSpec(  # counted in tokens, not in blocks of them
+    own_tokens = pl.BlockSpec(  # indexed by token, not by blocks of `size` tokens
         tuple(pl.Element(n) for n in (size, 2, heads, 1, head_dim)), lambda i, _, starts: (starts[i], 0, 0, 0, 0)
     )
     written = pl.pallas_call(
@@ -70,7 +75,7 @@ def write_kv(
         jax.ShapeDtypeStruct(data.shape, data.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            # one program where there is nothing to write: it puts back what it reads
+            # at least one program; with nothing to write, it writes back the slab that it read
             grid=(jnp.maximum(jnp.sum(is_first, dtype=jnp.int32), 1),),
             in_specs=[own_tokens, a_slab],
             out_specs=a_slab,
@@ -84,13 +89,13 @@ def write_kv(
 
 
 def _kernel(slots_ref: Ref, starts_ref: Ref, new_ref: Ref, slab_ref: Ref, out_ref: Ref) -> None:
-    """new_ref: [size, 2, heads, 1, head_dim] tokens, of which this slab's come first."""
+    """new_ref: [size, 2, heads, 1, head_dim] tokens; those of this slab come first."""
     i = pl.program_id(0)
     start, size = starts_ref[i], slab_ref.shape[3]
 
-    def one(token: Array, slab: Array) -> Array:
-        place = lax.rem(slots_ref[start + token], size)
-        return jnp.where(lax.broadcasted_iota(jnp.int32, slab.shape, 2) == place, new_ref[token], slab)
+    def put_token(token: Array, slab: Array) -> Array:
+        offset = lax.rem(slots_ref[start + token], size)
+        return jnp.where(lax.broadcasted_iota(jnp.int32, slab.shape, 2) == offset, new_ref[token], slab)
 
-    slab = lax.fori_loop(0, starts_ref[i + 1] - start, one, slab_ref[0].astype(jnp.float32))
+    slab = lax.fori_loop(0, starts_ref[i + 1] - start, put_token, slab_ref[0].astype(jnp.float32))
     out_ref[0] = slab.astype(out_ref.dtype)

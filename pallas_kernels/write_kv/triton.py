@@ -1,4 +1,8 @@
-"""write_kv for NVIDIA in Pallas, lowered through Triton: a program copies one KV head of a few tokens, in place."""
+"""write_kv for NVIDIA in Pallas, lowered through Triton, and the parts that write_qkv shares.
+
+Grid: (tiles of TILE_TOKENS tokens, KV heads). A program stores the keys and values of one KV head of one tile of tokens
+in their slots, in place.
+"""
 
 import dataclasses
 import functools
@@ -15,14 +19,14 @@ from pallas_kernels.kv_pages import FP8, INT8, KVPages, int8_scale, to_fp8, to_i
 from pallas_kernels.platforms import nvidia_capability, refuse_triton
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
-TILE_TOKENS = 16  # tokens of a program: enough bytes to hide the launch of one, few enough to fill a card at 64 tokens
+TILE_TOKENS = 16  # per program: enough bytes to hide its launch, and enough programs to fill a card at 64 tokens
 
 
 def refuse(device: Any, pages: KVPages) -> str | None:
-    """Why the kernels cannot take pages on a jax Device; None where they can."""
+    """Reason why the kernels cannot take pages on a jax Device; None if they can."""
     capability = nvidia_capability(device)
     if pages.v_dim is not None:
-        return "latent pages go through 'xla'"
+        return "latent pages need 'xla'"
     if pages.dtype == FP8 and capability and capability < (8, 9):
         return f"pages of {FP8} need compute capability 8.9 (Ada) or newer"
     return refuse_triton(device)
@@ -36,8 +40,8 @@ def write_kv(
     *,
     interpret: bool = False,
 ) -> KVPages:
-    """As `pallas_kernels.write_kv` says. interpret: run the kernel in XLA operations, on any platform."""
-    assert v is not None  # latent pages are refused
+    """See `pallas_kernels.write_kv`. interpret: run the kernel in XLA operations, on any platform."""
+    assert v is not None  # `refuse` rejects latent pages
     _, written = call_with_pages(
         _kernel, "write_kv", pages, (slot_mapping, k, v), grid=(-(-k.shape[0] // TILE_TOKENS), pages.num_kv_heads),
         interpret=interpret,
@@ -56,44 +60,44 @@ def _kernel(slots_ref: Ref, k_ref: Ref, v_ref: Ref, *, writer: "PageWriter") -> 
         writer.store(which, head, slot, [Piece(rows, column, k_ref.shape[2])])
 
 
-# --- for every kernel that fills pages --------------------------------------------------------------------------------
+# --- shared by the kernels that write pages ---------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
-    """Neighbouring columns of one head of a tile of tokens; zero beyond `end`."""
+    """Neighbouring columns of one head, for a tile of tokens. Columns from `end` on are zero."""
 
     x: Array       # [tokens, width]
     column: Array  # int32[width]
-    end: int       # the first column that is not the piece's
+    end: int       # first column after the piece
 
 
 @dataclasses.dataclass(frozen=True)
 class PageWriter:
-    """The pages inside a kernel: puts tokens of one KV head into their slots, as the pages hold them."""
+    """The pages inside a kernel. Stores tokens of one KV head in their slots, in the pages' dtype."""
 
     data_ref: Ref
     scales_ref: Ref
 
     def store(self, which: int, head: Array, slot: Array, pieces: Sequence[Piece]) -> None:
-        """Keys (which=0) or values (which=1) of one head.
+        """Store keys (which=0) or values (which=1) of one head.
 
-        slot:   int32[tokens]; negative = written nowhere.
-        pieces: all columns of the head.
+        slot:   int32[tokens]; tokens with a negative slot are not stored.
+        pieces: together all columns of the head.
         """
         num_blocks, _, _, block_size, _ = self.data_ref.shape
-        # What is masked must point past the end, too: interpret mode would write it over slot 0.
+        # masked tokens point past the end as well, because interpret mode would write them to slot 0
         block = jnp.where(slot >= 0, slot // block_size, num_blocks)
-        place = jnp.where(slot >= 0, slot % block_size, 0)
+        offset = jnp.where(slot >= 0, slot % block_size, 0)
         dtype = self.data_ref.dtype
         if dtype == INT8:
             largest = functools.reduce(jnp.maximum, [jnp.abs(p.x.astype(jnp.float32)).max(axis=1) for p in pieces])
             scale = int8_scale(largest)
-            plgpu.store(self.scales_ref.at[block, which, head, place], scale, mask=slot >= 0)
+            plgpu.store(self.scales_ref.at[block, which, head, offset], scale, mask=slot >= 0)
             pieces = [piece._replace(x=to_int8(piece.x, scale[:, None])) for piece in pieces]
         elif dtype == FP8:
             pieces = [piece._replace(x=to_fp8(piece.x, self.scales_ref[which, head])) for piece in pieces]
         for x, column, end in pieces:
-            target = self.data_ref.at[block[:, None], which, head, place[:, None], column[None, :]]
+            target = self.data_ref.at[block[:, None], which, head, offset[:, None], column[None, :]]
             plgpu.store(target, x.astype(dtype), mask=(slot >= 0)[:, None] & (column < end)[None, :])
 
 
@@ -107,7 +111,7 @@ def call_with_pages(
     out: Sequence[jax.ShapeDtypeStruct] = (),
     interpret: bool,
 ) -> tuple[tuple[Array, ...], KVPages]:
-    """Run `kernel(*arguments' references, *out's references, writer=PageWriter)`; the pages change in place."""
+    """Run `kernel(*arguments, *out, writer=PageWriter)` on references of these arrays. Pages change in place."""
     in_place = [pages.data, *([pages.scales] if pages.dtype == INT8 else [])]
     fixed = [pages.scales] if pages.dtype == FP8 else []
 

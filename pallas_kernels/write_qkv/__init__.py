@@ -1,4 +1,4 @@
-"""write_qkv: from the product of a layer's input with its q, k and v matrices to q, and pages with the new KV."""
+"""write_qkv: finishes the product of a layer's input with its q, k and v matrices, and stores k and v in the pages."""
 
 import functools
 
@@ -11,7 +11,7 @@ from pallas_kernels.platforms import Implementation, compiled_on, pick
 from pallas_kernels.write_kv import IMPLEMENTATIONS as WRITES
 from pallas_kernels.write_qkv import triton, xla
 
-# those of write_kv, of which only Triton's has the arithmetic in the same kernel
+# The implementations of write_kv, after the arithmetic in XLA operations. Only Triton's does both in one kernel.
 IMPLEMENTATIONS = {
     name: Implementation(functools.partial(xla.write_qkv, write=write.call), write.refuse)
     for name, write in WRITES.items()
@@ -31,36 +31,36 @@ def write_qkv(
     norm_eps: float = 1e-6,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
-    """q ready for `paged_attention`, and the pages with the new keys and values in their slots.
+    """q, ready for `paged_attention`, and the pages with the new keys and values in their slots.
 
-    In this order, each where it is given: bias; q and k over their root mean square, a head at a time
-    (arXiv:1910.07467); rotary embedding of q and k (arXiv:2104.09864).
+    The steps, in this order: add the bias; RMS norm of q and k, per head (arXiv:1910.07467); rotary embedding of q and
+    k (arXiv:2104.09864). A step is skipped if its arguments are None.
 
-    qkv:            a KV head's query heads, then its key, then its value, as one product gives them.
-    slot_mapping:   as `write_kv` has it.
-    cos, sin:       float32, of every token's angles, in the rotate-half form: dimension i is paired with i + half;
-                    dimensions from 2 * half on are left as they are.
-    q_norm, k_norm: the norms' weights; both or neither.
-    implementation: as of write_kv; "triton" is one kernel.
+    qkv:            per KV head: its query heads, then its key, then its value.
+    slot_mapping:   as in `write_kv`.
+    cos, sin:       float32, of each token's angles, in the rotate-half form: dimension i is paired with i + half.
+                    Dimensions from 2 * half on are not rotated.
+    q_norm, k_norm: weights of the norms; both or neither.
+    implementation: as in `write_kv`. "triton" is one kernel.
 
-    Returns q in qkv's dtype, heads in the order of the KV heads. In place where the pages are donated. Raises
-    ValueError, naming the argument.
+    Returns q in qkv's dtype, with heads in the order of the KV heads. The write is in place if the pages are donated.
+    Raises ValueError, which names the argument.
     """
     expect_pages(pages)
     expect_floats("qkv", qkv, "[tokens, kv_heads, q_per_kv + 2, head_dim]")
     expect_integers("slot_mapping", slot_mapping, "[tokens]")
     if pages.v_dim is not None:
-        raise ValueError("pages: latent pages hold no keys and values apart; use write_kv")
+        raise ValueError("pages: latent pages do not store values separately; use write_kv")
     tokens, kv_heads, lanes, head_dim = qkv.shape
     if (kv_heads, head_dim) != (pages.num_kv_heads, pages.head_dim) or lanes < 3:
         raise ValueError(
-            f"qkv {qkv.shape}: must be [tokens, {pages.num_kv_heads}, query heads a KV head + 2, {pages.head_dim}], as "
-            "the pages have"
+            f"qkv {qkv.shape}: must be [tokens, {pages.num_kv_heads}, q_per_kv + 2, {pages.head_dim}], as the pages "
+            "have"
         )
     if slot_mapping.shape != (tokens,):
-        raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{tokens}], as many as qkv has tokens")
+        raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{tokens}], one per token of qkv")
     if (cos is None) != (sin is None) or (q_norm is None) != (k_norm is None):
-        raise ValueError("cos and sin, q_norm and k_norm: both of a pair or neither")
+        raise ValueError("cos and sin, q_norm and k_norm: give both of a pair, or neither")
     for part, given in (("cos", cos), ("sin", sin)):
         if given is not None:
             expect_floats(part, given, "[tokens, half]")
@@ -72,7 +72,7 @@ def write_qkv(
         if given is not None and given.shape != (head_dim,):
             raise ValueError(f"{part} {given.shape}: must be [{head_dim}]")
     if bias is not None and bias.shape != qkv.shape[1:]:
-        raise ValueError(f"bias {bias.shape}: must be {list(qkv.shape[1:])}, as qkv has")
+        raise ValueError(f"bias {bias.shape}: must be {list(qkv.shape[1:])}, as in qkv")
     norm_eps = expect_number("norm_eps", norm_eps)
     write = pick(IMPLEMENTATIONS, implementation, pages)
     if not tokens:

@@ -1,4 +1,4 @@
-"""What is done to q, k and v between their product and attention, in plain jnp: the specification of write_qkv."""
+"""RMS norm and rotary embedding in plain jnp: the specification of write_qkv's arithmetic."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(x: Float[Array, "*lead width"], weight: Float[Array, " width"], eps: float) -> Float[Array, "*lead width"]:
-    """x over its root mean square, times weight (arXiv:1910.07467). The mean is float32, the result x's dtype."""
+    """RMS norm (arXiv:1910.07467): x / rms(x) * weight. The mean is in float32, the result in x's dtype."""
     y = x.astype(jnp.float32)
     y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
     return y.astype(x.dtype) * weight.astype(x.dtype)
@@ -17,14 +17,14 @@ def apply_rope(
 ) -> Float[Array, "tokens heads head_dim"]:
     """Rotary embedding (arXiv:2104.09864) in the rotate-half form: dimension i is paired with i + half.
 
-    Dimensions from 2 * half on are left as they are (partial rotary embedding).
+    Dimensions from 2 * half on are not rotated (partial rotary embedding).
     """
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
     y = x.astype(jnp.float32)
     a, b = y[..., :half], y[..., half : 2 * half]
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, y[..., 2 * half :]], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, y[..., 2 * half :]], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def norm_and_rope(
@@ -37,7 +37,7 @@ def norm_and_rope(
     k_norm: Float[Array, " head_dim"] | None,
     norm_eps: float,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens kv_heads head_dim"]]:
-    """q and k with norm and rotary embedding, each where it is given."""
+    """q and k after RMS norm and rotary embedding. A step is skipped if its arguments are None."""
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, norm_eps), rms_norm(k, k_norm, norm_eps)
     if cos is not None and sin is not None:

@@ -1,8 +1,10 @@
-"""write_qkv for NVIDIA in Pallas, lowered through Triton: bias, norm, rotation and write in one pass over the product.
+"""write_qkv for NVIDIA in Pallas, lowered through Triton: bias, norm, rope and write in one pass over the product.
 
-A program is one head (of q, or the keys, or the values) of a few tokens. A head comes in three pieces, because the
-rotation pairs its first half with its second, and cutting is for references only in this lowering: the two halves that
-are rotated, and what is not (partial rotary embedding; all of the head where nothing is rotated).
+Grid: (tiles of TILE_TOKENS tokens, KV heads, q_per_kv + 2). A program handles one head (a query head, the key or the
+value of a KV head) of one tile of tokens. It writes queries to the output, and keys and values into the pages.
+
+A head is loaded as up to three pieces: the two halves that are rotated with each other, and the rest (partial rotary
+embedding, or no rope). This lowering can slice references only, not arrays, so a loaded head could not be split.
 """
 
 import functools
@@ -34,15 +36,15 @@ def write_qkv(
     norm_eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
-    """As `pallas_kernels.write_qkv` says. interpret: run the kernel in XLA operations, on any platform."""
-    tokens, kv_heads, slots, head_dim = qkv.shape
+    """See `pallas_kernels.write_qkv`. interpret: run the kernel in XLA operations, on any platform."""
+    tokens, kv_heads, lanes, head_dim = qkv.shape
     optional = {"bias": bias, "cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
     given = {name: value for name, value in optional.items() if value is not None}
     (q,), pages = call_with_pages(
         functools.partial(_kernel, names=tuple(given), half=0 if cos is None else cos.shape[1], norm_eps=norm_eps),
         "write_qkv", pages, (slot_mapping, qkv, *given.values()), interpret=interpret,
-        grid=(-(-tokens // TILE_TOKENS), kv_heads, slots),
-        out=[jax.ShapeDtypeStruct((tokens, kv_heads * (slots - 2), head_dim), qkv.dtype)],
+        grid=(-(-tokens // TILE_TOKENS), kv_heads, lanes),
+        out=[jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), head_dim), qkv.dtype)],
     )  # fmt: skip
     return q, pages
 
@@ -86,23 +88,23 @@ def _kernel(
         if norm in given:
             pieces = normed(pieces, given[norm])
         if half:
-            first, second, *unturned = pieces
-            place = token[:, None], first.column[None, :]
+            first, second, *unrotated = pieces
+            index = token[:, None], first.column[None, :]
             mask = real[:, None] & (first.column < half)[None, :]
-            cos, sin = (plgpu.load(given[name].at[place], mask=mask, other=0.0) for name in ("cos", "sin"))
+            cos, sin = (plgpu.load(given[name].at[index], mask=mask, other=0.0) for name in ("cos", "sin"))
             a, b = first.x.astype(jnp.float32), second.x.astype(jnp.float32)
-            turned = [
+            rotated = [
                 first._replace(x=(a * cos - b * sin).astype(dtype)),
                 second._replace(x=(b * cos + a * sin).astype(dtype)),
             ]
-            pieces = turned + unturned
+            pieces = rotated + unrotated
         return pieces
 
     def query() -> None:
-        # what is masked points past the end: interpret mode would write it over the last token
-        place = jnp.where(real, token, tokens)[:, None]
+        # masked tokens point past the end, because interpret mode would write them over the last token
+        row = jnp.where(real, token, tokens)[:, None]
         for x, column, end in finished("q_norm"):
-            target = out_ref.at[place, kv_head * q_per_kv + lane, column[None, :]]
+            target = out_ref.at[row, kv_head * q_per_kv + lane, column[None, :]]
             plgpu.store(target, x, mask=real[:, None] & (column < end)[None, :])
 
     pl.when(lane < q_per_kv)(query)

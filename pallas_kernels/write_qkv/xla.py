@@ -1,4 +1,4 @@
-"""write_qkv in XLA operations: the specification, then one of write_kv's implementations. Every platform."""
+"""write_qkv on every platform: the reference arithmetic in XLA operations, then an implementation of write_kv."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def write_qkv(
     norm_eps: float,
     write: Callable[..., KVPages],
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
-    """As `pallas_kernels.write_qkv` says. write: an implementation of write_kv."""
+    """See `pallas_kernels.write_qkv`. write: an implementation of write_kv."""
     if bias is not None:
         qkv = (qkv + bias).astype(qkv.dtype)
     tokens, _, _, head_dim = qkv.shape

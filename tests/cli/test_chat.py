@@ -1,4 +1,4 @@
-"""A conversation in the terminal: what the model is shown, what is remembered, how answers are broken off."""
+"""A conversation in the terminal: the prompts, the remembered messages, and stopped answers."""
 
 import dataclasses
 import signal
@@ -25,7 +25,7 @@ class Template:
 
 @dataclasses.dataclass
 class ScriptedEngine:
-    """Says `text`, a character a token, to whatever it is asked."""
+    """Answers every prompt with `text`, one character per token."""
 
     text: str
     tokenizer: Any = None
@@ -77,10 +77,10 @@ def test_plain_transcript_stops_before_the_users_part():
     assert engine.running == 0
     "".join(talk.answer("Sure?"))
     assert engine.prompts[1] == "User: Are you?\nAssistant: I am.\nUser: Sure?\nAssistant:"
-    assert "".join(conversation(ScriptedEngine("so\nUse")).answer("x")) == "so\nUse"  # what only began like it is kept
+    assert "".join(conversation(ScriptedEngine("so\nUse")).answer("x")) == "so\nUse"  # not "User:", so it is kept
 
 
-def test_a_broken_off_answer_is_remembered_as_far_as_it_came():
+def test_a_stopped_answer_is_remembered_up_to_its_last_piece():
     engine = ScriptedEngine("Hello.", Template())
     talk = conversation(engine)
     pieces = talk.answer("hi")
@@ -91,7 +91,7 @@ def test_a_broken_off_answer_is_remembered_as_far_as_it_came():
 
 
 @pytest.mark.usefixtures("default_sigint")
-def test_interrupt_aborts_and_comes_out():
+def test_ctrl_c_aborts_the_request_and_is_raised():
     engine = ScriptedEngine("Hello.", Template(), interrupt_at=4)
     pieces = conversation(engine).answer("hi")
     assert [next(pieces), next(pieces), next(pieces)] == ["H", "e", "l"]

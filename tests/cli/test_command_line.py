@@ -1,4 +1,4 @@
-"""The command line: help that suffices and starts fast, every way to name the model, errors in one line."""
+"""The command line: complete and fast help, every way to name the model, errors in one line."""
 
 import subprocess
 import sys
@@ -128,7 +128,7 @@ def test_engine_flags_become_options():
     assert options["seed"] == EngineConfig(model="demo").seed
 
 
-def test_what_serve_is_told_of_chats_reaches_the_server(monkeypatch):
+def test_chat_flags_of_serve_reach_the_server(monkeypatch):
     served = []
     monkeypatch.setattr("jpaged.async_llm.AsyncLLM", lambda **options: None)
     monkeypatch.setattr("jpaged.serving.process.serve", lambda app, *args, **how: served.append(app.state.server))

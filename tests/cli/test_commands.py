@@ -1,4 +1,4 @@
-"""The commands on the demo model: what they print, and what they leave in --output-json.
+"""The commands on the demo model: their output, and their --output-json.
 
 One runs in a process of its own, as a user starts it. The others run in this one, which saves the start of Python.
 """
@@ -45,7 +45,7 @@ def test_generate(tmp_path):
     report = json.loads(path.read_text())
     assert [output["prompt"] for output in report["outputs"]] == prompts  # in the order of the prompts
     for output in report["outputs"]:
-        assert output["prompt"] + output["text"] in done.stdout  # as they are: nothing is read as markup
+        assert output["prompt"] + output["text"] in done.stdout  # unchanged: no text is read as markup
         assert len(output["token_ids"]) == len(output["logprobs"]) <= 9
     assert "tokens/s" in done.stdout
     assert "KV cache: peak" in done.stdout
@@ -90,7 +90,7 @@ def test_chat_reads_lines_until_they_end(monkeypatch, jpaged):
     monkeypatch.setattr(sys, "stdin", io.StringIO("import\n\n/clear\nimport\n/exit\nx\n"))
     said = jpaged("chat", "demo", "--max-tokens", "5", "--temperature", "0")
     half = len(said) // 2
-    assert said[:half] == said[half:] != ""  # two answers: the conversation was forgotten in between
+    assert said[:half] == said[half:] != ""  # two equal answers: /clear forgot the first
 
 
 TOTALS = ["--dataset-name", "random-total", "--total-len-min", "40", "--total-len-max", "90"]
@@ -125,5 +125,5 @@ def test_bench_latency(tmp_path, jpaged):
     assert list(figures["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
-def test_bench_refuses_what_does_not_fit(capsys):
+def test_bench_refuses_requests_that_are_too_long(capsys):
     assert "more than the model's 256 tokens" in refused(capsys, "bench", "throughput", "demo", "--input-len", "250")

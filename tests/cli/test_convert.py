@@ -1,4 +1,4 @@
-"""`jpaged convert` on the command line: what it prints, and that its folder is a model."""
+"""`jpaged convert` on the command line: its output, and its folder as a model."""
 
 import filecmp
 import subprocess
@@ -20,7 +20,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_there_use_and_back(tmp_path: Path) -> None:
+def test_convert_use_and_restore(tmp_path: Path) -> None:
     out, back = str(tmp_path / "demo.jpaged"), str(tmp_path / "back")
     done = run("convert", "demo", out)
     assert done.returncode == 0, done.stderr

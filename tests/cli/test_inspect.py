@@ -1,4 +1,4 @@
-"""`jpaged inspect`: what it prints, writes and draws of a server, and what it says where there is no answer."""
+"""`jpaged inspect`: its output, file and picture, and its errors."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,10 @@ def used(block: int, *owners: tuple[str, int], tokens: int = 16) -> BlockSnapsho
 
 
 def made(num_blocks: int = 128) -> EngineSnapshot:
-    """0: shared by two requests, 1: by two samples, 2 and 4: one's own, 3: the other's, half full; 5: cached."""
+    """Block 0 is shared by two requests, block 1 by two samples.
+
+    The first request owns blocks 2 and 4, the second owns block 3, half full. Block 5 is cached.
+    """
     blocks = [
         used(0, ("first", 0), ("second", 0)),
         used(1, ("second", 0), ("second", 1)),
@@ -52,7 +55,7 @@ def made(num_blocks: int = 128) -> EngineSnapshot:
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Answers as it is told, whatever is asked."""
+    """Answers every request with the given status and body."""
 
     status, body, headers_sent = 200, b"", {}
     seen: list[tuple[str, str | None]] = []  # noqa: RUF012
@@ -71,7 +74,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def answering(status: int, body: bytes, headers: dict[str, str] | None = None) -> Iterator[tuple[str, list]]:
-    """A server's URL, and what it was asked."""
+    """Yield a server's URL and the requests that it received."""
     handler = type("Handler", (Server,), {"status": status, "body": body, "headers_sent": headers or {}, "seen": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -88,7 +91,7 @@ def error_body(code: str | None, message: str = "no") -> bytes:
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
-def test_what_is_printed_and_written(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], ending: str):
+def test_output_and_file(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], ending: str):
     path = tmp_path / "snapshot.json"
     with answering(200, msgspec.json.encode(made())) as (url, seen):
         assert cli.main(["inspect", url + ending, "--admin-key", "secret", "--output-json", str(path)]) == 0
@@ -118,7 +121,7 @@ def test_colours_are_those_of_the_picture():
         assert f"38;2;{red};{green};{blue}m{look.mark}" in out.file.getvalue()
 
 
-def test_a_count_that_is_wrong_is_said(capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_reference_count_is_reported(capsys: pytest.CaptureFixture[str]):
     right = made()
     blocks = (*right.blocks[:2], dataclasses.replace(right.blocks[2], ref_count=2), *right.blocks[3:])
     with answering(200, msgspec.json.encode(dataclasses.replace(right, blocks=blocks))) as (url, _):
@@ -133,7 +136,7 @@ def test_an_idle_pool_is_one_line():
 
 
 def test_the_picture(tmp_path: pathlib.Path):
-    """Cells are where a reader of the picture finds them: 16 a row of 40 pixels, from (64, 88) on."""
+    """Cells are at their places in the picture: 16 per row, 40 pixels each, from (64, 88) on."""
     path = tmp_path / "blocks.png"
     with answering(200, msgspec.json.encode(made())) as (url, _):
         assert cli.main(["inspect", url, "--admin-key", "secret", "--png", str(path)]) == 0
@@ -156,7 +159,7 @@ def test_the_picture(tmp_path: pathlib.Path):
     (second,), (pale,) = colours(half[:, :19]), colours(half[:, 19:])
     assert len({first, second, pale}) == 3
     assert sum(pale) > sum(second)
-    shared = colours(cell(0)[:8, :8])  # a corner, where the number is not
+    shared = colours(cell(0)[:8, :8])  # a corner without the number
     assert shared == {first, second}
     samples = colours(cell(1)[:8, :8])
     assert second in samples
@@ -167,9 +170,9 @@ def test_the_picture(tmp_path: pathlib.Path):
     assert (cell(0) < 40).all(axis=2).sum() > 15  # the count, in black
     assert not (cell(2) < 40).all(axis=2).any()
     legend = colours(picture[88 + 8 * 40 :])
-    for colour in (first, second, cached):  # to the last bit but one: the legend's patches are drawn, not copied
+    for colour in (first, second, cached):  # within one step per channel: the legend's patches are drawn, not copied
         assert any(max(abs(np.subtract(colour, other))) <= 1 for other in legend)
-    assert len(colours(picture[:80, 64:])) > 2  # the figures above
+    assert len(colours(picture[:80, 64:])) > 2  # the text above
 
 
 @pytest.mark.parametrize("num_blocks", [6, 129, 3000, 50_000])
@@ -211,7 +214,7 @@ def test_many_requests_have_different_colours_and_a_legend_that_ends(tmp_path: p
         (302, b"", "no jpaged server"),
     ],
 )
-def test_answers_that_are_no_snapshot(status: int, body: bytes, says: str, capsys: pytest.CaptureFixture[str]):
+def test_answers_that_are_not_a_snapshot(status: int, body: bytes, says: str, capsys: pytest.CaptureFixture[str]):
     with answering(status, body, {"Location": "/elsewhere"}) as (url, seen):
         assert cli.main(["inspect", url, "--admin-key", "secret"]) == 2
     error = capsys.readouterr().err
@@ -237,7 +240,7 @@ def test_answers_that_are_no_snapshot(status: int, body: bytes, says: str, capsy
         (["http://127.0.0.1:1", "--admin-key", "k", "--output-json", "/nowhere/x"], "output_json"),
     ],
 )
-def test_what_is_wrong_is_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+def test_errors_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["inspect", *words]) == 2
     error = capsys.readouterr().err
     assert says in error
@@ -245,7 +248,7 @@ def test_what_is_wrong_is_one_line(words: list[str], says: str, capsys: pytest.C
     assert len(error.splitlines()) == 1
 
 
-def test_something_that_speaks_no_http(capsys: pytest.CaptureFixture[str]):
+def test_a_server_that_is_not_http(capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         def answer() -> None:
             connection, _ = listening.accept()

@@ -1,4 +1,4 @@
-"""`jpaged plan`: what it prints is what it writes, and its status says whether the engine would start."""
+"""`jpaged plan`: its output, its file, and its exit status."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.runtime.test_plan import LLAMA, LLAMA_WEIGHTS
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Llama 3.1 8B as a config.json alone, where no compiler for another device is installed."""
+    """Llama 3.1 8B as a config.json alone, on a machine without a compiler for other devices."""
     monkeypatch.setattr(targets, "_installed", lambda module: False)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
@@ -47,7 +47,7 @@ def test_the_table_and_the_file_say_the_same(config, tmp_path, capsys):
     assert f"KV cache: {figures['kv_tokens']:,} tokens" in text
 
 
-def test_what_does_not_fit_says_so_and_fails(config, tmp_path, capsys):
+def test_a_plan_that_does_not_fit_fails(config, tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert cli.main(["plan", str(config), "--target", "v5e", "--output-json", str(out)]) == 2
     text = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_what_does_not_fit_says_so_and_fails(config, tmp_path, capsys):
     assert "KV pool" not in text
     figures = json.loads(out.read_text())
     assert (figures["fits"], figures["largest_max_model_len"]) == (False, None)
-    # with more memory it does, but not with requests as long as that
+    # more memory fits the model, but not requests of that length
     words = ["plan", str(config), "--device-memory", "24GiB", "--max-model-len"]
     assert cli.main([*words, "131072"]) == 2
     text = capsys.readouterr().out

@@ -54,7 +54,7 @@ def test_texts(tmp_path: pathlib.Path):
         (("--n", "2"), "temperature"),
     ],
 )
-def test_what_is_refused(words: tuple[str, ...], parameter: str):
+def test_bad_flags_are_refused(words: tuple[str, ...], parameter: str):
     with pytest.raises(RequestError) as caught:
         given(*words)
     assert caught.value.parameter == parameter

@@ -1,4 +1,4 @@
-"""`jpaged simulate` and `jpaged bench steps`: what they print, what they leave, and how they say no."""
+"""`jpaged simulate` and `jpaged bench steps`: their output, their files and their errors."""
 
 import json
 import subprocess
@@ -54,7 +54,7 @@ def test_policies_limits_and_a_host_tier(tmp_path, capsys):
 
 
 def test_a_host_tier_in_gib(tmp_path, capsys):
-    """64 KiB a block in the measured engine, whose blocks are made twice as large: 8192 to a GiB."""
+    """The measured engine has blocks of 64 KiB. Here they are twice as large: 8192 blocks per GiB."""
     path = tmp_path / "model.json"
     engine = {"num_blocks": 256, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "windows": [None],
               "max_model_len": 512, "row_buckets": [], "token_buckets": [], "block_bytes": 65536}  # fmt: skip
@@ -70,7 +70,7 @@ def test_a_host_tier_in_gib(tmp_path, capsys):
     assert "Host tier:               none: moving a block both ways takes longer" in capsys.readouterr().out
 
 
-def test_priorities_of_a_trace_are_heeded_or_it_is_said(tmp_path, capsys):
+def test_priorities_of_a_trace_are_used_or_a_note_is_printed(tmp_path, capsys):
     trace = tmp_path / "day.csv"
     trace.write_text("arrival,prompt_tokens,output_tokens,priority\n0,10,5,0\n1,20,6,1\n")
     assert run(*HAND, "--trace", str(trace)) == 0

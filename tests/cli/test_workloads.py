@@ -1,4 +1,4 @@
-"""The benchmarks' workloads: sizes as asked for, the same from the same seed, refused where they cannot run."""
+"""The benchmarks' workloads: their sizes, the same for the same seed, refused if they cannot run."""
 
 import json
 
@@ -92,7 +92,7 @@ def test_flags_that_do_not_fit(flags, parameter):
     assert refused.value.parameter == parameter
 
 
-def test_files_that_are_no_conversations(tmp_path):
+def test_files_without_conversations(tmp_path):
     for text in ("", "{}", "[1]", '[{"conversations": [1, 2]}]'):
         path = tmp_path / "x.json"
         path.write_text(text)

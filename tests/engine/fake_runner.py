@@ -181,6 +181,10 @@ class FakeRunner:
         assert handle.result is not None, "it still waits for masks"
         return handle.result
 
+    def set_params(self, params: int) -> None:
+        """Use other weights: a number larger than all before."""
+        self.weights = params
+
     def prefix_cacheable(self, prompt_len: int) -> bool:
         """Whether KV of such a prompt may be shared."""
         return prompt_len <= self.cacheable_up_to

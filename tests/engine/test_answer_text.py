@@ -166,7 +166,7 @@ def test_stop_strings_wait_for_min_tokens():
     """A stop string within the first `min_tokens` is text. The first one after them ends the answer."""
     ids = tokens_of(PROMPTS[0])
     whole = text_of(ids)
-    decoder = Engine(FakeRunner(), tokenizer=TOKENIZER)._outputs._decoder
+    decoder = Engine(FakeRunner(), tokenizer=TOKENIZER)._writer._decoder
     for least in range(8):
         sampling = params(stop=["E"], min_tokens=least)
         text = AnswerText(decoder.new(skip_special_tokens=True), sampling)

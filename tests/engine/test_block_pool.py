@@ -101,7 +101,7 @@ class TestPool:
         pool = BlockPool(2)
         with pytest.raises(EngineError, match="3 blocks wanted, 2 free"):
             pool.allocate(3)
-        with pytest.raises(EngineError, match="nobody holds"):
+        with pytest.raises(EngineError, match="no block table holds it"):
             pool.free([0])
         with pytest.raises(EngineError, match="at least one"):
             BlockPool(0)

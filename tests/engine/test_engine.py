@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged.engine.engine import Engine, SchedulingOptions, StepError
+from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.outputs import RequestOutput
@@ -67,7 +67,7 @@ def test_decode_never_waits_for_the_host():
 def test_a_stopped_request_runs_one_step_too_many_and_drops_its_token():
     tokens = alone(prompt_of(3), 8, 97)
     runner = FakeRunner()
-    engine = Engine(runner, eos_token_id=tokens[2])
+    engine = Engine(runner, options=EngineOptions(eos_token_id=tokens[2]))
     engine.add_request("a", prompt_of(3), greedy(8))
     engine.add_request("b", prompt_of(3), greedy(8, ignore_eos=True))
     engine.add_request("c", prompt_of(3), greedy(8, ignore_eos=True, stop_token_ids=[tokens[4]]))
@@ -138,7 +138,7 @@ def test_output_tokens_are_found_as_well():
 def test_a_block_that_its_last_token_fills_is_found():
     """The stop token fills the fourth block; the step that ran too far has computed it."""
     tokens = alone(prompt_of(13), 3, 97)
-    engine = Engine(FakeRunner(), eos_token_id=tokens[-1])
+    engine = Engine(FakeRunner(), options=EngineOptions(eos_token_id=tokens[-1]))
     engine.add_request("a", prompt_of(13), greedy(8))
     assert run(engine)["a"].outputs[0].token_ids == tokens
     engine.add_request("b", [*prompt_of(13), *tokens, 5], greedy(2))
@@ -148,7 +148,7 @@ def test_a_block_that_its_last_token_fills_is_found():
 @pytest.mark.parametrize("how", ["off", "not cacheable", "other salt", "reset"])
 def test_nothing_is_shared_where_it_must_not_be(how: str):
     runner = FakeRunner(cacheable_up_to=10 if how == "not cacheable" else 10**9)
-    engine = Engine(runner, enable_prefix_caching=how != "off")
+    engine = Engine(runner, options=EngineOptions(enable_prefix_caching=how != "off"))
     engine.add_request("a", {"prompt_token_ids": prompt_of(21), "cache_salt": "x"}, greedy(4))
     run(engine)
     if how == "reset":
@@ -219,7 +219,7 @@ def test_the_token_budget_is_used_up_while_prompts_wait():
 
 def test_seeds():
     def tokens(engine_seed: int, *seeds: int | None) -> list[list[int]]:
-        engine = Engine(FakeRunner(), seed=engine_seed)
+        engine = Engine(FakeRunner(), options=EngineOptions(seed=engine_seed))
         for i, seed in enumerate(seeds):
             engine.add_request(str(i), prompt_of(5), SamplingParams(seed=seed, max_tokens=8))
         finals = run(engine)
@@ -342,9 +342,9 @@ class _BrokenText:
 def test_text_that_cannot_be_decoded_ends_its_own_request_only(call: str, caplog: pytest.LogCaptureFixture):
     engine = Engine(FakeRunner())
     engine.add_request("a", prompt_of(5), greedy(4))
-    engine._outputs._decoder = _BrokenText(call)
+    engine._writer._decoder = _BrokenText(call)
     engine.add_request("b", prompt_of(7), greedy(4), stream=True)
-    engine._outputs._decoder = None
+    engine._writer._decoder = None
     engine.add_request("c", prompt_of(9), greedy(4))
     finals = run(engine)
     assert {name: output.outputs[0].finish_reason for name, output in finals.items()} == {
@@ -446,13 +446,13 @@ def test_beams_that_outgrow_together_start_again_though_one_step_cannot_compute_
 
 def limited(**limits: int) -> Engine:
     runner = FakeRunner(num_blocks=256, max_num_batched_tokens=64)
-    return Engine(runner, scheduling=SchedulingOptions(**limits))
+    return Engine(runner, options=EngineOptions(scheduling=SchedulingOptions(**limits)))
 
 
 def arrive(engine: Engine, request_id: str, length: int, **params: Any) -> None:
     """As a server lets a request in."""
     group = engine.inputs.process(request_id, prompt_of(length), SamplingParams(max_tokens=8, seed=1, **params))
-    engine.check_capacity(group)
+    engine.admission.check_capacity(group)
     engine.add(group)
 
 
@@ -486,7 +486,7 @@ def test_after_a_start_over_nobody_waits():
 
 def test_more_answers_than_can_be_held_at_once_are_refused():
     engine = Engine(FakeRunner(num_blocks=20))
-    with pytest.raises(RequestError, match="n=64: so many answers of 40 tokens"):
+    with pytest.raises(RequestError, match="n=64: 64 answers of 40 tokens"):
         engine.add_request("a", prompt_of(8), SamplingParams(n=64, max_tokens=40))
     # 4 rows: no more than four answers are held at once
     roomy = Engine(FakeRunner(num_blocks=48))

@@ -120,13 +120,13 @@ def test_a_text_beside_token_ids_is_kept_for_the_output():
         ({"prompt_token_ids": "ABC"}, "prompt_token_ids", "list of token ids"),
         ({"prompt_token_ids": 5}, "prompt_token_ids", "list of token ids"),
         ({"prompt_token_ids": {1, 2}}, "prompt_token_ids", "list of token ids"),
-        ({"prompt": 5}, "prompt", "must be a text"),
-        ({"prompt": "A", "cache_salt": 1}, "cache_salt", "must be a text"),
-        ({}, "prompt", "must be a text"),
+        ({"prompt": 5}, "prompt", "must be a string"),
+        ({"prompt": "A", "cache_salt": 1}, "cache_salt", "must be a string"),
+        ({}, "prompt", "must be a string"),
         ({"prompt": "A", "multi_modal_data": 1}, "multi_modal_data", "unknown field"),
-        (None, "prompt", "must be a text"),
-        (5, "prompt", "must be a text"),
-        (b"ABC", "prompt", "must be a text"),
+        (None, "prompt", "must be a string"),
+        (5, "prompt", "must be a string"),
+        (b"ABC", "prompt", "must be a string"),
         ("A\ud800", "prompt", "no valid Unicode"),
         ({"prompt": "\udcff", "prompt_token_ids": [1]}, "prompt", "no valid Unicode"),
         ({"prompt": "A", "cache_salt": "x\ud800"}, "cache_salt", "no valid Unicode: .* at character 1"),
@@ -178,11 +178,12 @@ def test_several_answers_are_several_requests_of_one_prompt():
 
 def test_beams_need_as_many_candidates_as_can_decide():
     """A beam of width w with e end tokens can have its w best that go on among its first w + e; the engine gives 5."""
-    assert process("A", use_beam_search=True, beam_width=2).search.num_candidates == 5  # three ends of the model
+    # the model has three end tokens
+    assert process("A", use_beam_search=True, beam_width=2).strategy.search.num_candidates == 5
     with pytest.raises(RequestError, match="max_logprobs=6") as caught:
         process("A", use_beam_search=True, beam_width=3)
     assert caught.value.parameter == "beam_width"
-    assert process("A", use_beam_search=True, beam_width=5, ignore_eos=True).search.num_candidates == 5
+    assert process("A", use_beam_search=True, beam_width=5, ignore_eos=True).strategy.search.num_candidates == 5
     with pytest.raises(RequestError, match="max_logprobs=7"):
         process("A", use_beam_search=True, beam_width=5, ignore_eos=True, stop_token_ids=[1, 2])
 
@@ -192,7 +193,7 @@ def test_that_filters_have_no_part_in_a_beam_search_is_said_once(caplog):
     with caplog.at_level("INFO", logger="jpaged"):
         for _ in range(2):
             inputs.process("r", "A", SamplingParams(use_beam_search=True, best_of=2, temperature=0.7, top_p=0.9))
-    assert [record.getMessage() for record in caplog.records] == ["top_p: no part in a beam search (said once)"]
+    assert [record.getMessage() for record in caplog.records] == ["top_p: not used in a beam search (logged once)"]
 
 
 def test_a_priority_needs_a_policy_that_goes_by_it():

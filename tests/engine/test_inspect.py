@@ -129,7 +129,7 @@ def test_it_agrees_with_the_books_under_random_load(windows: tuple[int | None, .
             assert block.ref_count == pool.ref_count(block.block) == len(block.owners)
             assert 0 <= block.tokens <= 4
             for owner in block.owners:  # the tables themselves, where the map says
-                request = engine._groups[owner.request_id].first
+                request = engine._outputs.request_groups[owner.request_id].first
                 assert request.kv.block_tables[owner.group].blocks[owner.index] == block.block
 
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jpaged import SamplingParams
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.sampling_extras import SamplingExtras, pack_mask
 from tests.engine.fake_runner import FakeRunner, next_token
 
@@ -63,17 +63,18 @@ def wanted(prompt: list[int]) -> list[int]:
 
 def run(prompts: list[list[int]], *, min_jump_per_request: float, jumps: bool = True, **options: Any) -> int:
     """Steps that the answers took; they are checked."""
-    engine = Engine(FakeRunner(min_jump_per_request=min_jump_per_request, **options), jump_forward=jumps)
+    runner = FakeRunner(min_jump_per_request=min_jump_per_request, **options)
+    engine = Engine(runner, options=EngineOptions(jump_forward=jumps))
     params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     follows = dataclasses.replace(params, structured_outputs={"json_object": True})
     for number, prompt in enumerate(prompts):
         group = engine.inputs.process(str(number), {"prompt_token_ids": prompt}, params)
-        group.grammar = cast(Any, Future())
-        cast(Any, group.grammar).set_result(Stretches())
+        grammar: Any = Future()
+        grammar.set_result(Stretches())
         for request in group.requests:
             request.extras = SamplingExtras(follows, VOCAB)
             request.__post_init__()
-        engine.add(group)
+        engine.add(dataclasses.replace(group, grammar=grammar))
     done = {}
     while engine.has_work:
         done |= {int(output.request_id): output.outputs[0].token_ids for output in engine.step()}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged import ClassificationOutput, EmbeddingOutput, PoolingParams, RequestError, SamplingParams
-from jpaged.engine.engine import Engine, StepError
+from jpaged.engine.engine import Engine, EngineOptions, StepError
 from jpaged.engine.pooling import Activation, Pooling, activation_of
 from jpaged.engine.step_plan import StepResult
 from tests.engine.fake_runner import FakeRunner, next_token
@@ -30,7 +30,7 @@ def raw(prompt, vocab_size=97):
 def test_every_prompt_is_pooled_at_its_end_and_nothing_is_left(num_blocks):
     """Chunks, shared prefixes, a pool that holds one long prompt; some are aborted."""
     rng, runner = random.Random(1), PoolingRunner(num_blocks=num_blocks)
-    engine, wanted, got = Engine(runner, pooling=EMBEDS), {}, {}
+    engine, wanted, got = Engine(runner, options=EngineOptions(pooling=EMBEDS)), {}, {}
     shared = [rng.randrange(97) for _ in range(64)]
     for i in range(120):
         prompt = shared[: rng.choice([0, 8, 30])] + [rng.randrange(97) for _ in range(rng.randint(1, 34))]
@@ -54,7 +54,7 @@ def test_every_prompt_is_pooled_at_its_end_and_nothing_is_left(num_blocks):
 
 
 def test_a_prompt_may_fill_the_model():
-    engine = Engine(PoolingRunner(), pooling=EMBEDS)
+    engine = Engine(PoolingRunner(), options=EngineOptions(pooling=EMBEDS))
     engine.add_request("a", {"prompt_token_ids": [5] * 64}, PoolingParams(normalize=False))
     with pytest.raises(RequestError, match="has 65 tokens, a prompt takes at most 64"):
         engine.add_request("b", {"prompt_token_ids": [5] * 65}, PoolingParams())
@@ -65,7 +65,8 @@ def test_a_prompt_may_fill_the_model():
 
 
 def test_a_failed_step_ends_its_requests_only():
-    engine = Engine(PoolingRunner(max_num_seqs=1, fail_at=frozenset({("collect", 0)})), pooling=EMBEDS)
+    runner = PoolingRunner(max_num_seqs=1, fail_at=frozenset({("collect", 0)}))
+    engine = Engine(runner, options=EngineOptions(pooling=EMBEDS))
     for name in "ab":
         engine.add_request(name, {"prompt_token_ids": [5] * 10}, PoolingParams(normalize=False))
     engine.step()
@@ -81,7 +82,7 @@ def test_a_failed_step_ends_its_requests_only():
 def test_requests_of_the_other_kind_are_refused():
     prompt = {"prompt_token_ids": [5]}
     with pytest.raises(RequestError, match=r"runner='pooling': the engine does not generate: call embed\(\)"):
-        Engine(PoolingRunner(), pooling=EMBEDS).add_request("a", prompt, SamplingParams())
+        Engine(PoolingRunner(), options=EngineOptions(pooling=EMBEDS)).add_request("a", prompt, SamplingParams())
     with pytest.raises(RequestError, match="runner='generate': the engine generates"):
         Engine(FakeRunner()).add_request("a", prompt, PoolingParams())
 

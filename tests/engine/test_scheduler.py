@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.engine.engine import Engine, SchedulingOptions
+from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.kv_cache_manager import KVCacheManager
 from jpaged.engine.prefix_finder import Prefix
 from jpaged.engine.request import Request, RequestStatus
@@ -156,7 +156,7 @@ def test_integrity_check_sees_a_lost_row():
 
 def test_more_answers_do_not_pass_who_is_more_urgent():
     options = SchedulingOptions(scheduling_policy="priority")
-    engine = Engine(FakeRunner(num_blocks=256, max_num_batched_tokens=16), scheduling=options)
+    engine = Engine(FakeRunner(num_blocks=256, max_num_batched_tokens=16), options=EngineOptions(scheduling=options))
     engine.add_request("low", prompt_of(32), SamplingParams(n=8, max_tokens=20, seed=1, ignore_eos=True), priority=10)
     engine.step()
     for i in range(3):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.outputs import EngineStats
 from jpaged.params.sampling import SamplingParams
 from tests.engine.fake_runner import FakeRunner
@@ -18,7 +18,7 @@ def stats_of(requests: list[tuple[list[int], SamplingParams]], **options) -> Eng
         num_blocks=2000, block_size=16, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=2048,
         max_logprobs=20,
     )  # fmt: skip
-    engine = Engine(runner, **options)
+    engine = Engine(runner, options=EngineOptions(**options))
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), prompt, params)
     while engine.has_work:

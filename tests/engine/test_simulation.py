@@ -9,11 +9,11 @@ from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jpaged.engine.beam_search import BeamSearch
-from jpaged.engine.engine import Engine, SchedulingOptions, StepError
+from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.request import RequestStatus
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import RequestError
-from jpaged.kv_groups import most_blocks
+from jpaged.kv_groups import max_blocks
 from jpaged.params.sampling import SamplingParams
 from tests.engine.fake_runner import DeviceFailure, FakeRunner, candidates, next_token, sample_seed
 
@@ -95,10 +95,10 @@ class EngineMachine(RuleBasedStateMachine):
         crowd=st.integers(0, 2**32),
     )
     def setup(
-        self, block_size, windows, model_len, longrope_switch_len, extra_blocks, rows, extra_budget, caching, host_slots,
-        costs, policy, partial, target_ms, failures, crowd,
+        self, block_size, windows, model_len, longrope_switch_len, extra_blocks, rows, extra_budget, caching,
+        host_slots, costs, policy, partial, target_ms, failures, crowd,
     ) -> None:  # fmt: skip
-        need = most_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
+        need = max_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
         self.runner = FakeRunner(
             num_blocks=need + extra_blocks,
             block_size=block_size,
@@ -114,10 +114,11 @@ class EngineMachine(RuleBasedStateMachine):
             fail_at=failures,
             salt_of=self.salt_of,
         )
-        options = SchedulingOptions(
+        scheduling = SchedulingOptions(
             scheduling_policy=policy, max_num_partial_prefills=partial, target_step_ms=target_ms
         )  # fmt: skip
-        self.engine = Engine(self.runner, eos_token_id=EOS, enable_prefix_caching=caching, scheduling=options)
+        options = EngineOptions(eos_token_id=EOS, enable_prefix_caching=caching, scheduling=scheduling)
+        self.engine = Engine(self.runner, options=options)
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.salts: dict[str, str] = {}
         self.progress: dict[tuple[str, int], int] = {}
@@ -153,7 +154,7 @@ class EngineMachine(RuleBasedStateMachine):
         )  # fmt: skip
         request_id = str(len(self.salts))
         self.salts[request_id] = salt
-        priority *= self.engine.scheduling.scheduling_policy == "priority"
+        priority *= self.engine.options.scheduling.scheduling_policy == "priority"
         try:
             salted = {"prompt_token_ids": prompt, "cache_salt": salt}
             self.engine.add_request(request_id, salted, params, stream=stream, priority=priority)
@@ -181,7 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
         """The next turn of a conversation: a request that has come before, and what was answered."""
         before = data.draw(st.sampled_from(sorted(self.asked)))
         prompt, params = self.asked[before]
-        group = self.engine._groups.get(before)
+        group = self.engine._outputs.request_groups.get(before)
         prompt = [*prompt, *([] if group is None else group.first.token_ids[len(prompt) :])]
         request_id = str(len(self.salts))
         self.salts[request_id] = self.salts[before]

@@ -1,7 +1,7 @@
-"""What Transformers' beam search answers, as `tools/record_beams.py` recorded it: with tiny models, and with tables.
+"""Recorded answers of Transformers' beam search (`tools/record_beams.py`), with tiny models and with tables.
 
-A table stands in for a model where only the search is tested: its log-probabilities are the same bits everywhere, so
-that sums and scores can be compared bit for bit.
+A table of log-probabilities replaces the model in tests of the search alone. Its bits are the same on every machine, so
+sums and scores can be compared bit for bit.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from tests.golden.checkpoints import BY_NAME, GOLDEN, prompts, random_bits
 ANSWERS = GOLDEN / "beams.json"
 TABLE_VOCAB = 48
 TABLE_PROMPT = (3, 5)
-TABLE_ENDS = (7, 11, 13)  # tokens that are likelier than others, so that they end hypotheses often
+TABLE_ENDS = (7, 11, 13)  # likelier than other tokens, so that hypotheses end often
 
 
 @dataclasses.dataclass(frozen=True)
 class BeamParams:
-    """What the search was asked for."""
+    """Parameters of a search."""
 
     width: int
     num_return_sequences: int
@@ -35,15 +35,15 @@ class BeamParams:
 class BeamAnswer:
     """One returned sequence."""
 
-    token_ids: list[int]          # generated; the end token, if one came, is the last
+    token_ids: list[int]          # generated tokens, with the end token if there is one
     score: float                  # sequences_scores
     cumulative_logprob: float     # sum of its tokens' log-probabilities
-    beam_indices: list[int]       # of each token, the beam it continued; recorded with tables only
+    beam_indices: list[int]       # per token, the beam that it continued; recorded with tables only
 
 
 @dataclasses.dataclass(frozen=True)
 class BeamCase:
-    """A search with the tiny model of a variant of `checkpoints`, of the seed in that variant's own answers."""
+    """A search with the tiny model of a variant from `checkpoints`, with the seed of the variant's answers."""
 
     variant: str
     prompt: list[int]
@@ -65,7 +65,7 @@ class TableCase:
 
 
 def cases() -> list[BeamCase]:
-    """Those with models."""
+    """The searches with models."""
     return [
         BeamCase(
             case["variant"], beam_prompt(case["variant"], case["prompt_len"]), BeamParams(*case["params"]),
@@ -76,7 +76,7 @@ def cases() -> list[BeamCase]:
 
 
 def table_cases() -> list[TableCase]:
-    """Those with tables."""
+    """The searches with tables."""
     return [
         TableCase(case["seed"], BeamParams(*case["params"]), [BeamAnswer(*answer) for answer in case["answers"]])
         for case in _recorded()["tables"]
@@ -84,14 +84,15 @@ def table_cases() -> list[TableCase]:
 
 
 def beam_prompt(variant: str, length: int) -> list[int]:
-    """The prompt of so many tokens."""
+    """The variant's prompt with `length` tokens."""
     return prompts(BY_NAME[variant].config["vocab_size"], (length,))[0]
 
 
 def table(seed: int) -> np.ndarray:
     """float32[TABLE_VOCAB, TABLE_VOCAB, TABLE_VOCAB]: (token before the last, last token, next token), in (-8, 0].
 
-    They do not sum to one, which no beam search asks for. Squares, so that sums are rounded from the first.
+    The probabilities do not sum to one, and beam search does not need that. The values are squares, so that all sums
+    are rounded, from the first addition on.
     """
     bits = random_bits(seed, TABLE_VOCAB**3) >> np.uint64(40)
     uniform = (bits.astype(np.float32) * np.float32(2.0**-24)).reshape((TABLE_VOCAB,) * 3)

@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every family and variant, the same bits on every machine.
 
 Needs numpy only, so that the recorder (with torch) and the tests (without) make the same files. Weights come from
-integer hashes and single multiplications: no random number library, no transcendental function, no rounding to differ.
+integer hashes and single multiplications. No random number library and no transcendental function can change the bits.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ GOLDEN = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One model to compare on. `config` is its config.json."""
+    """A tiny model for comparisons. `config` is its config.json."""
 
     name: str
     config: dict[str, Any]
 
     @property
     def is_packed(self) -> bool:
-        """Whether the file holds tensors in a packed form."""
+        """True if the file has packed tensors (MXFP4)."""
         return "quantization_config" in self.config
 
     @property
@@ -40,22 +40,22 @@ class Variant:
 
 
 def prompts(vocab_size: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
-    """One prompt of each length; ids 0 to 2 stay out, they are special in some families."""
+    """One prompt of each length, without ids 0 to 2, which are special tokens in some families."""
     return [(3 + random_bits(1000 + n, n) % np.uint64(vocab_size - 3)).astype(int).tolist() for n in lengths]
 
 
 def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
-    """Write config.json and model.safetensors into the folder; gives the SHA-256 of the latter."""
+    """Write config.json and model.safetensors into the folder. Returns the SHA-256 of model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(variant.config, indent=1))
     tensors = {name: _values(name, shape, seed) for name, shape in tensor_shapes(variant.config).items()}
-    if variant.config["model_type"].startswith("gemma"):  # whose norms add one: with the same gains as the others'
+    if variant.config["model_type"].startswith("gemma"):  # its norms add one to the weights
         tensors |= {name: values - np.float32(1) for name, values in tensors.items() if "norm" in name}
     return write_safetensors(folder / "model.safetensors", tensors)
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> str:
-    """Write float32 (or ml_dtypes bfloat16) tensors as a safetensors file; gives its SHA-256."""
+    """Write float32 (or ml_dtypes bfloat16) tensors as a safetensors file. Returns its SHA-256."""
     codes = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "uint8": "U8"}
     header, offset = {}, 0
     for name, tensor in tensors.items():
@@ -80,13 +80,13 @@ _LAST_NORMS = (
 
 
 def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """float32 values of a tensor, scaled by what it is so that greedy output does not collapse to one token.
+    """float32 values of a tensor. Their scale depends on the tensor, so that greedy output is not always one token.
 
-    Gains inside the layers are about 2: with 1 such a model only repeats its last token, which hides errors in
+    Norm weights inside the layers are about 2. With 1, such a model only repeats its last token, which hides errors in
     attention. Embeddings and the output matrix give logits a standard deviation of about 2.
     """
     count = math.prod(shape)
-    # 24 bits a value: uniform in [-1, 1), exact in float32
+    # 24 bits per value: uniform in [-1, 1), exact in float32
     bits = random_bits(zlib.crc32(name.encode()) + (seed << 32), count) >> np.uint64(40)
     uniform = (bits.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)).reshape(shape)
     if name.endswith("_blocks"):  # MXFP4: any bytes
@@ -94,7 +94,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     if name.endswith("_scales"):  # numbers up to 6 times 2^-6 to 2^-4
         return (np.uint8(121) + (bits % np.uint64(3)).astype(np.uint8)).reshape(shape)
     is_norm = "norm" in name or ".ln_" in name
-    if name == "transformer.word_embeddings_layernorm.weight":  # negative, or a tied model repeats its last token
+    if name == "transformer.word_embeddings_layernorm.weight":  # < 0: a tied model would repeat its last token
         return np.float32(-0.75) + np.float32(0.25) * uniform
     if is_norm and name.endswith("weight"):
         is_last = name in _LAST_NORMS
@@ -114,7 +114,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def random_bits(seed: int, count: int) -> np.ndarray:
-    """uint64[count]: the splitmix64 sequence (Steele, Lea & Flood 2014), the seed mixed before it is counted on."""
+    """uint64[count]: the splitmix64 sequence (Steele, Lea & Flood 2014), with the seed mixed first."""
 
     def mix(z: np.ndarray) -> np.ndarray:
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -126,7 +126,7 @@ def random_bits(seed: int, count: int) -> np.ndarray:
 
 
 def _llama(name: str, **changes: Any) -> Variant:
-    """A Llama of 2 layers and 4 heads over 2 KV heads of 16; `changes` to its config.json."""
+    """A Llama with 2 layers, 4 query heads and 2 KV heads of 16. changes: to its config.json."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -191,8 +191,8 @@ _LATENT = {
 }
 
 
-# Old and new spellings of config.json take turns. The dynamic model is trained for 64 positions: of the prompts, 33
-# outgrows them while it is answered and 131 has done so before. Windows of 20 are no multiple of a block.
+# Old and new spellings of config.json alternate. The dynamic model is trained for 64 positions: the prompt of 33 tokens
+# outgrows them during its answer, and the prompt of 131 tokens is longer. Windows of 20 are not a multiple of a block.
 VARIANTS = (
     _llama("llama"),
     _llama("llama-theta", rope_theta=500000.0, num_hidden_layers=3, vocab_size=257),
@@ -324,5 +324,5 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
 def first_of_each_family() -> list[Variant]:
-    """One variant a model_type."""
+    """The first variant of each model_type."""
     return list({variant.config["model_type"]: variant for variant in reversed(VARIANTS)}.values())[::-1]

@@ -1,7 +1,8 @@
-"""Tiny random models to pool with, and where the recorded answers are: embeddings and scores of `prompts`.
+"""Tiny random models for pooling, and their recorded embeddings and scores of `prompts`.
 
-Every family as a sequence classifier, where Transformers has one. Embeddings: of a bare Qwen 3, which has no output
-matrix, all numbers; of causal models the first ones, which depend on the others too, because they are normalised.
+Every family is a sequence classifier here, if Transformers has one. All numbers of an embedding are recorded for a bare
+Qwen 3, which has no lm_head. For causal models the first numbers are recorded. They depend on all others, because
+embeddings are normalised.
 """
 
 import json
@@ -10,12 +11,12 @@ from typing import Any
 from tests.golden.checkpoints import BY_NAME, GOLDEN, Variant
 
 SEED = 0
-NUM_KEPT = 8  # first numbers of an embedding that are recorded, where not all are
+NUM_KEPT = 8  # recorded numbers of an embedding, counted from its first, if not all are
 ANSWERS = GOLDEN / "pooling.json"
 
 
 def _classifier(base: str, architecture: str, **changes: Any) -> Variant:
-    """The base as a classifier of 3 labels."""
+    """The base model as a classifier with 3 labels."""
     labels = {"id2label": {"0": "bad", "1": "fair", "2": "good"}, "label2id": {"bad": 0, "fair": 1, "good": 2}}
     config = {k: v for k, v in (BY_NAME[base].config | labels | changes).items() if v is not ...}
     return Variant(f"{base}-classifier", config | {"architectures": [f"{architecture}ForSequenceClassification"]})
@@ -62,10 +63,10 @@ EMBEDDERS = (
 
 
 def recorded(variant: Variant) -> list[list[float]]:
-    """Transformers' numbers for each prompt: scores, or the first of the normalised embedding."""
+    """Transformers' numbers for each prompt: scores, or the first numbers of the normalised embedding."""
     return json.loads(ANSWERS.read_text())["models"][variant.name]["values"]
 
 
 def sha256_of(variant: Variant) -> str:
-    """Of the checkpoint that the answers were recorded with."""
+    """SHA-256 of the checkpoint that the answers were recorded with."""
     return json.loads(ANSWERS.read_text())["models"][variant.name]["sha256"]

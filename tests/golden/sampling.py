@@ -1,4 +1,4 @@
-"""What Transformers' logits processors make of random logits, as `tools/record_sampling.py` recorded it, in float64."""
+"""Recorded float64 outputs of Transformers' logits processors for random logits (`tools/record_sampling.py`)."""
 
 import dataclasses
 import json
@@ -14,10 +14,10 @@ VOCAB = 50
 
 @dataclasses.dataclass(frozen=True)
 class SamplingCase:
-    """One row. Field names of `params` are vLLM's."""
+    """One row. `params` has vLLM's names."""
 
     seed: int
-    ties: bool                 # logits are whole numbers, so that many are equal
+    ties: bool                 # logits are integers, so that many are equal
     params: dict[str, Any]
     prompt_ids: list[int]
     output_ids: list[int]
@@ -32,21 +32,21 @@ class SamplingCase:
 
     @property
     def logits(self) -> np.ndarray:
-        """float64[VOCAB]."""
+        """float64[VOCAB], the input of the processors."""
         return logits(self.seed, self.ties)
 
 
 def logits(seed: int, ties: bool = False) -> np.ndarray:
-    """float64[VOCAB], from -5 to 5, few of them large: the same bits everywhere."""
+    """float64[VOCAB], from -5 to 5, with few large numbers. The bits are the same on every machine."""
     unit = (random_bits(seed, VOCAB) >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1
     values = 5 * unit * unit * unit
     return np.round(values) if ties else values
 
 
 def cases() -> list[SamplingCase]:
-    """All that are recorded."""
+    """All recorded cases."""
     recorded = json.loads(ANSWERS.read_text())["cases"]
     for case in recorded:
-        if "logit_bias" in case["params"]:  # keys of JSON are text
+        if "logit_bias" in case["params"]:  # JSON keys are strings
             case["params"]["logit_bias"] = {int(token): bias for token, bias in case["params"]["logit_bias"].items()}
     return [SamplingCase(**case) for case in recorded]

@@ -177,7 +177,7 @@ def _layer_norms(hidden: int, *names: str) -> dict[str, tuple[int, ...]]:
 
 
 def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
-    """Of a layer's mixture of experts; None where the layer has none."""
+    """Shapes of a layer's experts; None if the layer has none."""
     kind, hidden = c["model_type"], c["hidden_size"]
     if kind == "mixtral":
         inter, moe = c["intermediate_size"], f"{at}block_sparse_moe."

@@ -1,4 +1,4 @@
-"""What the kernel tests share."""
+"""Fixtures of the kernel tests."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def plain_errors() -> Iterator[None]:
-    """The package's own checks speak, as they do outside tests: annotated shapes are not checked."""
+    """Switch off the check of annotated shapes, so that the package's own errors are raised, as outside tests."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""The variants of the kernels that must lower and compile for accelerators, without data: models' real shapes."""
+"""Calls of the kernels that must lower and compile for accelerators: real models' shapes, without data."""
 
 import functools
 
@@ -11,7 +11,7 @@ from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
 ROWS, TOKENS, WIDTH, NUM_BLOCKS = 4, 64, 128, 1024
 HEADS = {"gqa": (32, 8), "mha": (4, 4), "gqa-7": (14, 2), "mqa": (8, 1), "mqa-20": (20, 1), "mha-32": (32, 32)}
 
-# name: heads, head_dim, dtype, dtype of the pages, block size, options; those in brackets are arrays of such a shape
+# name: heads, head_dim, dtype, dtype of the pages, block size, options; a tuple is the shape of an array option
 ATTENTION = {
     "llama-3-8b": ("gqa", 128, "bfloat16", None, 16, {}),
     "float32-window": ("gqa", 128, "float32", None, 16, {"sliding_window": 100}),
@@ -40,7 +40,7 @@ TPU = {
     "mqa-96-alibi": ("mqa", 96, "bfloat16", None, 128, {"alibi_slopes": (8,)}),
     "mha-256": ("mha", 256, "bfloat16", None, 16, {}),
     "mqa-20-block-8": ("mqa-20", 64, "float32", None, 8, {"sinks": (20,), "alibi_slopes": (20,)}),
-    "mha-32-in-groups-of-heads": ("mha-32", 128, "float32", None, 128, {}),
+    "mha-32-in-blocks-of-heads": ("mha-32", 128, "float32", None, 128, {}),
     "float32-queries": ("gqa", 128, "float32", "bfloat16", 16, {}),
     "float32-pages": ("gqa", 128, "bfloat16", "float32", 16, {}),
 }
@@ -69,7 +69,7 @@ def pages_of(heads, head_dim, dtype, kv_dtype, block_size=16):
 
 
 def attention(name, max_query_len, implementation, variants=ATTENTION):
-    """A function of arrays, and ShapeDtypeStructs to call it with."""
+    """A function of arrays, and ShapeDtypeStructs as its arguments."""
     heads, head_dim, dtype, kv_dtype, block_size, options = variants[name]
     tokens = ROWS if max_query_len == 1 else TOKENS
     names = [n for n, value in options.items() if isinstance(value, tuple)]

@@ -1,4 +1,4 @@
-"""Cases for the kernels, and attention written down once more: float64, in numpy, nothing shared with the package."""
+"""Cases for the kernels, and an independent attention in float64 numpy that shares no code with the package."""
 
 import dataclasses
 import functools
@@ -15,14 +15,14 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-2}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static in a call: one compiled program an implementation."""
+    """The static facts of a call. Each shape needs one compiled program per implementation."""
 
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
     block_size: int = 16
     dtype: str = "float32"
-    kv_dtype: str | None = None  # of the pages; dtype where None
+    kv_dtype: str | None = None  # of the pages; None: dtype
     v_dim: int | None = None     # latent pages
     rows: int = 6
     tokens: int = 64             # 0: every row has one token
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def options(self) -> dict:
-        """The options of a call, arrays as numpy."""
+        """The options of a call, with numpy arrays."""
         return {
             "scale": self.head_dim**-0.5,
             "sliding_window": self.window,
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def table_keys(self) -> int:
-        """Keys that a block table has room for."""
+        """Number of keys that a block table has room for."""
         return self.width * self.block_size
 
 
@@ -55,11 +55,11 @@ DECODES = ((1, 1), (1, 15), (1, 16), (0, 0), (1, 17), (1, 129))
 
 
 def make_case(shape: Shape, rows=RAGGED, *, seed=0, shared=0):
-    """Random pages and queries for rows of (tokens, keys), keys counting the tokens.
+    """Random pages and queries for rows of (tokens, keys). The keys include those of the tokens.
 
-    What no row uses is poisoned: NaN in the places of the pages, and block numbers far outside the pool in the tables;
-    also what lies before every window of a row.
-    shared: so many first blocks are the same for all rows.
+    Everything that no row may read is poisoned: unused slots hold NaN, and unused entries of the block tables are far
+    outside the pool. This includes keys before all windows of a row.
+    shared: number of first blocks that all rows share.
     """
     rng = np.random.default_rng(seed)
     counts, lens = np.array(rows, np.int32).reshape(-1, 2).T
@@ -69,12 +69,12 @@ def make_case(shape: Shape, rows=RAGGED, *, seed=0, shared=0):
     order = rng.permutation(shape.num_blocks)
     beginning, free = order[:shared], list(order[shared:])
     for row, n in enumerate(used_blocks):
-        # rows draw from the same blocks where there are not enough: sharing is allowed
+        # rows share blocks if there are not enough
         own = [free.pop() if len(free) > 1 else rng.choice(order) for _ in range(n)]
         tables[row, :n] = np.concatenate([beginning, own])[:n]
     used = np.zeros((shape.num_blocks, shape.block_size), bool)
     for row, (count, length) in enumerate(zip(counts, lens, strict=True)):
-        # keys before every window are gone, and blocks that hold nothing else
+        # keys before all windows are poisoned, and blocks with such keys only are outside the pool
         first = 0 if shape.window is None else max(0, length - count + 1 - shape.window)
         position = np.arange(first, length)
         tables[row, : first // shape.block_size] = 10**6
@@ -104,7 +104,7 @@ def make_case(shape: Shape, rows=RAGGED, *, seed=0, shared=0):
 
 @functools.cache
 def _program(shape: Shape, implementation: str, tiling):
-    """tiling: only a key; whoever changes how tiles are chosen gives another one."""
+    """The jitted call. tiling: part of the cache key only; tests that patch the choice of tiles pass another one."""
     given = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in shape.options.items()}
     call = functools.partial(
         paged_attention, implementation=implementation, max_query_len=shape.tokens or 1, **given
@@ -113,13 +113,13 @@ def _program(shape: Shape, implementation: str, tiling):
 
 
 def attend(shape: Shape, case, implementation, tiling=None):
-    """The outputs of all real tokens, float32."""
+    """float32 outputs of all tokens but padding."""
     out = _program(shape, implementation, tiling)(*case.values())
     return np.asarray(out, np.float32)[: int(case["query_start_loc"][-1])]
 
 
 def expected(shape: Shape, case):
-    """The same in float64."""
+    """The expected outputs, in float64."""
     options = shape.options
     pages, q = case["pages"], np.asarray(case["q"], np.float64)
     data = np.asarray(pages.data.astype(jnp.float32), np.float64)
@@ -149,10 +149,10 @@ def expected(shape: Shape, case):
                 scores = shape.softcap * np.tanh(scores / shape.softcap)
             if shape.slopes:
                 scores = scores - options["alibi_slopes"][head] * distance
-            scores[hidden] = -np.inf  # those of poisoned keys too
+            scores[hidden] = -np.inf  # this includes scores of poisoned keys, which are NaN
             top = scores.max(1, keepdims=True)
             weights = np.exp(scores - top)
-            values = np.where(hidden.all(0)[:, None], 0, values)  # poisoned
+            values = np.where(hidden.all(0)[:, None], 0, values)  # these may be poisoned
             total = weights.sum(1, keepdims=True)
             if shape.sinks:
                 total = total + np.exp(options["sinks"][head] - top)

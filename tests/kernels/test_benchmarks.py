@@ -1,4 +1,4 @@
-"""The scripts that measure the kernels run through on small shapes: with a card at hand nobody wants to mend them."""
+"""The kernel benchmarks run with small shapes, so that no time on a card is lost to errors in them."""
 
 import json
 import pathlib

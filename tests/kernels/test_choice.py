@@ -1,4 +1,4 @@
-"""Which implementation runs where, and the check that refuses a wrong one."""
+"""Choice of implementations by device and shape, and `self_check`, which detects wrong ones."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementatio
 from pallas_kernels.platforms import Implementation, choose, default_device
 from tests.kernels.oracle import Shape, make_case
 
-# the package has functions of these names
+# import_module, because the package has functions of the same names
 write_kv, write_qkv = (importlib.import_module(f"pallas_kernels.{name}") for name in ("write_kv", "write_qkv"))
 
 
@@ -45,12 +45,12 @@ def test_self_check_takes_any_block_size(block_size):
     [({"block_size": 0}, "block_size=0"), ({"dtype": jnp.int8}, "dtype=int8"), ({"cases": ("d",)}, "cases="),
      ({"cases": ()}, "cases=")],
 )  # fmt: skip
-def test_self_check_names_what_it_cannot_take(options, message):
+def test_self_check_names_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         self_check(implementation="xla_loop", **options)
 
 
-def test_self_check_refuses_a_wrong_write(monkeypatch):
+def test_self_check_detects_a_wrong_write(monkeypatch):
     def one_slot_late(pages, k, v, slots):
         return pages.scatter(k, v, jnp.where(slots < 0, slots, slots + 1))
 
@@ -59,32 +59,32 @@ def test_self_check_refuses_a_wrong_write(monkeypatch):
         self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=4)  # a shape not traced before
 
 
-def test_self_check_refuses_nan(monkeypatch):
-    """Also where the reference would be NaN too: queries that a wrong write has spoilt."""
-    def spoilt(pages, qkv, *args, **options):
+def test_self_check_detects_nan(monkeypatch):
+    """Queries that a wrong write has made NaN are found, although attention is then NaN in the reference too."""
+    def nan_queries(pages, qkv, *args, **options):
         q, pages = write_qkv.IMPLEMENTATIONS["xla"].call(pages, qkv, *args, **options)
         return q.at[0].set(jnp.nan), pages
 
-    monkeypatch.setitem(write_qkv.IMPLEMENTATIONS, "triton", Implementation(spoilt))
+    monkeypatch.setitem(write_qkv.IMPLEMENTATIONS, "triton", Implementation(nan_queries))
     with pytest.raises(KernelCheckError, match=r"write_qkv 'triton', queries on .* by nan"):
         self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=2, kv_heads=1)
 
 
-def test_self_check_refuses_a_wrong_kernel(monkeypatch):
-    def scale_forgotten(*args, **options):
+def test_self_check_detects_a_wrong_kernel(monkeypatch):
+    def without_scale(*args, **options):
         return IMPLEMENTATIONS["xla_loop"].call(*args, **{**options, "scale": 1.0})
 
-    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", Implementation(scale_forgotten))
+    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", Implementation(without_scale))
     with pytest.raises(KernelCheckError, match=r"'wrong' on .*case decode .*differs from the reference by"):
         self_check(implementation="wrong", dtype=jnp.float32, head_dim=16, q_heads=4)
 
 
 @pytest.mark.parametrize(("option", "argument"), [("with_sinks", "sinks"), ("with_alibi", "alibi_slopes")])
-def test_self_check_refuses_a_kernel_that_forgets_an_option(monkeypatch, option, argument):
-    def forgetful(*args, **options):
+def test_self_check_detects_a_kernel_that_ignores_an_option(monkeypatch, option, argument):
+    def ignores_option(*args, **options):
         return IMPLEMENTATIONS["xla_loop"].call(*args, **{**options, argument: None})
 
-    monkeypatch.setitem(IMPLEMENTATIONS, f"no {argument}", Implementation(forgetful))
+    monkeypatch.setitem(IMPLEMENTATIONS, f"no {argument}", Implementation(ignores_option))
     with pytest.raises(KernelCheckError, match=rf"'no {argument}' on .*differs from the reference by"):
         self_check(
             implementation=f"no {argument}", dtype=jnp.float32, head_dim=16, q_heads=4, cases="decode", **{option: True}
@@ -100,12 +100,12 @@ def device_like(platform, capability=None):
 
 
 @pytest.mark.parametrize(("capability", "write"), [("8.0", "xla"), ("8.9", "triton"), ("7.5", "xla")])
-def test_fp8_is_written_where_it_can_be(capability, write):
+def test_choice_of_the_write_for_fp8(capability, write):
     pages = KVPages.shapes(32, 16, 2, 128, "float8_e4m3fn")
     assert choose(write_kv.IMPLEMENTATIONS, device_like("gpu", capability), pages) == write
 
 
-def test_the_default_device_is_asked():
+def test_the_default_device_decides():
     cpu = jax.devices()[0]
     assert default_device() == cpu
     with jax.default_device(cpu):
@@ -156,14 +156,14 @@ def test_device_and_shape_decide_the_implementation(device, call, name):
         ("triton", ("cpu",), Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64), "latent pages"),
     ],
 )
-def test_an_impossible_wish_says_why(monkeypatch, name, device, shape, message):
+def test_an_implementation_that_refuses_says_why(monkeypatch, name, device, shape, message):
     monkeypatch.setattr(jax, "devices", lambda *_: [device_like(*device)])
     with pytest.raises(ValueError, match=f"implementation='{name}' cannot take this: .*{message}"):
         paged_attention(**make_case(shape), scale=1.0, max_query_len=64, implementation=name)
 
 
 def test_debug_reports_from_inside_jit():
-    """Where nobody can look at the indices before: the running program reports them."""
+    """Inside jit, the running program reports wrong indices."""
     case = make_case(Shape())
 
     @jax.jit

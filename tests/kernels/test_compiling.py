@@ -1,4 +1,4 @@
-"""Every variant of the kernels compiles for an H200 that is not there: shared memory fits, pages stay in place."""
+"""Every variant of the kernels compiles for an H200, without the card: shared memory fits, pages stay in place."""
 
 import re
 
@@ -32,7 +32,7 @@ def test_attention_compiles(name, max_query_len):
 
 @pytest.mark.parametrize("name", [*lowered.QKV, *range(len(lowered.WRITES))])
 def test_writes_compile_and_stay_in_place(name):
-    """One kernel, and nothing else touches the pages: they come in and go out as the same buffer."""
+    """The write is one kernel. Input and output pages are the same buffer, and no other operation uses it."""
     if name in lowered.QKV:
         call, arguments = lowered.writing_qkv(name, "triton")
     else:

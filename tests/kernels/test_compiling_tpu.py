@@ -1,4 +1,4 @@
-"""The TPU kernels compile for a v5e that is not there: fast memory, registers and copies of its compiler."""
+"""The TPU kernels compile for a v5e, without the device: fast memory and registers suffice, pages are not copied."""
 
 import re
 
@@ -16,7 +16,7 @@ BOTH_KINDS = pytest.mark.parametrize("max_query_len", [1, 32], ids=["decode", "m
 
 
 def placed(x):
-    """Pages lie as KVPages places them."""
+    """ShapeDtypeStructs on a v5e. Pages have the layout of KVPages."""
     if isinstance(x, KVPages):
         return jax.tree.map(lambda array: page(array, V5E), x)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=V5E.sharding())
@@ -39,7 +39,7 @@ def test_attention_compiles(name, max_query_len):
 
 @BOTH_KINDS
 def test_a_long_context_of_many_rows_compiles(max_query_len):
-    """524,288 tokens a row, 256 rows: the tables, 32 MiB, are not in scalar memory, only those of two tiles."""
+    """256 rows of 524,288 tokens: of the 32 MiB of block tables, scalar memory holds those of two tiles only."""
     rows, tokens, width = 256, 256 if max_query_len == 1 else 4096, 1 << 15
     call, (_, pages, *_) = lowered.attention("llama-3-8b", max_query_len, "mosaic_tpu", lowered.TPU)
     compile_for_v5e(call, (
@@ -51,7 +51,7 @@ def test_a_long_context_of_many_rows_compiles(max_query_len):
 @BOTH_KINDS
 @pytest.mark.parametrize("variant", lowered.TPU_WRITES, ids=lambda v: "-".join(str(x) for x in v))
 def test_pages_are_written_and_read_in_place(variant, max_query_len):
-    """Two layers' worth of write_kv and paged_attention over the same donated pages: no copy of them anywhere."""
+    """write_kv and paged_attention of two layers over the same donated pages make no copy of the pages."""
     heads, head_dim, dtype, _ = variant
     tokens = lowered.ROWS if max_query_len == 1 else lowered.TOKENS
     q_heads, kv_heads = lowered.HEADS[heads]
@@ -85,18 +85,18 @@ def test_pages_are_written_and_read_in_place(variant, max_query_len):
 
 
 def copies(text, pages, operations):
-    """Instructions that make an array as large as the pages."""
+    """Instructions whose result is as large as the pages."""
     pool = ",".join(map(str, pages.data.shape))
     return re.findall(rf"= \w+\[{pool}\]\S* ({operations})\(", text)
 
 
 def test_the_check_sees_a_copy():
-    """The assertion above can fail: pages as XLA would lay out heads of 64 are copied."""
+    """The assertion above can fail: pages in the layout that XLA chooses for heads of 64 are copied."""
     call, arguments = lowered.attention("gqa-7-64-sinks", 1, "mosaic_tpu", lowered.TPU)
 
-    def anywhere(x):
+    def default_layout(x):
         if isinstance(x, KVPages):
-            return jax.tree.map(anywhere, x)
+            return jax.tree.map(default_layout, x)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=V5E.sharding())
 
-    assert copies(compile_for_v5e(call, arguments, anywhere).as_text(), arguments[1], "copy|copy-start|copy-done")
+    assert copies(compile_for_v5e(call, arguments, default_layout).as_text(), arguments[1], "copy|copy-start|copy-done")

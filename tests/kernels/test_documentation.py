@@ -1,4 +1,4 @@
-"""The example in docs/kernels.md runs as printed, and says what it computes."""
+"""The example in docs/kernels.md runs as printed, with the result that the page states."""
 
 import pathlib
 import re

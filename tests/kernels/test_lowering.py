@@ -1,5 +1,7 @@
-"""Every variant of the kernels lowers for its platform, on a machine that has none: what interpret mode accepts and
-Triton or Mosaic refuses is found here."""
+"""Every variant of the kernels lowers for its platform, on any machine.
+
+This finds operations that interpret mode accepts and that Triton or Mosaic refuses.
+"""
 
 import jax
 import pytest
@@ -37,7 +39,7 @@ def test_triton_write_lowers(variant):
 
 @pytest.mark.parametrize("name", lowered.QKV)
 def test_triton_fused_write_lowers(name):
-    """Bias, norm, rotation and write are one kernel."""
+    """Bias, norm, rope and write are one kernel."""
     text = lower_for("cuda", *lowered.writing_qkv(name, "triton"))
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 

@@ -1,4 +1,4 @@
-"""The experimental decode for Hopper: against the float64 oracle in Pallas' GPU interpreter, lowered, and compiled."""
+"""The experimental decode for Hopper: in Pallas' GPU interpreter against float64, lowered, and compiled."""
 
 from unittest import mock
 
@@ -21,7 +21,7 @@ has_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "force_gpu_interpret_mode"), reason="JAX 0.10 has no interpreter for these kernels"
 )
 PLAIN = Shape(head_dim=64, dtype="bfloat16", tokens=0)
-# in splits of 192, which is three tiles, one more than lie in shared memory at a time: ends on and behind their borders
+# Splits of 192 keys are three tiles, one more than shared memory holds. Rows end at and after the borders of splits.
 SPLITS = Tiling(decode_keys=64, prefill_rows=16, prefill_keys=64, min_split_keys=192)
 LONG = ((1, 300), (1, 64), (0, 0), (1, 65), (1, 192))
 
@@ -47,7 +47,7 @@ def interpreted(shape, rows):
         pytest.param({"softcap": 2.0}, DECODES, id="softcap"),
         pytest.param({"sinks": True}, LONG, id="sinks"),
         pytest.param({"slopes": True}, LONG, id="alibi"),
-        # the last tile reaches beyond the table
+        # the last tile extends beyond the block table
         pytest.param({"width": 19}, LONG, id="narrow-table"),
     ],
 )
@@ -58,7 +58,7 @@ def test_matches_float64(options, rows):
 
 
 @has_interpreter
-def test_a_row_gets_the_same_bits_in_any_company():
+def test_bits_of_a_row_do_not_depend_on_other_rows():
     np.testing.assert_array_equal(
         interpreted(PLAIN, ((1, 300), (1, 7), (1, 150)))[1][:1], interpreted(PLAIN, ((1, 300),))[1]
     )
@@ -81,7 +81,7 @@ def test_self_check_of_decodes_finds_agreement():
         (Shape(head_dim=64, dtype="bfloat16", tokens=0, block_size=24), {}, "block_size=24"),
     ],
 )
-def test_what_it_does_not_take_is_named(shape, change, message):
+def test_refused_calls_are_named(shape, change, message):
     given = make_case(shape, DECODES) | {"scale": 1.0, "max_query_len": 1} | change
     with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=message):
         paged_attention(**given, implementation="mosaic_gpu")
@@ -101,7 +101,7 @@ def test_lowers(name):
 @pytest.mark.skipif(H200.missing is not None, reason="needs jax-cuda13-plugin")
 @pytest.mark.parametrize("name", lowered.HOPPER)
 def test_compiles_for_an_h200(name):
-    """Past ptxas, and beside other operations without a copy of the pages."""
+    """It compiles up to ptxas, in a program with other operations, without a copy of the pages."""
     attention, arguments = lowered.attention(name, 1, "mosaic_gpu", lowered.HOPPER)
 
     def step(q, pages, *rest):

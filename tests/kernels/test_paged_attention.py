@@ -1,4 +1,4 @@
-"""paged_attention against a float64 oracle over drawn lengths, and to the bit against itself in other company."""
+"""paged_attention: against float64 with random lengths, and with the same bits in any batch."""
 
 import functools
 from unittest import mock
@@ -14,7 +14,7 @@ from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.tiling import Tiling
 from tests.kernels.oracle import DECODES, RAGGED, TOLERANCE, Shape, attend, expected, make_case
 
-# At most 30: every shape is a program an implementation, which takes seconds to compile in interpret mode.
+# At most 30 shapes: each one needs a program per implementation, and compiling in interpret mode takes seconds.
 SHAPES = {
     "ragged": Shape(),
     "decodes": Shape(tokens=0),
@@ -43,7 +43,7 @@ SHAPES = {
     "latent": Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64),
     "latent-decodes": Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64, tokens=0, dtype="bfloat16"),
 }
-# Every shape goes through the kernels and the CPU path; the other two share their code paths among shapes.
+# The kernels and the CPU implementation run every shape. The other two implementations run some of them.
 SOME = ("ragged", "decodes", "window", "sinks", "all-options", "gqa-7-64-decodes", "int8", "fp8", "latent")
 IMPLEMENTED = {
     "reference": SOME,
@@ -55,14 +55,14 @@ IMPLEMENTED = {
         if shape.v_dim is None and shape.kv_dtype is None and shape.dtype != "float16"
     ),
 }
-# splits of 48 keys, of which turns of 32 are no whole part: rows of up to 320 keys have seven, the last ones empty, the
-# first ones before a window
+# Splits of 48 keys, which are not a multiple of the 32 keys per iteration. Rows of up to 320 keys have seven splits.
+# Some are empty: the last ones of short rows, and the first ones of rows with a window.
 SMALL_TILES = Tiling(decode_keys=32, prefill_rows=16, prefill_keys=32, min_split_keys=48)
 SPLIT = ("ragged", "decodes", "window", "all-options", "int8-decodes-bf16")
 
 
 def rows_of(shape):
-    """Lists of (tokens, keys): nothing, one key, block edges, whole tables."""
+    """Strategy for lists of (tokens, keys): empty rows, one key, block edges, full block tables."""
     edges = [1, shape.block_size - 1, shape.block_size, shape.block_size + 1, shape.table_keys]
 
     def with_past(count):
@@ -98,7 +98,7 @@ CASES += [case_of(name, "triton", SMALL_TILES, "-splits") for name in SPLIT]
 
 @pytest.mark.parametrize(("name", "implementation", "tiling"), CASES)
 def test_matches_float64(name, implementation, tiling):
-    """Whatever lies in unused places and unused table entries: `make_case` poisons them."""
+    """Unused slots and unused entries of block tables have no effect: `make_case` poisons them."""
     shape = SHAPES[name]
     tolerance = 1e-5 if shape.dtype == "float32" and shape.table_keys > 1024 else TOLERANCE[shape.dtype]
 
@@ -119,19 +119,19 @@ def test_matches_float64(name, implementation, tiling):
         drawn()
 
 
-def test_triton_decode_gets_the_same_bits_in_any_company():
-    """Splits are cut at fixed positions: more rows, other rows or a chunk beside it change nothing."""
+def test_bits_of_a_triton_decode_do_not_depend_on_other_rows():
+    """Splits begin at fixed positions, so more rows, other rows or chunks do not change the bits."""
     with mock.patch.object(Tiling, "choose", return_value=SMALL_TILES):
         shape = SHAPES["ragged"]
         alone, first = (make_case(shape, rows) for rows in (((1, 300),), ((1, 300), (1, 7), (6, 150))))
-        # the first row's blocks are drawn first, and data does not depend on the rows
+        # the first row's blocks and the data do not depend on the other rows
         np.testing.assert_array_equal(alone["block_tables"][0], first["block_tables"][0])
         np.testing.assert_array_equal(
             *(attend(shape, case, "triton", SMALL_TILES)[:1] for case in (alone, first))
         )
 
 
-COMPANY = {
+BATCHED = {
     "plain": Shape(heads=6, tokens=200, rows=8),
     "window": Shape(heads=6, tokens=200, rows=8, window=50),
     "32-bf16": Shape(head_dim=32, dtype="bfloat16", tokens=200, rows=8),
@@ -141,23 +141,23 @@ COMPANY = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "window")) for name in COMPANY]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "window")) for name in BATCHED]
 )
-def test_a_query_gets_the_same_bits_in_any_company(name):
-    """All of a prompt at once, in chunks, token by token, and among other rows: equal to the bit on CPU."""
-    shape, length = COMPANY[name], 150
+def test_bits_of_a_query_do_not_depend_on_the_batch(name):
+    """On CPU the bits are the same for a whole prompt, in chunks, token by token, and with other rows."""
+    shape, length = BATCHED[name], 150
     whole_case = make_case(shape, ((length, length),))
     whole = attend(shape, whole_case, "xla_loop")
 
-    def part(first, count, company):
-        """Queries first .. first + count - 1, in a call of just the right size, with rows of `company` behind them."""
-        case = make_case(shape, ((count, first + count), *company))
-        q = np.zeros((-(-(count + sum(c for c, _ in company)) // 8) * 8, *whole_case["q"].shape[1:]), case["q"].dtype)
+    def part(first, count, others):
+        """Queries first to first + count - 1, followed by the rows of `others`, in a call of exactly this size."""
+        case = make_case(shape, ((count, first + count), *others))
+        q = np.zeros((-(-(count + sum(c for c, _ in others)) // 8) * 8, *whole_case["q"].shape[1:]), case["q"].dtype)
         q[:count] = whole_case["q"][first : first + count]
-        rows = 1 + len(company)
+        rows = 1 + len(others)
         call = jax.jit(functools.partial(
             paged_attention, implementation="xla_loop", scale=shape.head_dim**-0.5, sliding_window=shape.window,
-            max_query_len=int(max(count, *(c for c, _ in company), 1)),
+            max_query_len=int(max(count, *(c for c, _ in others), 1)),
         ))  # fmt: skip
         out = call(
             jnp.asarray(q), case["pages"], case["block_tables"][:rows], case["context_lens"][:rows],
@@ -165,9 +165,9 @@ def test_a_query_gets_the_same_bits_in_any_company(name):
         )
         return np.asarray(out, np.float32)[:count]
 
-    others = ((1, 300), (40, 41), (1, 1), (1, 7))
-    for first, count, company in ((71, 1, ()), (100, 50, ()), (0, 7, others), (71, 1, others)):
-        np.testing.assert_array_equal(part(first, count, company), whole[first : first + count])
+    neighbours = ((1, 300), (40, 41), (1, 1), (1, 7))
+    for first, count, others in ((71, 1, ()), (100, 50, ()), (0, 7, neighbours), (71, 1, neighbours)):
+        np.testing.assert_array_equal(part(first, count, others), whole[first : first + count])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_query_gets_the_same_bits_in_any_company(name):
 )
 @pytest.mark.usefixtures("plain_errors")
 def test_wrong_arguments_are_named(change, message):
-    if message is None:  # taken
+    if message is None:  # accepted
         paged_attention(**{**make_case(Shape()), "scale": 1.0, "max_query_len": 64} | change)
         return
     with pytest.raises(ValueError, match=message):
@@ -222,7 +222,7 @@ def test_index_types_and_64_bits_change_nothing(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "xla_loop", "triton", "mosaic_tpu"])
-def test_nothing_to_do_gives_nothing(implementation):
+def test_empty_calls_give_zeros(implementation):
     case = make_case(Shape(), ())
     nothing = paged_attention(
         case["q"][:0], case["pages"], case["block_tables"], case["context_lens"], case["query_start_loc"],

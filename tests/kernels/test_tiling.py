@@ -1,4 +1,4 @@
-"""Tile sizes: the file is read, and its entries are meant for one card and shape."""
+"""Tile sizes: the kernels read tuning.json, and an entry applies to one card and shape only."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_the_shipped_file_holds_tilings():
             Tiling(**entry["tiling"])
 
 
-def test_a_measured_shape_takes_its_tiling_and_others_the_rule(monkeypatch, tmp_path):
+def test_measured_shapes_use_their_tiling_and_others_the_rule(monkeypatch, tmp_path):
     measured = Tiling(32, 64, 32, min_split_keys=256, decode_warps=2)
     file = tmp_path / "tuning.json"
     entry = {"tiling": {"decode_keys": 32, "prefill_rows": 64, "prefill_keys": 32, "min_split_keys": 256,

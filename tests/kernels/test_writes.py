@@ -1,4 +1,4 @@
-"""KVPages, write_kv and write_qkv: what goes where, as the pages hold it."""
+"""KVPages, write_kv and write_qkv: contents of the pages, layouts, sizes and errors."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ SLOTS = np.array([39, -1, 0, 17, -1, -7], np.int32)  # -1 must not become the la
 
 
 def slot_values(pages):
-    """float64 [num_blocks * block_size, 2, kv_heads, head_dim]: what reading gives, in numpy."""
+    """float64[num_blocks * block_size, 2, kv_heads, head_dim]: contents of all slots, in numpy."""
     data = np.asarray(pages.data.astype(jnp.float32), np.float64)
     if pages.scales is not None:
         scales = np.asarray(pages.scales.astype(jnp.float32), np.float64)
@@ -38,18 +38,18 @@ def test_write_kv_fills_slots_and_drops_padding(dtype, implementation):
     fp8_scales = np.array([[0.5, 2.0], [1.0, 0.25]]) if dtype == "float8_e4m3fn" else None
     pages = KVPages.create(5, 8, 2, 5, dtype, fp8_scales=fp8_scales)
     k, v = 100 * rng.standard_normal((2, 6, 2, 5)).astype(np.float32)
-    k[0], k[2, 0], v[3, 1, 0] = 0.0, 1e-30, 1e4  # nothing to scale by, hardly anything, more than fp8 holds
+    k[0], k[2, 0], v[3, 1, 0] = 0.0, 1e-30, 1e4  # scale 0, a tiny scale, more than fp8 holds
     call = jax.jit(functools.partial(write_kv, implementation=implementation), donate_argnums=0)
     nothing = write_kv(pages, *(jnp.asarray(a[:0]) for a in (k, v, SLOTS)), implementation=implementation)
     jax.tree.map(np.testing.assert_array_equal, nothing, pages)
     by_xla = jax.jit(functools.partial(write_kv, implementation="xla"))(pages, k, v, SLOTS)
     written = call(pages, k, v, SLOTS)
-    jax.tree.map(np.testing.assert_array_equal, written, by_xla)  # to the bit: 8-bit numbers are rounded alike
+    jax.tree.map(np.testing.assert_array_equal, written, by_xla)  # same bits: both round 8-bit numbers alike
     out = slot_values(written)
     expected = np.zeros((40, 2, 2, 5))
     real = SLOTS >= 0
     expected[SLOTS[real]] = np.stack([k, v], axis=1)[real]
-    if dtype == "int8":  # within half a step of a scale that is rounded to bfloat16: 1 in 256
+    if dtype == "int8":  # half a step of the scale, which is rounded to bfloat16: 1 in 256
         step = np.abs(expected).max(-1, keepdims=True) / 127
         assert (np.abs(out - expected) <= 0.5 * step * (1 + 2**-7) + np.abs(expected) * 2**-8).all()
         return
@@ -62,11 +62,11 @@ def test_write_kv_fills_slots_and_drops_padding(dtype, implementation):
 
 
 def numpy_qkv(qkv, *, bias=None, cos=None, sin=None, q_norm=None, k_norm=None, eps=1e-6):
-    """q, k, v in float64."""
+    """Expected q, k, v in float64."""
     x = np.asarray(qkv, np.float64) + (0 if bias is None else bias)
     q, k, v = x[:, :, :-2], x[:, :, -2:-1], x[:, :, -1]
 
-    def finish(x, weight):
+    def norm_and_rope(x, weight):
         if weight is not None:
             x = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
         if cos is not None:
@@ -76,7 +76,7 @@ def numpy_qkv(qkv, *, bias=None, cos=None, sin=None, q_norm=None, k_norm=None, e
             x = np.concatenate([a * c - b * s, b * c + a * s, x[..., 2 * half :]], -1)
         return x
 
-    return finish(q, q_norm).reshape(len(x), -1, x.shape[-1]), finish(k, k_norm)[:, :, 0], v
+    return norm_and_rope(q, q_norm).reshape(len(x), -1, x.shape[-1]), norm_and_rope(k, k_norm)[:, :, 0], v
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
@@ -93,8 +93,8 @@ def numpy_qkv(qkv, *, bias=None, cos=None, sin=None, q_norm=None, k_norm=None, e
         pytest.param(2, 64, 32, (), "float8_e4m3fn", id="fp8-pages"),
     ],
 )
-def test_write_qkv_is_the_arithmetic(q_per_kv, dim, half, options, dtype, implementation):
-    """q to the last digits, and pages that hold the keys and values; 35 tokens: no whole number of tiles."""
+def test_write_qkv_matches_float64(q_per_kv, dim, half, options, dtype, implementation):
+    """q, and the keys and values in the pages. 35 tokens are not a multiple of the tiles."""
     rng = np.random.default_rng(1)
     tokens, heads = 35, 2
     kind = dtype if dtype in ("float32", "bfloat16") else "float32"
@@ -121,7 +121,7 @@ def test_write_qkv_is_the_arithmetic(q_per_kv, dim, half, options, dtype, implem
     assert not values[untouched].any()
 
 
-def test_write_qkv_for_tpu_is_the_arithmetic_and_its_write():
+def test_write_qkv_for_tpu_is_the_reference_and_its_write():
     rng = np.random.default_rng(2)
     qkv = jnp.asarray(rng.standard_normal((9, 2, 4, 16)), jnp.float32)
     angles = jnp.asarray(rng.uniform(0, 6, (9, 8)), jnp.float32)
@@ -162,8 +162,8 @@ def test_blocks_move_and_copy(dtype):
     np.testing.assert_array_equal(slot_values(back).reshape(held_before.shape)[[2, 0]], held_before[[4, 1]])
 
 
-def test_pages_are_laid_out_where_the_platform_wants_it(monkeypatch):
-    """What `create` does on TPU, with a layout that CPU shows it has taken: the last axis outermost."""
+def test_pages_have_the_layout_of_the_platform(monkeypatch):
+    """`create` uses `page_format`. CPU shows this with a layout that has the last axis outermost."""
     device = jax.devices()[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     assert kv_pages.page_format(sharding, 5) is sharding
@@ -180,7 +180,7 @@ def test_pages_are_laid_out_where_the_platform_wants_it(monkeypatch):
 
 
 def test_layers_of_fp8_pages_do_not_share_their_scales():
-    """Donated together, they would be donated twice; and the caller's own array would be gone."""
+    """Shared scales would be donated twice, and donating the pages would delete the caller's array."""
     scales = jnp.ones((2, 2))
     layers = [KVPages.create(2, 8, 2, 4, jnp.float8_e4m3fn, fp8_scales=scales) for _ in range(2)]
     jax.jit(lambda layers: jax.tree.map(jnp.copy, layers), donate_argnums=0)(layers)
@@ -213,7 +213,7 @@ def test_scales_take_few_bytes(dtype, head_dim, more):
         ((131_072, 16, 8, 128, jnp.int8), {}, "num_blocks=131072.*at most 65,536 blocks"),
     ],
 )
-def test_pages_that_cannot_be_are_named(arguments, options, message):
+def test_wrong_arguments_of_create_are_named(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         KVPages.shapes(*arguments, **options)
     for dtype, scales in ((jnp.bfloat16, np.ones((2, 2))), (jnp.float8_e4m3fn, np.zeros((2, 2)))):

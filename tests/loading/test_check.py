@@ -1,4 +1,4 @@
-"""`python -m jpaged.loading.check` finds the first layer that differs, beside recorded answers and beside torch."""
+"""`python -m jpaged.loading.check` finds the first layer that differs from recorded answers, and from Transformers."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ FIRST = "the first difference is in "
 
 
 def own_answers(folder: Path, path: Path, runner: str = "auto") -> Path:
-    """What the model gives now, as --record writes it."""
+    """Record the model's present outputs in the format of --record."""
     model = load_model(EngineConfig(model=str(folder), dtype="float32", runner=runner))
     ids = fixed_token_ids(model.spec.vocab_size)
     outputs = [output_after(model, ids, layers) for layers in range(model.spec.num_layers + 1)]
@@ -127,8 +127,8 @@ def test_it_runs_as_a_program(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch, which jpaged does not")
-class TestBesideTransformers:
-    """What --record writes without torch being there later is what Transformers gave."""
+class TestAgainstTransformers:
+    """The answers that --record writes are those of Transformers; --answers then needs no torch."""
 
     @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
     def test_every_family_agrees(self, variant, tmp_path: Path, capsys) -> None:

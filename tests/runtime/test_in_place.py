@@ -1,7 +1,7 @@
-"""The cache and the weights are never copied: asserted on the text and the figures of the compiled step.
+"""The KV pages and the weights are never copied: asserted on the text and the figures of compiled programs.
 
-For CPU always; for an H200 without one where JAX's CUDA plugin is installed, and for a TPU v5e where its compiler is
-(`-m deviceless`).
+Always for CPU. With `-m deviceless` also for an H200 if JAX's CUDA plugin is installed, and for a TPU v5e if its
+compiler is installed. Neither needs the device.
 """
 
 import collections
@@ -25,19 +25,19 @@ from jpaged.runtime.state import StateSizes, create_state, state_shapes
 from jpaged.runtime.step import ForwardShape, compile_forward
 from tests.deviceless import H200, V5E, marks
 
-# Activations of 8 rows, and of a chunk, are far smaller than a layer's weights or pages.
+# Activations of 8 rows or of a chunk are far smaller than the weights or pages of a layer.
 SPEC = DecoderSpec(
     vocab_size=512, hidden_size=1024, intermediate_size=2816, num_layers=3, num_heads=16, num_kv_heads=8, head_dim=64,
     max_position=1024, rope=Rope(),
 )  # fmt: skip
-# Six layers of two kinds in three groups over two arrays: three layers write and read each, one after the other.
+# Six layers of two kinds, in three KV groups over two page arrays. Three layers write and read each array in turn.
 MIXED = (96, 96, None, 96, 96, None)
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 DECODE = ForwardShape(True, ROWS, ROWS, BLOCK_SIZE)
 PREFILL = ForwardShape(False, 64, ROWS, BLOCK_SIZE)
 
 DEVICELESS = marks(H200)
-# what the step is compiled for, and the attention it is compiled with
+# target of the compiler -> implementation of attention
 IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton", "v5e kernels": "mosaic_tpu"}
 MARKS = {"cpu": (), "h200": DEVICELESS, "h200 kernels": DEVICELESS, "v5e kernels": marks(V5E)}
 TARGETS = [pytest.param(name, marks=MARKS[name]) for name in IMPLEMENTATIONS]
@@ -50,13 +50,13 @@ ONE_ON_CPU = [
 
 
 def dtype_of(target):
-    """bfloat16 where the back end multiplies it as it is: JAX 0.10 on CPU converts 16-bit weights at every step."""
+    """bfloat16, except on CPU with JAX 0.10, which converts 16-bit weights in every step."""
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
     return jnp.dtype("float32" if target == "cpu" and old else "bfloat16")
 
 
 def sizes(blocks):
-    """Of the state."""
+    """Sizes of the device state."""
     return StateSizes(blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens)
 
 
@@ -84,23 +84,23 @@ def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), e
 
 
 def pool_bytes(target, blocks=BLOCKS):
-    """One layer's KV pages."""
+    """Bytes of one layer's KV pages."""
     return 2 * blocks * BLOCK_SIZE * SPEC.num_kv_heads * SPEC.head_dim * dtype_of(target).itemsize
 
 
 def limit(target):
-    """The smaller of one layer's KV pages and one layer's largest matrix."""
+    """Bytes of one layer's KV pages, or of its largest matrix if that is smaller."""
     largest = 2 * SPEC.intermediate_size * SPEC.hidden_size * dtype_of(target).itemsize
     return min(pool_bytes(target), largest)
 
 
-# Instructions of a GPU program that are a kernel; others are bookkeeping.
+# Instructions of a GPU program that launch a kernel.
 LAUNCHES = ("fusion", "custom-call", "copy", "dot", "convolution", "reduce", "sort", "scatter", "gather", "while")
 ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1, "s64": 8, "f64": 8}
 
 
 def large_moves(text, least_bytes):
-    """Instructions that copy, transpose or convert an array of at least so many bytes, in a program's text."""
+    """Instructions in a program's text that copy, transpose or convert an array of at least `least_bytes` bytes."""
     found = []
     for dtype, dims, operation in re.findall(r"= (\w+)\[([\d,]+)\]\S* (copy|copy-start|transpose|convert)\(", text):
         size = int(np.prod([int(d) for d in dims.split(",")])) * ITEM_BYTES[dtype]
@@ -110,14 +110,14 @@ def large_moves(text, least_bytes):
 
 
 @pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
-def test_experts_are_read_where_they_lie(target, shape):
-    """No copy of all experts of a layer, and on accelerators none of a single one; two kernels a layer multiply."""
+def test_experts_are_not_copied(target, shape):
+    """No copy of all experts of a layer; on accelerators no copy of a single one. Two kernels per layer multiply."""
     experts = Experts(num=16, per_token=2, intermediate_size=4096, layers=(True,) * SPEC.num_layers)
     program = compiled(target, shape, experts=experts)
     one = 2 * experts.intermediate_size * SPEC.hidden_size * dtype_of(target).itemsize
     text = program.as_text()
     assert large_moves(text, one) == []
-    # on CPU the loop holds the expert that it multiplies with
+    # on CPU the loop copies the expert that it multiplies with
     assert program.memory_analysis().temp_size_in_bytes < (4 if target == "cpu" else 1) * one
     if target != "cpu":
         calls = [line for line in text.splitlines() if "custom-call(" in line and "grouped_dot" in line]
@@ -126,17 +126,17 @@ def test_experts_are_read_where_they_lie(target, shape):
 
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
 @pytest.mark.parametrize("target", TARGETS)
-def test_nothing_as_large_as_a_layers_kv_or_weights_is_copied(target, shape):
+def test_no_copy_is_as_large_as_the_kv_or_weights_of_a_layer(target, shape):
     program = compiled(target, shape)
     assert large_moves(program.as_text(), limit(target)) == []
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < limit(target)
-    # the pages come in and go out as the same buffers
+    # arguments and results have the same buffers for the pages
     assert memory.alias_size_in_bytes >= SPEC.num_layers * pool_bytes(target)
 
 
 @pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
-def test_pages_that_layers_of_several_kinds_share_are_not_copied(target, shape):
+def test_pages_of_several_kv_groups_are_not_copied(target, shape):
     program = compiled(target, shape, layers=len(MIXED), windows=MIXED)
     assert large_moves(program.as_text(), limit(target)) == []
     memory = program.memory_analysis()
@@ -146,8 +146,8 @@ def test_pages_that_layers_of_several_kinds_share_are_not_copied(target, shape):
 
 @pytest.mark.parametrize(("shape", "kernels"), [(DECODE, 3), (PREFILL, 4)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("target", [pytest.param("h200 kernels", marks=DEVICELESS)])
-def test_a_layers_custom_calls_are_few(target, shape, kernels):
-    """write_qkv, decode, its merge (two splits cover the table), and prefill where rows may be longer than a token."""
+def test_number_of_custom_calls_of_a_layer(target, shape, kernels):
+    """write_qkv, decode, its merge (two splits cover the table), and prefill if rows may have several tokens."""
     text = compiled(target, shape).as_text()
     names = re.findall(r'name = "(\w+)", num_stages', text)
     assert len(names) == kernels * SPEC.num_layers, collections.Counter(names)
@@ -156,7 +156,7 @@ def test_a_layers_custom_calls_are_few(target, shape, kernels):
 
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
 @pytest.mark.parametrize("target", [pytest.param("v5e kernels", marks=marks(V5E))])
-def test_a_layers_custom_calls_on_tpu_are_two(target, shape):
+def test_a_layer_has_two_custom_calls_on_tpu(target, shape):
     """write_kv and paged_attention."""
     text = compiled(target, shape).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2 * SPEC.num_layers
@@ -164,7 +164,7 @@ def test_a_layers_custom_calls_on_tpu_are_two(target, shape):
 
 @pytest.mark.parametrize("target", [pytest.param("h200 kernels", marks=DEVICELESS)])
 def test_a_decode_layer_is_at_most_twelve_kernels(target):
-    """Every kernel costs a launch of some microseconds, which is what a small decode step is made of."""
+    """Each launch of a kernel takes some microseconds. A small decode step consists mostly of launches."""
     one_less, whole = (
         operations(main_computation(compiled(target, DECODE, layers=n).as_text()))
         for n in (SPEC.num_layers - 1, SPEC.num_layers)
@@ -176,8 +176,8 @@ def test_a_decode_layer_is_at_most_twelve_kernels(target):
 
 @pytest.mark.parametrize("blocks", [BLOCKS, 10 * BLOCKS])
 @pytest.mark.parametrize("target", [pytest.param(n, marks=MARKS[n]) for n in ("cpu", "h200", "v5e kernels")])
-def test_moving_blocks_copies_no_pages_but_theirs(target, blocks):
-    """Copy-on-write and what comes from the host go into the pages as they lie; what goes to the host leaves them."""
+def test_moving_blocks_copies_no_other_pages(target, blocks):
+    """Copy on write and moves from the host update the pages in place. Moves to the host only read them."""
     placement, kv_groups = placement_on(target), group_layers(SPEC.windows, SPEC.max_position)
     state = state_shapes(SPEC, kv_groups, sizes(blocks), dtype=dtype_of(target), placement=placement)
     mover = BlockMover(state, placement, host_slots=1)
@@ -193,46 +193,46 @@ def test_moving_blocks_copies_no_pages_but_theirs(target, blocks):
             assert memory.output_size_in_bytes - memory.alias_size_in_bytes < a_block
 
 
-def test_the_check_sees_a_copy():
-    """The assertion above can fail: a step that does not donate its state copies the pages."""
+def test_large_moves_finds_a_copy():
+    """The assertions above can fail: a program that does not donate its argument copies it."""
     x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     program = jax.jit(lambda a: (a.at[0].set(1.0), a.T.copy())).lower(x).compile()
     assert large_moves(program.as_text(), 4 << 20)
 
 
 @pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
-def test_ten_times_the_pool_costs_nothing_but_the_pool(target, shape):
+def test_ten_times_the_pool_adds_no_work(target, shape):
     small, large = compiled(target, shape), compiled(target, shape, 10 * BLOCKS)
-    if target.startswith("v5e"):  # what XLA keeps in fast memory of activations and weights shifts a little
+    if target.startswith("v5e"):  # XLA keeps slightly other activations and weights in fast memory
         assert large.memory_analysis().temp_size_in_bytes <= small.memory_analysis().temp_size_in_bytes
         return
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
     assert operations(small.as_text()) == operations(large.as_text())
     if target != "cpu":
-        return  # without the device its compiler does not count flops and bytes
+        return  # without the device the compiler does not count flops and bytes
     costs = [_costs(program) for program in (small, large)]
     assert costs[0]["flops"] == costs[1]["flops"]
-    # XLA counts the whole operand of a gather or an in-place update as accessed: beside whole pools nothing may grow.
+    # XLA counts the whole operand of a gather or an in-place update as accessed. So the count may grow by whole pools.
     grown = pool_bytes(target, 10 * BLOCKS) - pool_bytes(target)
     more = costs[1]["bytes accessed"] - costs[0]["bytes accessed"]
     assert more == pytest.approx(round(more / grown) * grown, rel=1e-6)  # the count is a float32
-    assert more < 4.5 * SPEC.num_layers * grown  # read for keys and for values, and taken and given by the write
+    assert more < 4.5 * SPEC.num_layers * grown  # two reads, for keys and values; the write reads and writes
 
 
 def operations(text):
-    """How often each operation stands in a program's text, or in a part of it."""
+    """Number of uses of each operation in a program's text, or in a part of it."""
     return collections.Counter(re.findall(r"^  \S.*? = (?:\(.*?\)|\S+) ([\w-]+)\(", text, re.MULTILINE))
 
 
 def main_computation(text):
-    """The part of a program's text that says what is launched."""
+    """The part of a program's text that launches kernels."""
     return re.search(r"^ENTRY .*?^}", text, re.DOTALL | re.MULTILINE)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
 def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
-    """Medians of interleaved steps within 1.2x; a busy machine gets three tries."""
+    """The medians of interleaved steps differ by less than 1.2x. On a busy machine there are three tries."""
     dtype = dtype_of("cpu")
     params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), param_shapes(SPEC, dtype))
     packed = np.full(shape.packed_size, -1, np.int32)
@@ -263,7 +263,7 @@ def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
 
 
 def _scattered_tables(blocks):
-    """Block tables of all rows, spread over the whole pool."""
+    """Block tables of all rows, with blocks from the whole pool."""
     width = SPEC.max_position // BLOCK_SIZE
     return np.random.default_rng(0).permutation(blocks)[: ROWS * width].reshape(ROWS, width).astype(np.int32)
 

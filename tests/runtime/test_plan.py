@@ -1,4 +1,4 @@
-"""The plan of an engine's memory: against numbers worked out by hand, and against engines that start."""
+"""Plans of an engine's memory, compared with numbers worked out by hand and with engines that start."""
 
 import dataclasses
 import json
@@ -53,8 +53,8 @@ QWEN_MOE = json.loads("""{
   "vocab_size": 151936
 }""")
 
-# Worked out by hand, in bfloat16. Llama: two matrices of 128,256 x 4,096; a layer has q and o of 4,096 x 4,096, k and v
-# of 1,024 x 4,096, three of 14,336 x 4,096, two norms; and the last norm.
+# Worked out by hand, in bfloat16. Llama has two matrices of 128,256 x 4,096, and a final norm. A layer has q and o of
+# 4,096 x 4,096, k and v of 1,024 x 4,096, three matrices of 14,336 x 4,096, and two norms.
 LLAMA_PARTS = {
     "embedding": 1_050_673_152,
     "output matrix": 1_050_673_152,
@@ -63,19 +63,19 @@ LLAMA_PARTS = {
     "norms": 65 * 8_192,
 }
 LLAMA_WEIGHTS = 16_060_522_496
-LLAMA_TOKEN = 131_072  # 32 layers, 8 heads of 128, keys and values: bytes of KV
+LLAMA_TOKEN = 131_072  # bytes of KV: 32 layers, 8 heads of 128, keys and values
 LLAMA_BLOCK = 16 * LLAMA_TOKEN
 
 
 @pytest.fixture
 def no_compilers(monkeypatch):
-    """As where neither jax[cuda13] nor jax[tpu] is installed."""
+    """As if neither jax[cuda13] nor jax[tpu] was installed."""
     monkeypatch.setattr(targets, "_installed", lambda module: False)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes a config.json, and nothing else, into a folder."""
+    """A function that writes a config.json, and nothing else, into a folder."""
 
     def write(values):
         (tmp_path / "config.json").write_text(json.dumps(values))
@@ -85,17 +85,17 @@ def folder(tmp_path):
 
 
 def llama_tables(max_model_len):
-    """What the state holds beside the pages.
+    """Bytes of the device state without the pages.
 
-    The request table, the block tables, 4,096 numbers of two bytes of each of a step's 2,048 tokens, and of each of 256
-    rows counts of all ids, a mask of them in 4,008 words, and 1,024 ids with their biases.
+    The request table, the block tables, and a hidden state of 4,096 numbers of two bytes for each of 2,048 tokens. For
+    each of 256 rows: counts of all ids, a mask of 4,008 words, and 1,024 ids with their biases.
     """
     sampling = 4 * (128_256 + 4_008 + 2 * 1_024)
     return 256 * (4 * (NUM_FIELDS + max_model_len // 16) + sampling) + 2048 * 4096 * 2
 
 
 def hand_made(device_bytes, temp_bytes, max_model_len=131_072):
-    """Blocks of Llama's pool, and the longest request, the long way round."""
+    """Blocks of Llama's pool, and the longest request, by trying every length."""
     while True:
         left = device_bytes * 9 // 10 - LLAMA_WEIGHTS - temp_bytes - llama_tables(max_model_len)
         blocks = left // LLAMA_BLOCK
@@ -122,7 +122,7 @@ def check_llama(plan, device_bytes, temp_bytes):
     assert fitted.kv_bytes == fitted.kv_tokens * LLAMA_TOKEN
     assert fitted.table_bytes == llama_tables(longest)
     assert plan.largest_max_model_len == longest
-    # nothing is lost, and what the options leave free stays free
+    # the rows add up to all bytes of the device, and the share that the options keep free stays free
     assert sum(row.num_bytes for row in plan.rows) == plan.device_bytes == device_bytes
     rows = {row.name: row.num_bytes for row in plan.rows}
     assert rows["kept free"] == device_bytes - device_bytes * 9 // 10
@@ -140,13 +140,13 @@ def test_llama_by_hand(size, device_bytes, folder, no_compilers):
     plan = planning.plan(folder(LLAMA), device_memory=planning.parse_size("device_memory", size))
     assert not plan.temporaries.measured
     assert "jax[cuda13]" in plan.temporaries.how
-    # the logits and what is made of them, and six hidden states a row: see runtime/estimate.py
+    # 4.5 copies of the logits, and six hidden states per row: see runtime/estimate.py
     check_llama(plan, device_bytes, int(4.5 * 4 * 256 * 128_256) + 6 * 256 * 4096 * 2)
 
 
 @pytest.mark.parametrize("target", [pytest.param("h200", marks=marks(H200))])
 def test_llama_compiled_for_a_device_that_is_not_there(target, folder):
-    """The estimate is no less than what the compiler says, and less than 1.7 times that."""
+    """The estimate is at least the compiler's figure, and less than 1.7 times as much."""
     plan = planning.plan(folder(LLAMA), target=target)
     assert plan.temporaries.measured
     check_llama(plan, 141 * 10**9, plan.temporaries.num_bytes)
@@ -162,12 +162,12 @@ def blueprint_of(values, target, **options):
 
 
 def shallow(values, layers):
-    """The model with fewer layers: temporaries are those of a layer and of the sampler."""
+    """The model with fewer layers. Temporaries are those of one layer and of the sampler."""
     return values | {"num_hidden_layers": layers}
 
 
 COMPILED = [
-    # minutes each: one a compiler in the gate, the others where somebody changes the estimate
+    # Each takes minutes: one per compiler is in the gate, the others are for changes of the estimate.
     pytest.param(
         values, target, id=f"{name} {target.name}", marks=[*marks(target), *[pytest.mark.slow] * (name != "llama")]
     )
@@ -179,7 +179,7 @@ COMPILED = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("values", "target"), COMPILED)
 def test_the_estimate_is_on_the_high_side(values, target):
-    """And the bytes that the plan counts are those that the program takes, padding of the device included."""
+    """Also: the bytes that the plan counts are those of the program's arguments, with the device's padding."""
     blueprint = blueprint_of(shallow(values, 2), target)
     free = 8 * GIB
     shape, estimate = estimate_temporaries(blueprint)
@@ -194,8 +194,8 @@ def test_the_estimate_is_on_the_high_side(values, target):
     assert counted == pytest.approx(forward.memory_analysis().argument_size_in_bytes, rel=0.001)
 
 
-def test_what_the_weights_leave_decides(folder, no_compilers):
-    """An explicit length that cannot fit is refused with the largest that does; that one is taken."""
+def test_memory_left_by_the_weights_limits_max_model_len(folder, no_compilers):
+    """The error for a max_model_len that does not fit names the largest that fits. The engine accepts that length."""
     path, options = folder(LLAMA), {"device_memory": 24 * GIB}
     refused = planning.plan(path, {"max_model_len": 100_000}, **options)
     largest = planning.plan(path, **options).largest_max_model_len
@@ -205,7 +205,7 @@ def test_what_the_weights_leave_decides(folder, no_compilers):
     assert planning.plan(path, {"max_model_len": largest}, **options).memory.limits.max_model_len == largest
     assert planning.plan(path, {"max_model_len": largest + 1}, **options).memory is None
     less = planning.plan(path, {"gpu_memory_utilization": 0.8}, **options)
-    # a token takes its KV, and every 16 an entry in the tables of 256 rows
+    # each token needs its KV, and every 16 tokens an entry in the block tables of 256 rows
     assert largest - less.largest_max_model_len == pytest.approx(2.4 * GIB / (LLAMA_TOKEN + 64), abs=32)
     capped = planning.plan(path, {"kv_cache_memory_bytes": GIB}, device_memory=80 * GIB)
     assert (capped.memory.num_blocks, capped.largest_max_model_len) == (512, 8192)
@@ -221,7 +221,7 @@ def test_weights_that_do_not_fit(folder, no_compilers):
 
 
 def test_a_windowed_model(folder, no_compilers):
-    """Gemma 3 1B: 999,885,952 weights; what windows save is in the plan."""
+    """Gemma 3 1B has 999,885,952 weights. The plan counts blocks by window."""
     plan = planning.plan(folder(GEMMA), device_memory=24 * GIB, request_lens=[1000, 32_768])
     assert plan.weight_bytes == 2 * 999_885_952
     fitted = plan.memory
@@ -233,7 +233,7 @@ def test_a_windowed_model(folder, no_compilers):
 
 
 def test_a_model_with_experts(folder, no_compilers):
-    """Qwen3 30B A3B: 30,532,122,624 weights, nearly all of them in experts."""
+    """Qwen3 30B A3B has 30,532,122,624 weights, nearly all of them in experts."""
     plan = planning.plan(folder(QWEN_MOE), device_memory=80 * GIB)
     assert plan.weight_bytes == 2 * 30_532_122_624
     # 48 layers of 128 experts of three matrices of 768 x 2,048, and a router
@@ -254,24 +254,24 @@ OPTIONS = {
     {"kv_cache_memory_bytes": 2**21, "max_model_len": 48, "block_size": 8, "mask_unknown_tokens": False},
     {},
 ])  # fmt: skip
-def test_an_engine_does_what_its_plan_says(options, caplog):
+def test_an_engine_agrees_with_its_plan(options, caplog):
     caplog.set_level(logging.WARNING, "jpaged")
     plan = planning.plan("demo", OPTIONS | options)
-    said = [record.getMessage() for record in caplog.records if "max_model_len is now" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "max_model_len is now" in record.getMessage()]
     caplog.clear()
     built = build_engine("demo", None, OPTIONS | options, progress=False)
     try:
         runner = built.engine.runner
         real = runner.memory_plan
-        # limits, blocks, and bytes of weights, table and a block
+        # limits, number of blocks, and bytes of weights, table and a block
         assert dataclasses.replace(plan.memory, temp_bytes=0) == dataclasses.replace(real, temp_bytes=0)
         assert plan.temporaries.measured
         same = next(p for p in runner.programs.programs if str(p.shape) == plan.temporaries.program)
-        if said:  # measured with block tables of the length that did not fit
+        if warnings:  # measured with block tables of the length that did not fit
             assert same.temp_bytes <= plan.memory.temp_bytes < 1.1 * same.temp_bytes
         else:
             assert same.temp_bytes == plan.memory.temp_bytes
-            # the greedy program of as many tokens took 640 bytes more, of 4.5 million
+            # the greedy program with as many tokens took 640 bytes more, of 4.5 million
             assert plan.memory.temp_bytes == pytest.approx(real.temp_bytes, rel=0.001)
         assert real.weight_bytes == sum(leaf.nbytes for leaf in leaves(runner._params))
         assert real.kv_bytes == sum(leaf.nbytes for leaf in leaves(runner._state.pages))
@@ -280,8 +280,9 @@ def test_an_engine_does_what_its_plan_says(options, caplog):
     finally:
         built.engine.close()
     again = [record.getMessage() for record in caplog.records if "max_model_len is now" in record.getMessage()]
-    assert set(again) == set(said)  # the default shrinks to what fits, and says so
-    assert bool(said) == (plan.memory.limits.max_model_len < built.spec.max_position and "max_model_len" not in options)
+    assert set(again) == set(warnings)  # both warn that the default shrinks
+    shrunk = plan.memory.limits.max_model_len < built.spec.max_position and "max_model_len" not in options
+    assert bool(warnings) == shrunk
 
 
 def leaves(tree):
@@ -290,7 +291,7 @@ def leaves(tree):
     return jax.tree.leaves(tree)
 
 
-def test_an_engine_refuses_what_its_plan_refuses():
+def test_engine_and_plan_refuse_the_same_options():
     options = OPTIONS | {"kv_cache_memory_bytes": 2**20}
     longest = planning.plan("demo", options).largest_max_model_len
     options["max_model_len"] = longest + 1
@@ -302,7 +303,7 @@ def test_an_engine_refuses_what_its_plan_refuses():
     assert str(refused.value) == plan.problem
 
 
-def test_every_way_to_name_a_model(folder, no_compilers, tmp_path):
+def test_ways_to_name_a_model(folder, no_compilers, tmp_path):
     path = folder(LLAMA)
     by_folder = planning.plan(path, target="h100")
     by_file = planning.plan(path + "/config.json", target="h100")
@@ -314,8 +315,8 @@ def test_every_way_to_name_a_model(folder, no_compilers, tmp_path):
         planning.plan(str(tmp_path / "empty"), target="h100")
 
 
-def test_a_checkpoints_own_headers_are_believed(no_compilers):
-    """The demo model is planned by its files, on CPU and elsewhere, and its weights are those of its file."""
+def test_a_checkpoints_own_headers_decide_the_dtype(no_compilers):
+    """The plan of the demo model follows the headers of its files."""
     plan = planning.plan("demo", target="l4")
     assert plan.dtype == "bfloat16"
     assert plan.memory.limits.max_num_seqs == 256
@@ -333,7 +334,7 @@ def test_sizes(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "24G", "24 parsecs", "-1GiB", "0", "1e9", "nan", "0.0GB"])
-def test_bad_sizes_say_what_is_accepted(text):
+def test_bad_sizes_are_refused(text):
     with pytest.raises(RequestError, match=r"device_memory=.*24GiB .*80GB"):
         planning.parse_size("device_memory", text)
 

@@ -1,4 +1,4 @@
-"""The runner on a small random model: against a dense forward pass, and at the edges of the packed plan."""
+"""The runner on a small random model, compared with a dense forward pass, and at the limits of the packed plan."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ def dense_greedy(params):
 
 
 def dense_continuation(spec, params):
-    """Greedy continuation by computing everything anew for every token, without pages."""
+    """Greedy continuation that recomputes the whole sequence for every token, without pages."""
 
     @jax.jit
     def logits(ids):
@@ -75,9 +75,9 @@ def dense_continuation(spec, params):
     return greedy
 
 
-def in_groups(entries):
-    """int32[n, 4] of (row, group, index, block); of triples that leave the group out: all in group 0."""
-    held = [(row, *place) if len(place) == 3 else (row, 0, *place) for row, *place in entries]
+def with_kv_group(entries):
+    """int32[n, 4] of (row, KV group, index, block). Triples without a KV group are in KV group 0."""
+    held = [(row, *entry) if len(entry) == 3 else (row, 0, *entry) for row, *entry in entries]
     return np.array(held, np.int32).reshape(-1, 4)
 
 
@@ -88,7 +88,7 @@ def plan(rows, num_tokens, *, decodes=0, samples=None, prompt=(), updates=(), in
         num_decodes=decodes,
         samples=np.ones(len(rows), bool) if samples is None else np.asarray(samples),
         prompt_tokens=np.asarray(prompt, np.int32),
-        block_updates=in_groups(updates),
+        block_updates=with_kv_group(updates),
         row_inits=tuple(inits),
         sampler=sampler,
     )
@@ -104,21 +104,22 @@ def tokens_of(runner, handles, index=0):
     return [int(runner.collect(handle).token_ids[index]) for handle in handles]
 
 
-def test_chunks_and_decodes_give_what_a_dense_pass_gives(runner, dense_greedy):
+def test_chunks_and_decodes_agree_with_a_dense_forward_pass(runner, dense_greedy):
     prompt = np.random.default_rng(1).integers(0, SPEC.vocab_size, 41)
     blocks = [9, 3, 30, 7]
     runner.dispatch(plan([5], [20], samples=[False], prompt=prompt[:20], inits=[start(5, blocks[:2], rope_len=41)]))
     handles = [runner.dispatch(plan([5], [21], prompt=prompt[20:], updates=[(5, 2, blocks[2])]))]
-    updates = {7: [(5, 3, blocks[3])]}  # position 48 begins the fourth block; no step waits for a token
+    updates = {7: [(5, 3, blocks[3])]}  # position 48 starts the fourth block
     handles += [runner.dispatch(plan([5], [1], decodes=1, updates=updates.get(i, ()))) for i in range(15)]
     assert tokens_of(runner, handles) == dense_greedy(prompt, 16)
 
 
-def test_a_mixed_step_decodes_and_prefills(runner, dense_greedy):
+def test_a_mixed_step_of_a_decode_and_a_prompt(runner, dense_greedy):
     rng = np.random.default_rng(2)
     first, second = rng.integers(0, SPEC.vocab_size, (2, 17))
     runner.dispatch(plan([0], [16], samples=[False], prompt=first[:16], inits=[start(0, [1, 2])]))
-    handles = [runner.dispatch(plan([0], [1], prompt=first[16:]))]  # one known token: sent, not from the table
+    # one known token, which the host sends instead of the device reading it from the table
+    handles = [runner.dispatch(plan([0], [1], prompt=first[16:]))]
     both = runner.dispatch(plan([0, 7], [1, 17], decodes=1, prompt=second, inits=[start(7, [4, 5])]))
     later = runner.dispatch(plan([7, 0], [1, 1], decodes=2))
     assert [*tokens_of(runner, [*handles, both]), tokens_of(runner, [later], 1)[0]] == dense_greedy(first, 3)
@@ -127,11 +128,11 @@ def test_a_mixed_step_decodes_and_prefills(runner, dense_greedy):
 
 @pytest.mark.parametrize("excess", [0, 1])
 def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, excess):
-    """A resume of long rows brings more block-table entries than fit: they go through upload_row first."""
+    """If a resume of long rows has more block-table entries than fit, upload_row uploads them first."""
     shape = next(p.shape for p in runner.programs.forwards if not p.shape.is_decode)
     prompt = np.random.default_rng(3).integers(0, SPEC.vocab_size, 30)
     runner.dispatch(plan([0], [30], samples=[False], prompt=prompt[:30], inits=[start(0, [2, 6])]))
-    # row 0 again, its first 16 tokens computed; rows 1 and 2 with tables that fill the plan up
+    # row 0 again, with its first 16 tokens computed; rows 1 and 2 have block tables that fill the plan
     count = shape.max_updates - 2 + excess
     tables = {1: np.arange(count // 2) % runner.num_blocks, 2: np.arange(count - count // 2) % runner.num_blocks}
     inits = [start(0, [2, 6], computed=16, rope_len=30), *(start(row, table) for row, table in tables.items())]
@@ -144,8 +145,8 @@ def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, e
 
 
 @pytest.mark.parametrize("excess", [0, 1])
-def test_rows_with_block_tables_in_several_groups(excess):
-    """Layers with a window of 20, of 9 and with none, all over one array; a row starts from blocks its windows see."""
+def test_rows_with_block_tables_in_several_kv_groups(excess):
+    """Layers with a window of 20, of 9 and without, over one page array. A row starts from blocks in its windows."""
     spec = dataclasses.replace(SPEC, num_layers=3, sliding_window=(20, 9, None))
     params = random_params(spec)
     config = dataclasses.replace(CONFIG, kv_cache_memory_bytes=64 * 2 * BLOCK * 2 * 16 * 4, max_model_len=256)
@@ -153,7 +154,7 @@ def test_rows_with_block_tables_in_several_groups(excess):
     assert (runner.windows, runner.num_blocks, len(runner._state.pages)) == ((20, 9, None), 64, 1)
     dense = dense_continuation(spec, params)
     prompt = np.random.default_rng(5).integers(0, spec.vocab_size, 70)
-    tables = np.arange(15).reshape(3, 5)[:, ::-1] * 3 + 1  # no two groups share a block
+    tables = np.arange(15).reshape(3, 5)[:, ::-1] * 3 + 1  # no two KV groups share a block
     blocks = np.array([(g, i, tables[g, i]) for g in range(3) for i in range(3)], np.int32)
     first = RowInit(5, 0, 70, blocks, 0.0, 1.0, 0, 0.0, 0)
     runner.dispatch(plan([5], [40], samples=[False], prompt=prompt[:40], inits=[first]))
@@ -161,8 +162,8 @@ def test_rows_with_block_tables_in_several_groups(excess):
     handles = [runner.dispatch(plan([5], [30], prompt=prompt[40:], updates=updates))]
     handles += [runner.dispatch(plan([5], [1], decodes=1)) for _ in range(3)]
     assert tokens_of(runner, handles) == dense(prompt, 4)
-    # Row 6 shares 64 tokens. The next one sees 19 tokens behind it in group 0 and 8 in group 1: blocks 2 and 3, and 3.
-    # Other rows fill the plan up, or one past it.
+    # Row 6 shares 64 tokens. Token 64 sees the 19 tokens before it in KV group 0 (blocks 2 and 3), and 8 in KV group 1
+    # (block 3). Other rows fill the plan, or exceed it by one entry.
     held = [(g, i, tables[g, i]) for g in range(3) for i in range((2, 3, 0)[g], 4)]
     held += [(g, 4, 50 + g) for g in range(3)]
     shape = next(p.shape for p in runner.programs.forwards if not p.shape.is_decode)
@@ -172,7 +173,7 @@ def test_rows_with_block_tables_in_several_groups(excess):
         row: np.array([(k // 16, k % 16, 53 + (row + k) % 11) for k in range(min(48, count - 48 * row))], np.int32)
         for row in range(-(-count // 48))
     }
-    assert len(others) <= 6  # rows 0 to 5: row 5 begins anew
+    assert len(others) <= 6  # rows 0 to 5; row 5 restarts
     inits = [RowInit(row, 0, 1, blocks, 0.0, 1.0, 0, 0.0, 0) for row, blocks in others.items()]
     inits.append(RowInit(6, 64, 70, np.array(held, np.int32), 0.0, 1.0, 0, 0.0, 0))
     rows = [init.row for init in inits]
@@ -183,12 +184,12 @@ def test_rows_with_block_tables_in_several_groups(excess):
     now = np.asarray(runner._state.blocks)
     for row, blocks in others.items():
         np.testing.assert_array_equal(now[row][blocks[:, 0] * 16 + blocks[:, 1]], blocks[:, 2])
-    assert now[6][0] == now[6][1] == tables_before[0] == 0  # what lies behind the windows is as it was
+    assert now[6][0] == now[6][1] == tables_before[0] == 0  # entries outside the windows have not changed
     assert runner.compiles_after_ready == 0
     runner.close()
 
 
-def test_what_a_row_samples_does_not_depend_on_its_neighbours(runner):
+def test_a_rows_samples_do_not_depend_on_other_rows(runner):
     rng = np.random.default_rng(4)
     prompts = rng.integers(0, SPEC.vocab_size, (4, 12))
     sampling = {"temperature": 1.3, "top_p": 0.9, "top_k": 40, "seed": 99}
@@ -209,13 +210,13 @@ def test_what_a_row_samples_does_not_depend_on_its_neighbours(runner):
     assert run(6, [3, 4]) == alone
 
 
-def test_a_failed_step_leaves_a_runner_that_serves(runner, dense_greedy, monkeypatch):
+def test_a_runner_serves_after_a_failed_step(runner, dense_greedy, monkeypatch):
     prompt = [1, 2, 3]
     program = runner.programs.forward(plan([0], [3], prompt=prompt, inits=[start(0, [1])]))
 
     def fail(params, state, packed):
         for leaf in jax.tree.leaves(state):
-            leaf.delete()  # what a failure after donation looks like
+            leaf.delete()  # as after a failure of a program with donated state
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
@@ -226,7 +227,7 @@ def test_a_failed_step_leaves_a_runner_that_serves(runner, dense_greedy, monkeyp
     assert tokens_of(runner, [handle]) == dense_greedy(prompt, 1)
 
 
-def test_dynamic_rope_shares_only_what_does_not_depend_on_the_length(params):
+def test_with_dynamic_rope_only_short_prompts_share_kv(params):
     runner = object.__new__(ModelRunner)
     runner.spec = dataclasses.replace(SPEC, rope=Rope(scaling="dynamic", factor=2.0, original_max_position=64))
     assert runner.prefix_cacheable(64)
@@ -235,7 +236,7 @@ def test_dynamic_rope_shares_only_what_does_not_depend_on_the_length(params):
     assert runner.prefix_cacheable(2000)
 
 
-def test_a_closed_runner_says_so(params):
+def test_a_closed_runner_raises(params):
     runner = ModelRunner.create(SPEC, params, CONFIG)
     runner.close()
     with pytest.raises(EngineError, match="closed"):
@@ -257,13 +258,13 @@ def test_a_closed_runner_says_so(params):
         ({"kv_cache_memory_bytes": 100}, "not one block"),
     ],
 )
-def test_options_that_cannot_be_are_refused_before_memory_is_taken(params, options, message):
+def test_impossible_options_are_refused(params, options, message):
     with pytest.raises(ModelLoadError, match=message):
         ModelRunner.create(SPEC, params, dataclasses.replace(CONFIG, **options))
 
 
 def test_a_callers_jax_settings_change_nothing(params, dense_greedy):
-    """A trainer's settings, and ours beside them: same tokens, and the settings are as they were."""
+    """With a trainer's settings the tokens are the same, and the settings stay as they were."""
     prompt = [3, 1, 4, 1, 5]
     sampled = {}
     for threefry in (True, False):
@@ -294,7 +295,7 @@ def test_a_cache_folder_that_cannot_be_written(params, tmp_path, monkeypatch, ca
     with pytest.raises(ModelLoadError, match=r"compilation_cache_dir=.*cannot be written"):
         ModelRunner.create(SPEC, params, dataclasses.replace(CONFIG, compilation_cache_dir=str(file / "inside")))
     assert jax.config.jax_compilation_cache_dir == before
-    # nobody named the default folder: without it programs are compiled anew at every start
+    # The default folder is optional: without it, every start compiles its programs.
     monkeypatch.setattr(compile_cache, "default_folder", lambda: file / "inside")
     jax.config.update("jax_compilation_cache_dir", None)
     try:

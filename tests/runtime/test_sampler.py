@@ -16,7 +16,7 @@ VOCAB = 1200  # not a multiple of the CDF's block
 
 
 def fields(*rows):
-    """Request-table rows with the given sampling parameters."""
+    """Rows of the request table with the given sampling parameters."""
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0, "logprobs": True}
     inits = [RowInit(0, 0, 1, np.zeros(1, np.int32), **(neutral | row)) for row in rows]
     return jnp.asarray(np.stack([row_values(init) for init in inits]))
@@ -57,7 +57,7 @@ def random_logits(rows, seed=0, scale=3.0):
     return np.random.default_rng(seed).standard_normal((rows, VOCAB)).astype(np.float32) * scale
 
 
-def test_greedy_is_argmax_in_every_variant_and_ties_go_to_the_lowest_id():
+def test_greedy_is_argmax_in_every_variant_and_the_lowest_id_on_a_tie():
     logits = random_logits(8)
     logits[3, [7, 900]] = 99.0
     for variant in SamplerVariant:
@@ -80,14 +80,14 @@ def test_greedy_is_argmax_in_every_variant_and_ties_go_to_the_lowest_id():
     ],
     ids=str,
 )
-def test_draws_follow_the_distribution_and_stay_inside_it(options):
+def test_draws_follow_the_distribution(options):
     logits = random_logits(1)
     draws = 4096
     out = draw(np.repeat(logits, draws, axis=0), [options | {"seed": 11}] * draws)
     allowed, p = kept_ids(logits[0], **options)
     counts = np.bincount(np.asarray(out.token_ids), minlength=VOCAB)
     assert not counts[~allowed].any()
-    # every id's share within 5 standard deviations, for those that are expected often enough
+    # the share of every id that is expected more than 5 times is within 5 standard deviations
     often = p * draws > 5
     assert often.any()
     deviation = np.abs(counts - p * draws)[often] / np.sqrt(p * draws * (1 - p) + 1e-9)[often]
@@ -100,7 +100,7 @@ def drawn(can_skip):
 
 
 def kept_by(x, **sampling):
-    """Ids that the sampler keeps of each row of x, whether or not it leaves work out that no row needs."""
+    """Ids that the sampler keeps in each row of x. The same with and without skipping of work that no row needs."""
     found = []
     for can_skip in (True, False):
         rows = fields(*[sampling] * len(x))
@@ -112,12 +112,12 @@ def kept_by(x, **sampling):
 
 
 def test_thresholds_keep_exactly_the_right_ids():
-    """Ties of the k-th value stay; bisection on bits finds the threshold itself, not one near it."""
+    """Ids equal to the k-th value stay. Bisection on bits finds the exact threshold."""
     x = np.full((1, VOCAB), -50.0, np.float32)
     x[0, 1] = 0
     x[0, [3, 5, 8, 13]] = [-1.0, -2.0, -2.0, np.nextafter(np.float32(-2.0), np.float32(-3.0))]
     np.testing.assert_array_equal(np.flatnonzero(kept_by(x, top_k=3)[0]), [1, 3, 5, 8])
-    # flat ones need more than the candidates, steep ones do not
+    # flat distributions need a search beyond the candidates, steep ones do not
     x = np.concatenate([random_logits(3, scale=scale) for scale in (0.05, 0.5, 3)])
     x -= x.max(axis=1, keepdims=True)
     for k in (1, 2, 17, sampler.CANDIDATES, sampler.CANDIDATES + 1, 1199):
@@ -131,7 +131,7 @@ def test_thresholds_keep_exactly_the_right_ids():
         np.testing.assert_array_equal(kept_by(x, **options), expected, err_msg=str(options))
 
 
-def test_ties_across_the_edge_of_the_candidates_all_stay():
+def test_ties_beyond_the_candidates_all_stay():
     x = np.full((1, VOCAB), -3.0, np.float32)
     x[0, :100] = 0
     assert kept_by(x, top_k=120).all()
@@ -141,8 +141,8 @@ def test_ties_across_the_edge_of_the_candidates_all_stay():
 
 @pytest.mark.parametrize("typical_p", [0.2, 0.9])
 @pytest.mark.parametrize("others", [{}, {"top_k": 30}, {"top_k": 700}], ids=str)
-def test_typical_p_keeps_what_is_nearest_to_the_entropy(typical_p, others):
-    """Meister et al. 2022: sorted by the distance of the surprise from the entropy, until the mass is reached."""
+def test_typical_p_keeps_ids_nearest_to_the_entropy(typical_p, others):
+    """Meister et al. 2022: ids sorted by the distance of surprise from entropy, up to the wanted mass."""
     x = np.concatenate([random_logits(3, scale=scale) for scale in (0.05, 0.5, 3)])
     x -= x.max(axis=1, keepdims=True)
     for row, kept in zip(x, kept_by(x, typical_p=typical_p, **others), strict=True):
@@ -154,12 +154,12 @@ def test_typical_p_keeps_what_is_nearest_to_the_entropy(typical_p, others):
         expected = np.zeros(VOCAB, bool)
         expected[order[:count]] = True
         differ = np.flatnonzero(expected != kept)
-        assert len(differ) <= 1  # the one at the edge, where float32 sums differ
+        assert len(differ) <= 1  # only the id at the edge, where float32 sums differ
         assert all(abs(np.cumsum(p[order])[count - 1] - typical_p) < 1e-5 + p[i] for i in differ)
 
 
-def test_what_a_row_keeps_does_not_depend_on_what_others_need():
-    """A flat row makes the whole vocabulary be searched; a steep one beside it draws the same all the same."""
+def test_a_search_for_another_row_changes_nothing():
+    """A flat row needs a search over the whole vocabulary. A steep row in the same batch draws the same token."""
     steep, flat = random_logits(8, 1), random_logits(8, 2, scale=0.01)
     rows = [{"seed": i, "top_p": 0.9, "temperature": 0.8} for i in range(8)]
     alone = draw(steep, rows, variant=SamplerVariant.RANDOM).token_ids
@@ -167,7 +167,7 @@ def test_what_a_row_keeps_does_not_depend_on_what_others_need():
     np.testing.assert_array_equal(alone, both[:8])
 
 
-def test_the_likeliest_are_those_of_a_sort():
+def test_likeliest_agrees_with_a_sort():
     rng = np.random.default_rng(0)
     x = rng.integers(0, 50, (8, 64 * 512)).astype(np.float32)  # ties everywhere
     x[1] = -np.inf
@@ -180,7 +180,7 @@ def test_the_likeliest_are_those_of_a_sort():
     np.testing.assert_array_equal(jax.jit(vocab_search.argmax)(jnp.asarray(x)), x.argmax(axis=1))
 
 
-def test_a_draw_depends_on_seed_sample_and_position_and_on_nobody_else():
+def test_a_draw_depends_only_on_seed_sample_index_and_position():
     logits = random_logits(8)
     rows = [{"seed": i, "top_p": 0.9} for i in range(8)]
     together = np.asarray(draw(logits, rows).token_ids)
@@ -195,7 +195,7 @@ def test_a_draw_depends_on_seed_sample_and_position_and_on_nobody_else():
         assert (first != np.asarray(draw(flat, [other] * 64, np.arange(64)).token_ids)).mean() > 0.9
 
 
-def test_masked_ids_are_never_sampled_and_logprobs_are_of_the_model():
+def test_masked_ids_are_never_sampled_and_logprobs_are_the_models():
     logits = random_logits(8)
     allowed = np.ones(VOCAB, bool)
     allowed[logits.argmax(axis=1)] = False
@@ -220,8 +220,8 @@ def test_tiny_temperatures_do_not_overflow():
         np.testing.assert_array_equal(out.token_ids, logits.argmax(axis=1))
 
 
-def test_a_lonely_weight_at_the_end_is_found():
-    """Rounding in the two-level inversion must not land on an id without weight."""
+def test_the_only_possible_id_is_drawn_even_at_the_end():
+    """Rounding in the two-level inversion must not select an id without weight."""
     logits = np.full((8, VOCAB), -np.inf, np.float32)
     logits[:, VOCAB - 1] = 0.0
     out = draw(logits, [{"seed": i} for i in range(8)], variant=SamplerVariant.RANDOM)

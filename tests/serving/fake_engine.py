@@ -1,6 +1,7 @@
-"""An engine without a model, of the shape the server needs: each answer repeats its prompt, one token a step.
+"""An engine without a model, with the interface that the server uses. Each answer repeats its prompt.
 
-Answer i of several begins at token i of the prompt. Those of odd index stop half-way, so that answers end apart.
+An answer grows by one token per step. Answer i begins at token i of the prompt. Answers with an odd index stop after
+half of their tokens, so that the answers of a request end in different steps.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ VOCAB = 256
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8. What its chat template is given besides the messages is kept for tests to look at."""
+    """A token is a byte of UTF-8. The arguments of the chat template are kept for tests to read."""
 
     chat_template: str | None = "{...}"
     seen_messages: list[dict[str, Any]]
@@ -46,16 +47,16 @@ class ByteTokenizer:
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return self.encode(text + "<assistant>" + self.opening)
 
-    opening = ""  # what the template writes of the answer
+    opening = ""  # beginning of the answer that the template writes
 
 
 @dataclasses.dataclass
 class FakeEngine:
-    """Counts its steps, so that tests can say how many a departed client costs."""
+    """Counts its steps, so that tests can check how many run after a client disconnects."""
 
     step_seconds: float = 0.001
     dead: bool = False
-    fails_at: int | None = None  # a step at which generating raises EngineError
+    fails_at: int | None = None  # step at which `generate` raises EngineError
     max_model_len: int = 4096
     default_sampling_params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     tokenizer: ByteTokenizer = dataclasses.field(default_factory=ByteTokenizer)
@@ -66,8 +67,8 @@ class FakeEngine:
     seen_salts: list[str | None] = dataclasses.field(default_factory=list)
     seen_priorities: list[int] = dataclasses.field(default_factory=list)
     seen_pooling: list[PoolingParams] = dataclasses.field(default_factory=list)
-    aborts: bool = False  # what is to be embedded
-    says: str | None = None  # an answer, instead of the prompt
+    aborts: bool = False  # `encode` returns aborted requests
+    says: str | None = None  # text of every answer, instead of the prompt
     closed: bool = False
 
     async def generate(
@@ -99,7 +100,7 @@ class FakeEngine:
             self.running.discard(request_id)
 
     def _token_ids(self, prompt: str | dict[str, Any], priority: int) -> list[int]:
-        """The tokens of a prompt; what else comes with a request is kept for tests to look at."""
+        """Return the tokens of a prompt. The other fields of the request are kept for tests to read."""
         parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
         assert set(parts) <= {"prompt", "prompt_token_ids", "cache_salt"}
         self.seen_salts.append(parts.get("cache_salt"))
@@ -109,7 +110,7 @@ class FakeEngine:
     async def encode(
         self, prompt: str | dict[str, Any], pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput[EmbeddingOutput | None], None]:
-        """The embedding of a prompt is its token ids, thirds added."""
+        """The embedding of a prompt is its token ids plus one third."""
         ids = self._token_ids(prompt, priority)
         if not ids:
             raise RequestError("prompt", prompt, "must not be empty")
@@ -118,7 +119,7 @@ class FakeEngine:
         self.seen_pooling.append(pooling_params)
         self.running.add(request_id)
         try:
-            await asyncio.sleep(self.step_seconds / len(ids))  # the last of several comes first
+            await asyncio.sleep(self.step_seconds / len(ids))  # the longest prompt finishes first
             values = np.float32(ids) + np.float32(1 / 3)
             output = None if self.aborts else EmbeddingOutput(values[: pooling_params.dimensions].tolist())
             yield PoolingRequestOutput(request_id, None, ids, output, True, RequestMetrics(0.0))
@@ -135,7 +136,7 @@ class FakeEngine:
         return entries
 
     def _output(self, request_id: str, ids: list[int], step: int, count: int, params: SamplingParams) -> RequestOutput:
-        """All answers after a step. Of more than are asked for, the last ones made are the best."""
+        """Return all answers after a step. With best_of > n, the last n generated answers are the best."""
         made = range(params.num_sequences)
         outputs = [
             self._answer(index, start, ids, step, count, params)
@@ -171,7 +172,7 @@ class FakeEngine:
             raise EngineError("the step thread has died")
 
     async def inspect(self) -> EngineSnapshot:
-        """One block, of the request that was started last."""
+        """Return one block, owned by the last started request."""
         owners = tuple(BlockOwner(request_id, 0, 0, 0) for request_id in list(self.running)[-1:])
         block = BlockSnapshot(0, len(owners), owners, None, None, 0)
         return EngineSnapshot(7, PoolSnapshot(1, 16, 1, len(owners), 0, 0, 1 - len(owners), 0, 0), (block,), (), ())

@@ -1,4 +1,4 @@
-"""/admin/inspect: there only with an admin key, for its holder only; and an engine whose queue is full."""
+"""/admin/inspect exists only with an admin key, and requires it. Also: an engine with a full queue."""
 
 import json
 import socket
@@ -50,7 +50,7 @@ def served(real):
 
 @contextmanager
 def asked_for(base: str, prompt: list[int]) -> Iterator[None]:
-    """A request that runs until this ends; nobody reads its answer."""
+    """A request that runs until the context ends; its answer is not read."""
     body = json.dumps({"prompt": prompt, "max_tokens": 1900, "ignore_eos": True})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer talk\r\nContent-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", int(base.rsplit(":", 1)[1]))) as raw:
@@ -58,9 +58,9 @@ def asked_for(base: str, prompt: list[int]) -> Iterator[None]:
         yield
 
 
-def test_what_runs_is_shown_and_nothing_of_what_it_says(real, served):
+def test_running_requests_are_shown_without_their_texts(real, served):
     with ExitStack() as stack:
-        for count, last in enumerate((71, 72, 73), start=1):  # the third finds no row
+        for count, last in enumerate((71, 72, 73), start=1):  # the third has to wait for a row
             stack.enter_context(asked_for(served, [*PREFIX, last]))
             wait_for(lambda count=count: real.stats().num_running + real.stats().num_waiting == count)
             before = real.stats().generated_tokens
@@ -76,14 +76,14 @@ def test_what_runs_is_shown_and_nothing_of_what_it_says(real, served):
     assert snapshot.pool.shared_blocks == 2
     shared = [block for block in snapshot.blocks if block.ref_count == 2]
     assert {owner.request_id for owner in shared[0].owners} == {request.request_id for request in snapshot.running}
-    # Names of fields that may hold text are few, and no list of numbers is in it that could be one of token ids.
+    # Few fields may contain text, and no list of numbers could be token ids.
     texts = {key for key, value in leaves(json.loads(answer.content)) if isinstance(value, str)}
     assert texts == {"request_id", "status", "prefix_hash"}
     assert not [key for key, _ in leaves(json.loads(answer.content)) if key == "[]"]
 
 
 def leaves(value, key=""):
-    """(name of the field, value) of everything in JSON that is neither object nor list; in a list the name is []."""
+    """Yield (name of the field, value) of every JSON value but objects and lists. In a list, the name is []."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from leaves(part, name)
@@ -108,7 +108,7 @@ def test_without_an_admin_key_there_is_401(served, headers):
         assert httpx.get(served + path, headers=headers).status_code in (401, 404), path
 
 
-def test_admin_and_api_keys_open_their_own_doors_only(served):
+def test_admin_and_api_keys_are_valid_on_their_own_routes_only(served):
     for key in ("look", "see"):
         assert httpx.get(f"{served}/admin/inspect", headers={"Authorization": f"Bearer {key}"}).status_code == 200
     assert error_of(httpx.get(f"{served}/v1/models", headers=ADMIN), 401)["code"] == "invalid_api_key"
@@ -128,7 +128,7 @@ def test_without_admin_keys_there_is_no_such_route(engine):
         error_of(httpx.get(f"{base}/admin/inspect", headers={"Authorization": "Bearer talk"}), 404)
 
 
-def test_an_admin_key_alone_asks_nobody_else_for_one(engine):
+def test_with_an_admin_key_alone_other_routes_require_no_key(engine):
     with running(create_app(Server(engine=engine, model_names=("echo",)), admin_keys=("look",))) as base:
         assert httpx.get(f"{base}/v1/models").status_code == 200
         assert httpx.get(f"{base}/admin/inspect").status_code == 401
@@ -143,7 +143,7 @@ def test_an_engine_that_has_died_cannot_be_inspected(real, served, monkeypatch):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_full_queue_is_503_while_others_are_served(real, served, monkeypatch, streamed):
-    """The engine itself refuses, on its own thread."""
+    """The engine refuses the request, on its own thread."""
     add = real._engine.add
 
     def limited(request):
@@ -168,7 +168,7 @@ def test_a_full_queue_is_503_while_others_are_served(real, served, monkeypatch, 
     assert httpx.get(f"{served}/health").status_code == 200
 
 
-def test_health_fails_when_the_idle_engine_finds_its_books_wrong(real, served, monkeypatch):
+def test_health_fails_after_a_failed_integrity_check(real, served, monkeypatch):
     monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_AFTER_SECONDS", 0.02)
     real._engine._manager.pool._ref_counts[1999] += 1
     body = {"prompt": [4, 5], "max_tokens": 2}
@@ -177,7 +177,7 @@ def test_health_fails_when_the_idle_engine_finds_its_books_wrong(real, served, m
 
 
 def test_cached_tokens_are_in_the_usage(real, served):
-    """A prompt of nine tokens, whose first two blocks of four are there the second time."""
+    """A prompt of nine tokens. The second time, its first two blocks of four tokens are prefix hits."""
     asked = {"prompt": [*PREFIX, 1], "max_tokens": 2}
     cached = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The whole way: HTTP, the real engine and the demo model, driven by the official client."""
+"""End to end: the official client, HTTP, the real engine and the demo model."""
 
 import concurrent.futures
 import json
@@ -46,7 +46,7 @@ def url(engine):
 
 @pytest.fixture
 def idle(engine):
-    """After a test nothing runs, and no block is held."""
+    """After a test, no request runs and no block is in use."""
     yield
     wait_for(lambda: engine.stats().num_running == engine.stats().num_waiting == engine.stats().used_blocks == 0)
 
@@ -60,7 +60,7 @@ def test_streams_equal_whole_answers(client, idle):
 
 
 def test_many_clients_get_what_one_gets(client, engine, idle):
-    prompts = [f"{PROMPT}\n    x{i} = {i}\n" for i in range(12)]  # more than there are rows
+    prompts = [f"{PROMPT}\n    x{i} = {i}\n" for i in range(12)]  # more than the number of rows
 
     def answer(prompt: str) -> str:
         return client.completions.create(**GREEDY, prompt=prompt, max_tokens=24).choices[0].text
@@ -102,7 +102,7 @@ def test_chat(client, idle):
         ({"prompt": "x", "n": 65}, "n"),
     ],
 )
-def test_what_only_the_engine_can_refuse(url, client, idle, body, param):
+def test_requests_that_only_the_engine_can_refuse(url, client, idle, body, param):
     for stream in (False, True):
         refused = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream}, timeout=20)
         assert refused.status_code == 400, refused.text
@@ -134,7 +134,7 @@ def test_disconnect_frees_the_blocks(url, engine, idle, stream):
 
 
 def test_inspect_while_it_serves(url, client, engine, tmp_path, capsys, idle):
-    """Two streams of one prompt: the blocks that they share are counted twice, and everything is free at the end."""
+    """Two streams of one prompt share blocks, which have two references each. All blocks are free at the end."""
     endless = {"prompt": PROMPT * 8, "max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
     words = ["inspect", url, "--admin-key", "look"]
     path, picture = tmp_path / "snapshot.json", tmp_path / "blocks.png"
@@ -155,7 +155,7 @@ def test_inspect_while_it_serves(url, client, engine, tmp_path, capsys, idle):
 
 
 def test_several_answers_are_those_of_a_batch(client, engine, idle):
-    """n=3 with a seed, streamed; the best of some; a beam search: as `LLM.generate` answers the same."""
+    """n=3 with a seed, streamed; best_of; a beam search: the answers are those of `LLM.generate`."""
     asked = {"prompt": PROMPT, "max_tokens": 24}
     sampled = {"temperature": 1.0, "top_p": 0.95, "seed": 11, "n": 3}
     beams = {"use_beam_search": True, "beam_width": 4, "length_penalty": 0.6}
@@ -168,7 +168,7 @@ def test_several_answers_are_those_of_a_batch(client, engine, idle):
                 jpaged.SamplingParams(**beams, n=2, temperature=0.7, max_tokens=24),
             )
         ]
-    assert [len(set(answers)) for answers in expected] == [3, 3, 2]  # or equality would say little
+    assert [len(set(answers)) for answers in expected] == [3, 3, 2]  # the answers differ
     texts, reasons = [""] * 3, [[], [], []]
     for chunk in client.completions.create(model="demo", **asked, **sampled, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -180,7 +180,7 @@ def test_several_answers_are_those_of_a_batch(client, engine, idle):
     assert [(choice.text, choice.finish_reason) for choice in found.choices] == expected[2]
     prompt_tokens = len(engine.get_tokenizer().encode(PROMPT))
     assert best.usage.prompt_tokens == found.usage.prompt_tokens == prompt_tokens
-    assert best.usage.prompt_tokens_details.cached_tokens < prompt_tokens  # counted once, not once an answer
+    assert best.usage.prompt_tokens_details.cached_tokens < prompt_tokens  # counted once, not once per answer
     assert engine.stats().compiles_after_ready == 0
 
 
@@ -230,7 +230,7 @@ TOOLS = [
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral", "pythonic", "json"])
 def test_forced_calls_always_parse(engine, idle, parser):
-    """A model that knows nothing of tools calls them, since it must: by name, and one of several; streamed as well."""
+    """A forced call is valid even from a model without tool training: named, or one of several; also streamed."""
 
     class Shared:
         def __getattr__(self, name):

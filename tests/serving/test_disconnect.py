@@ -1,4 +1,4 @@
-"""A client that goes away costs at most two more steps, on every route that generates, streaming or not."""
+"""After a client disconnects, at most two more steps run for it: on every generating route, streaming or not."""
 
 import json
 import socket
@@ -50,7 +50,7 @@ def test_disconnect_aborts_all_prompts_of_a_request(url, engine):
 
 
 @pytest.mark.parametrize("path", sorted(BODIES))
-def test_a_client_that_goes_away_in_mid_body_is_no_error(url, engine, client, path, caplog):
+def test_a_disconnect_inside_the_body_is_not_an_error(url, engine, client, path, caplog):
     with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
         raw.sendall(request_bytes(path, BODIES[path])[:-5])
         time.sleep(0.05)  # the server waits for the rest

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, asked with OpenAI's own client: over an engine without a model, and over a tiny one."""
+"""POST /v1/embeddings with OpenAI's client: on an engine without a model, and on a tiny model."""
 
 import base64
 
@@ -25,7 +25,7 @@ def third(*ids):
 
 @pytest.mark.parametrize("encoding", ["float", "base64", None])
 def test_the_client_gets_the_numbers_back(client, engine, encoding):
-    """Its own default is base64, which it decodes."""
+    """The client asks for base64 by default, and decodes it."""
     given = {} if encoding is None else {"encoding_format": encoding}
     answer = client.embeddings.create(model="echo", input="ab", **given)
     [data] = answer.data
@@ -73,7 +73,7 @@ def test_a_bad_body_is_refused_by_name(url, body, param, says):
     assert says in answer.json()["error"]["message"]
 
 
-def test_an_engine_that_stops_and_a_model_that_is_not_there(client, engine):
+def test_an_engine_that_stops_and_an_unknown_model(client, engine):
     engine.aborts = True
     with pytest.raises(openai.InternalServerError, match="the request was aborted") as caught:
         client.embeddings.create(model="echo", input="ab")
@@ -88,7 +88,7 @@ def served(folder, **options):
 
 
 def test_an_embedding_model_is_served(tmp_path):
-    """The same numbers as of LLM.embed; what generates is refused."""
+    """The numbers are those of LLM.embed. Generating requests are refused."""
     write_checkpoint(BARE_QWEN3, SEED, tmp_path)
     ids = [[5, 6, 7], [8] * 100]
     with LLM(str(tmp_path), runner="pooling", **OPTIONS) as llm:

@@ -1,4 +1,4 @@
-"""What bad requests get: OpenAI's error body with the field's name; good requests beside them notice nothing."""
+"""Bad requests get OpenAI's error body with the field's name. Good requests that run at the same time are unchanged."""
 
 import concurrent.futures
 import json
@@ -95,7 +95,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
 
 
 def test_bad_fields_are_named_while_others_run(client, url, engine):
-    """Each bad request gets 400 with `param`; a stream that runs meanwhile comes to its end, unchanged."""
+    """Each bad request gets 400 with `param`. A stream that runs meanwhile ends unchanged."""
     engine.step_seconds = 0.01
 
     def stream() -> str:
@@ -120,7 +120,7 @@ def test_bad_fields_are_named_while_others_run(client, url, engine):
     "raw",
     [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt": NaN}', b'{"prompt": 1e999}', b"[" * 100_000, b'{"a":' * 9_999],
 )
-def test_bodies_that_are_no_request(url, raw):
+def test_bodies_that_are_not_a_json_object(url, raw):
     error_of(httpx.post(f"{url}/v1/completions", content=raw), 400)
 
 
@@ -164,15 +164,15 @@ def test_full_engine(url, engine, monkeypatch, path, body):
     assert (error["type"], error["code"], error["param"]) == ("server_error", "engine_full", None)
     assert response.headers["retry-after"] == "7"
     assert response.headers["content-type"] == "application/json"
-    assert not engine.running  # of several prompts, those that were taken have been given up
+    assert not engine.running  # the accepted prompts of the request were aborted
 
 
-def test_engine_failure_tells_nothing_of_the_inside(url, client, engine):
+def test_engine_failure_reveals_no_details(url, client, engine):
     engine.fails_at = 0
     error = error_of(httpx.post(f"{url}/v1/completions", json={"prompt": "abc"}), 500)
     assert "secret" not in error["message"]
     engine.fails_at = 2
-    with pytest.raises(openai.APIError, match="log says why"):  # the stream has begun: an event tells
+    with pytest.raises(openai.APIError, match="log says why"):  # the stream has begun: the error is an event
         list(client.completions.create(model="echo", prompt="abc", stream=True))
     engine.fails_at = None
     assert client.completions.create(model="echo", prompt="abc", max_tokens=1).choices[0].text == "a"

@@ -1,4 +1,4 @@
-"""Hostile requests while 16 streams run on the real engine: each is answered, and no stream notices."""
+"""Hostile requests while 16 streams run on the real engine: each is answered, and no stream changes."""
 
 import concurrent.futures
 import json
@@ -25,7 +25,7 @@ SIZES = {
 }  # fmt: skip
 SCHEMA = corpus.obj({"name": {"type": "string", "maxLength": 20}, "sizes": corpus.arr(corpus.N, 1, 5)})
 
-# Refused for what they are, whatever the grammar's compiler says.
+# Refused before the grammar's compiler runs.
 FIELDS = [
     {"stop": ["x"] * 10_000},
     {"stop": ["x" * 5_000]},
@@ -65,7 +65,7 @@ def url(engine):
 
 
 def asked(number: int) -> dict:
-    """What a stream asks for: text, most of them; JSON, log-probabilities, penalties the others."""
+    """Return the fields of a stream's request: text for most; JSON, log-probabilities or penalties for the others."""
     fields = {"model": "demo", "prompt": f"{PROMPT}    x = {number}\n", "max_tokens": 120, "seed": number}
     match number % 4:
         case 0:
@@ -87,7 +87,7 @@ def streamed(client: openai.OpenAI, number: int) -> tuple[str, str]:
 
 
 def grammars():
-    """Each with the statuses that it may get: what is expensive to follow, or has no end, may have 40 tokens, too."""
+    """Yield hostile bodies with their accepted statuses. A slow or endless grammar may also generate 40 tokens."""
     for name, (fields, why) in {**REFUSED, **NOT_COMPILED}.items():
         yield name, fields, {400} if why else {200, 400}
     for name, schema in ENDLESS.items():
@@ -96,8 +96,8 @@ def grammars():
         yield name, fields, {200, 400}
 
 
-@pytest.mark.slow  # a minute: what never compiles is waited for
-def test_16_streams_notice_nothing(client, url, engine):
+@pytest.mark.slow  # takes a minute: grammars that never compile run into their timeout
+def test_16_streams_are_unchanged(client, url, engine):
     wanted = [streamed(client, number) for number in range(NUM_STREAMS)]
     assert len({text for text, _ in wanted}) > NUM_STREAMS // 2
     done, rounds = threading.Event(), [0] * NUM_STREAMS

@@ -20,7 +20,7 @@ def post(url: str, path: str, body: object) -> httpx.Response:
 
 
 def events(response: httpx.Response) -> list[str]:
-    """The data of each event; the stream ends with [DONE]."""
+    """Return the data of each event. The stream ends with [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream")
     data = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
     assert data[-1] == "[DONE]"
@@ -28,7 +28,7 @@ def events(response: httpx.Response) -> list[str]:
 
 
 def strict(model, raw: str):
-    """Validated as the client's own type, without fields that it does not know."""
+    """Validate as the client's own type. Unknown fields fail."""
     made = model.model_validate_json(raw, strict=True)
 
     def no_extras(value):
@@ -45,7 +45,7 @@ def strict(model, raw: str):
 
 
 def strict_chunk(raw: str) -> Completion:
-    """An event of /v1/completions. OpenAI's own server sends finish_reason null until the end; the type forgets it."""
+    """Validate an event of /v1/completions. OpenAI's server sends finish_reason null, which the type does not allow."""
     document = json.loads(raw)
     unfinished = [choice for choice in document["choices"] if choice["finish_reason"] is None]
     for choice in unfinished:
@@ -128,7 +128,7 @@ def test_chat(client, url, engine):
     assert answer.choices[0].message.content == "<user>"
     assert answer.choices[0].message.role == "assistant"
     strict(ChatCompletion, post(url, "/v1/chat/completions", CHAT | {"max_tokens": 3}).text)
-    # What the client returns can be sent back as it is.
+    # A message of the client can be sent back unchanged.
     history = [*CHAT["messages"], answer.choices[0].message, {"role": "developer", "content": "be brief"}]
     client.chat.completions.create(model="alias", messages=history, max_tokens=1)
     assert bytes(engine.seen_prompts[-1]) == b"<user>hi<assistant><user><system>be brief<assistant>"
@@ -186,7 +186,7 @@ def test_sampling_fields_reach_the_engine(client, engine):
     assert params.stop_token_ids == (4,)
 
 
-# A value of each, what it is stored as where that is another, and what it needs beside it.
+# A value of each field; its stored form, if different; and other fields that it needs.
 FIELD_VALUES: dict[str, Any] = {
     "n": 2, "best_of": 3, "use_beam_search": True, "beam_width": 3, "length_penalty": 0.5, "early_stopping": "never",
     "temperature": 0.7, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "typical_p": 0.9, "seed": 6, "stop": ["a", "b"],

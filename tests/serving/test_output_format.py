@@ -77,27 +77,27 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    """One for all tests here."""
+    """One engine for all tests of this file."""
     return fake_engine.FakeEngine()
 
 
 @pytest.fixture(scope="module")
 def url(engine: Any) -> Iterator[str]:
-    """One server for all tests here."""
+    """One server for all tests of this file."""
     with running(create_app(Server(engine=engine, model_names=("echo",)))) as base:
         yield base
 
 
 @pytest.mark.parametrize(("route", "rest"), ROUTES)
 @pytest.mark.parametrize(("fields", "expected"), GOOD)
-def test_what_the_engine_gets(url: str, engine, route: str, rest: dict, fields: dict, expected: object):
+def test_structured_outputs_reach_the_engine(url: str, engine, route: str, rest: dict, fields: dict, expected: object):
     assert httpx.post(url + route, json=rest | fields).status_code == 200
     assert engine.seen_params[-1].structured_outputs == expected
 
 
 @pytest.mark.parametrize(("route", "rest"), ROUTES)
 @pytest.mark.parametrize(("fields", "parameter"), BAD)
-def test_what_is_refused(url: str, route: str, rest: dict, fields: dict, parameter: str):
+def test_bad_formats_are_refused(url: str, route: str, rest: dict, fields: dict, parameter: str):
     answer = httpx.post(url + route, json=rest | fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == parameter

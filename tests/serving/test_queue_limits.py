@@ -1,4 +1,4 @@
-"""A queue with a limit, over HTTP and a real engine: who is taken is answered, who is not is told to come again."""
+"""A queue with a limit, over HTTP and a real engine: accepted requests are answered, others are refused with 503."""
 
 import concurrent.futures
 import threading
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory):
 
 
 def at_once(url: str, bodies: list[dict]) -> list[httpx.Response]:
-    """Answers to requests that are sent at the same moment."""
+    """Send requests at the same moment and return their answers."""
     barrier = threading.Barrier(len(bodies))
 
     def ask(body: dict) -> httpx.Response:
@@ -53,7 +53,7 @@ def at_once(url: str, bodies: list[dict]) -> list[httpx.Response]:
 
 
 @pytest.mark.parametrize("limit", [{"max_queued_requests": 1}, {"max_queued_tokens": 5}])
-def test_some_are_served_others_told_to_come_again(checkpoint, limit):
+def test_some_requests_are_served_and_others_refused(checkpoint, limit):
     engine = jpaged.AsyncLLM(checkpoint, **SIZES, **limit)
     with running(create_app(Server(engine=engine, model_names=("tiny",)))) as url:
         answers = at_once(url, [LONG | {"stream": i % 2 == 1} for i in range(6)])
@@ -76,8 +76,8 @@ def test_some_are_served_others_told_to_come_again(checkpoint, limit):
         assert (engine.stats().num_waiting, engine.stats().used_blocks) == (0, 0)
 
 
-def test_free_rows_are_no_queue(checkpoint):
-    """On an idle engine as many prompts as there are rows are taken, and one more waits, though all come at once."""
+def test_free_rows_do_not_count_as_queue(checkpoint):
+    """An idle engine accepts one prompt per row, and one that waits, even if all arrive at once."""
     engine = jpaged.AsyncLLM(checkpoint, **SIZES, max_queued_requests=1)
     with running(create_app(Server(engine=engine, model_names=("tiny",)))) as url:
         for count, status in ((3, 200), (20, 503), (3, 200)):
@@ -87,7 +87,7 @@ def test_free_rows_are_no_queue(checkpoint):
             assert engine.stats().used_blocks == 0
 
 
-def test_a_batch_is_taken_whole(checkpoint):
+def test_a_batch_of_llm_has_no_limit(checkpoint):
     params = SamplingParams(temperature=0, max_tokens=4)
     with jpaged.LLM(checkpoint, **SIZES, max_queued_requests=1, max_queued_tokens=1) as llm:
         assert len(llm.generate([[i] for i in range(1, 21)], params, use_tqdm=False)) == 20

@@ -1,4 +1,4 @@
-"""The server as a process: the address, the line that says it is ready, signals, and how it ends."""
+"""The server as a process: the address, the line "ready", signals, and the exit."""
 
 import os
 import pathlib
@@ -32,7 +32,7 @@ print("closed", engine.closed)
 
 @pytest.fixture
 def start():
-    """Starts a server; gives the process and its base URL."""
+    """Return a function that starts a server and returns its process and base URL."""
     started = []
 
     def make(shutdown_timeout: int) -> tuple[subprocess.Popen, str]:
@@ -61,7 +61,7 @@ def test_running_requests_finish_before_it_stops(start, number):
 
     body = {"prompt": "abc", "max_tokens": 60, "stream": True}
     with httpx.Client(base_url=url) as client, httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
-        client.get("/health")  # connected before it asks: its request is under way at once
+        client.get("/health")  # connect first, so that the request is sent without delay
         asking = threading.Thread(target=ask, args=(client,))
         lines = stream.iter_lines()
         next(lines)
@@ -100,7 +100,7 @@ def test_requests_that_outlast_the_timeout_are_ended(start):
         answers.append(client.post("/v1/completions", json={**body, "stream": False}, timeout=20))
 
     with httpx.Client(base_url=url) as client, httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
-        client.get("/health")  # connected before it asks: its request is under way at once
+        client.get("/health")  # connect first, so that the request is sent without delay
         asking = threading.Thread(target=ask, args=(client,))
         lines = stream.iter_lines()
         next(lines)
@@ -120,13 +120,13 @@ def test_requests_that_outlast_the_timeout_are_ended(start):
     assert "Traceback" not in said
 
 
-def test_a_port_in_use_is_told():
+def test_a_port_in_use_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(JPagedError, match=f"127.0.0.1:{port}"):
             take_address("127.0.0.1", port)
     with take_address("127.0.0.1", 0) as address, pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address.getsockname())  # bound, and not listening before the model is there
+        socket.create_connection(address.getsockname())  # bound, but not listening before the model is loaded
 
 
 @pytest.mark.parametrize("program", [["-m", "jpaged", "serve"], ["serving/app.py"]])
@@ -139,6 +139,6 @@ def test_both_ways_to_start_take_the_same_flags(program):
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
-def test_a_port_that_cannot_be_is_refused_not_wrapped(port):
+def test_an_invalid_port_is_refused(port):
     with pytest.raises(AddressError, match="0 to 65535"):
         take_address("127.0.0.1", port)

@@ -1,4 +1,4 @@
-"""Several answers to one prompt over HTTP: indices, ends, usage; what is known at the end only; priority and salt."""
+"""Several answers to one prompt over HTTP: indices, finish reasons, usage, best_of, beam search, priority, salt."""
 
 import openai
 import pytest
@@ -10,7 +10,7 @@ from jpaged import SamplingParams
 from .test_errors import error_of
 from .test_openai_client import CHAT, events, post, strict, strict_chunk
 
-# Answers to "abc" of 6 tokens: those of odd index stop after 3 (see fake_engine).
+# Answers of 6 tokens to "abc". Answers with an odd index stop after 3 tokens (see fake_engine).
 ANSWERS = ["abcabc", "bca", "cabcab"]
 REASONS = ["length", "stop", "length"]
 BEAMS = {"prompt": "abc", "max_tokens": 6, "n": 2, "use_beam_search": True}
@@ -23,7 +23,7 @@ def test_completion(client, url):
     assert [choice.finish_reason for choice in answer.choices] == REASONS * 2
     usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 30, 36)
-    assert usage.prompt_tokens_details.cached_tokens == 4  # two a prompt, whatever n is
+    assert usage.prompt_tokens_details.cached_tokens == 4  # two per prompt, for every n
     strict(Completion, post(url, "/v1/completions", {"prompt": "abc", "n": 3}).text)
 
 
@@ -72,7 +72,7 @@ def test_best_of(client, engine):
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert [choice.text for choice in answer.choices] == ["abc", "cabcab", "bca"]  # the best first
     assert (engine.seen_params[-1].n, engine.seen_params[-1].best_of) == (3, 4)
-    assert answer.usage.completion_tokens == 12  # of the answers that are given
+    assert answer.usage.completion_tokens == 12  # only of the returned answers
 
 
 def test_beam_search(client, engine):
@@ -84,9 +84,9 @@ def test_beam_search(client, engine):
     assert (params.length_penalty, params.early_stopping) == (0.0, "never")
     chat = client.chat.completions.create(**CHAT, n=3, max_tokens=4, extra_body={"use_beam_search": True})
     assert len(chat.choices) == 3
-    assert engine.seen_params[-1].num_sequences == 3  # as of vLLM: n beams
+    assert engine.seen_params[-1].num_sequences == 3  # as in vLLM: n beams
     client.completions.create(model="echo", prompt="abc", best_of=1, extra_body={"length_penalty": 1})
-    assert not engine.seen_params[-1].chooses  # what asks for nothing
+    assert not engine.seen_params[-1].chooses  # neutral values
 
 
 def test_a_beam_search_leaves_out_the_models_repetition_penalty(client, engine):

@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: what the engine says, a byte a token, as the official client's own types."""
+"""Tools and reasoning over HTTP: answers of one byte per token, read as the official client's types."""
 
 import json
 
@@ -42,7 +42,7 @@ def url(engine, formats):
 
 
 def strict(model, raw: str):
-    """Validated as the client's own type, with no field that it does not know but reasoning's two names."""
+    """Validate as the client's own type. Unknown fields fail, except the two names of the reasoning."""
     made = model.model_validate_json(raw, strict=True)
 
     def no_extras(value):
@@ -70,7 +70,7 @@ def whole(url: str, **body):
 
 
 def streamed(url: str, **body):
-    """The deltas put together as clients do; names, ids and the role come once, the finish reason at the end."""
+    """Join deltas as clients do. Names, ids and the role come once, the finish reason at the end."""
     response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | body | {"stream": True}, timeout=20)
     chunks = [strict(ChatCompletionChunk, event).choices[0] for event in events(response)]
     assert [chunk.delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
@@ -95,7 +95,7 @@ def streamed(url: str, **body):
 
 @pytest.mark.parametrize("format_name", sorted(FORMATS))
 def test_recorded_answers_a_byte_at_a_time(url, engine, format_name):
-    """Every recorded answer, whole and streamed: what its parser reads of it."""
+    """Every recorded answer, whole and streamed, is what its parser reads."""
     engine.tokenizer.chat_template = TEMPLATES[format_name]
     for name, text, content, calls in RECORDED:
         if name != format_name or format_name == "json":
@@ -128,7 +128,7 @@ def test_a_parser_that_the_operator_names(url, engine):
 
 
 def test_a_conversation_with_the_official_client(url, client, engine):
-    """The client's own objects go back as they came; the template gets arguments as objects, and the results."""
+    """The client's objects are sent back unchanged. The template gets the arguments as objects, and the results."""
     engine.says = 'Look:\n<tool_call>\n{"name": "search", "arguments": {"q": "é"}}\n</tool_call>'
     answer = client.chat.completions.create(**CHAT, tools=OFFERED)
     call = answer.choices[0].message.tool_calls[0]
@@ -147,7 +147,7 @@ def test_a_conversation_with_the_official_client(url, client, engine):
         {"id": call.id, "type": "function", "function": {"name": "search", "arguments": {"q": "é"}}}
     ]
     assert told == result
-    # The stream helper of the client puts the same together.
+    # The client's stream helper joins the deltas to the same message.
     engine.says = '<tool_call>{"name": "now"}</tool_call>'
     with client.chat.completions.stream(**CHAT, tools=OFFERED) as stream:
         final = stream.get_final_completion().choices[0]
@@ -197,7 +197,7 @@ def test_logprobs_come_with_every_token(url, client, engine):
 
 
 def test_a_named_call_ends_with_stop():
-    """As OpenAI's API ends it; with auto and required it is tool_calls."""
+    """As in OpenAI's API. With auto and required, the finish reason is tool_calls."""
     text = '[{"name": "now", "arguments": {}}]'
     for named, reason in ((True, "stop"), (False, "tool_calls")):
         answers = ChatAnswers(reader("json"), named=named)
@@ -231,7 +231,7 @@ def test_a_named_call_ends_with_stop():
         ({"chat_template": "{{ messages }}"}, "chat_template"),
     ],
 )  # fmt: skip
-def test_what_is_refused_by_name(url, body, param):
+def test_bad_fields_are_refused_by_name(url, body, param):
     for stream in (False, True):
         refused = httpx.post(f"{url}/v1/chat/completions", json=CHAT | body | {"stream": stream}, timeout=20)
         assert refused.status_code == 400, refused.text
@@ -259,7 +259,7 @@ def test_forced_calls_reach_the_engine_as_a_grammar(url, engine, choice):
     assert answer.json()["choices"][0]["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
 
 
-def test_what_a_request_may_set_in_the_template(url, client, engine):
+def test_template_variables_that_a_request_may_set(url, client, engine):
     for body, expected in (
         ({"chat_template_kwargs": {"enable_thinking": False}}, False),
         ({"reasoning_effort": "none"}, False),

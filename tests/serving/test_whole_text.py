@@ -52,7 +52,7 @@ def post(url: str, route: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def choices(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of an answer: (text, finish_reason, logprobs) a choice."""
+    """Return (text, finish_reason, logprobs) of each choice of an answer."""
     answer = post(url, route, body)
     assert answer.status_code == 200, answer.text
     return [
@@ -66,7 +66,7 @@ def choices(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def streamed(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same put together from a stream's events."""
+    """Return the same, joined from a stream's events."""
     found: dict[int, dict[str, Any]] = {}
     for line in post(url, route, body | {"stream": True}).text.splitlines():
         if not line.startswith("data: {"):

@@ -1,4 +1,4 @@
-"""The cost model: a fit finds the coefficients it was made from, files come back as they were written."""
+"""The cost model: a fit finds the coefficients that made the steps, and files are read as they were written."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def steps(model: CostModel, noise: float = 0.0) -> list[MeasuredStep]:
     return made
 
 
-def test_a_fit_finds_what_made_the_steps():
+def test_a_fit_finds_the_coefficients():
     found = fit(steps(TRUE), origin="a test", engine=SHAPE)
     for name in COEFFICIENTS:
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6)
@@ -36,7 +36,7 @@ def test_a_fit_finds_what_made_the_steps():
 
 
 def test_no_coefficient_is_negative():
-    """Of steps that get faster with rows, plain least squares would say so."""
+    """Steps get faster with more rows here. Plain least squares gives a negative coefficient, `fit` gives 0."""
     measured = steps(TRUE)
     falling = [dataclasses.replace(s, seconds=s.seconds + 4e-2 - 1.5e-4 * s.load.rows) for s in measured]
     features = np.array([[1, *dataclasses.astuple(s.load)[:4]] for s in falling])
@@ -51,7 +51,7 @@ def test_too_few_steps_are_refused():
         fit(steps(TRUE)[:3], origin="a test", engine=SHAPE)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_written_model_is_read_back(tmp_path):
     measured = steps(TRUE, noise=0.1)
     model = fit(measured, origin="a test", engine=SHAPE)
     path = tmp_path / "model.json"
@@ -73,21 +73,21 @@ def test_coefficients_by_hand():
     [
         ("h100", "no such file; there are"),
         ("fixed=1,speed=3", "'speed'"),
-        ("fixed=1,fixed=2", "once at most"),
+        ("fixed=1,fixed=2", "at most once"),
         ("fixed=fast", "must be a number"),
         ("fixed=-1", "fixed=-1.0"),
         ("fixed=inf", "fixed=inf"),
         ("fixed=0", "no time"),
     ],
 )
-def test_what_is_no_cost_model(text, says):
+def test_faulty_coefficients_are_refused(text, says):
     with pytest.raises(RequestError) as error:
         read_cost_model(text)
     assert says in str(error.value)
 
 
 @pytest.mark.parametrize("change", ["[]", "{}", '{"format": 99}', '{"format": 1}', "x"])
-def test_a_file_that_is_no_cost_model(tmp_path, change):
+def test_faulty_files_are_refused(tmp_path, change):
     path = tmp_path / "a.json"
     path.write_text(change)
     with pytest.raises(RequestError, match="cost_model"):
@@ -102,14 +102,14 @@ def plan(rows, counts, decodes, inits=()):
     )  # fmt: skip
 
 
-def test_a_load_is_what_the_rows_read():
+def test_load_of_a_plan():
     unpadded = dataclasses.replace(SHAPE, row_buckets=(), token_buckets=())
     padded, plain = LoadMeter(SHAPE), LoadMeter(unpadded)
 
     def measure(a):
         return padded.measure(a, a.rows.astype(np.intp)), plain.measure(a, a.rows.astype(np.intp))
 
-    # A prompt of 40 of which 16 are cached: 24 tokens, that see 17, 18, ... 40. One group sees all 40, one 32.
+    # A prompt of 40 tokens with 16 cached: 24 tokens, which see 17, 18, ... 40. One KV group sees all 40, one 32.
     pairs = sum(range(17, 41))
     first = measure(plan([3], [24], 0, [(3, 16)]))
     assert first == (StepLoad(64, 8, 36, pairs, 0), StepLoad(24, 1, 36, pairs, 0))
@@ -119,7 +119,7 @@ def test_a_load_is_what_the_rows_read():
     assert both == (StepLoad(16, 8, (42 + 32) / 2 + 10, 55, 0), StepLoad(11, 2, (42 + 32) / 2 + 10, 55, 0))
 
 
-def test_another_table_has_buckets_up_to_its_rows():
+def test_buckets_of_a_resized_shape_end_at_its_limits():
     larger = SHAPE.resized(max_num_seqs=40, max_num_batched_tokens=300)
     assert (larger.row_buckets, larger.token_buckets) == ((2, 8, 16, 32, 40), (16, 64, 128, 256, 300))
     smaller = SHAPE.resized(max_num_seqs=4, max_num_batched_tokens=16)

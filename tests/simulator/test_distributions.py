@@ -1,4 +1,4 @@
-"""Histogram, timeline and generated loads: against numpy, and against what they were asked for."""
+"""Histogram, timeline and generated loads: compared with numpy, and with the requested distributions."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from jpaged.simulator.timeline import NUM_BINS, Timeline
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 3.0])
 def test_percentiles_are_numpys_within_half_a_percent(spread):
-    # So many that no percentile is at the edge between two.
+    # With 20,003 values no percentile below falls between two of them.
     values = np.random.default_rng(1).lognormal(-3, spread, 20_003)
     one_by_one, in_bulk = Histogram(), Histogram()
     for value in values[:10_000].tolist():
@@ -30,7 +30,7 @@ def test_percentiles_are_numpys_within_half_a_percent(spread):
     assert np.interp(np.median(values), edges, shares) == pytest.approx(0.5, abs=0.3 if spread < 0.1 else 0.02)
 
 
-def test_a_weight_counts_as_so_many_values():
+def test_a_weight_of_n_counts_as_n_values():
     weighted, single = Histogram(), Histogram()
     for value, weight in ((0.0, 3), (0.5, 7), (1e9, 1), (1e-9, 2)):
         weighted.add(value, weight)
@@ -108,12 +108,12 @@ def test_a_load_is_made_by_its_seed_alone():
     first, again, other = list(load(seed=7)), list(load(seed=7)), list(load(seed=8))
     assert first == again != other
     assert len(first) == 3 * CHUNK + 5
-    # What one thing is drawn from does not depend on the others.
+    # Another distribution of output lengths leaves the arrival times unchanged.
     longer = list(load(seed=7, output_tokens=LengthDistribution("output_tokens", "uniform:1:9")))
     assert [a.time for a in longer] == [a.time for a in first]
 
 
-def test_prefixes_are_as_popular_as_zipf_says():
+def test_prefixes_have_zipf_popularity():
     arrivals = list(load(num_requests=40_000, prefixes=4, prefix_tokens=48, prefix_zipf=1.0, prefix_share=0.5))
     ids = np.array([a.prefix_id for a in arrivals])
     assert (ids == NO_PREFIX).mean() == pytest.approx(0.5, abs=0.01)
@@ -155,13 +155,13 @@ def test_priorities_come_in_their_shares():
         (lambda: ArrivalTimes("onoff:1:-1", 1), "more than 0"),
         (lambda: load(num_requests=0), "num_requests=0"),
         (lambda: load(prefixes=3), "prefix_tokens=0"),
-        (lambda: load(prefixes=3, prefix_tokens=4095), "leaves nothing"),
+        (lambda: load(prefixes=3, prefix_tokens=4095), "must be at most max_model_len - 2 = 4094"),
         (lambda: load(prefix_share=1.5), "prefix_share=1.5"),
         (lambda: load(seed=-1), "seed=-1"),
         (lambda: load(priorities=((0, 0.0),)), "share above 0"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(make, says):
+def test_faulty_options_are_refused(make, says):
     with pytest.raises(RequestError) as error:
         make()
     assert says in str(error.value)

@@ -1,4 +1,4 @@
-"""What scheduler and KV manager promise, over whole loads: at three times what the pool holds, of waste, of memory."""
+"""Guarantees of scheduler and KV manager over whole loads: oversubscribed pools, fairness, KV waste, memory."""
 
 import dataclasses
 import pathlib
@@ -39,7 +39,7 @@ def shape(num_blocks, rows=ROWS, budget=512, max_model_len=MOST) -> EngineShape:
 
 
 def blocks_wanted(arrivals: list[Arrival], rows: int = ROWS) -> float:
-    """What so many requests at the end of their answers hold."""
+    """Return the blocks that `rows` average requests need at the end of their answers."""
     return sum(-(-(a.prompt_tokens + a.output_tokens) // BLOCK) for a in arrivals) / len(arrivals) * rows
 
 
@@ -55,8 +55,10 @@ def blocks_wanted(arrivals: list[Arrival], rows: int = ROWS) -> float:
     ],
 )
 def test_three_times_oversubscribed(policy, seed, more):
-    """As many requests as rows, which want three times the blocks there are: all end, and computing again what
-    preemptions lost is at most a fifth of the useful work. fcfs: none starts later than when all before it have ended.
+    """All rows are in use, and their requests need three times the blocks of the pool.
+
+    All requests end, and preemptions recompute at most 20% of the useful tokens. With fcfs, a request starts at the
+    latest when all requests before it have ended.
     """
     arrivals = list(load(400, "lognormal:256:0.6", "lognormal:128:0.6", seed=seed, **more))
     started, ended = {}, {}
@@ -73,36 +75,36 @@ def test_three_times_oversubscribed(policy, seed, more):
     assert result.kv_peak > 0.95
     assert result.recomputed_share <= 0.2, result.table()
     if policy == "fcfs":
-        latest, step = 0.0, 0.03  # a step of 512 tokens and some
+        latest, step = 0.0, 0.03  # seconds of a step of 512 tokens, rounded up
         for number in range(400):
             assert started[number] <= max(latest, started[number - 1] if number else 0.0) + 3 * step, number
             latest = max(latest, ended[number])
 
 
-SLOW = CostModel(fixed=0.1, per_token=1e-4)  # hours of queueing, in a few thousand steps
+SLOW = CostModel(fixed=0.1, per_token=1e-4)  # a few thousand steps give hours of queueing
 BUDGET = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Overtakings:
-    """Who started before whom, over all pairs of a run: [a, b] says that b came after a, and started before it."""
+    """Pairs of requests that started in another order than they arrived."""
 
-    passed: np.ndarray      # bool[N, N]
-    later: np.ndarray       # float64[N, N]  seconds that b arrived after a
+    passed: np.ndarray      # bool[N, N]     [a, b]: b arrived after a, and started before it
+    later: np.ndarray       # float64[N, N]  [a, b]: seconds from the arrival of a to that of b
     arrivals: list[Arrival]
 
     def beyond(self, bound: np.ndarray) -> int:
-        """Pairs in which b started before a, though it came more than bound[a, b] seconds later."""
+        """Count pairs in which b overtook a, although b arrived more than bound[a, b] seconds later."""
         return int((self.passed & (self.later > bound + 1e-9)).sum())
 
     def difference(self, of: Callable[[Arrival], float]) -> np.ndarray:
-        """a's minus b's."""
+        """Return the value of a minus the value of b, for all pairs: float64[N, N]."""
         values = np.array([of(arrival) for arrival in self.arrivals])
         return values[:, None] - values[None, :]
 
 
 def overtakings(policy: str) -> Overtakings:
-    """Of a queue that grows to some minutes, at three times what the pool holds."""
+    """Run a load whose queue grows to some minutes, in a pool with a third of the blocks that the rows need."""
     arrivals = list(
         load(2500, "uniform:8:200", "lognormal:40:1", rate=3.4, priorities=PRIORITIES, max_model_len=512, seed=9)
     )
@@ -110,12 +112,12 @@ def overtakings(policy: str) -> Overtakings:
     options = SimulationOptions(shape=small, cost=SLOW, scheduling=SchedulingOptions(policy))
     result, found = starts(arrivals, options)
     assert result.recomputed_share <= 0.2, result.table()
-    assert result.queued.max > 2 * PRIORITY_SECONDS  # so long a queue that aging counts
+    assert result.queued.max > 2 * PRIORITY_SECONDS  # the queue is long enough for aging to matter
     return found
 
 
 def starts(arrivals: list[Arrival], options: SimulationOptions) -> tuple[SimulationResult, Overtakings]:
-    """Run a load, and compare the order in which requests start with that in which they arrive."""
+    """Run a load, and compare the order of starts with the order of arrivals."""
     started = np.zeros(len(arrivals))
 
     def watch(event, request, time):
@@ -130,12 +132,12 @@ def starts(arrivals: list[Arrival], options: SimulationOptions) -> tuple[Simulat
     return result, Overtakings(passed, times[None, :] - times[:, None], arrivals)
 
 
-def test_nobody_is_passed_under_fcfs():
+def test_no_request_is_overtaken_under_fcfs():
     assert not overtakings("fcfs").passed.any()
 
 
-def test_fcfs_lets_only_short_prompts_pass_only_long_ones():
-    """A prompt is long that no step computes whole."""
+def test_under_fcfs_only_short_prompts_overtake_and_only_long_ones():
+    """A prompt is long if it does not fit into one step."""
     arrivals = list(load(1500, "lognormal:300:1", "8", rate=3, times="gamma:6", seed=8))
     options = SimulationOptions(shape=shape(4000, rows=64, budget=BUDGET), cost=SLOW)
     _, found = starts(arrivals, options)
@@ -146,16 +148,16 @@ def test_fcfs_lets_only_short_prompts_pass_only_long_ones():
 
 
 def test_a_priority_is_worth_a_minute():
-    """Nobody is passed by a request that arrives more than PRIORITY_SECONDS times the difference later."""
+    """No request overtakes one that arrived more than PRIORITY_SECONDS times their difference in priority earlier."""
     found = overtakings("priority")
     bound = PRIORITY_SECONDS * found.difference(lambda arrival: arrival.priority)
     assert found.beyond(bound) == 0
-    assert found.beyond(0.9 * bound) > 0  # the bound is met, not only kept
+    assert found.beyond(0.9 * bound) > 0  # the bound is tight
     assert found.beyond(PRIORITY_SECONDS * found.difference(lambda arrival: 0)) > 0
 
 
 def test_a_token_is_worth_its_seconds():
-    """Nobody is passed by a request that arrives more than TOKEN_SECONDS times the difference in length later."""
+    """No request overtakes one that arrived more than TOKEN_SECONDS times their difference in length earlier."""
     found = overtakings("shortest_first")
     bound = TOKEN_SECONDS * found.difference(lambda arrival: arrival.output_tokens)
     assert found.beyond(bound) == 0
@@ -163,7 +165,7 @@ def test_a_token_is_worth_its_seconds():
 
 
 def test_without_aging_the_bound_is_broken(monkeypatch):
-    """The test above tells: a policy by priority alone lets anybody starve."""
+    """The test of priorities can fail: a policy without aging breaks its bound for many pairs."""
     monkeypatch.setitem(POLICIES, "priority", lambda request: 1e6 * request.priority)
     found = overtakings("priority")
     assert found.beyond(PRIORITY_SECONDS * found.difference(lambda arrival: arrival.priority)) > 1000
@@ -185,7 +187,7 @@ def test_a_host_tier_saves_computing_again():
 
 
 def test_a_target_bounds_the_time_between_tokens():
-    """Requests that decode beside a stream of prompts that take many steps each."""
+    """Requests decode while long prompts arrive. Each prompt takes many steps."""
     decodes = [Arrival(0.0, 16, 600) for _ in range(16)]
     prompts = [Arrival(0.3 + 0.25 * number, 3000, 1) for number in range(40)]
     large = shape(4000, rows=32, budget=2048, max_model_len=4096)
@@ -209,7 +211,7 @@ def test_waste_of_mixed_lengths_is_under_four_percent():
 
 
 def test_memory_does_not_grow_with_the_run():
-    """Pieces of memory that Python holds after 4,000 requests and after 20,000."""
+    """Compare Python's allocated memory blocks after 4,000 and after 20,000 requests."""
     held = []
     count, base = 0, sys.getallocatedblocks()
 

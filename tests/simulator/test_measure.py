@@ -1,10 +1,10 @@
-"""Measuring steps: on a runner whose steps take what a known model says, that model is found again."""
+"""Measuring steps: a runner with step times from a known model gives measurements from which `fit` finds that model."""
 
 import dataclasses
 
 import pytest
 
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.errors import RequestError
 from jpaged.simulator.cost import CostModel, fit
 from jpaged.simulator.measure import StepTimer, designed_cases, measure_steps
@@ -17,7 +17,7 @@ SHAPE = EngineShape(**SIZES)
 
 
 class TimedRunner(FakeRunner):
-    """A device with a clock of its own: each step ends so long after the one before as the true model says."""
+    """A device with a simulated clock: the true model gives the time of each step."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -33,9 +33,9 @@ class TimedRunner(FakeRunner):
         return super().collect(handle)
 
 
-def test_the_model_behind_the_steps_is_found(monkeypatch):
+def test_the_true_model_is_found(monkeypatch):
     runner = TimedRunner(**SIZES)
-    engine = Engine(runner, enable_prefix_caching=False)
+    engine = Engine(runner, options=EngineOptions(enable_prefix_caching=False))
     monkeypatch.setattr(StepTimer.__init__, "__defaults__", (lambda: runner.collected,))
     cases = []
     steps = list(measure_steps(engine, SHAPE, repeats=2, progress=cases.append))
@@ -61,6 +61,6 @@ def test_cases_fit_the_engine():
             assert case.rows * case.context + case.prompt <= shape.num_blocks * shape.block_size
 
 
-def test_no_repeats_are_refused():
+def test_zero_repeats_are_refused():
     with pytest.raises(RequestError, match="repeats=0"):
         next(measure_steps(Engine(FakeRunner(**SIZES)), SHAPE, repeats=0))

@@ -1,4 +1,4 @@
-"""Routing rules, each against what its docstring says."""
+"""Routing rules: each does what its docstring says."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ def test_least_loaded_takes_the_least_loaded_in_turns():
     assert len({router.choose(arrival(), idle) for _ in range(3)}) == 3
 
 
-def test_a_prefix_has_its_replica_until_that_is_overloaded():
+def test_a_prefix_keeps_its_replica_until_it_is_overloaded():
     router, replicas = PrefixAffine(), [Fake(4) for _ in range(4)]
     home = router.choose(arrival(7), replicas)
     assert {router.choose(arrival(7), replicas) for _ in range(10)} == {home}
@@ -51,7 +51,7 @@ def test_prefixes_spread_and_few_move_when_a_replica_is_added():
     four, five = homes(4), homes(5)
     assert min(collections.Counter(four).values()) > 0.8 * 500
     moved = [new for old, new in zip(four, five, strict=True) if old != new]
-    assert set(moved) == {4}  # rendezvous hashing: only to the new one
+    assert set(moved) == {4}  # rendezvous hashing: prefixes move only to the new replica
     assert len(moved) < 0.25 * 2000
 
 

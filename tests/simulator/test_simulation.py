@@ -1,5 +1,4 @@
-"""Runs of the simulator: everything that arrives is served, the same seed gives the same run, and queues are as long as
-queueing theory says."""
+"""Runs of the simulator: all arrivals are served, equal seeds give equal runs, queues have the lengths of theory."""
 
 import dataclasses
 import itertools
@@ -46,7 +45,7 @@ def test_the_same_seed_is_the_same_run():
     ("fields", "more"),
     [
         ({}, {}),
-        ({"max_tokens": 200}, {}),                                                  # ends are surprises
+        ({"max_tokens": 200}, {}),                                  # the scheduler does not know when requests end
         ({"num_replicas": 3, "routing": "least-loaded"}, {"prefixes": 5, "prefix_tokens": 40}),
         ({"concurrency": 30}, {"rate": float("inf")}),
         ({"shape": dataclasses.replace(SHAPE, num_blocks=64)}, {}),                 # preempts
@@ -62,7 +61,7 @@ def test_the_same_seed_is_the_same_run():
     ],
 )  # fmt: skip
 def test_everything_that_arrives_is_served(fields, more):
-    """No request is lost or served twice, and no token: against the load, and against what each request saw."""
+    """No request and no token is lost or counted twice. Compare with the load, and with each request's own record."""
     arrivals = list(load(**more))
     started, ended = {}, {}
 
@@ -92,8 +91,8 @@ def test_everything_that_arrives_is_served(fields, more):
         assert result.prefix_hit_tokens > 0.5 * result.started_prompt_tokens * 40 / (40 + 90)
 
 
-def test_a_request_alone_takes_the_steps_it_takes():
-    """By hand: a prompt in chunks of 256, then a token a step, each as long as the cost model says."""
+def test_times_of_a_single_request():
+    """Computed by hand: a prompt in chunks of 256, then one token per step, with times from the cost model."""
     result = simulate([Arrival(3.0, 300, 4)], options(cost=CostModel(fixed=1.0, per_kv_token=1e-3)))
     chunks = (1 + 0.256) + (1 + 0.300)
     decodes = [1 + 0.301, 1 + 0.302, 1 + 0.303]
@@ -106,8 +105,8 @@ def test_a_request_alone_takes_the_steps_it_takes():
     assert result.busy == pytest.approx((result.duration - 3) / result.duration)
 
 
-def test_gaps_between_tokens_are_those_that_each_request_sees():
-    """Against a record of every token of every request, preemptions and surprising ends included."""
+def test_gaps_between_tokens():
+    """Compare with a record of every token of every request. Includes preemptions and ends unknown to the scheduler."""
     times: dict[str, list[float]] = {}
     small = dataclasses.replace(SHAPE, num_blocks=48)
 
@@ -137,11 +136,11 @@ def test_gaps_between_tokens_are_those_that_each_request_sees():
     assert sum(map(len, times.values())) == result.output_tokens
 
 
-def test_queues_are_as_long_as_theory_says():
-    """One row, one step a request, all steps alike: an M/D/1 queue, whose mean wait is rho / (2 mu (1 - rho)).
+def test_queues_have_the_lengths_of_theory():
+    """One row and one step per request make an M/D/1 queue. Its mean wait is rho / (2 mu (1 - rho)).
 
-    A step's turn comes while the step before runs, so a request that meets an idle engine starts at once, as in theory;
-    one that meets a busy engine starts when the step's turn comes. Kingman's and Pollaczek-Khinchine's formulas.
+    This is Pollaczek-Khinchine's formula, and Kingman's gives the same. A request that finds the engine idle starts at
+    once. A request that finds it busy starts with the next step, which is planned while the step before runs.
     """
     service = 0.1
     shape = EngineShape(num_blocks=64, block_size=16, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=16)
@@ -162,7 +161,7 @@ def test_arrivals_beyond_the_queue_are_refused():
 
 
 def test_arrivals_with_too_many_tokens_are_refused():
-    """As `Engine.add` has it: an empty queue takes any prompt."""
+    """As in the engine, an empty queue accepts any prompt."""
     arrivals = [Arrival(0.0, 200, 20)] + [Arrival(0.001, 100, 1)] * 4
     alone = dataclasses.replace(SHAPE, max_num_seqs=1)
     result = simulate(arrivals, options(shape=alone, scheduling=SchedulingOptions(max_queued_tokens=250)))
@@ -195,8 +194,8 @@ def test_shortest_first_lowers_the_mean_wait():
     assert waits[1] < 0.9 * waits[0]
 
 
-def test_moved_blocks_take_the_time_they_cost():
-    """By hand: a pool of four blocks; a prompt goes to the host when another needs its room, and comes back."""
+def test_moved_blocks_take_time():
+    """Computed by hand. The pool has four blocks: a prompt moves to the host when another needs them, and back."""
     shape = EngineShape(num_blocks=4, block_size=16, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
     cost = CostModel(fixed=1.0, per_token=1.0, per_moved_block=0.5)
     arrivals = [Arrival(0.0, 49, 1, 0, 49), Arrival(100.0, 49, 1, 1, 49), Arrival(200.0, 49, 1, 0, 49)]
@@ -207,18 +206,18 @@ def test_moved_blocks_take_the_time_they_cost():
             ends[request.arrival] = time - request.arrived
 
     result = simulate(arrivals, options(shape=shape, cost=cost, host_blocks=8), watch=watch)
-    # The first block to be taken is the one without a name. The third request fetches 3 blocks, whose place is taken
-    # from the 3 of the second, and computes one token.
+    # The block without a name is reused first. The third request fetches 3 blocks, which replace the 3 blocks of the
+    # second request, and computes one token.
     assert (result.blocks_to_host, result.blocks_to_device) == (3 + 3, 3)
     assert ends == {0: 1 + 49, 1: 1 + 49 + 3 * 0.5, 2: 1 + 1 + 6 * 0.5}
     without = simulate(arrivals, options(shape=shape, cost=cost))
     assert without.host_blocks == without.blocks_to_host == 0
     assert without.end_to_end.max == 50
-    dear = dataclasses.replace(cost, per_moved_block=9.0)  # 18 s both ways, for 16 tokens of 65 / 64 s each
+    dear = dataclasses.replace(cost, per_moved_block=9.0)  # 18 s to the host and back, for 16 tokens of 65 / 64 s each
     assert simulate(arrivals, options(shape=shape, cost=dear, host_blocks=8)).host_blocks == 0
 
 
-def test_closed_loads_hold_their_concurrency():
+def test_closed_loads_keep_their_concurrency():
     result = simulate(load(rate=float("inf")), options(concurrency=10))
     running = [point.running + point.waiting for point in result.timeline]
     assert max(running) <= 10 + 1e-9
@@ -226,7 +225,7 @@ def test_closed_loads_hold_their_concurrency():
     assert result.per_second(600) * result.end_to_end.mean == pytest.approx(10, rel=0.05)
 
 
-def test_littles_law_holds_for_what_runs_and_waits():
+def test_littles_law():
     result = simulate(load(rate=30, num_requests=1000), options())
     spans, begin, area = [], 0.0, 0.0
     for point in result.timeline:
@@ -245,7 +244,7 @@ def test_two_replicas_share_the_work():
 
 
 def test_prefixes_go_where_they_are_cached():
-    """More prefixes than one pool holds: only with affine routing does each replica keep its share of them."""
+    """The prefixes do not fit into one pool. Only with affine routing does each replica keep a share of them."""
     shape = dataclasses.replace(SHAPE, num_blocks=128)
     shared = {"prefixes": 16, "prefix_tokens": 240, "prefix_zipf": 0.0, "num_requests": 600}
     arrivals = load(rate=40, prompt="16", output="16", **shared)
@@ -257,10 +256,10 @@ def test_prefixes_go_where_they_are_cached():
 
 
 def test_prefixes_that_are_whole_prompts_share_no_answers():
-    """Two requests with equal prompts: the first's generated tokens are not the second's."""
+    """Requests with equal prompts do not share each other's generated tokens."""
     arrivals = [Arrival(0.0, 64, 64, 0, 64), Arrival(10.0, 64, 64, 0, 64), Arrival(20.0, 128, 8, 0, 64)]
     result = simulate(arrivals, options())
-    assert result.prefix_hit_tokens == 48 + 64  # of a whole prompt the last token is computed again, so its block is
+    assert result.prefix_hit_tokens == 48 + 64  # the last token of a prompt is always computed, and so is its block
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,7 @@ def test_prefixes_that_are_whole_prompts_share_no_answers():
         ({"scheduling": SchedulingOptions(target_step_ms=float("nan"))}, "target_step_ms=nan"),
         ({"scheduling": SchedulingOptions("lifo")}, "must be fcfs, priority, shortest_first"),
         ({"host_blocks": -1}, "host_blocks=-1"),
-        ({"host_blocks": 9}, "what moving a block takes"),
+        ({"host_blocks": 9}, "has no time for moving a block"),
         ({"host_blocks": 9, "cost": MOVING, "prefix_caching": False}, "needs prefix caching"),
         ({"routing": "random"}, "round-robin"),
         ({"shape": dataclasses.replace(SHAPE, num_blocks=0)}, "num_blocks=0"),
@@ -282,7 +281,7 @@ def test_prefixes_that_are_whole_prompts_share_no_answers():
         ({"shape": dataclasses.replace(SHAPE, num_blocks=31)}, "needs 32"),
     ],
 )
-def test_options_that_cannot_be(fields, says):
+def test_faulty_options_are_refused(fields, says):
     with pytest.raises(RequestError) as error:
         simulate([Arrival(0.0, 1, 1)], options(**fields))
     assert says in str(error.value)

@@ -1,4 +1,4 @@
-"""Traces: both formats give the same requests; what is wrong is told by line and column, before anything runs."""
+"""Traces: both formats give the same requests. Errors name line and column, before a run starts."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_csv(tmp_path):
     assert list(trace) == list(trace) == EXPECTED
 
 
-def test_columns_in_any_order_and_a_mark_at_the_beginning(tmp_path):
+def test_columns_in_any_order_and_a_byte_order_mark(tmp_path):
     path = write(tmp_path, "a.csv", "\ufeffoutput_tokens, arrival ,prompt_tokens", " 7 , 1.5 ,\t9", "")
     assert list(Trace(path, 100)) == [Arrival(1.5, 9, 7)]
 
@@ -49,21 +49,21 @@ def test_json_lines(tmp_path):
     [
         ([], "line 1: column arrival and prompt_tokens and output_tokens missing"),
         (["arrival,prompt_tokens"], "line 1: column output_tokens missing"),
-        (["arrival,prompt_tokens,output_tokens,priorty"], "line 1, column 4: there are arrival"),
+        (["arrival,prompt_tokens,output_tokens,priorty"], "line 1, column 4: must be one of arrival"),
         (["arrival,prompt_tokens,output_tokens,arrival"], "line 1, column 4: given twice"),
-        ([HEADER], "holds no requests"),
+        ([HEADER], "has no requests"),
         ([HEADER, "0,1,1,,,", "-1,1,1,,,"], "line 3, column 1 (arrival): must be 0 or more"),
         ([HEADER, "soon,1,1,,,"], "line 2, column 1 (arrival): must be a number"),
         ([HEADER, "nan,1,1,,,"], "line 2, column 1 (arrival): must be a number"),
         ([HEADER, ",1,1,,,"], "line 2, column 1 (arrival): is empty"),
-        ([HEADER, "5,1,1,,,", "4.9,1,1,,,"], "line 3, column 1 (arrival): before the line above"),
+        ([HEADER, "5,1,1,,,", "4.9,1,1,,,"], "line 3, column 1 (arrival): earlier than the line above (5.0)"),
         ([HEADER, "0,0,1,,,"], "line 2, column 2 (prompt_tokens): must be from 1"),
         ([HEADER, "0,1.5,1,,,"], "line 2, column 2 (prompt_tokens): must be a whole number"),
         ([HEADER, "0,1,-3,,,"], "line 2, column 3 (output_tokens): must be from 1"),
         ([HEADER, "0,1,,,,"], "line 2, column 3 (output_tokens): is empty"),
-        ([HEADER, "0,90,11,,,"], "line 2, column 3 (output_tokens): with the prompt's 90 tokens more than"),
+        ([HEADER, "0,90,11,,,"], "line 2, column 3 (output_tokens): prompt (90 tokens) and output are longer than"),
         ([HEADER, "0,9,1,a,10,"], "line 2, column 5 (prefix_tokens): more than the prompt's 9"),
-        ([HEADER, "0,9,1,,5,"], "line 2, column 5 (prefix_tokens): prefix_id says with whom"),
+        ([HEADER, "0,9,1,,5,"], "line 2, column 5 (prefix_tokens): needs a prefix_id"),
         ([HEADER, "0,9,1,a,2,high"], "line 2, column 6 (priority): must be a whole number"),
         ([HEADER, "0,9,1"], "line 2: 3 columns, the header has 6"),
         ([HEADER, '0,"9,1'], "cannot be read"),
@@ -85,7 +85,7 @@ def test_errors_of_csv(tmp_path, lines, says):
         ('{"arrival": 1, "prompt_tokens": 2', "line 2, column 34: Expecting"),
         ("[1, 2, 3]", "line 2: each line must be a JSON object"),
         ('{"arrival": 1, "prompt_tokens": 2}', "line 2: key output_tokens missing"),
-        ('{"arrival": 1, "prompt_tokens": 2, "output_tokens": 3, "prio": 1}', "line 2, key 4: there are"),
+        ('{"arrival": 1, "prompt_tokens": 2, "output_tokens": 3, "prio": 1}', "line 2, key 4: must be one of"),
         ('{"arrival": true, "prompt_tokens": 2, "output_tokens": 3}', "line 2, key 'arrival': must be a number"),
         ('{"arrival": -0.1, "prompt_tokens": 2, "output_tokens": 3}', "line 2, key 'arrival': must be 0 or more"),
         ('{"arrival": 1, "prompt_tokens": [2], "output_tokens": 3}', "line 2, key 'prompt_tokens': must be a whole"),
@@ -101,12 +101,12 @@ def test_errors_of_json_lines(tmp_path, line, says):
     assert says in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
     with pytest.raises(RequestError, match="cannot be read"):
         Trace(tmp_path / "no.csv", 100)
 
 
-def test_a_file_that_is_no_text(tmp_path):
+def test_a_file_that_is_not_text(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RequestError, match="cannot be read"):

@@ -1,0 +1,26 @@
+"""Options of an engine, apart from the sizes that the runner sets."""
+
+import dataclasses
+
+import numpy as np
+
+from jpaged.engine.grammar import GrammarLimits
+from jpaged.engine.pooling import Pooling
+from jpaged.engine.scheduling_options import SchedulingOptions
+from jpaged.params.logits_processors import LogitsProcessor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options of an engine. Fields that `EngineConfig` has as well mean the same there."""
+
+    eos_token_ids: tuple[int, ...] = ()  # ids that end an answer
+    eos_token_id: int | None = None      # the main one: it ends an answer without being its stop_reason
+    known_ids: np.ndarray | None = None  # bool[vocab_size]: ids that the runner ever samples; None: all
+    processors: tuple[LogitsProcessor, ...] = ()  # custom processors that the runner was built with
+    pooling: Pooling | None = None       # the engine pools; None: it generates
+    scheduling: SchedulingOptions = SchedulingOptions()
+    enable_prefix_caching: bool = True
+    jump_forward: bool = True            # append tokens that a grammar forces without sampling them
+    grammar_limits: GrammarLimits | None = None
+    seed: int = 0                        # of the seeds of requests that bring none

@@ -1,0 +1,48 @@
+"""Figures of one engine, collected from its parts."""
+
+import dataclasses
+from typing import Any
+
+from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.step_plan import Runner
+from jpaged.outputs import EngineStats
+
+
+@dataclasses.dataclass(slots=True)
+class EngineCounters:
+    """Events since the start or the last reset that the scheduler does not count."""
+
+    generated_tokens: int = 0
+    finished_requests: int = 0  # request groups
+
+    def reset(self) -> None:
+        """Set all counters to 0."""
+        self.generated_tokens = self.finished_requests = 0
+
+
+def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCounters) -> EngineStats:
+    """The figures at this moment."""
+    manager, events = scheduler.manager, scheduler.counters
+    pool = manager.pool
+    return EngineStats(
+        num_blocks=pool.num_blocks,
+        block_size=manager.block_size,
+        used_blocks=pool.num_used,
+        peak_used_blocks=pool.peak_used,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        steps=events.steps,
+        prompt_tokens=events.prompt_tokens,
+        prefix_hit_tokens=events.prefix_hit_tokens,
+        generated_tokens=counters.generated_tokens,
+        finished_requests=counters.finished_requests,
+        preemptions=events.preemptions,
+        recomputed_tokens=events.recomputed_tokens,
+        kv_waste=events.waste_sum / events.steps if events.steps else 0.0,
+        compiles_after_ready=runner.compiles_after_ready,
+        copied_blocks=events.copied_blocks,
+        blocks_to_host=events.blocks_to_host,
+        blocks_to_device=events.blocks_to_device,
+        host_slots=runner.host_slots,
+        used_host_slots=0 if pool.host_tier is None else pool.host_tier.num_used,
+    )

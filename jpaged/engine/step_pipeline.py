@@ -1,0 +1,77 @@
+"""Dispatches each step before it collects the step before: the device goes from one step straight to the next."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Generic
+
+from jpaged.engine.scheduler_state import ScheduledStep
+from jpaged.engine.step_plan import HandleT, RowMask, Runner
+from jpaged.engine.strategies import CollectedStep
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StepInFlight(Generic[HandleT]):
+    step: ScheduledStep
+    handle: HandleT
+    began: float  # seconds of time.monotonic()
+
+
+class StepPipeline(Generic[HandleT]):
+    """Owns the step in flight. There is at most one between two turns of the engine."""
+
+    def __init__(self, runner: Runner[HandleT]):
+        self.runner = runner
+        self.failure: Exception | None = None  # of a step that failed after its turn
+        self._in_flight: _StepInFlight[HandleT] | None = None
+        self._last_collect = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is in flight, or a failure was not raised yet."""
+        return self._in_flight is not None or self.failure is not None
+
+    def raise_failure(self) -> None:
+        """Raise the failure of the last step, once."""
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def turn(self, step: ScheduledStep | None) -> CollectedStep | None:
+        """Dispatch a step, if there is one, and collect the step before it. None: there was no step before."""
+        previous, began = self._in_flight, time.monotonic()
+        self._in_flight = None if step is None else _StepInFlight(step, self.runner.dispatch(step.plan), began)
+        if previous is None:
+            return None
+        result = self.runner.collect(previous.handle)
+        now = time.monotonic()
+        # The device runs one step at a time: this one began when it was dispatched, or when the one before it ended.
+        began, self._last_collect = max(self._last_collect, previous.began), now
+        return CollectedStep(previous.step, result, result.token_ids.tolist(), began, now)
+
+    def step_without_masks(self) -> ScheduledStep | None:
+        """The step in flight, if it waits for masks."""
+        in_flight = self._in_flight
+        return None if in_flight is None or not in_flight.step.plan.waits_for_masks else in_flight.step
+
+    def sample(self, masks: Sequence[RowMask]) -> None:
+        """Let the step in flight sample. masks: those that it waits for."""
+        in_flight = self._in_flight
+        if in_flight is not None:
+            self._in_flight = dataclasses.replace(in_flight, handle=self.runner.sample(in_flight.handle, masks))
+
+    def drop(self) -> None:
+        """Wait for the step in flight, and discard its result. Forget a failure that was not raised yet.
+
+        A step must not outlive the engine: with JAX 0.11 a step's end takes the GIL, and aborts a process that is
+        ending.
+        """
+        dropped, self._in_flight, self.failure = self._in_flight, None, None
+        if dropped is not None:
+            try:
+                self.runner.collect(dropped.handle)
+            except Exception as error:  # its requests have ended already
+                logger.debug("a step that was dropped has failed: %s", error)

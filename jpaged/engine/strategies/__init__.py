@@ -1,0 +1,17 @@
+"""Strategies: how the requests of a request group become its answer. One file per kind of answer."""
+
+from jpaged.engine.strategies.base import CollectedStep, Output, Strategy, StrategyContext
+from jpaged.engine.strategies.beam import BeamStrategy
+from jpaged.engine.strategies.pool import PoolStrategy
+from jpaged.engine.strategies.sample import BestOfStrategy, SampleStrategy
+
+__all__ = [
+    "BeamStrategy",
+    "BestOfStrategy",
+    "CollectedStep",
+    "Output",
+    "PoolStrategy",
+    "SampleStrategy",
+    "Strategy",
+    "StrategyContext",
+]

@@ -1,0 +1,109 @@
+"""The interface of a strategy.
+
+1. `begin` hands the request group's first requests to the scheduler.
+2. `take` turns the result of one row into tokens, candidates or a vector. It returns the end state if the row's request
+   has ended.
+3. `output` builds the output of the request group so far.
+
+The engine's loop treats all request groups alike. What differs between sampling, beam search and pooling is here.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jpaged.engine.answer_writer import AnswerWriter
+from jpaged.engine.engine_stats import EngineCounters
+from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler_state import ScheduledStep
+from jpaged.engine.step_plan import StepResult
+from jpaged.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from jpaged.params.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.engine.request_group import RequestGroup
+
+Output = RequestOutput | PoolingRequestOutput[Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CollectedStep:
+    """A step that the runner has finished."""
+
+    step: ScheduledStep
+    result: StepResult
+    token_ids: list[int]  # `result.token_ids` as Python integers
+    began: float          # time of dispatch, in seconds of `time.monotonic()`
+    now: float            # time of collection
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StrategyContext:
+    """Parts of the engine that a strategy calls."""
+
+    writer: AnswerWriter
+    scheduler: Scheduler
+    counters: EngineCounters
+    jump_forward: bool           # append tokens that a grammar forces without sampling them
+    min_jump_per_request: float  # see `Runner`
+
+
+class Strategy(abc.ABC):
+    """Turns the results of one request group's rows into its answer. One object per request group."""
+
+    tokens_per_row: ClassVar[int] = 1  # generated tokens that the result of a row counts as
+    runs_all_at_once: ClassVar[bool] = False  # the requests advance together: none can wait for another's blocks
+
+    context: StrategyContext  # set by `begin`
+
+    def begin(self, request_group: "RequestGroup", context: StrategyContext) -> None:
+        """Add the first requests to the scheduler. The others fork from the first one when the prompt is computed.
+
+        Waits for the request group's grammar, and raises what its compiler raises.
+        """
+        self.context = context
+        context.scheduler.add(request_group.first, followers=request_group.requests[1:])
+
+    @abc.abstractmethod
+    def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
+        """Process the result of row `index`. Returns the end state of the request if it has ended."""
+
+    @abc.abstractmethod
+    def output(self, request_group: "RequestGroup") -> Output:
+        """The output so far; the final one if all requests have ended."""
+
+    def ending_with(self, request_group: "RequestGroup", request: Request) -> Sequence[Request]:
+        """Requests that end when this one ends."""
+        return (request,)
+
+    def is_due(self, request: Request) -> bool:
+        """Whether a streaming request group emits an output now that this request has a new token."""
+        return True
+
+    def scheduled(self, request_group: "RequestGroup") -> Collection[Request]:
+        """Requests that run or wait at the moment. For integrity checks."""
+        followers = request_group.first.schedule.followers
+        return [r for r in request_group.requests if not r.schedule.status.is_end and r not in followers]
+
+    @staticmethod
+    def count_parameter(params: SamplingParams) -> str:
+        """Name of the parameter that sets the number of requests."""
+        return "n" if params.best_of is None else "best_of"
+
+
+def request_output(request_group: "RequestGroup", completions: list[CompletionOutput]) -> RequestOutput:
+    """The output of a request group that generates."""
+    first = request_group.first
+    prompt_logprobs = first.output.prompt_logprobs
+    return RequestOutput(
+        request_id=request_group.request_id,
+        prompt=request_group.prompt,
+        prompt_token_ids=request_group.prompt_token_ids,
+        outputs=completions,
+        finished=request_group.has_ended,
+        metrics=request_group.metrics,
+        num_cached_tokens=first.schedule.num_cached_tokens,
+        prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+    )

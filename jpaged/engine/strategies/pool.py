@@ -1,0 +1,44 @@
+"""Pooling: the answer is a vector of the prompt's last token, an embedding or class probabilities."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from jpaged.engine.pooling import Pooling
+from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.strategies.base import CollectedStep, Strategy
+from jpaged.errors import EngineError
+from jpaged.outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput
+from jpaged.params.pooling import PoolingParams
+
+if TYPE_CHECKING:
+    from jpaged.engine.request_group import RequestGroup
+
+
+class PoolStrategy(Strategy):
+    """One request, which ends with its prompt."""
+
+    tokens_per_row: ClassVar[int] = 0
+
+    def __init__(self, pooling: Pooling, params: PoolingParams):
+        self._pooling = pooling
+        self._params = params
+        self._pooled: EmbeddingOutput | ClassificationOutput | None = None
+
+    def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
+        """Store the pooled vector, which ends the request."""
+        pooled = collected.result.pooled
+        if pooled is None:
+            raise EngineError(f"request {request.request_id} is to be pooled, the step returned no vector")
+        self._pooled = self._pooling.output(pooled[index], self._params)
+        return RequestStatus.STOPPED
+
+    def output(self, request_group: "RequestGroup") -> PoolingRequestOutput:
+        """The embedding or the probabilities; None if the request ended before its prompt did."""
+        return PoolingRequestOutput(
+            request_id=request_group.request_id,
+            prompt=request_group.prompt,
+            prompt_token_ids=request_group.prompt_token_ids,
+            outputs=self._pooled,
+            finished=request_group.has_ended,
+            metrics=request_group.metrics,
+            num_cached_tokens=request_group.first.schedule.num_cached_tokens,
+        )

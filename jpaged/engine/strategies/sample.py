@@ -1,0 +1,130 @@
+"""Sampling: every request of the group is an answer of its own. Greedy decoding is sampling at temperature 0.
+
+The requests run independently once the first one has computed the prompt, from which the others fork.
+
+Jump-forward: when a grammar leaves no choice about the next tokens, these forced tokens are appended without sampling
+them. The next step computes them like a chunk of a prompt.
+"""
+
+from typing import TYPE_CHECKING
+
+from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.strategies.base import CollectedStep, Strategy, StrategyContext, request_output
+from jpaged.errors import RequestError
+from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.params.sampling import RequestOutputKind
+
+if TYPE_CHECKING:
+    from jpaged.engine.request_group import RequestGroup
+
+
+class SampleStrategy(Strategy):
+    """`n` samples of one prompt."""
+
+    def begin(self, request_group: "RequestGroup", context: StrategyContext) -> None:
+        """Prepare texts and grammars, and add the first request to the scheduler."""
+        params = request_group.params
+        grammar = None if request_group.grammar is None else request_group.grammar.result()
+        for request in request_group.requests:
+            request.output.text = context.writer.new_text(params)
+            if grammar is not None:
+                request.output.matcher = grammar.matcher()
+                request.output.jumps = context.jump_forward and not params.samples_forced_tokens
+        super().begin(request_group, context)
+
+    def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
+        """Append the sampled token, and forced tokens after it. Raises RequestError if no token could be sampled."""
+        token_id, params = collected.token_ids[index], request.params
+        if token_id < 0:
+            accepted = "leave no token to sample: logits that are not finite, or all -inf"
+            raise RequestError("logits_processors", params.logits_processors, accepted)
+        writer = self.context.writer
+        if params.needs_logprobs:
+            writer.append_logprobs(request, token_id, collected.result, index)
+        end = writer.append(request, token_id, collected.now)
+        if end is None and request.output.jumps:
+            end = self._jump(request, collected.now)
+        return end
+
+    def is_due(self, request: Request) -> bool:
+        """Whether `stream_interval` tokens are new. The first token is always due."""
+        interval = request.params.stream_interval or 1
+        emitted = request.output.num_emitted
+        return interval == 1 or emitted == 0 or request.num_output_tokens - emitted >= interval
+
+    def output(self, request_group: "RequestGroup") -> RequestOutput:
+        """All answers so far. With output_kind DELTA: their new parts, and only the answers that have any.
+
+        The text of a failed request is what was certain until then.
+        """
+        return request_output(request_group, self._completions(request_group))
+
+    def _completions(self, request_group: "RequestGroup") -> list[CompletionOutput]:
+        delta = request_group.params.output_kind is RequestOutputKind.DELTA
+        for request in request_group.requests:  # before anything counts as emitted, because it may fail
+            _end_text(request)
+        return [
+            _completion(request, delta=delta)
+            for request in request_group.requests
+            if not delta or _has_news(request)
+        ]
+
+    def _jump(self, request: Request, now: float) -> RequestStatus | None:
+        """Append the tokens that the grammar forces. Returns the end state if one of them ends the request."""
+        context, matcher = self.context, request.output.matcher
+        forced = [] if matcher is None else matcher.forced_tokens()
+        # One forced token is sampled just as fast. More of them pay if the longer step costs less than they save.
+        min_jump = context.min_jump_per_request * len(context.scheduler.running)
+        if len(forced) < 2 or len(forced) - 1 <= min_jump:
+            return None
+        for token_id in forced:
+            context.counters.generated_tokens += 1
+            end = context.writer.append(request, token_id, now)
+            if end is not None:
+                return end
+        context.scheduler.discard_in_flight(request)
+        return None
+
+
+class BestOfStrategy(SampleStrategy):
+    """The `n` most likely of `best_of` samples. Which these are is known when all samples have ended."""
+
+    def _completions(self, request_group: "RequestGroup") -> list[CompletionOutput]:
+        for request in request_group.requests:
+            _end_text(request)
+        completions = [_completion(request, delta=False) for request in request_group.requests]
+        failed = RequestStatus.FAILED.value
+        completions.sort(key=lambda each: (each.finish_reason == failed, -(each.cumulative_logprob or 0.0)))
+        completions = completions[: request_group.params.n]
+        for index, completion in enumerate(completions):
+            completion.index = index
+        return completions
+
+
+def _end_text(request: Request) -> None:
+    """Flush the text of a request that has ended."""
+    status, text = request.schedule.status, request.output.text
+    if text is not None and status.is_end and status is not RequestStatus.FAILED:
+        text.end()
+
+
+def _has_news(request: Request) -> bool:
+    """Whether there is anything that the caller does not have."""
+    output = request.output
+    return output.num_emitted < request.num_output_tokens or request.schedule.status.is_end > output.end_emitted
+
+
+def _completion(request: Request, *, delta: bool) -> CompletionOutput:
+    output, status = request.output, request.schedule.status
+    new, text = slice(output.num_emitted if delta else 0, None), output.text
+    output.num_emitted, output.end_emitted = request.num_output_tokens, status.is_end
+    return CompletionOutput(
+        index=request.index,
+        text="" if text is None else text.new() if delta else text.whole(),
+        token_ids=request.token_ids[request.prompt_len + new.start :],
+        cumulative_logprob=output.cumulative_logprob,
+        logprobs=None if output.logprobs is None else output.logprobs[new],
+        finish_reason=status.value if status.is_end else None,
+        stop_reason=output.stop_reason,
+        text_offsets=None if text is None or text.offsets is None else text.offsets[new],
+    )
