@@ -13,6 +13,9 @@ from collections.abc import Iterator
 # Before jax is imported anywhere, in child processes of tests too.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Compile without LLVM's optimisation: a tiny engine then takes a third of the time to start. Set XLA_FLAGS, empty or not,
+# to test the programs that users run: .ci/run does, for the tests whose results depend on it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach no network; those of the hub start one on loopback
 
 import jaxtyping
