@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
-from jpaged.engine.answer_text import AnswerText
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
-from jpaged.engine.detokenizer import TextDecoder, WindowDecoder, text_decoder
 from jpaged.engine.engine import Engine
 from jpaged.engine.inspect import capture
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
+from jpaged.engine.output.answer_text import AnswerText
+from jpaged.engine.output.detokenizer import TextDecoder, WindowDecoder, text_decoder
 from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
 from jpaged.params.sampling import SamplingParams
 

@@ -16,12 +16,12 @@ import statistics
 import time
 from collections.abc import Callable
 
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
-from jpaged.engine.block_table import KVState
-from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
+from jpaged.engine.kv_cache.block_table import KVState
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.scheduler_state import SchedulerLimits
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler_state import SchedulerLimits
 from jpaged.outputs import RequestMetrics
 from jpaged.params.sampling import SamplingParams
 

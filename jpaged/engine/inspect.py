@@ -7,9 +7,9 @@ the description of it on any thread, and takes some 30 times as long (`benchmark
 import dataclasses
 import time
 
-from jpaged.engine.block_pool import BlockStates
+from jpaged.engine.kv_cache.block_pool import BlockStates
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
 
 

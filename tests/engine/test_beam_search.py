@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jpaged.engine.beam_search import BeamSearch, BeamStep, Hypothesis
+from jpaged.engine.strategies.beam_search import BeamSearch, BeamStep, Hypothesis
 from jpaged.errors import EngineError, RequestError
 from tests.golden.beams import TABLE_PROMPT, TableCase, cases, table, table_cases
 

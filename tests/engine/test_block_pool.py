@@ -7,10 +7,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
-from jpaged.engine.host_tier import HostTier
-from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.prefix_finder import Prefix
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
+from jpaged.engine.kv_cache.host_tier import HostTier
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.prefix_finder import Prefix
 from jpaged.engine.request import Request
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError

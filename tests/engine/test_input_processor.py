@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.input_processor import InputProcessor, ModelLimits
+from jpaged.engine.input.input_processor import InputProcessor, ModelLimits
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
 

@@ -11,15 +11,16 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
-from jpaged.engine import engine, kv_cache_manager
-from jpaged.engine.block_pool import BlockName, BlockPool, prefix_root
-from jpaged.engine.host_tier import HostTier
-from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.preemption import Preemption
-from jpaged.engine.prefix_finder import PrefixFinder
-from jpaged.engine.prompt_scheduler import PromptScheduler
-from jpaged.engine.running_requests import RunningRequests
-from jpaged.engine.sliding_windows import SlidingWindows
+from jpaged.engine import engine
+from jpaged.engine.kv_cache import kv_cache_manager
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, prefix_root
+from jpaged.engine.kv_cache.host_tier import HostTier
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.prefix_finder import PrefixFinder
+from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.prompt_scheduler import PromptScheduler
+from jpaged.engine.scheduling.running_requests import RunningRequests
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
 from tests.engine.test_block_pool import PoolMachine

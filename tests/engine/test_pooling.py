@@ -7,8 +7,8 @@ import pytest
 
 from jpaged import ClassificationOutput, EmbeddingOutput, PoolingParams, RequestError, SamplingParams
 from jpaged.engine.engine import Engine, EngineOptions, StepError
-from jpaged.engine.pooling import Activation, Pooling, activation_of
 from jpaged.engine.step_plan import StepResult
+from jpaged.engine.strategies.pooling import Activation, Pooling, activation_of
 from tests.engine.fake_runner import FakeRunner, next_token
 
 EMBEDS = Pooling(2)

@@ -3,12 +3,12 @@
 import pytest
 
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
-from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.prefix_finder import Prefix
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.prefix_finder import Prefix
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.scheduler_state import SchedulerLimits
-from jpaged.engine.step_pace import StepPace
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler_state import SchedulerLimits
+from jpaged.engine.scheduling.step_pace import StepPace
 from jpaged.errors import EngineError
 from jpaged.outputs import RequestMetrics
 from jpaged.params.sampling import SamplingParams

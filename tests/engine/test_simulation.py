@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.request import RequestStatus
 from jpaged.engine.step_plan import TransferCosts
+from jpaged.engine.strategies.beam_search import BeamSearch
 from jpaged.errors import RequestError
 from jpaged.kv_groups import max_blocks
 from jpaged.params.sampling import SamplingParams

@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jpaged.engine.answer_writer import AnswerWriter
 from jpaged.engine.engine_stats import EngineCounters
+from jpaged.engine.output.answer_writer import AnswerWriter
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.scheduler_state import ScheduledStep
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep
 from jpaged.engine.step_plan import StepResult
 from jpaged.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from jpaged.params.sampling import SamplingParams

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from jpaged.engine.answer_text import AnswerText
-from jpaged.engine.answer_writer import stop_reason
-from jpaged.engine.beam_search import BeamSearch, BeamStep, Hypothesis
+from jpaged.engine.output.answer_text import AnswerText
+from jpaged.engine.output.answer_writer import stop_reason
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.strategies.base import CollectedStep, Strategy, StrategyContext, request_output
+from jpaged.engine.strategies.beam_search import BeamSearch, BeamStep, Hypothesis
 from jpaged.errors import EngineError
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.params.sampling import SamplingParams

@@ -4,7 +4,7 @@ import enum
 import functools
 from typing import Any
 
-from jpaged.engine.detokenizer.interface import BROKEN, BYTE_TOKEN, Detokenizer
+from jpaged.engine.output.detokenizer.interface import BROKEN, BYTE_TOKEN, Detokenizer
 
 MAX_PENDING = 8  # pending tokens of a window; a character has at most four bytes
 MAX_WINDOW = 64  # tokens without any text that a window keeps

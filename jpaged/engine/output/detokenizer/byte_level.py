@@ -3,8 +3,8 @@
 import codecs
 from typing import Any
 
-from jpaged.engine.detokenizer.backend import is_continuation, special_ids, token_strings
-from jpaged.engine.detokenizer.interface import Detokenizer
+from jpaged.engine.output.detokenizer.backend import is_continuation, special_ids, token_strings
+from jpaged.engine.output.detokenizer.interface import Detokenizer
 
 
 def _byte_of_character() -> dict[str, int]:

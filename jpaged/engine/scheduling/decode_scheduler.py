@@ -4,11 +4,11 @@ Nearly all decodes are plain: the token fits into the request's last block, so n
 is handled one by one only at its next boundary, where it needs a block, frees one, switches its rope, or ends.
 """
 
-from jpaged.engine.block_table import NEVER
-from jpaged.engine.preemption import Preemption
+from jpaged.engine.kv_cache.block_table import NEVER
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler_state import SchedulerState
-from jpaged.engine.step_selection import StepSelection
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.scheduler_state import SchedulerState
+from jpaged.engine.scheduling.step_selection import StepSelection
 
 
 class DecodeScheduler:

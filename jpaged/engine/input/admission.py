@@ -1,8 +1,8 @@
 """Refuses requests that the queue or the KV pool has no room for."""
 
 from jpaged.engine.request_group import RequestGroup
-from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.errors import CapacityError, RequestError
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from jpaged.engine.engine_options import EngineOptions
-from jpaged.engine.pooling import Pooling
 from jpaged.engine.step_plan import Runner
+from jpaged.engine.strategies.pooling import Pooling
 from jpaged.params.logits_processors import LogitsProcessor
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jpaged.engine.block_table import NEVER, BlockTable
+from jpaged.engine.kv_cache.block_table import NEVER, BlockTable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Forks: requests that start with the blocks and tokens of another request of their request group."""
 
-from jpaged.engine.decode_scheduler import DecodeScheduler
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler_state import SchedulerState
+from jpaged.engine.scheduling.decode_scheduler import DecodeScheduler
+from jpaged.engine.scheduling.scheduler_state import SchedulerState
 
 
 class Forks:

@@ -1,7 +1,7 @@
 """Text of one answer: detokenizes its tokens, ends at a stop string, and returns the whole text or the new part."""
 
-from jpaged.engine.detokenizer import Detokenizer
-from jpaged.engine.stop_strings import StopText
+from jpaged.engine.output.detokenizer import Detokenizer
+from jpaged.engine.output.stop_strings import StopText
 from jpaged.params.sampling import SamplingParams
 
 

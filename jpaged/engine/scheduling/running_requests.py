@@ -4,10 +4,10 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from operator import attrgetter
 
-from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
+from jpaged.engine.scheduling.waiting_queue import WaitingQueue
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.engine.waiting_queue import WaitingQueue
 from jpaged.errors import EngineError
 
 _rank = attrgetter("schedule.rank")  # as the key of a sorted list faster than a function

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jpaged.engine.answer_text import AnswerText
-from jpaged.engine.detokenizer import TextDecoder, text_decoder
+from jpaged.engine.output.answer_text import AnswerText
+from jpaged.engine.output.detokenizer import TextDecoder, text_decoder
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.step_plan import Scores, StepResult
 from jpaged.errors import EngineError

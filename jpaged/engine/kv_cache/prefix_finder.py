@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
-from jpaged.engine.block_pool import BlockName, BlockPool
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool
+from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
 from jpaged.engine.request import Request
-from jpaged.engine.sliding_windows import SlidingWindows
 from jpaged.engine.step_plan import TransferCosts
 
 ON_HOST = -2  # stands for a block that the host tier stores

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from jpaged.engine.block_pool import BlockPool
+from jpaged.engine.kv_cache.block_pool import BlockPool
+from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
 from jpaged.engine.request import Request
-from jpaged.engine.sliding_windows import SlidingWindows
 from jpaged.errors import EngineError
 
 

@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jpaged.engine.host_tier import HostTier
+from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
 

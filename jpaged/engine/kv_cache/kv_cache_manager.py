@@ -12,13 +12,13 @@ This class writes `Request.kv`. The scheduler writes `Request.schedule.num_compu
 
 from collections.abc import Iterable, Sequence
 
-from jpaged.engine.block_pool import BlockPool, prefix_root
-from jpaged.engine.block_table import FREED, NEVER, BlockTable
-from jpaged.engine.host_tier import HostTier
-from jpaged.engine.kv_integrity import check_block_tables
-from jpaged.engine.prefix_finder import ON_HOST, Prefix, PrefixFinder
+from jpaged.engine.kv_cache.block_pool import BlockPool, prefix_root
+from jpaged.engine.kv_cache.block_table import FREED, NEVER, BlockTable
+from jpaged.engine.kv_cache.host_tier import HostTier
+from jpaged.engine.kv_cache.kv_integrity import check_block_tables
+from jpaged.engine.kv_cache.prefix_finder import ON_HOST, Prefix, PrefixFinder
+from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
 from jpaged.engine.request import Request
-from jpaged.engine.sliding_windows import SlidingWindows
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import EngineError
 from jpaged.kv_groups import max_blocks

@@ -15,11 +15,11 @@ import json
 import logging
 from typing import Any
 
-from jpaged.engine.detokenizer.backend import token_strings
-from jpaged.engine.detokenizer.byte_level import ByteLevelDecoder
-from jpaged.engine.detokenizer.interface import Detokenizer, TextDecoder
-from jpaged.engine.detokenizer.pieces import PieceDecoder, PieceRules
-from jpaged.engine.detokenizer.windows import WindowDecoder
+from jpaged.engine.output.detokenizer.backend import token_strings
+from jpaged.engine.output.detokenizer.byte_level import ByteLevelDecoder
+from jpaged.engine.output.detokenizer.interface import Detokenizer, TextDecoder
+from jpaged.engine.output.detokenizer.pieces import PieceDecoder, PieceRules
+from jpaged.engine.output.detokenizer.windows import WindowDecoder
 
 __all__ = ["ByteLevelDecoder", "Detokenizer", "PieceDecoder", "TextDecoder", "WindowDecoder", "text_decoder"]
 

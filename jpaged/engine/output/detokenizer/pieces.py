@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jpaged.engine.detokenizer.backend import is_continuation, special_ids, token_strings
-from jpaged.engine.detokenizer.interface import BROKEN, BYTE_TOKEN, Detokenizer
+from jpaged.engine.output.detokenizer.backend import is_continuation, special_ids, token_strings
+from jpaged.engine.output.detokenizer.interface import BROKEN, BYTE_TOKEN, Detokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

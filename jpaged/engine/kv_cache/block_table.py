@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import sys
 
-from jpaged.engine.block_pool import BlockName, block_digest, token_bytes
+from jpaged.engine.kv_cache.block_pool import BlockName, block_digest, token_bytes
 
 NEVER = sys.maxsize
 FREED = -1

@@ -5,8 +5,8 @@ they were allocated meanwhile; with a host tier, it also finds blocks that moved
 """
 
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler_state import SchedulerState
-from jpaged.engine.step_selection import StepSelection
+from jpaged.engine.scheduling.scheduler_state import SchedulerState
+from jpaged.engine.scheduling.step_selection import StepSelection
 
 
 class Preemption:

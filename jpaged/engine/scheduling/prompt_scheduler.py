@@ -8,11 +8,11 @@ also pass a long one in the waiting queue, if it takes neither the row nor the b
 
 from collections.abc import Callable
 
-from jpaged.engine.preemption import Preemption
-from jpaged.engine.prefix_finder import Prefix
+from jpaged.engine.kv_cache.prefix_finder import Prefix
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler_state import SchedulerState
-from jpaged.engine.step_selection import StepSelection
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.scheduler_state import SchedulerState
+from jpaged.engine.scheduling.step_selection import StepSelection
 
 # Steps after which a request that failed to start looks for its prefix again, even with no more free blocks: the prefix
 # may have grown. Looking up 40,000 cached tokens takes 3 ms.

@@ -24,19 +24,19 @@ chooses it.
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from jpaged.engine.decode_scheduler import DecodeScheduler
-from jpaged.engine.forks import Forks
-from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.plan_builder import PlanBuilder
-from jpaged.engine.preemption import Preemption
-from jpaged.engine.prompt_scheduler import PromptScheduler
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
-from jpaged.engine.running_requests import RunningRequests
-from jpaged.engine.scheduler_state import ScheduledStep, SchedulerCounters, SchedulerLimits, SchedulerState
-from jpaged.engine.scheduling_options import SchedulingOptions
-from jpaged.engine.step_pace import StepPace
-from jpaged.engine.step_selection import StepSelection
-from jpaged.engine.waiting_queue import WaitingQueue
+from jpaged.engine.scheduling.decode_scheduler import DecodeScheduler
+from jpaged.engine.scheduling.forks import Forks
+from jpaged.engine.scheduling.plan_builder import PlanBuilder
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.prompt_scheduler import PromptScheduler
+from jpaged.engine.scheduling.running_requests import RunningRequests
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerCounters, SchedulerLimits, SchedulerState
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.step_pace import StepPace
+from jpaged.engine.scheduling.step_selection import StepSelection
+from jpaged.engine.scheduling.waiting_queue import WaitingQueue
 from jpaged.errors import EngineError
 
 

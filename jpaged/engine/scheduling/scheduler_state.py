@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request
-from jpaged.engine.running_requests import RunningRequests
-from jpaged.engine.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.running_requests import RunningRequests
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.waiting_queue import WaitingQueue
 from jpaged.engine.step_plan import StepPlan
-from jpaged.engine.waiting_queue import WaitingQueue
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,18 +10,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.engine_options import EngineOptions
 from jpaged.engine.grammar import Grammar, GrammarCompiler, ReasoningPrefix
-from jpaged.engine.model_limits import ModelLimits
-from jpaged.engine.pooling import check_task
-from jpaged.engine.prompt_reader import Prompt, PromptReader
-from jpaged.engine.reasoning_budget import EncodedReasoningTags, ReasoningBudget
+from jpaged.engine.input.model_limits import ModelLimits
+from jpaged.engine.input.prompt_reader import Prompt, PromptReader
+from jpaged.engine.output.reasoning_budget import EncodedReasoningTags, ReasoningBudget
+from jpaged.engine.output.stop_strings import stop_automaton
 from jpaged.engine.request import Request
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.sampling_extras import SamplingExtras
-from jpaged.engine.stop_strings import stop_automaton
 from jpaged.engine.strategies import BeamStrategy, BestOfStrategy, PoolStrategy, SampleStrategy, Strategy
+from jpaged.engine.strategies.beam_search import BeamSearch
+from jpaged.engine.strategies.pooling import check_task
 from jpaged.errors import RequestError
 from jpaged.outputs import RequestMetrics
 from jpaged.params.pooling import PoolingParams

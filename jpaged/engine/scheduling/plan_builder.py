@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.engine.decode_scheduler import DecodeScheduler
-from jpaged.engine.forks import Forks
 from jpaged.engine.request import Request
-from jpaged.engine.scheduler_state import ScheduledStep, SchedulerState
+from jpaged.engine.scheduling.decode_scheduler import DecodeScheduler
+from jpaged.engine.scheduling.forks import Forks
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerState
+from jpaged.engine.scheduling.step_selection import StepSelection
 from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant, StepPlan
-from jpaged.engine.step_selection import StepSelection
 
 # A larger penalty makes logits infinite, at any temperature. A smaller one does the same to their quotients.
 MAX_REPETITION_PENALTY = 1e25

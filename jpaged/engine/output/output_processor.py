@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
-from jpaged.engine.scheduler_state import ScheduledStep
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep
 from jpaged.engine.step_plan import RowMask
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
 from jpaged.errors import EngineError, RequestError

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.engine.model_limits import ModelLimits
+from jpaged.engine.input.model_limits import ModelLimits
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
 
