@@ -444,6 +444,13 @@ def test_beams_that_outgrow_together_start_again_though_one_step_cannot_compute_
     assert len(run(engine)["a"].outputs[0].token_ids) == 5
 
 
+def test_a_prompt_beyond_the_rope_switch_shares_nothing_with_a_short_one():
+    engine = Engine(FakeRunner(longrope_switch_len=16))
+    for name, length in (("short", 12), ("long", 20), ("long again", 20)):
+        engine.add_request(name, prompt_of(length), greedy(2))
+        assert run(engine)[name].num_cached_tokens == (16 if name == "long again" else 0)
+
+
 def limited(**limits: int) -> Engine:
     runner = FakeRunner(num_blocks=256, max_num_batched_tokens=64)
     return Engine(runner, options=EngineOptions(scheduling=SchedulingOptions(**limits)))

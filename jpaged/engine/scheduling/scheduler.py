@@ -86,7 +86,8 @@ class Scheduler:
     def add(self, request: Request, followers: Sequence[Request] = ()) -> None:
         """Add a new request to the waiting queue. followers: fork from it when its prompt is computed."""
         request.schedule.followers = list(followers)
-        if self._limits.must_switch_rope(request, request.prompt_len):
+        switch_len = self._limits.longrope_switch_len
+        if switch_len is not None and request.prompt_len > switch_len:
             self.manager.switch_to_long_rope(request)
         self.waiting.add(request)
 
