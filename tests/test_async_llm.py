@@ -405,7 +405,8 @@ def test_integrity_is_checked_once_after_work_and_not_while_requests_run(
 
 ENDS_WITH_AN_ASYNC_LLM = """
 import asyncio, jpaged
-llm = jpaged.AsyncLLM("demo", max_num_seqs=1, max_num_batched_tokens=64, row_buckets=(8,), token_buckets=(64,))
+sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
+llm = jpaged.AsyncLLM("demo", max_model_len=256, **sizes)
 async def first():
     async for output in llm.generate("x = ", jpaged.SamplingParams(max_tokens=None, ignore_eos=True)):
         return
@@ -413,7 +414,8 @@ asyncio.run(first())
 """
 ENDS_WITH_AN_LLM = """
 import jpaged, threading, time
-llm = jpaged.LLM("demo", max_num_seqs=1, max_num_batched_tokens=64, row_buckets=(8,), token_buckets=(64,))
+sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
+llm = jpaged.LLM("demo", max_model_len=256, **sizes)
 work = ["x = "] * 50, jpaged.SamplingParams(max_tokens=None, ignore_eos=True)
 threading.Thread(target=llm.generate, args=work, daemon=True).start()
 while not llm.stats().steps:

@@ -166,7 +166,7 @@ def test_blocks_are_shared_in_the_step_that_computes_them(runner):
 
 @pytest.mark.parametrize(
     "name",
-    ["triton", pytest.param("xla", marks=pytest.mark.slow), pytest.param("mosaic_tpu", marks=pytest.mark.slow)],
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "xla", "mosaic_tpu")],
 )
 def test_blocks_are_shared_in_the_step_that_computes_them_whatever_attends(name):
     runner = make_runner(SPECS["full"], attention_implementation=name, swap_space=0.0)

@@ -20,9 +20,11 @@ from transformers import AutoTokenizer
 from jpaged import LLM, SamplingParams
 from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading import load_model
 from jpaged.models import decoder
 from jpaged.models.spec import AttentionOptions
+from tests.tiny_engine import sampling_programs
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "jpaged" / "demo_model"
@@ -135,7 +137,8 @@ def test_recorded_loss_is_the_loss(record, tokenizer):
 def test_writes_python():
     """At least half of the greedy completions of the built-in prompts are valid Python until they are cut off."""
     params = SamplingParams(temperature=0.0, max_tokens=128)
-    with LLM(str(FOLDER), max_model_len=256, max_num_seqs=20, row_buckets=(32,), token_buckets=(128,)) as llm:
+    sizes = {"max_model_len": 256, "max_num_seqs": 20, "row_buckets": (32,), "token_buckets": (128,)}
+    with sampling_programs(SamplerVariant.GREEDY), LLM(str(FOLDER), **sizes) as llm:
         outputs = llm.generate(list(BUILT_IN_PROMPTS), params, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]
     python = [complete_python(prompt, text) for prompt, text in zip(BUILT_IN_PROMPTS, texts, strict=True)]
@@ -246,7 +249,7 @@ def test_attention_in_training_equals_the_decoders():
     for attend in (blocked, decoder.dense_causal_attend):
         assert attended(attend, q, k, v).shape == q.shape
     ours, theirs = (
-        jax.value_and_grad(functools.partial(total, attend), argnums=(0, 1, 2))(q, k, v)
+        jax.jit(jax.value_and_grad(functools.partial(total, attend), argnums=(0, 1, 2)))(q, k, v)
         for attend in (blocked, decoder.dense_causal_attend)
     )
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):

@@ -15,9 +15,11 @@ import pytest
 
 import jpaged
 from jpaged import LLM, AsyncLLM, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from tests.ctrl_c import press_ctrl_c_during_generate
+from tests.tiny_engine import sampling_programs
 
 SPEC = DecoderSpec(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -49,6 +51,7 @@ def llm(params: Any) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_the_documented_example_runs(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     """The example of docs/live_arrays.md, which uses the demo model's weights, agrees with the demo model."""
     text = (pathlib.Path(__file__).resolve().parents[1] / "docs" / "live_arrays.md").read_text("utf-8")
@@ -94,12 +97,13 @@ def workload(count: int, seed: int) -> tuple[list[dict[str, list[int]]], list[Sa
     return prompts, params
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+@pytest.mark.parametrize("implementation", ["triton", pytest.param("mosaic_tpu", marks=pytest.mark.slow)])
 def test_kernels_give_the_answers_of_xla(llm: LLM, params: Any, implementation: str):
     """The kernels run in the engine, in interpret mode on CPU: chunks and decodes in one step, and preemptions."""
     prompts, _ = workload(12, seed=7)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM(SPEC, params=params, attention_implementation=implementation, **OPTIONS) as kernels:
+    one = sampling_programs(SamplerVariant.GREEDY)
+    with one, LLM(SPEC, params=params, attention_implementation=implementation, **OPTIONS) as kernels:
         ours = [output.outputs[0].token_ids for output in kernels.generate(prompts, greedy, use_tqdm=False)]
     theirs = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
     assert ours == theirs

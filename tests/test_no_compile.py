@@ -1,5 +1,6 @@
 """Nothing compiles after ready, and a second start compiles nothing at all. JAX's own events count."""
 
+import collections
 import json
 import os
 import random
@@ -10,7 +11,9 @@ import jax
 import pytest
 
 from jpaged import LLM, RequestError, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
+from tests.tiny_engine import SPECS, make_runner, sampling_programs
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
 
@@ -91,6 +94,35 @@ print(json.dumps({"counts": counts, "tokens": output.outputs[0].token_ids}))
 """  # noqa: E501
 
 
+@pytest.fixture
+def cache_events():
+    """How often the disk cache had a program, and had it not, while the test runs."""
+    counts = collections.Counter()
+
+    def listen(event, **_):
+        counts[event.rpartition("/")[2]] += 1
+
+    jax.monitoring.register_event_listener(listen)
+    yield counts
+    jax.monitoring.unregister_event_listener(listen)
+
+
+def test_a_second_runner_takes_every_program_from_the_cache(tmp_path, cache_events):
+    """In one process, with one sampling program; the gate starts two processes."""
+    counts = []
+    for _ in range(2):
+        jax.clear_caches()
+        cache_events.clear()
+        with sampling_programs(SamplerVariant.GREEDY):
+            make_runner(SPECS["full"], compilation_cache_dir=str(tmp_path)).close()
+        counts.append((cache_events["cache_hits"], cache_events["cache_misses"]))
+    (_, compiled), (read, missing) = counts
+    assert compiled > 5
+    assert read > 5
+    assert missing == 0
+
+
+@pytest.mark.slow
 def test_a_second_start_reads_every_program_from_the_cache(tmp_path):
     write_checkpoint(next(v for v in VARIANTS if v.name == "qwen3"), 0, tmp_path / "model")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}

@@ -8,8 +8,10 @@ import jsonschema
 import pytest
 
 from jpaged import LLM, RequestOutput, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.params.sampling import StructuredOutputsParams
+from tests.tiny_engine import sampling_programs
 
 SIZES = {
     "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
@@ -251,7 +253,8 @@ def test_a_bad_word_may_be_a_line_break(llm: LLM):
 def test_processed_logprobs_are_those_of_the_sampled_distribution():
     with pytest.raises(ModelLoadError, match="logprobs_mode='all': there are raw_logprobs"):
         LLM("demo", logprobs_mode="all", **SIZES)
-    with LLM("demo", logprobs_mode="processed_logprobs", max_logprobs=5, **SIZES) as llm:
+    random = sampling_programs(SamplerVariant.RANDOM)
+    with random, LLM("demo", logprobs_mode="processed_logprobs", max_logprobs=5, **SIZES) as llm:
         params = SamplingParams(max_tokens=10, temperature=2.0, top_k=3, seed=4, logprobs=5)
         for entries in answers(llm, params)[0].outputs[0].logprobs:
             finite = [entry.logprob for entry in entries.values() if entry.logprob > float("-inf")]

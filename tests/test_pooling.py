@@ -13,11 +13,13 @@ import pytest
 
 from jpaged import LLM, AsyncLLM, ModelLoadError, PoolingParams, RequestError, SamplingParams
 from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading import load_model
 from jpaged.models.decoder import lm_head
 from jpaged.models.spec import DecoderSpec
 from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, CLASSIFIERS, EMBEDDERS, QWEN3_CLASSIFIER, SEED, recorded, sha256_of
+from tests.tiny_engine import sampling_programs
 
 TOLERANCE = 1e-4
 OPTIONS = {"dtype": "float32", "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -35,8 +37,8 @@ def largest_difference(outputs, variant):
 
 
 @pytest.mark.parametrize(
-    "variant",  # every third by default, all of them in .ci/run
-    [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, v in enumerate(CLASSIFIERS)],
+    "variant",  # by default the first one and gpt2, which is least like it; all of them in .ci/run
+    [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (i not in (0, 11))) for i, v in enumerate(CLASSIFIERS)],
 )
 def test_a_classifier_gives_transformers_scores(variant, tmp_path):
     """All prompts in one batch, prefilled in chunks: first without prefix hits, then with them in reverse order."""
@@ -53,7 +55,10 @@ def test_a_classifier_gives_transformers_scores(variant, tmp_path):
         assert llm.stats().compiles_after_ready == llm.stats().used_blocks == 0
 
 
-@pytest.mark.parametrize("variant", EMBEDDERS, ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "variant",  # by default the bare base model and one of two kinds of layers; all of them in .ci/run
+    [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (i not in (0, 3))) for i, v in enumerate(EMBEDDERS)],
+)
 def test_an_embedding_is_transformers_last_hidden_state(variant, tmp_path):
     """Several causal models, and a bare base model, whose file has no tensor prefix and no lm_head."""
     assert write_checkpoint(variant, SEED, tmp_path) == sha256_of(variant)
@@ -101,7 +106,7 @@ def judge(classifier):
 def generator(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
     write_checkpoint(BY_NAME["qwen3"], SEED, folder)
-    with LLM(str(folder), row_buckets=(8,), **OPTIONS) as llm:
+    with sampling_programs(SamplerVariant.GREEDY), LLM(str(folder), row_buckets=(8,), **OPTIONS) as llm:
         yield llm
 
 
@@ -116,8 +121,14 @@ def pooled(llm, asked):
     return [output.outputs for output in outputs]
 
 
-@pytest.mark.parametrize("model", ["bare", "classifier"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        pytest.param("bare", "float32", marks=pytest.mark.slow), ("classifier", "float32"),
+        pytest.param("bare", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("classifier", "bfloat16", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_an_answer_does_not_depend_on_the_batch(model, dtype, request):
     """The same bits alone, in a batch, and with KV blocks for one long prompt only."""
     folder, asked = request.getfixturevalue(model), workload(40, seed=1)

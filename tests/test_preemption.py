@@ -16,7 +16,8 @@ COMPUTE = TransferCosts(seconds_per_move=1.0, seconds_per_token=1e-9)
 KEEP = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0, seconds_to_begin=1e9)
 
 
-@pytest.fixture(scope="module", params=SPECS)
+# layers of two kinds by default, both kinds of models in the gate
+@pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.slow), "windows"])
 def runner(request):
     runner = make_runner(SPECS[request.param])
     yield runner

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import RequestError
 from jpaged.models import decoder
-from tests.tiny_engine import SPECS, VOCAB_SIZE, alone, make_engine, make_runner, run
+from tests.tiny_engine import SPECS, VOCAB_SIZE, alone, make_engine, make_runner, run, sampling_programs
 
 TOLERANCE = 1e-4  # float32, over logits of some tens
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=["full", pytest.param("windows", marks=pytest.mark.slow)])
 def runner(request):
     runner = make_runner(SPECS[request.param])
     yield runner
@@ -37,13 +38,19 @@ def test_they_equal_a_dense_pass_over_the_prompt(runner, wanted):
     """The dense pass uses no pages."""
     spec = runner.spec
     params = runner._params
-    for prompt, entries in zip(PROMPTS, wanted, strict=True):
-        shape = jnp.zeros((1, len(prompt)), jnp.int32)
+
+    @jax.jit
+    def dense(ids):
+        shape = jnp.zeros((1, len(ids)), jnp.int32)
         hidden, _ = decoder.decode(
-            spec, params, jnp.array(prompt), jnp.arange(len(prompt)), [None] * spec.num_layers, shape,
-            decoder.dense_causal_attend,
-        )  # fmt: skip
-        exact = np.asarray(jax.nn.log_softmax(decoder.lm_head(spec, params, hidden).astype(jnp.float32), axis=-1))
+            spec, params, ids, jnp.arange(len(ids)), [None] * spec.num_layers, shape, decoder.dense_causal_attend
+        )
+        return jax.nn.log_softmax(decoder.lm_head(spec, params, hidden).astype(jnp.float32), axis=-1)
+
+    for prompt, entries in zip(PROMPTS, wanted, strict=True):
+        padded = np.zeros(len(PROMPTS[-1]), np.int32)  # one program for all lengths
+        padded[: len(prompt)] = prompt
+        exact = np.asarray(dense(padded))[: len(prompt)]
         assert entries[0] is None
         assert len(entries) == len(prompt)
         for before, token_id, entry in zip(exact, prompt[1:], entries[1:], strict=False):
@@ -85,17 +92,18 @@ def test_scoring_an_answer_equals_generation(runner):
 def test_llm_score():
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
     text = "def area(width, height):\n    return width * height\n"
-    with LLM("demo", max_model_len=128, max_logprobs=5, **options) as llm:
+    greedy = sampling_programs(SamplerVariant.GREEDY)
+    with greedy, LLM("demo", max_model_len=256, max_logprobs=5, **options) as llm:
         good, bad = llm.score([text, text[::-1]], use_tqdm=False)
         assert good.prompt_token_ids == llm.get_tokenizer().encode(text)
         assert len(good.logprobs) == len(good.ranks) == len(good.prompt_token_ids) - 1
         assert good.cumulative_logprob / len(good.logprobs) > bad.cumulative_logprob / len(bad.logprobs) + 2
         assert good.ranks.count(1) > len(good.ranks) / 3
-        [output] = llm.generate(text, SamplingParams(max_tokens=1, prompt_logprobs=3), use_tqdm=False)
+        [output] = llm.generate(text, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=3), use_tqdm=False)
         names = [next(iter(entry.values())).decoded_token for entry in output.prompt_logprobs[1:]]
         assert "".join(names) == text[len(text) - sum(map(len, names)) :]
         with pytest.raises(RequestError, match=r"prompt_logprobs=6.*at most 5"):
-            llm.generate(text, SamplingParams(prompt_logprobs=6), use_tqdm=False)
+            llm.generate(text, SamplingParams(temperature=0, prompt_logprobs=6), use_tqdm=False)
         assert llm.stats().compiles_after_ready == 0
 
 

@@ -53,7 +53,7 @@ def answers(outputs):
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].finish_reason) for o in outputs]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_64_requests_on_8_rows_answer_as_each_does_alone(checkpoint, llm, dtype):
     prompts, params = workload(64, seed=1)
     if dtype == "bfloat16":
@@ -63,6 +63,7 @@ def test_64_requests_on_8_rows_answer_as_each_does_alone(checkpoint, llm, dtype)
         same_together_and_alone(llm, prompts, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss", "deepseek-v3", "olmo2", "falcon-rw"])
 def test_other_families_answer_as_each_request_does_alone(name, tmp_path):
     """Routers, grouped products, latent attention, norms over whole projections, ALiBi."""
@@ -82,6 +83,7 @@ def same_together_and_alone(llm, prompts, params):
     assert len({tuple(tokens) for tokens, _, _ in together}) > 50  # the answers are not all alike
 
 
+@pytest.mark.slow
 def test_a_preempted_request_gives_the_same_tokens(checkpoint, llm):
     prompts, params = workload(24, seed=2)
     undisturbed = answers(llm.generate(prompts, params, use_tqdm=False))
@@ -112,7 +114,7 @@ def test_a_cached_prefix_gives_the_same_tokens_and_logprobs(checkpoint, llm):
             assert output.num_cached_tokens == (len(prompt["prompt_token_ids"]) - 1) // 16 * 16
 
 
-@pytest.fixture(scope="module", params=["gemma2", "mistral-window"])
+@pytest.fixture(scope="module", params=["gemma2", pytest.param("mistral-window", marks=pytest.mark.slow)])
 def windowed(request, tmp_path_factory):
     """A checkpoint with layers of two kinds, and one whose layers all have a window of 20 tokens.
 
@@ -132,7 +134,7 @@ def tight_options(llm):
     return {"kv_cache_memory_bytes": plan.request_bytes, "max_model_len": 256}
 
 
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_pool_that_is_only_large_enough_with_freed_window_blocks(windowed, caching):
     """Chunked prompts, preemption and prefix hits. All free blocks without a name are filled with NaN."""
     folder, llm = windowed
@@ -166,6 +168,7 @@ def _poisoned(pages, free):
     return jax.tree.map(lambda pool: jnp.where(free[:, None, None, None, None], jnp.nan, pool), pages)
 
 
+@pytest.mark.slow
 def test_a_cached_prefix_of_windows_gives_the_same_tokens_and_logprobs(windowed):
     folder, llm = windowed
     prompts, params = workload(12, seed=3)

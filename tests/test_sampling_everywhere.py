@@ -72,8 +72,13 @@ def test_the_parameters_have_an_effect(wanted):
             assert not set(token_ids[: params.min_tokens]) & set(params.stop_token_ids)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("budget", [64, 41, ROWS])
+@pytest.mark.parametrize(
+    ("budget", "caching"),
+    [
+        (64, True), (41, False),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((64, False), (41, True), (ROWS, True), (ROWS, False))),
+    ],
+)  # fmt: skip
 def test_in_a_batch_cached_or_not_in_chunks_of_any_size(runner, wanted, caching, budget):
     engine = make_engine(runner, caching=caching, budget=budget)
     assert answers(engine, requests()) == wanted

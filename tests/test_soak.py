@@ -15,7 +15,7 @@ from jpaged import SamplingParams
 from tests.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, poison
 
 SECONDS = 600  # of the soak
-SHORT = 20     # of the short soak
+SHORT = 20     # of the short soak in the gate
 BLOCKS = {"full": 24, "windows": 40}  # little more than the largest request needs
 WIDTH = {"full": 3, "windows": 2}     # most answers per request
 LIVE = 16      # requests at a time, on 8 rows
@@ -114,8 +114,9 @@ def soak(spec, seconds, seed=0):
     return memory
 
 
-def test_a_short_soak():
-    soak("full", SHORT)
+@pytest.mark.parametrize("seconds", [4, pytest.param(SHORT, marks=pytest.mark.slow)])
+def test_a_short_soak(seconds):
+    soak("full", seconds)
 
 
 @pytest.mark.soak

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, Rope
 from tests.runtime.test_runner import dense_continuation, random_params
+from tests.tiny_engine import sampling_programs
 
 WINDOW, LENGTH, BLOCK, CHUNK = 64, 4096, 16, 128
 SPEC = DecoderSpec(
@@ -22,7 +24,7 @@ PAGE_BYTES = 2 * BLOCK * SPEC.head_dim * 4
 @pytest.fixture(scope="module")
 def llm():
     """A pool for one longest request. Full attention in every layer would need 4.8 times as much."""
-    with LLM(
+    with sampling_programs(SamplerVariant.GREEDY), LLM(
         SPEC, params=random_params(SPEC), block_size=BLOCK, row_buckets=(8,), token_buckets=(CHUNK,), max_num_seqs=8,
         max_num_batched_tokens=CHUNK, max_model_len=LENGTH, kv_cache_memory_bytes=(IN_ALL + 5 * IN_CHUNKS) * PAGE_BYTES,
     ) as llm:  # fmt: skip

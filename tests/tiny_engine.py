@@ -3,7 +3,10 @@
 What is free, and what was never written, can be filled with NaN between steps: whoever reads it gives NaN.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,9 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.runtime import blueprint
 from jpaged.runtime.runner import ModelRunner
 
 VOCAB_SIZE = 256
@@ -24,6 +29,21 @@ FULL = DecoderSpec(
     max_position=2048, rope=Rope(), tie_embeddings=True,
 )  # fmt: skip
 SPECS = {"full": FULL, "windows": dataclasses.replace(FULL, sliding_window=(20, None))}
+
+
+@contextlib.contextmanager
+def sampling_programs(*variants: SamplerVariant) -> Iterator[None]:
+    """Engines created inside the block have only these sampling programs. A request that needs another one fails.
+
+    RANDOM and FULL take two thirds of a tiny engine's compile time, and most tests of models need GREEDY alone.
+    """
+    bucket_shapes = blueprint.bucket_shapes
+
+    def some(**sizes):
+        return [shape for shape in bucket_shapes(**sizes) if getattr(shape, "variant", None) in (None, *variants)]
+
+    with mock.patch.object(blueprint, "bucket_shapes", some):
+        yield
 
 
 def make_runner(spec, **options):

@@ -1,27 +1,47 @@
-"""The commands on the demo model: their output, and their --output-json."""
+"""The commands on the demo model: their output, and their --output-json.
 
+One runs in a process of its own, as a user starts it. The others run in this one, which saves the start of Python.
+"""
+
+import io
 import json
 import subprocess
 import sys
 
 import pytest
 
+from jpaged import cli
+
 SMALL = ["--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
 SMALL += ["--row-buckets", "8", "--token-buckets", "64"]
 
 
-def jpaged(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess:
-    """Run `python -m jpaged` with small programs."""
-    command = [sys.executable, "-m", "jpaged", *args, *SMALL]
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done
+@pytest.fixture
+def jpaged(capsys):
+    """Run a command with small programs in this process; return what it prints."""
+
+    def run(*args: str) -> str:
+        status = cli.main([*args, *SMALL])
+        said = capsys.readouterr()
+        assert status == 0, said.err
+        return said.out
+
+    return run
+
+
+def refused(capsys, *args: str) -> str:
+    """Run a command that must be refused; return the last line that it prints to stderr."""
+    assert cli.main([*args, *SMALL]) == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 def test_generate(tmp_path):
     path = tmp_path / "answers.json"
     prompts = ["def read_json(path):", "import os\n", "[bold]x[/bold] = [1, 2]"]
-    done = jpaged("generate", "demo", *prompts, "--max-tokens", "9", "--logprobs", "2", "--output-json", str(path))
+    command = [sys.executable, "-m", "jpaged", "generate", "demo", *prompts, "--max-tokens", "9", "--logprobs", "2"]
+    command += ["--output-json", str(path), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text())
     assert [output["prompt"] for output in report["outputs"]] == prompts  # in the order of the prompts
     for output in report["outputs"]:
@@ -33,10 +53,10 @@ def test_generate(tmp_path):
     assert report["machine"]["jax"]
 
 
-def test_generate_several_answers(tmp_path):
+def test_generate_several_answers(tmp_path, jpaged):
     path = tmp_path / "answers.json"
     words = ["generate", "demo", "def f(x):", "import os\n", "--max-tokens", "6", "--output-json", str(path)]
-    done = jpaged(*words, "--n", "2", "--best-of", "3", "--temperature", "1", "--sampling-seed", "3")
+    said = jpaged(*words, "--n", "2", "--best-of", "3", "--temperature", "1", "--sampling-seed", "3")
     report = json.loads(path.read_text())
     assert [(o["prompt_index"], o["index"]) for o in report["outputs"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert report["output_tokens"] == sum(len(output["token_ids"]) for output in report["outputs"])
@@ -44,7 +64,7 @@ def test_generate_several_answers(tmp_path):
         assert best["cumulative_logprob"] >= next_best["cumulative_logprob"]
     for output in report["outputs"]:
         shown = f"{output['prompt']}{output['text']}\n── answer {output['index'] + 1} of 2: "
-        assert shown + f"{len(output['token_ids'])} tokens, {output['finish_reason']}" in done.stdout
+        assert shown + f"{len(output['token_ids'])} tokens, {output['finish_reason']}" in said
     beams = ["--use-beam-search", "--beam-width", "4", "--n", "2", "--early-stopping", "never", "--length-penalty", "0"]
     jpaged(*words, *beams)
     found = json.loads(path.read_text())["outputs"]
@@ -52,7 +72,7 @@ def test_generate_several_answers(tmp_path):
     assert found[0]["cumulative_logprob"] >= found[1]["cumulative_logprob"]
 
 
-def test_generate_json(tmp_path):
+def test_generate_json(tmp_path, jpaged):
     path, schema = tmp_path / "answers.json", tmp_path / "schema.json"
     numbers = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}
     schema.write_text(json.dumps(numbers | {"additionalProperties": False}))
@@ -62,16 +82,13 @@ def test_generate_json(tmp_path):
     assert json.loads(answer["text"])["n"] in (1, 22)
 
 
-def test_generate_refuses_a_bad_prompt():
-    command = [sys.executable, "-m", "jpaged", "generate", "--model", "demo", "x", "", "y", *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "jpaged: prompt='': must not be empty"
+def test_generate_refuses_a_bad_prompt(capsys):
+    assert refused(capsys, "generate", "--model", "demo", "x", "", "y") == "jpaged: prompt='': must not be empty"
 
 
-def test_chat_reads_lines_until_they_end():
-    lines = "import\n\n/clear\nimport\n/exit\nx\n"
-    said = jpaged("chat", "demo", "--max-tokens", "5", "--temperature", "0", stdin=lines).stdout
+def test_chat_reads_lines_until_they_end(monkeypatch, jpaged):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import\n\n/clear\nimport\n/exit\nx\n"))
+    said = jpaged("chat", "demo", "--max-tokens", "5", "--temperature", "0")
     half = len(said) // 2
     assert said[:half] == said[half:] != ""  # two equal answers: /clear forgot the first
 
@@ -80,13 +97,13 @@ TOTALS = ["--dataset-name", "random-total", "--total-len-min", "40", "--total-le
 
 
 @pytest.mark.parametrize("dataset", [[], TOTALS])
-def test_bench_throughput(tmp_path, dataset):
+def test_bench_throughput(tmp_path, dataset, jpaged):
     path = tmp_path / "figures.json"
     sizes = dataset or ["--input-len", "20", "--output-len", "10"]
-    done = jpaged("bench", "throughput", "demo", *sizes, "--num-prompts", "10", "--output-json", str(path))
+    said = jpaged("bench", "throughput", "demo", *sizes, "--num-prompts", "10", "--output-json", str(path))
     figures = json.loads(path.read_text())
-    assert "Throughput: " in done.stdout
-    assert "KV waste: " in done.stdout
+    assert "Throughput: " in said
+    assert "KV waste: " in said
     assert figures["num_requests"] == 10
     assert figures["total_num_tokens"] == figures["prompt_tokens"] + figures["output_tokens"]
     assert figures["requests_per_second"] == pytest.approx(10 / figures["elapsed_time"])
@@ -96,20 +113,17 @@ def test_bench_throughput(tmp_path, dataset):
         assert (figures["prompt_tokens"], figures["output_tokens"]) == (200, 100)
 
 
-def test_bench_latency(tmp_path):
+def test_bench_latency(tmp_path, jpaged):
     path = tmp_path / "figures.json"
     words = ["bench", "latency", "demo", "--input-len", "8", "--output-len", "4", "--batch-size", "3"]
-    done = jpaged(*words, "--num-iters-warmup", "1", "--num-iters", "3", "--output-json", str(path))
+    said = jpaged(*words, "--num-iters-warmup", "1", "--num-iters", "3", "--output-json", str(path))
     figures = json.loads(path.read_text())
-    assert "Avg latency: " in done.stdout
-    assert "99% percentile latency: " in done.stdout
+    assert "Avg latency: " in said
+    assert "99% percentile latency: " in said
     assert len(figures["latencies"]) == 3
     assert figures["avg_latency"] == pytest.approx(sum(figures["latencies"]) / 3)
     assert list(figures["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
-def test_bench_refuses_requests_that_are_too_long():
-    command = [sys.executable, "-m", "jpaged", "bench", "throughput", "demo", "--input-len", "250", *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2
-    assert "more than the model's 256 tokens" in done.stderr.splitlines()[-1]
+def test_bench_refuses_requests_that_are_too_long(capsys):
+    assert "more than the model's 256 tokens" in refused(capsys, "bench", "throughput", "demo", "--input-len", "250")

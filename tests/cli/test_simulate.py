@@ -160,18 +160,15 @@ def test_help_suffices_and_imports_no_jax():
 
 def test_bench_steps_writes_what_simulate_reads(tmp_path, capsys):
     path = tmp_path / "model.json"
-    words = ["demo", "--max-model-len", "96", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"]
-    words += ["--row-buckets", "8", "--token-buckets", "32", "--repeats", "1", "--output-json", str(path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "jpaged", "bench", "steps", *words], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Coefficients, seconds:" in done.stdout
+    words = ["demo", "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+    words += ["--row-buckets", "8", "--token-buckets", "64", "--repeats", "1", "--output-json", str(path)]
+    assert cli.main(["bench", "steps", *words]) == 0
+    assert "Coefficients, seconds:" in capsys.readouterr().out
     data = json.loads(path.read_text())
     assert min(data["seconds"].values()) >= 0
     assert max(data["seconds"].values()) > 0
     assert data["machine"]["jax"]
     assert {step["case"].split(": ")[1] for step in data["steps"]} == {"decode", "chunk"}
-    assert data["engine"]["token_buckets"] == [32]
+    assert data["engine"]["token_buckets"] == [64]
     assert run("--cost-model", str(path), "--rate", "inf", "--num-requests", "9", "--prompt-tokens", "30") == 0
     assert "demo measured on cpu" in capsys.readouterr().out

@@ -21,8 +21,14 @@ MANY_STEPS = ((1, 600), (0, 0), (1, 256), (1, 1), (0, 0), (0, 0), (1, 513))
 LONG = Shape(kv_heads=4, block_size=32, tokens=0, rows=7)
 
 
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("heads", [1, 4], ids=["head-by-head", "all-heads"])
+@pytest.mark.parametrize(
+    ("heads", "window"),
+    [
+        pytest.param(1, 300, id="head-by-head-300"), pytest.param(4, None, id="all-heads-None"),
+        pytest.param(1, None, id="head-by-head-None", marks=pytest.mark.slow),
+        pytest.param(4, 300, id="all-heads-300", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_tiles_of_long_and_empty_rows(window, heads):
     """Programs of one KV head, as with little fast memory, and programs of all KV heads."""
     shape = dataclasses.replace(LONG, window=window)

@@ -24,6 +24,7 @@ SHAPES = {
     "sinks": Shape(sinks=True),
     "alibi": Shape(slopes=True),
     "all-options": Shape(tokens=0, window=100, softcap=3.0, sinks=True, slopes=True),
+    "ragged-all-options": Shape(window=40, softcap=2.0, sinks=True, slopes=True),
     "mha-64-bf16": Shape(heads=2, head_dim=64, dtype="bfloat16"),
     "gqa-7-64-block-32": Shape(heads=14, head_dim=64, block_size=32, width=10, dtype="bfloat16"),
     "gqa-7-64-decodes": Shape(heads=14, head_dim=64, tokens=0, dtype="bfloat16"),
@@ -73,11 +74,26 @@ def rows_of(shape):
     return st.lists(counts.flatmap(with_past), min_size=1, max_size=shape.rows)
 
 
-CASES = [
-    pytest.param(name, implementation, None, id=f"{name}-{implementation}")
-    for implementation, names in IMPLEMENTED.items()
-    for name in names
-] + [pytest.param(name, "triton", SMALL_TILES, id=f"{name}-triton-splits") for name in SPLIT]
+# The default run takes the shapes with several options, types and odd sizes at once. The gate runs all of them, each
+# option alone among them: a failure there says which option it is.
+FIRST = {
+    "reference": ("ragged",),
+    "xla": ("all-options",),
+    "xla_loop": ("ragged-all-options", "int8-decodes-bf16", "fp8", "latent", "96-block-128"),
+    "triton": ("ragged-all-options", "group-7-64-block-32", "int8", "fp8-decodes-bf16", "256"),
+    "mosaic_tpu": ("ragged-all-options", "group-7-64-block-32", "decodes"),
+    "triton-splits": ("all-options",),
+}
+
+
+def case_of(name, implementation, tiling=None, split=""):
+    """A case of test_matches_float64."""
+    marks = [pytest.mark.slow] * (name not in FIRST[implementation + split])
+    return pytest.param(name, implementation, tiling, id=f"{name}-{implementation}{split}", marks=marks)
+
+
+CASES = [case_of(name, implementation) for implementation, names in IMPLEMENTED.items() for name in names]
+CASES += [case_of(name, "triton", SMALL_TILES, "-splits") for name in SPLIT]
 
 
 @pytest.mark.parametrize(("name", "implementation", "tiling"), CASES)
@@ -125,7 +141,7 @@ BATCHED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("32-bf16", "64", "mqa-20"))) for name in BATCHED]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "window")) for name in BATCHED]
 )
 def test_bits_of_a_query_do_not_depend_on_the_batch(name):
     """On CPU the bits are the same for a whole prompt, in chunks, token by token, and with other rows."""
@@ -185,7 +201,10 @@ def test_wrong_arguments_are_named(change, message):
         paged_attention(**{**make_case(Shape()), "scale": 1.0, "max_query_len": 64} | change)
 
 
-@pytest.mark.parametrize("implementation", ["xla_loop", "triton", "mosaic_tpu"])
+@pytest.mark.parametrize(
+    "implementation", ["xla_loop", pytest.param("triton", marks=pytest.mark.slow),
+                       pytest.param("mosaic_tpu", marks=pytest.mark.slow)],
+)  # fmt: skip
 @pytest.mark.usefixtures("plain_errors")
 def test_index_types_and_64_bits_change_nothing(implementation):
     shape = SHAPES["ragged"]

@@ -17,6 +17,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading import convert as converting
 from jpaged.loading import load_model
@@ -26,6 +27,7 @@ from tests.golden.checkpoints import BY_NAME, NUM_TOKENS, Variant, tensor_shapes
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER
 from tests.loading.gguf_files import write_gguf
 from tests.loading.test_load_model import assert_same, change_config, tensors_of, write_shards
+from tests.tiny_engine import sampling_programs
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 SMALL_FILES = {"generation_config.json": '{"eos_token_id": 2}', "tokenizer_config.json": "{}", "merges.txt": "a b\n"}
@@ -233,14 +235,14 @@ def test_orbax_alone_reads_the_tree(llama: Path, tmp_path: Path) -> None:
     assert_same(ocp.StandardCheckpointer().restore(tmp_path / "out/params", target), wanted)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_the_engine_gives_the_recorded_answers(name: str, tmp_path: Path) -> None:
     """The converted folder gives the answers recorded with Transformers."""
     golden = json.loads(BY_NAME[name].answers.read_text())
     write_checkpoint(BY_NAME[name], golden["seed"], tmp_path / "source")
     convert(str(tmp_path / "source"), tmp_path / "out")
     options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    with LLM(str(tmp_path / "out"), **options) as llm:
+    with sampling_programs(SamplerVariant.GREEDY), LLM(str(tmp_path / "out"), **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": answer["prompt"]} for answer in golden["answers"]], params)
     assert [output.outputs[0].token_ids for output in outputs] == [answer["tokens"] for answer in golden["answers"]]

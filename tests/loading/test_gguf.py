@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
 from jpaged.loading.checkpoint import Checkpoint
@@ -24,6 +25,7 @@ from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from tests.golden.checkpoints import BY_NAME, Variant, prompts, write_checkpoint
 from tests.loading.ggml_blocks import BLOCKS, random_blocks, values_of
 from tests.loading.gguf_files import add_metadata, add_tokenizer, converted, finish, interleaved, write_gguf
+from tests.tiny_engine import sampling_programs
 
 LLAMA = BY_NAME["llama"].config
 # GGUF files have no query scaling: it is head_dim.
@@ -71,14 +73,17 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen2", "gemma"])
+@pytest.mark.parametrize(
+    "name", ["gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-llama3", "qwen2"))]
+)
 def test_answers_are_the_same(name: str, tmp_path: Path) -> None:
     folder, file = write_both(BY_NAME[name], tmp_path)
-    params = SamplingParams(max_tokens=8, temperature=0, logprobs=2)
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=2)  # logprobs need the FULL program
     asked = [{"prompt_token_ids": ids} for ids in prompts(320)[:4]]
     answers = []
     for model in (folder, file):
-        llm = LLM(str(model), dtype="float32", **SIZES)
+        with sampling_programs(SamplerVariant.FULL):
+            llm = LLM(str(model), dtype="float32", **SIZES)
         outputs = llm.generate(asked, params)
         answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert answers[0] == answers[1]
@@ -183,7 +188,8 @@ def test_the_demo_model_with_its_tokenizer(tmp_path: Path) -> None:
     prompt = "def read_json(path):"  # the two ways to split text agree on it
     texts = []
     for model in (demo, tmp_path):  # a folder with one GGUF file is loaded from that file
-        llm = LLM(str(model), **SIZES)
+        with sampling_programs(SamplerVariant.GREEDY):
+            llm = LLM(str(model), **SIZES)
         texts.append(llm.generate([prompt], params)[0].outputs[0].text)
     assert texts[0] == texts[1]
     assert texts[0]

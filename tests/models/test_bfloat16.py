@@ -26,7 +26,14 @@ def mean_difference(variant: Variant, folder: Path) -> float:
     return float(np.mean(differences))
 
 
-@pytest.mark.parametrize("variant", first_of_each_family(), ids=lambda v: v.name)
+# Norms that add one and soft caps, and experts with latent attention. The gate runs all families.
+FIRST = ("gemma2", "deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (v.name not in FIRST)) for v in first_of_each_family()],
+)
 def test_as_close_to_float32_as_transformers(variant: Variant, tmp_path: Path, record_property) -> None:
     """Implementations round differently, so up to 1.5 times Transformers' difference is allowed."""
     ours = mean_difference(variant, tmp_path)

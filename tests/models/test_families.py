@@ -19,7 +19,15 @@ from jpaged.config import EngineConfig
 from jpaged.loading import LoadedModel, load_model
 from jpaged.models.decoder import decode, dense_causal_attend, lm_head
 from jpaged.models.spec import Activation, Norm, NormPosition, Rope, Scoring
-from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS, VARIANTS, Variant, write_checkpoint
+from tests.golden.checkpoints import (
+    BY_NAME,
+    NUM_TOKENS,
+    PROMPT_LENGTHS,
+    VARIANTS,
+    Variant,
+    first_of_each_family,
+    write_checkpoint,
+)
 
 TOLERANCE = 1e-4  # on natural logarithms
 _LENGTH = max(PROMPT_LENGTHS) + NUM_TOKENS
@@ -60,7 +68,13 @@ def answer_log_probabilities(model: LoadedModel, answers: list[dict]) -> list[np
     return [row[start - 1 : start - 1 + NUM_TOKENS] for row, start in zip(logprobs, starts, strict=True)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+# One variant per family by default, all of them in .ci/run.
+FIRST = first_of_each_family()
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (v not in FIRST)) for v in VARIANTS]
+)
 def test_answers_are_those_of_transformers(variant: Variant, tmp_path: Path) -> None:
     golden = json.loads(variant.answers.read_text())
     assert write_checkpoint(variant, golden["seed"], tmp_path) == golden["sha256"], "another checkpoint"
@@ -74,75 +88,79 @@ def test_answers_are_those_of_transformers(variant: Variant, tmp_path: Path) -> 
         assert np.abs(logprobs[steps[:, None], top] - answer["top_logprobs"]).max() < TOLERANCE
 
 
-def test_the_answers_can_tell_wrong_from_right(tmp_path: Path) -> None:
+CHANGES = {
+    "llama-linear": [{"rope": Rope()}],
+    "llama-dynamic": [{"rope": Rope()}],
+    "llama-llama3": [{"rope": Rope()}],
+    "llama-yarn": [{"rope": Rope()}],
+    "mistral-window": [{"sliding_window": ()}],
+    "qwen2-window": [{"sliding_window": (20, 20, 20)}],
+    "qwen3": [{"qk_norm": None}],
+    "gemma": [{"embed_scale": 1.0}, {"norm": Norm.RMS}, {"activation": Activation.GELU}],
+    "gemma2": [
+        {"attention_softcap": None}, {"final_softcap": None}, {"norm_position": NormPosition.PRE},
+        {"sliding_window": ()}, {"attention_scale": None},
+    ],
+    "granite": [{"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
+    "phi3-partial-window": [{"rope": Rope()}, {"sliding_window": ()}],
+    "smollm3": [{"rope_layers": ()}],
+    "smollm3-window": [{"rope_layers": ()}, {"sliding_window": ()}],
+    "starcoder2": [{"sliding_window": ()}],
+    "gemma3": [
+        {"qk_norm": None}, {"window_rope": None}, {"rope": Rope(theta=100000.0)}, {"norm": Norm.RMS},
+        {"sliding_window": ()}, {"attention_scale": None}, {"norm_position": NormPosition.PRE},
+    ],
+    "gemma3-capped": [{"final_softcap": None}, {"activation": Activation.GELU_TANH}],
+    "olmo2": [{"qk_norm": None}],
+    "olmo3": [{"window_rope": None}, {"rope": Rope(theta=500000.0)}, {"sliding_window": ()}],
+    "olmo3-nested": [{"window_rope": None}, {"sliding_window": ()}],
+    "gpt-neox": [{"parallel_residual": False}, {"rope": Rope()}],
+    "gpt-neox-sequential": [{"parallel_residual": True}, {"rope": Rope()}],
+    "falcon-7b": [{"rope": Rope(theta=500.0)}],
+    "falcon-new": [{"shared_norm": True}, {"parallel_residual": False}],
+    "falcon-rw": [{"alibi": 1.0}, {"alibi": 1e-9}, {"parallel_residual": True}],
+    "mixtral": [("renormalise", False), ("per_token", 1)],
+    "qwen2-moe": [("renormalise", True), ("shared_gate", False), ("shared_size", 0)],
+    "qwen3-moe": [("renormalise", False), ("per_token", 3)],
+    "gpt-oss": [
+        {"sinks": False}, {"swiglu_limit": None}, {"swiglu_limit": 7.0}, {"swiglu_alpha": 1.0},
+        {"rope": Rope(theta=150000.0)}, {"sliding_window": ()}, ("bias", False), ("renormalise", False),
+    ],
+    "deepseek-v2": [
+        ("expert_groups_per_token", 0), ("scale", 1.0), ("expert_group_top", 2), {"rope": Rope(theta=500.0)},
+    ],
+    "deepseek-v3": [
+        ("scoring", Scoring.SOFTMAX), ("correction", False), ("expert_groups_per_token", 0),
+        ("expert_group_top", 1), ("renormalise", False), ("scale", 1.0), {"attention_scale": 24**-0.5},
+        {"rope": Rope()},
+    ],
+    "deepseek-v3-halves": [{"rope": Rope(theta=500.0)}],
+    "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
+    "opt-350m": [{"norm_position": NormPosition.PRE}],
+    "gpt2": [{"attention_scale": 1.0}],
+}  # fmt: skip
+
+
+# By default one with a change to rotations and one with changes to experts. .ci/run tests all of them.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("smollm3", "qwen3-moe"))) for n in CHANGES],
+)
+def test_the_answers_can_tell_wrong_from_right(name: str, tmp_path: Path) -> None:
     """Changing an option of a variant must change its answers, or the comparison above does not test the option."""
-    changes = {
-        "llama-linear": [{"rope": Rope()}],
-        "llama-dynamic": [{"rope": Rope()}],
-        "llama-llama3": [{"rope": Rope()}],
-        "llama-yarn": [{"rope": Rope()}],
-        "mistral-window": [{"sliding_window": ()}],
-        "qwen2-window": [{"sliding_window": (20, 20, 20)}],
-        "qwen3": [{"qk_norm": None}],
-        "gemma": [{"embed_scale": 1.0}, {"norm": Norm.RMS}, {"activation": Activation.GELU}],
-        "gemma2": [
-            {"attention_softcap": None}, {"final_softcap": None}, {"norm_position": NormPosition.PRE},
-            {"sliding_window": ()}, {"attention_scale": None},
-        ],
-        "granite": [{"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
-        "phi3-partial-window": [{"rope": Rope()}, {"sliding_window": ()}],
-        "smollm3": [{"rope_layers": ()}],
-        "smollm3-window": [{"rope_layers": ()}, {"sliding_window": ()}],
-        "starcoder2": [{"sliding_window": ()}],
-        "gemma3": [
-            {"qk_norm": None}, {"window_rope": None}, {"rope": Rope(theta=100000.0)}, {"norm": Norm.RMS},
-            {"sliding_window": ()}, {"attention_scale": None}, {"norm_position": NormPosition.PRE},
-        ],
-        "gemma3-capped": [{"final_softcap": None}, {"activation": Activation.GELU_TANH}],
-        "olmo2": [{"qk_norm": None}],
-        "olmo3": [{"window_rope": None}, {"rope": Rope(theta=500000.0)}, {"sliding_window": ()}],
-        "olmo3-nested": [{"window_rope": None}, {"sliding_window": ()}],
-        "gpt-neox": [{"parallel_residual": False}, {"rope": Rope()}],
-        "gpt-neox-sequential": [{"parallel_residual": True}, {"rope": Rope()}],
-        "falcon-7b": [{"rope": Rope(theta=500.0)}],
-        "falcon-new": [{"shared_norm": True}, {"parallel_residual": False}],
-        "falcon-rw": [{"alibi": 1.0}, {"alibi": 1e-9}, {"parallel_residual": True}],
-        "mixtral": [("renormalise", False), ("per_token", 1)],
-        "qwen2-moe": [("renormalise", True), ("shared_gate", False), ("shared_size", 0)],
-        "qwen3-moe": [("renormalise", False), ("per_token", 3)],
-        "gpt-oss": [
-            {"sinks": False}, {"swiglu_limit": None}, {"swiglu_limit": 7.0}, {"swiglu_alpha": 1.0},
-            {"rope": Rope(theta=150000.0)}, {"sliding_window": ()}, ("bias", False), ("renormalise", False),
-        ],
-        "deepseek-v2": [
-            ("expert_groups_per_token", 0), ("scale", 1.0), ("expert_group_top", 2), {"rope": Rope(theta=500.0)},
-        ],
-        "deepseek-v3": [
-            ("scoring", Scoring.SOFTMAX), ("correction", False), ("expert_groups_per_token", 0),
-            ("expert_group_top", 1), ("renormalise", False), ("scale", 1.0), {"attention_scale": 24**-0.5},
-            {"rope": Rope()},
-        ],
-        "deepseek-v3-halves": [{"rope": Rope(theta=500.0)}],
-        "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
-        "opt-350m": [{"norm_position": NormPosition.PRE}],
-        "gpt2": [{"attention_scale": 1.0}],
-    }  # fmt: skip
-    for variant in VARIANTS:
-        if variant.name not in changes:
-            continue
-        golden = json.loads(variant.answers.read_text())
-        write_checkpoint(variant, golden["seed"], tmp_path / variant.name)
-        model = load_model(EngineConfig(model=str(tmp_path / variant.name), dtype="float32"))
-        long = golden["answers"][-1:]
-        wanted = np.array(long[0]["logprobs"])
-        for change in changes[variant.name]:
-            if isinstance(change, tuple):  # an option of the experts
-                change = {"experts": dataclasses.replace(model.spec.experts, **dict([change]))}
-            wrong = dataclasses.replace(model, spec=dataclasses.replace(model.spec, **change))
-            given = answer_log_probabilities(wrong, long)[0]
-            # compare log-probabilities: a factor of all logits changes no greedy token
-            off = np.abs(given[np.arange(len(wanted)), long[0]["tokens"]] - wanted).max()
-            assert off > 5 * TOLERANCE, f"{variant.name}: {change} does not change its answers, so no test covers it"
+    golden = json.loads(BY_NAME[name].answers.read_text())
+    write_checkpoint(BY_NAME[name], golden["seed"], tmp_path)
+    model = load_model(EngineConfig(model=str(tmp_path), dtype="float32"))
+    long = golden["answers"][-1:]
+    wanted = np.array(long[0]["logprobs"])
+    for change in CHANGES[name]:
+        if isinstance(change, tuple):  # an option of the experts
+            change = {"experts": dataclasses.replace(model.spec.experts, **dict([change]))}
+        wrong = dataclasses.replace(model, spec=dataclasses.replace(model.spec, **change))
+        given = answer_log_probabilities(wrong, long)[0]
+        # compare log-probabilities: a factor of all logits changes no greedy token
+        off = np.abs(given[np.arange(len(wanted)), long[0]["tokens"]] - wanted).max()
+        assert off > 5 * TOLERANCE, f"{name}: {change} does not change its answers, so no test covers it"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")

@@ -41,6 +41,12 @@ DEVICELESS = marks(H200)
 IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton", "v5e kernels": "mosaic_tpu"}
 MARKS = {"cpu": (), "h200": DEVICELESS, "h200 kernels": DEVICELESS, "v5e kernels": marks(V5E)}
 TARGETS = [pytest.param(name, marks=MARKS[name]) for name in IMPLEMENTATIONS]
+# On CPU the default run compiles one of the two programs, and the gate both.
+ONE_ON_CPU = [
+    pytest.param(name, shape, id=f"{name}-{shape}", marks=[*MARKS[name], *[pytest.mark.slow] * (name == "cpu" and i)])
+    for name in IMPLEMENTATIONS
+    for i, shape in enumerate((PREFILL, DECODE))
+]
 
 
 def dtype_of(target):
@@ -103,8 +109,7 @@ def large_moves(text, least_bytes):
     return found
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_experts_are_not_copied(target, shape):
     """No copy of all experts of a layer; on accelerators no copy of a single one. Two kernels per layer multiply."""
     experts = Experts(num=16, per_token=2, intermediate_size=4096, layers=(True,) * SPEC.num_layers)
@@ -130,8 +135,7 @@ def test_no_copy_is_as_large_as_the_kv_or_weights_of_a_layer(target, shape):
     assert memory.alias_size_in_bytes >= SPEC.num_layers * pool_bytes(target)
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_pages_of_several_kv_groups_are_not_copied(target, shape):
     program = compiled(target, shape, layers=len(MIXED), windows=MIXED)
     assert large_moves(program.as_text(), limit(target)) == []
@@ -196,8 +200,7 @@ def test_large_moves_finds_a_copy():
     assert large_moves(program.as_text(), 4 << 20)
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_ten_times_the_pool_adds_no_work(target, shape):
     small, large = compiled(target, shape), compiled(target, shape, 10 * BLOCKS)
     if target.startswith("v5e"):  # XLA keeps slightly other activations and weights in fast memory

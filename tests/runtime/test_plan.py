@@ -249,8 +249,8 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", [
-    {"kv_cache_memory_bytes": 32 * 2**20},
-    {"kv_cache_memory_bytes": 2**20},
+    pytest.param({"kv_cache_memory_bytes": 32 * 2**20}, marks=pytest.mark.slow),
+    pytest.param({"kv_cache_memory_bytes": 2**20}, marks=pytest.mark.slow),
     {"kv_cache_memory_bytes": 2**21, "max_model_len": 48, "block_size": 8, "mask_unknown_tokens": False},
     {},
 ])  # fmt: skip

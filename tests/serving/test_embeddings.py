@@ -8,11 +8,13 @@ import openai
 import pytest
 
 from jpaged import LLM, AsyncLLM, PoolingParams
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER, SEED
 from tests.serving.conftest import running
+from tests.tiny_engine import sampling_programs
 
 OPTIONS = {"dtype": "float32", "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
 
@@ -114,7 +116,7 @@ def test_an_embedding_model_is_served(tmp_path):
 def test_other_engines_refuse(variant, says, tmp_path):
     write_checkpoint(variant, SEED, tmp_path)
     buckets = {} if variant is QWEN3_CLASSIFIER else {"row_buckets": (8,)}
-    with served(tmp_path, **buckets) as url:
+    with sampling_programs(SamplerVariant.GREEDY), served(tmp_path, **buckets) as url:
         answer = httpx.post(f"{url}/v1/embeddings", json={"input": [5, 6]})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]

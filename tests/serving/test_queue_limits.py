@@ -8,9 +8,11 @@ import pytest
 
 import jpaged
 from jpaged import RequestError, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.tiny_engine import sampling_programs
 
 from .conftest import running
 from .test_disconnect import wait_for
@@ -20,6 +22,13 @@ SIZES = {
     "token_buckets": (32,), "kv_cache_memory_bytes": 2_000_000,
 }  # fmt: skip
 LONG = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs():
+    """No request here needs the largest sampling program."""
+    with sampling_programs(SamplerVariant.GREEDY, SamplerVariant.RANDOM):
+        yield
 
 
 @pytest.fixture(scope="module")

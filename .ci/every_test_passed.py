@@ -1,0 +1,67 @@
+"""Check that every test has passed in one of the gate's runs, so that no test runs nowhere.
+
+    python .ci/every_test_passed.py REPORT.xml ...
+
+Reads JUnit reports. Collects all tests, whatever their markers. Prints the tests without a pass and exits with 1.
+Excepted are tests that a developer starts (`soak`, and those marked both `slow` and `deviceless`) and tests that need
+torch, which no environment of the gate has.
+"""
+
+import contextlib
+import io
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+
+import pytest
+
+
+class Collected:
+    """Plugin that keeps the collected tests."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Keep the names of the tests that the gate must run."""
+        for item in session.items:
+            marks = {mark.name for mark in item.iter_markers()}
+            if "soak" not in marks and not {"slow", "deviceless"} <= marks:
+                self.names.append(junit_name(item.nodeid))
+
+
+def junit_name(node_id: str) -> str:
+    """Name of a test in a report: module and class joined with dots, a space, the test with its parameters."""
+    place, bracket, parameters = node_id.partition("[")
+    path, *names = place.split("::")
+    module = path.removesuffix(".py").replace("/", ".")
+    return f"{'.'.join([module, *names[:-1]])} {names[-1]}{bracket}{parameters}"
+
+
+def passed(reports: Iterable[str]) -> set[str]:
+    """Names of the tests that passed in one of the reports, or were skipped because torch is not installed."""
+    found = set()
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            results = [part for part in case if part.tag in ("failure", "error", "skipped")]
+            if all(part.tag == "skipped" and "torch" in part.get("message", "") for part in results):
+                found.add(f"{case.get('classname')} {case.get('name')}")
+    return found
+
+
+def main() -> int:
+    """Run the check."""
+    collected = Collected()
+    listing = io.StringIO()
+    with contextlib.redirect_stdout(listing):
+        status = pytest.main(["--collect-only", "-q", "-m", ""], plugins=[collected])
+    if status != 0:
+        print(listing.getvalue(), file=sys.stderr)
+        return 1
+    missing = sorted(set(collected.names) - passed(sys.argv[1:]))
+    print(f"{len(collected.names)} tests, {len(missing)} without a pass", *missing, sep="\n")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
