@@ -89,8 +89,8 @@ class RowInit:
     min_p: float            # [0, 1]
     seed: int               # 0 <= seed < 2**64
     sample_index: int = 0   # index of the request among its request group's `n` parallel samples
-    # Divides the logits before the log-probabilities of a beam's candidates are computed. 0: the row is no beam, and
-    # its log-probabilities are the model's own.
+    # Divides the logits before the log-probabilities of a beam's candidates are computed. 0: the row is not a
+    # beam, and its log-probabilities are the model's own.
     beam_temperature: float = 0.0
     typical_p: float = 1.0         # (0, 1]
     presence_penalty: float = 0.0

@@ -13,7 +13,7 @@ from jpaged.params.logits_processors import LogitsProcessor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What requests are checked against."""
+    """Limits that requests are checked against."""
 
     vocab_size: int
     max_model_len: int

@@ -118,7 +118,7 @@ class PromptReader:
         for position, token_id in enumerate(token_ids):
             if type(token_id) is not int:
                 if not isinstance(token_id, np.integer):
-                    raise RequestError(name, token_id, f"token {position} is no integer")
+                    raise RequestError(name, token_id, f"token {position} is not an integer")
                 token_ids[position] = token_id = int(token_id)
             if not 0 <= token_id < vocab_size:
                 raise RequestError(name, token_id, f"token {position}: ids of this model are 0 to {vocab_size - 1}")
@@ -160,7 +160,7 @@ def _parts(prompt: Prompt) -> Mapping[str, Any]:
         try:
             (text or "").encode()
         except UnicodeEncodeError as error:
-            accepted = f"is no valid Unicode: {error.reason} at character {error.start}"
+            accepted = f"is not valid Unicode: {error.reason} at character {error.start}"
             raise RequestError(name, text, accepted) from None
     return prompt
 

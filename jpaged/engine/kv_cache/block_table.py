@@ -17,7 +17,7 @@ FREED = -1
 class BlockTable:
     """A request's blocks in one kv_group. Block i stores KV of the tokens from position i * block_size on."""
 
-    blocks: list[int]    # entries before first_held are FREED: they lie before the kv_group's window
+    blocks: list[int]    # entries before first_held are FREED: the kv_group's window does not reach them
     first_held: int = 0  # index of the first block that the request holds
 
     @property
@@ -28,7 +28,7 @@ class BlockTable:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KVState:
-    """What one request holds in the KV cache."""
+    """Blocks and block names of one request."""
 
     prefix_root: bytes = b""      # parent digest of the first block's name
     rope_len: int = 0             # shortest sequence length that a length-dependent rope assumes for this request

@@ -67,7 +67,7 @@ class KVCacheManager:
         return self._prefixes.no_prefix
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Most blocks of all kv_groups that a request holds at a time until it has `num_tokens` tokens."""
+        """Largest number of blocks, in all kv_groups, that a request holds at a time up to `num_tokens` tokens."""
         return max_blocks(self.windows, num_tokens, chunk=self._max_chunk, block_size=self.block_size)
 
     # -- names --------------------------------------------------------------------------------------------------

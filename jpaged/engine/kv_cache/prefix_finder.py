@@ -18,7 +18,7 @@ class Prefix:
     """Blocks that store KV of a request's first tokens."""
 
     num_blocks: int               # length of the prefix, in blocks of tokens
-    tails: tuple[list[int], ...]  # per kv_group: the last blocks of the prefix, as far as the window reaches back
+    tails: tuple[list[int], ...]  # per kv_group: the last blocks of the prefix, up to its window
     num_on_host: int = 0          # entries of `tails` that are ON_HOST
 
     @property

@@ -115,9 +115,9 @@ class PromptScheduler:
     def _startable(self, request: Request, selection: StepSelection, reserved: int) -> Prefix | None:
         """The prefix that a waiting request can start with; None while it cannot start.
 
-        A request starts only if all its known tokens fit into the free blocks, after what running prompts still need,
-        one block per kv_group for each running request, and `reserved` blocks. Otherwise it would soon be preempted,
-        and its prompt computed for nothing.
+        A request starts only if all its known tokens fit into the free blocks. Not counted as free are blocks that
+        running prompts still need, one block per kv_group for each running request, and `reserved` blocks. Otherwise
+        the request would soon be preempted, and its prompt computed for nothing.
         """
         manager, schedule = self._manager, request.schedule
         if schedule.num_in_flight:
@@ -165,7 +165,7 @@ class PromptScheduler:
         self._manager.index_computed(request, selection.end(request))
 
     def _add_chunk(self, request: Request, count: int, selection: StepSelection) -> None:
-        """Add up to `count` more known tokens of a request, as many as it can get blocks for."""
+        """Add up to `count` more known tokens of a request, limited by the blocks that it can get."""
         count = self._preemption.grow(request, selection.end(request), count, selection)
         if count:
             selection.add_chunk(request, count)

@@ -37,9 +37,9 @@ class BeamStrategy(Strategy):
         self.search = search
         self._requests: list[Request] = []
         self._beams: list[Request] = []  # live beams, in the order of the search
-        # Of the current step: (int32[K] token ids, float32[K] log-probabilities) of each beam that has returned.
+        # (int32[K] token ids, float32[K] log-probabilities) of each beam that has returned them in this step
         self._candidates: dict[Request, tuple[np.ndarray, np.ndarray]] = {}
-        # Of all steps: (int32[beams, K], float32[beams, K]).
+        # the same of all steps: (int32[beams, K], float32[beams, K])
         self._history: list[tuple[np.ndarray, np.ndarray]] | None = [] if keep_candidates else None
 
     def begin(self, request_group: "RequestGroup", context: StrategyContext) -> None:

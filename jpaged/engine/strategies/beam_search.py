@@ -1,20 +1,28 @@
-"""Which beams go on, which are finished, and when a beam search is over: decisions only, no KV and no requests.
+"""Beam search decisions: which beams continue, which are finished, and when the search is over. No KV, no requests.
 
 One step:
-1. Every live beam hands in its most likely next tokens. Each makes a candidate: the beam's sum of log-probabilities
-   plus the token's.
-2. Of the `width` best candidates, those that end (at an end token; at `max_new_tokens` all do) become hypotheses, with
-   the score  sum / length ** length_penalty,  the end token counted. The `width` best hypotheses are kept.
-3. The `width` best candidates that do not end are the live beams after the step.
-4. The search is over at `max_new_tokens`, or once there are `width` hypotheses and `early_stopping` says so:
-   True at once; False when the best live beam, scored at its present length, is no better than the worst hypothesis;
-   "never" the same, but scored at the longest length it could reach if `length_penalty` rewards length.
 
-These are the rules of Hugging Face Transformers' `generate(num_beams=width, do_sample=False)`, and sums and scores are
-float32 as there, so that what is close there is close here. It takes (1 + end tokens) * width candidates over all
-beams where `num_candidates` a beam decide the same: a candidate among the `width` best has fewer than `width` better
-ones in its own beam, and the `width` best of a beam that do not end lie among its first width + end tokens.
-Equal sums: the candidate of the earlier beam, then the earlier one of that beam; equal scores: the older hypothesis.
+1. Every live beam returns its most likely next tokens. Each of them makes a candidate. The sum of a candidate is the
+   beam's sum of log-probabilities plus the log-probability of the token.
+2. Candidates among the `width` best that end become hypotheses. A candidate ends at an end token; at `max_new_tokens`
+   all candidates end. The score of a hypothesis is `sum / length ** length_penalty`, the end token counted. The `width`
+   best hypotheses are kept.
+3. The `width` best candidates that do not end are the live beams after the step.
+4. The search is over at `max_new_tokens`. Before that, it may be over once there are `width` hypotheses, as
+   `early_stopping` says:
+   - True: at once.
+   - False: when the best live beam, scored at its present length, is not better than the worst hypothesis.
+   - "never": the same, but if `length_penalty` rewards length, the beam is scored at the longest length it could reach.
+
+These are the rules of Hugging Face Transformers' `generate(num_beams=width, do_sample=False)`. Sums and scores are
+float32 there too, so near-ties are decided alike.
+
+Transformers takes the (1 + end tokens) * width best candidates of all beams. Here `num_candidates` per beam give the
+same result. A candidate among the `width` best has fewer than `width` better ones in its own beam. The `width` best
+candidates of a beam that do not end are among its first width + end tokens.
+
+Ties: if sums are equal, the candidate of the earlier beam comes first, then the earlier one of that beam. If scores are
+equal, the older hypothesis comes first.
 """
 
 import bisect
@@ -44,22 +52,22 @@ class Hypothesis:
 
     token_ids: tuple[int, ...]    # generated; the token that ended it is the last one
     logprobs: tuple[float, ...]   # of each token
-    beam_indices: tuple[int, ...] # of each token, the live beam whose candidate it was
+    beam_indices: tuple[int, ...] # of each token: index of the live beam that it was a candidate of
     cumulative_logprob: float     # their sum, in float32
     score: float                  # cumulative_logprob / len(token_ids) ** length_penalty
-    finish_reason: Literal["stop", "length"] | None  # stop: at an end token. None: the search was left before it ended
+    finish_reason: Literal["stop", "length"] | None  # stop: at an end token; None: the search has not ended
 
 
 class BeamSearch:
-    """Beam search of one prompt; begins with one live beam, the prompt itself.
+    """Beam search of one prompt. It begins with one live beam, the prompt itself.
 
-    width:          beams, from 1; also the most hypotheses that are kept.
-    max_new_tokens: tokens that a hypothesis has at most, from 1.
+    width:          number of beams, from 1; also the number of hypotheses that are kept.
+    max_new_tokens: most tokens of a hypothesis, from 1.
     end_token_ids:  tokens that end a hypothesis.
     length_penalty: exponent of the length that a sum is divided by: positive rewards long hypotheses, 0 compares sums.
     early_stopping: True, False or "never"; see above. With width 1, "never" may look beyond the greedy answer.
 
-    Raises RequestError for a value that none of this takes.
+    Raises RequestError for a value out of range.
     """
 
     def __init__(
@@ -78,14 +86,14 @@ class BeamSearch:
         if not isinstance(early_stopping, bool) and early_stopping != "never":
             raise RequestError("early_stopping", early_stopping, 'must be True, False or "never"')
         limit = math.log(MAX_PENALTY) / math.log(max(max_new_tokens, 2))
-        if not abs(length_penalty) <= limit:  # not a number is refused as well
+        if not abs(length_penalty) <= limit:  # refuses NaN as well
             raise RequestError(
                 "length_penalty", length_penalty,
                 f"must lie between -{limit:.1f} and {limit:.1f} for {max_new_tokens:,} new tokens, or scores overflow",
             )  # fmt: skip
         self.width = width
         self.max_new_tokens = max_new_tokens
-        self.num_candidates = width + len(end_token_ids)  # that a beam has to hand in; fewer if no token is left
+        self.num_candidates = width + len(end_token_ids)  # per beam; fewer if fewer tokens are possible
         self.num_tokens = 0  # of every live beam
         self.is_over = False
         self._end_token_ids = end_token_ids
@@ -96,19 +104,21 @@ class BeamSearch:
         self._finished: list[_Finished] = []  # best first, at most `width`
 
     def advance(self, token_ids: np.ndarray, logprobs: np.ndarray) -> list[BeamStep]:
-        """Take each live beam's most likely next tokens; the live beams after that, best first, none at the end.
+        """Advance all live beams by one token. Returns the new live beams, best first; none if the search is over.
 
-        token_ids: int[beams, candidates]  in the order of the beams that the last call gave; at first there is one.
-        logprobs:  float32[beams, candidates], most likely first. A token at -inf, or no number, cannot come.
-        At least `num_candidates` candidates, or all tokens there are. Where no token can come at all, the search is
-        over, and the beams stay as they were. Raises EngineError if the search is over or the shapes do not fit.
+        token_ids: int[beams, candidates]      candidates per beam, in the order of the last call's result.
+        logprobs:  float32[beams, candidates]  most likely first. A token at -inf or NaN is impossible.
+
+        There are at least `num_candidates` candidates per beam, or all tokens of the vocabulary. If all of them are
+        impossible, the search is over, and the beams stay as they are. Raises EngineError if the search is over
+        already, or if the shapes are wrong.
         """
         if self.is_over:
             raise EngineError("the beam search is over")
         if token_ids.shape != logprobs.shape or len(logprobs) != len(self._live):
             raise EngineError(f"{len(self._live)} beams, candidates {token_ids.shape} and {logprobs.shape}")
         sums = (self._sums[:, None] + logprobs.astype(np.float32, copy=False)).ravel()
-        # Enough: at most one candidate a beam and end token is passed over.
+        # Enough: at most one candidate per beam and end token is skipped.
         order = _largest(sums, self.width + len(self._live) * len(self._end_token_ids))
         parents = (order // logprobs.shape[1]).tolist()
         candidates = zip(
@@ -141,9 +151,9 @@ class BeamSearch:
         return [] if self.is_over else steps
 
     def best(self, n: int) -> list[Hypothesis]:
-        """The n best hypotheses by score, best first; before the end, live beams at their present length count too.
+        """The n best hypotheses by score, best first. Before the end, live beams at their present length count too.
 
-        Fewer if there are not so many: before the first step there are none.
+        There may be fewer than n. Before the first step there are none.
         """
         found = list(self._finished)
         if self.num_tokens:
@@ -163,7 +173,7 @@ class BeamSearch:
         del self._finished[self.width :]
 
     def _may_stop(self, best_sum: float) -> bool:
-        """Whether a full set of hypotheses ends the search, the best live beam's sum being this."""
+        """Whether a full set of hypotheses ends the search. best_sum: of the best live beam."""
         if self._early_stopping is True:
             return True
         longest = self._early_stopping == "never" and self._length_penalty > 0
@@ -171,11 +181,11 @@ class BeamSearch:
 
 
 def _largest(sums: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest finite values, largest first, of equal ones the earlier first; fewer if there are.
+    """Indices of the `count` largest finite values, largest first; on a tie the earlier one. There may be fewer.
 
-    Only those that can be among them are sorted: of 64 * 65 values that takes a sixth of the time.
+    Sorts only values that can be among them: with 64 * 65 values that takes a sixth of the time.
     """
-    keys = np.fmin(-sums, np.inf)  # not-a-number becomes infinity
+    keys = np.fmin(-sums, np.inf)  # NaN becomes infinity
     if len(keys) > 4 * count:
         kept = np.flatnonzero(keys <= np.partition(keys, count - 1)[count - 1])
         keys = keys[kept]
@@ -185,9 +195,9 @@ def _largest(sums: np.ndarray, count: int) -> np.ndarray:
     return kept[order[keys[order] < np.inf]]
 
 
-@dataclasses.dataclass(slots=True, eq=False)  # not frozen: that would take three times as long to make
+@dataclasses.dataclass(slots=True, eq=False)  # not frozen: creating it would take three times as long
 class _Path:
-    """A beam as its last token and what came before: a fork shares its past, and a step does not copy it."""
+    """A beam as a linked list of tokens, the last one first. Forks share their past, and no step copies it."""
 
     before: "_Path | None"
     beam_index: int

@@ -1,6 +1,6 @@
-"""A prompt's last hidden state as an embedding, or a classifier's scores as probabilities; in float32, on the host.
+"""Turns a prompt's pooled vector into an embedding or class probabilities. In float32, on the host.
 
-A prompt at a time, so that nothing depends on who is beside it.
+One prompt at a time, so that a result does not depend on other requests of the step.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from jpaged.params.sampling import SamplingParams
 
 
 class Activation(enum.Enum):
-    """What makes probabilities of a classifier's scores."""
+    """Function that turns a classifier's scores into probabilities."""
 
-    SOFTMAX = "softmax"  # of all labels, which exclude each other
+    SOFTMAX = "softmax"  # over all labels, which exclude each other
     SIGMOID = "sigmoid"  # of each label by itself
-    NONE = "none"        # a regression: the scores are what is asked for
+    NONE = "none"        # a regression: the scores are the answer
 
 
-_OF_PROBLEM = {
+_BY_PROBLEM_TYPE = {
     "single_label_classification": Activation.SOFTMAX,
     "multi_label_classification": Activation.SIGMOID,
     "regression": Activation.NONE,
@@ -36,26 +36,26 @@ def activation_of(config: Mapping[str, Any], num_labels: int) -> Activation:
     problem = config.get("problem_type")
     if problem is None:
         return Activation.SIGMOID if num_labels == 1 else Activation.SOFTMAX
-    if problem not in _OF_PROBLEM:
-        known = ", ".join(_OF_PROBLEM)
+    if problem not in _BY_PROBLEM_TYPE:
+        known = ", ".join(_BY_PROBLEM_TYPE)
         raise ModelLoadError(f"config.json: problem_type={problem!r} is not supported by jpaged; supported: {known}")
-    return _OF_PROBLEM[problem]
+    return _BY_PROBLEM_TYPE[problem]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pooling:
-    """What a pooling engine gives."""
+    """Output of a pooling engine."""
 
-    size: int                            # numbers of a hidden state, or labels
-    activation: Activation | None = None  # of a classifier; None: the engine embeds
+    size: int                            # of the hidden state, or number of labels
+    activation: Activation | None = None  # None: the engine embeds
 
     @property
     def task(self) -> str:
-        """What the engine is for."""
+        """Name of the engine's task."""
         return "embed" if self.activation is None else "classify"
 
     def check(self, params: PoolingParams) -> None:
-        """Raise RequestError for what this engine cannot give."""
+        """Raise RequestError for parameters that this engine does not support."""
         if params.task == "classify" and self.activation is None:
             accepted = "the model has no score matrix: call embed(), or load a ...ForSequenceClassification checkpoint"
             raise RequestError("task", params.task, accepted)
@@ -71,7 +71,7 @@ class Pooling:
             raise RequestError(name, getattr(params, name), "is for embeddings: leave it out")
 
     def output(self, values: np.ndarray, params: PoolingParams) -> EmbeddingOutput | ClassificationOutput:
-        """values: float32[size], what the step gave for the prompt's last token."""
+        """The output for one prompt. values: float32[size], pooled from its last token."""
         if self.activation is None:
             values = values[: params.dimensions]
             if params.normalize:
@@ -86,7 +86,7 @@ class Pooling:
 
 
 def check_task(pooling: Pooling | None, params: SamplingParams | PoolingParams) -> None:
-    """Raise RequestError for a request of the other kind than the engine serves, or for what it cannot give."""
+    """Raise RequestError if the engine does not support a request's task or parameters."""
     if pooling is None:
         if isinstance(params, PoolingParams):
             accepted = "the engine generates: to embed or classify, start with runner='pooling'"
