@@ -8,7 +8,7 @@ One call of `Engine.step`:
 4. The output processor appends its tokens, checks for ends, and emits outputs.
 5. If masks of step N depend on these tokens, step N samples only now.
 
-A request that ends in 4 has one row too many in step N. Its token is dropped when it arrives. Its blocks are free at
+A request that ends in 4 still has a row in step N. Its token is dropped when it arrives. Its blocks are free at
 once, because a request that gets one of them writes to it in a later step.
 
 Single-threaded: one thread makes all calls.
@@ -134,7 +134,7 @@ class Engine:
         """One turn. Returns outputs of request groups that ended, and of streaming ones that have a new token.
 
         Raises StepError if the device fails a step. The requests that the step may have affected have ended then, and
-        their blocks are free. No KV computed before is reused. Waiting requests continue with the next call.
+        their blocks are free. The prefix cache is empty. Waiting requests continue with the next call.
         """
         self.pipeline.raise_failure()
         collected = self._turn()

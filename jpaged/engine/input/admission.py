@@ -22,8 +22,8 @@ class AdmissionControl:
     def check_capacity(self, request_group: RequestGroup) -> None:
         """Raise CapacityError if the waiting queue is full. For requests that arrive one by one, not for batches.
 
-        If the last step left no request waiting, free rows belong to requests that arrived since. Only requests that
-        arrive after all free rows are assigned count towards the limits.
+        If no request waited after the last step, new arrivals take the free rows first. Only the rest count towards the
+        limits.
         """
         waiting, options = self._scheduler.waiting, self._options
         free_rows = 0 if self._left_waiting else self._max_num_seqs - len(self._scheduler.running)

@@ -1,7 +1,7 @@
 """The host tier of the prefix cache: which named blocks are in host memory, and in which slot.
 
-A block moves there when the device allocates its block again, and leaves when it is fetched. When all slots are full,
-the least recently stored block is overwritten. Names are compared as a whole: no digest is trusted alone.
+A named block is copied to the host just before its device block is reused. It leaves when it is fetched. When all slots
+are full, the least recently stored block is overwritten. Names are compared as a whole: no digest is trusted alone.
 """
 
 from collections import OrderedDict
@@ -33,7 +33,7 @@ class HostTier(Generic[NameT]):
         return name in self._slots
 
     def put(self, name: NameT) -> int | None:
-        """The slot in which a block is to be stored under its name. None while all slots are being fetched."""
+        """The slot in which a block is to be stored under its name. None if `take` has reserved every slot."""
         slot = self._slots.pop(name, None)
         if slot is None:
             if self._free:

@@ -100,9 +100,9 @@ class KVCacheManager:
     def index_computed(self, request: Request, num_computed: int | None = None) -> None:
         """Add the request's new full blocks of computed, known tokens to the prefix index.
 
-        num_computed: counts tokens that the step being planned will compute. This is safe, because in every layer all
-        rows of a step write their keys and values before any row attends. Another request can share such a block in
-        the very step that computes it.
+        num_computed: tokens computed after the planned step; None: `request.schedule.num_computed`. Counting a planned
+        step is safe, because in every layer all rows write their keys and values before any row attends. Another
+        request can share such a block in the step that computes it.
         """
         kv = request.kv
         computed = request.schedule.num_computed if num_computed is None else num_computed
@@ -263,9 +263,9 @@ class KVCacheManager:
     def release_before_windows(self, request: Request) -> None:
         """Free the blocks that no later token sees. The caller does this once `release_at` tokens are computed.
 
-        The blocks are free at once, although the step that computes the last of these tokens is only planned, and
-        reads them. A request that gets such a block gets it in a later plan, and the device runs steps in order. The
-        same holds for a request that finds the block by its name: the step that fills it runs first.
+        The planned step still reads these blocks. Freeing them now is safe: a new owner writes in a later step, and
+        the device runs steps in order. The same holds for a request that finds such a block by its name: the step that
+        fills it runs first.
         """
         self.index_computed(request)
         kv, runs = request.kv, []

@@ -64,7 +64,7 @@ class OutputProcessor:
         return outputs
 
     def late_masks(self, step: ScheduledStep) -> tuple[list[RowMask], list[Output]]:
-        """Masks of a dispatched step that depend on tokens which have arrived by now.
+        """Masks for a dispatched step. The tokens that they depend on have arrived now.
 
         Also returns the final outputs of request groups that end here, because their grammar allows no token or takes
         too much time.

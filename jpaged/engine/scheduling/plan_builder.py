@@ -1,12 +1,10 @@
 """Builds a step's plan from a selection of rows and tokens.
 
-Until here, preemption could still remove a row. Building the plan makes the selection final: tokens count as computed,
-samples as in flight, and full blocks are named.
-
-1. Decodes come first. Their tokens are already counted.
-2. Rows that compute a chunk follow. A row that reaches the end of its known tokens samples, and decodes from then on.
-3. Followers of a request whose prompt ends fork from it. They come last, and compute no token of their own.
-4. Block moves, masks and tokens to score complete the plan.
+Until the plan is built, preemption may remove a row from the selection. Building the plan makes the selection final:
+tokens count as computed, samples as in flight, and full blocks are named.  1. Decodes come first. Their tokens are
+already counted. 2. Rows that compute a chunk follow. A row that reaches the end of its known tokens samples, and
+decodes from then on. 3. Followers of a request whose prompt ends fork from it. They come last, and compute no token of
+their own. 4. Block moves, masks and tokens to score complete the plan.
 """
 
 import array

@@ -10,10 +10,14 @@ from jpaged.engine.scheduling.step_selection import StepSelection
 
 
 class Preemption:
-    """Decides which request loses its blocks: the last in the policy's order.
+    """Preempts running requests.
 
-    The oldest request is never preempted for another one, and alone it always fits. So the engine always makes
-    progress.
+    There are three causes:
+
+    - No block is free (`grow`). `RunningRequests.victim` chooses the request: the last in the policy's order, but the
+      oldest request only if it is alone. Alone it always fits, so the engine always makes progress.
+    - The request outgrows the short rope of a longrope model. It is preempted itself, and recomputes its KV.
+    - All running requests are beams on hold, and one of their search waits for blocks (`preempt_last`).
     """
 
     def __init__(self, state: SchedulerState):

@@ -63,7 +63,7 @@ class PromptScheduler:
                 share = share or _long_share(selection.budget, others=others, count=len(long))
                 count = min(share, count)
             self._add_chunk(request, count, selection)
-        # Not before this line: from here on no request of this step is preempted, so named blocks will be computed.
+        # Only now: no later code in this step preempts these requests, so the named blocks will be computed.
         for request in prompts:
             if request in selection.chunks:
                 self._manager.index_computed(request, selection.end(request))

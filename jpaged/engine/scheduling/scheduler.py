@@ -5,13 +5,14 @@ them within a token budget. One call of `schedule`:
 
 1. Decodes: every running request whose last token was sampled advances by that token (`decode_scheduler`).
 2. Prompts: a running request with known tokens to compute gets a chunk within the budget (`prompt_scheduler`).
-3. New requests start in the order of the policy (`waiting_queue`), while there are rows, blocks and budget. A follower
-   forks from the first request of its group when the prompt is computed (`forks`).
-4. The selection becomes a plan (`plan_builder`). From here on its tokens count as computed.
+3. New requests start in the order of the policy (`waiting_queue`), while there are rows, blocks and budget.
+4. The selection becomes a plan (`plan_builder`). Its prompt tokens count as computed from here on, its decodes since
+   step 1. A follower forks from the first request of its group when the plan finishes the prompt (`forks`).
 
-If a request finds no free block in steps 1 to 3, the last running request in the policy's order is preempted
-(`preemption`). Decodes never wait: they have their tokens in every step. `target_step_ms` limits the prompt tokens that
-a step adds to them (`step_pace`).
+If a running request finds no free block in steps 1 and 2, the last running request in the policy's order is preempted,
+but the oldest only if it is alone (`preemption`). A waiting request that finds no room in step 3 keeps waiting. Decodes
+never wait: they have their tokens in every step. `target_step_ms` limits the prompt tokens that a step adds to them
+(`step_pace`).
 
 If the rope of a model depends on the sequence length (longrope), a sequence that grows beyond `longrope_switch_len`
 needs other KV. The request is preempted there, and recomputes all its tokens.

@@ -1,7 +1,7 @@
 """Requests that wait for a row, in the order of a scheduling policy.
 
-A policy gives each request a rank when it starts to wait, in seconds on the clock of its arrival. The lowest rank
-starts first; equal ranks start in order of arrival. All waiting requests age alike, so a rank never changes, and the
+A policy gives each request a rank when it starts to wait, and when it gets a row. The lowest rank starts first; equal
+ranks start in order of arrival. All waiting requests age alike, so a rank never changes while a request waits, and the
 queue stays sorted:
 
 fcfs:           first come, first served. The rank is the position in the order of arrival.

@@ -35,7 +35,7 @@ class CollectedStep:
     step: ScheduledStep
     result: StepResult
     token_ids: list[int]  # `result.token_ids` as Python integers
-    began: float          # time of dispatch, in seconds of `time.monotonic()`
+    began: float          # time of dispatch, or the end of the previous step if that is later; `time.monotonic()`
     now: float            # time of collection
 
 
@@ -61,7 +61,7 @@ class Strategy(abc.ABC):
     def begin(self, request_group: "RequestGroup", context: StrategyContext) -> None:
         """Add the first requests to the scheduler. The others fork from the first one when the prompt is computed.
 
-        Waits for the request group's grammar, and raises what its compiler raises.
+        A strategy with a grammar waits for it here, and raises what its compiler raises.
         """
         self.context = context
         context.scheduler.add(request_group.first, followers=request_group.requests[1:])

@@ -80,7 +80,7 @@ class BeamStrategy(Strategy):
         return request_group.requests
 
     def scheduled(self, request_group: "RequestGroup") -> Collection[Request]:
-        """Live beams, except beams on hold that were preempted: they wait for their next token, and for no row."""
+        """Live beams, except beams on hold that were preempted: they are not in the waiting queue until `resume`."""
         return [beam for beam in self._beams if beam.schedule.row >= 0 or not beam.schedule.on_hold]
 
     @staticmethod
@@ -100,15 +100,15 @@ class BeamStrategy(Strategy):
         """Let the surviving beams continue, each with its new token."""
         scheduler = self.context.scheduler
         parents = [self._beams[step.parent] for step in steps]
-        without_heir = set(parents)
-        idle = [request for request in self._requests if request not in without_heir]
+        to_continue = set(parents)  # each continues once in its own row
+        idle = [request for request in self._requests if request not in to_continue]
         for request in self._beams:
-            if request not in without_heir:
+            if request not in to_continue:
                 scheduler.park(request)
         heirs = []
         for parent in parents:
-            if parent in without_heir:
-                without_heir.discard(parent)
+            if parent in to_continue:
+                to_continue.discard(parent)
                 heirs.append(parent)
             else:
                 heir = idle.pop()
