@@ -5,6 +5,7 @@ import random
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -339,3 +340,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=60, stateful_step_count=40)
+# hypothesis shrinks a failing example for up to 300 s: the usual timeout would end the process before it is printed
+pytestmark = pytest.mark.timeout(900)
