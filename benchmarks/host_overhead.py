@@ -1,8 +1,8 @@
-"""What the host side costs: a step of the engine, a block of the pool, a token of text. Needs no model and no device.
+"""Measures the host side: a step of the engine, a block of the pool, a token of text. Needs no model and no device.
 
     python benchmarks/host_overhead.py
 
-Prints a table and the machine. An engine step is timed on a runner that does nothing, so all of it is the host's.
+Prints a table and the machine. The runner does nothing, so an engine step consists of host time only.
 """
 
 import os
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
-from jpaged.engine.answer_text import AnswerText
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
-from jpaged.engine.detokenizer import TextDecoder, WindowDecoder, text_decoder
 from jpaged.engine.engine import Engine
 from jpaged.engine.inspect import capture
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
+from jpaged.engine.output.answer_text import AnswerText
+from jpaged.engine.output.detokenizer import TextDecoder, WindowDecoder, text_decoder
 from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
 from jpaged.params.sampling import SamplingParams
 
@@ -64,7 +64,7 @@ class NoDevice:
 
 
 class Backend:
-    """A tokenizer of `tokenizers` as the window decoder wants it."""
+    """A tokenizer of `tokenizers` with the interface of the window decoder."""
 
     def __init__(self, backend: Tokenizer):
         self.backend = backend
@@ -84,7 +84,7 @@ class Backend:
 
 
 def microseconds(work: Callable[[], int], rounds: int = 5) -> float:
-    """Median time of one of the units that `work` does; it returns how many it did."""
+    """Median time of one unit of work. `work` returns the number of units that it did."""
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -94,7 +94,7 @@ def microseconds(work: Callable[[], int], rounds: int = 5) -> float:
 
 
 def decoding(rows: int, windows: tuple[int | None, ...] = (None,)) -> Engine:
-    """An engine with so many requests, all decoding."""
+    """An engine with `rows` requests, all decoding."""
     engine = Engine(NoDevice(rows, windows))
     for row in range(rows):
         engine.add_request(str(row), [row] * 100, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
@@ -104,7 +104,7 @@ def decoding(rows: int, windows: tuple[int | None, ...] = (None,)) -> Engine:
 
 
 def decode_step(rows: int, windows: tuple[int | None, ...] = (None,)) -> float:
-    """Microseconds of one step with so many rows, all decoding. windows: of each group of layers."""
+    """Microseconds of one step with `rows` rows, all decoding. windows: one per kv_group."""
     engine = decoding(rows, windows)
 
     def steps() -> int:
@@ -116,7 +116,7 @@ def decode_step(rows: int, windows: tuple[int | None, ...] = (None,)) -> float:
 
 
 def inspection() -> tuple[float, float, float]:
-    """Microseconds to copy the books of 40,000 blocks and 256 requests, to describe the copy, to check the books."""
+    """Microseconds to capture an engine with 40,000 blocks and 256 requests, to describe it, and to check it."""
     engine = decoding(256)
     copy = capture(engine._scheduler)
     copying, describing, checking = [], [], []
@@ -148,7 +148,7 @@ def pool_block(num_blocks: int) -> float:
 
 
 def texts() -> list[tuple[str, Callable[[], int]]]:
-    """Ways to turn 12,000 tokens of some letters each into text, with what an answer adds to them."""
+    """Ways to turn 12,000 tokens of a few letters each into text: decoders alone, and in an answer."""
     pieces = ["return", "self", "def", "(", ")", ":", "read", "_", "json", "é", "漢字", "Ġthe", "Ġand", "Ġof"]
     byte_level = [piece for piece in pieces if piece.isascii() or "Ġ" in piece] + ["Ã", "©"]
     spaced = [piece.replace("Ġ", "▁") for piece in pieces] + ["<0xC3>", "<0xA9>"]
@@ -201,9 +201,9 @@ def main() -> None:
     copying, describing, checking = inspection()
     rows = [
         *((f"engine step, {count} rows decoding", decode_step(count)) for count in (8, 64, 256)),
-        ("engine step, 64 rows decoding, 7 groups of layers", decode_step(64, (512,) * 6 + (None,))),
+        ("engine step, 64 rows decoding, 7 kv_groups", decode_step(64, (512,) * 6 + (None,))),
         *((f"one block, of {size:,}: allocate, name, find, free", pool_block(size)) for size in (1000, 100_000)),
-        ("inspect 40,000 blocks: the copy, which stops the engine", copying),
+        ("inspect 40,000 blocks: the copy; the engine stands still", copying),
         ("inspect 40,000 blocks: its description, on another thread", describing),
         ("check_integrity of 40,000 blocks, when idle", checking),
         *((f"text of one token, {way}", microseconds(turn)) for way, turn in texts()),

@@ -1,11 +1,10 @@
-"""What scheduler and KV cache manager cost a step, and a block of the pool: by running requests, by pool size.
+"""Measures scheduler and KV cache manager: a step by number of running requests, a block by size of the pool.
 
     python benchmarks/scheduler.py
 
-Needs no model and no device. Requests come and go: prompts of 256 and answers of 128 tokens on average, every ended one
-replaced by a new one, so that a step has now and then a request to start and blocks to give out. Timed is
-`Scheduler.schedule` with what it calls, and `finish`; not what an engine does with the tokens. Prints tables and the
-machine.
+Needs no model and no device. Prompts have 256 tokens and answers 128 tokens on average. Every request that ends is
+replaced by a new one, so that some steps start a request and allocate blocks. Timed are `Scheduler.schedule` with all
+that it calls, and `finish`; not the work of an engine on the tokens. Prints tables and the machine.
 """
 
 import dataclasses
@@ -16,22 +15,22 @@ import statistics
 import time
 from collections.abc import Callable
 
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
-from jpaged.engine.block_table import KVState
-from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
+from jpaged.engine.kv_cache.block_table import KVState
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.scheduler_state import SchedulerLimits
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler_state import SchedulerLimits
 from jpaged.outputs import RequestMetrics
 from jpaged.params.sampling import SamplingParams
 
 ROWS = (8, 32, 64, 128, 256, 512)
 STEPS = 600
-BOUND_FIXED, BOUND_EACH = 40.0, 1.0  # µs a step, and a running request
+BOUND_FIXED, BOUND_EACH = 40.0, 1.0  # µs per step, and per running request
 
 
 class Load:
-    """Requests without end for a scheduler, and its clock."""
+    """An endless load of requests on a scheduler."""
 
     def __init__(self, rows: int, windows: tuple[int | None, ...] = (None,)):
         self._rng = random.Random(rows)
@@ -77,20 +76,20 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """µs a step."""
+    """µs per step."""
 
     decoding: float  # median of steps that only decode
     median: float    # of all steps
-    mean: float      # of all steps, with what ending requests takes
+    mean: float      # of all steps, ending requests included
 
     def __str__(self) -> str:
         return f"{self.decoding:10.1f} {self.median:10.1f} {self.mean:10.1f}"
 
 
 def steps(rows: int, windows: tuple[int | None, ...] = (None,)) -> StepCosts:
-    """What a step costs while so many requests run."""
+    """Cost of a step while `rows` requests run."""
     load = Load(rows, windows)
-    for _ in range(300):  # until requests of all ages run
+    for _ in range(300):  # warm up: requests of all ages run
         load.step()
     planned, ending, starts = zip(*(load.step() for _ in range(STEPS)), strict=True)
     decoding = [time for time, starting in zip(planned, starts, strict=True) if not starting]
@@ -99,7 +98,7 @@ def steps(rows: int, windows: tuple[int | None, ...] = (None,)) -> StepCosts:
 
 
 def microseconds(work: Callable[[], int], rounds: int = 5) -> float:
-    """Median time of one of the units that `work` does; it returns how many it did."""
+    """Median time of one unit of work. `work` returns the number of units that it did."""
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -109,7 +108,7 @@ def microseconds(work: Callable[[], int], rounds: int = 5) -> float:
 
 
 def pool_costs(num_blocks: int) -> tuple[float, float, float, float]:
-    """µs a block to allocate, name, find and free, in a pool of this size that is otherwise full of named blocks."""
+    """µs per block to allocate, name, find and free, in a pool that is otherwise full of named blocks."""
     pool, root, count = BlockPool(num_blocks), prefix_root(), 1000
 
     def names(first: int) -> list[BlockName]:
@@ -152,7 +151,7 @@ def main() -> None:
     print(f"{'running':>8} {'decoding':>10} {'all steps':>10} {'mean, ends':>10} {'bound':>8}   µs a step")
     for rows in ROWS:
         print(f"{rows:8} {steps(rows)} {BOUND_FIXED + BOUND_EACH * rows:8.0f}")
-    print(f"{256:8} {steps(256, (None, 512, 512))} {'':8}   three groups, two with a window")
+    print(f"{256:8} {steps(256, (None, 512, 512))} {'':8}   three kv_groups, two with a window")
     print(f"\n{'pool':>8} {'allocate':>10} {'name':>10} {'find':>10} {'free':>10}   µs a block")
     for num_blocks in (2_000, 20_000, 200_000):
         costs = pool_costs(num_blocks)

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from jpaged.cli.results import check_writable, machine, write_json
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.simulator.cost import CostModel
 from jpaged.simulator.load import ArrivalTimes, GeneratedLoad, LengthDistribution
 from jpaged.simulator.plot import check_plot, draw

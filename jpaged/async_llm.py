@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from jpaged.engine.engine import Output
-from jpaged.engine.input_processor import Prompt
+from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import JPagedError, RequestError
 from jpaged.frontend.build import build_engine

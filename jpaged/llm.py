@@ -13,10 +13,10 @@ from jpaged.answers.definitions import checked_tool_choice, checked_tools
 from jpaged.chat.prompt import RenderOptions
 from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.engine.engine import Engine, Output
-from jpaged.engine.input_processor import Prompt
+from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.inspect import EngineCapture
-from jpaged.engine.pooling import check_task
 from jpaged.engine.request_group import RequestGroup
+from jpaged.engine.strategies.pooling import check_task
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import build_engine
 from jpaged.frontend.engine_access import EngineAccess

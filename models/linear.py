@@ -1,4 +1,5 @@
-"""Products with weight matrices. Every matrix product of the decoder is made here, by the name of its leaf.
+"""Products with weight matrices. Every weight product of the decoder is made here, by the name of its leaf,
+except the row sum of a shared expert's gate (`experts`).
 
 `linear` is the plain product, and `linear_with_bias` adds the leaf's bias. `linear_per_head` multiplies every attention
 head by its own matrix. `linear_per_expert` multiplies every block of rows by the matrix of its expert.
@@ -64,9 +65,9 @@ def linear_with_bias(name: str, x: Float[Array, "rows in"], context: LayerContex
 def linear_per_head(
     name: str, x: Float[Array, "tokens heads in"], context: LayerContext, *, part: slice, transposed: bool
 ) -> Float[Array, "tokens heads out"]:
-    """x times a matrix per head: `part` of axis 1 of the leaf [heads, out, in].
+    """x times a matrix per head. `part` slices axis 1 of the leaf.
 
-    transposed: the product is with the transposed part, so `part` selects inputs: the leaf is [heads, in, out].
+    transposed: the leaf is [heads, in, out]; otherwise it is [heads, out, in].
     """
     weight = context.params[name][:, part]
     precision = _precision(x)

@@ -1,4 +1,4 @@
-"""What all tests share: the CPU, a persistent compile cache, and array shapes checked at run time.
+"""Shared by all tests: the CPU, a persistent compile cache, and array shapes checked at run time.
 
 docs/testing.md says which tests run where.
 """

@@ -7,6 +7,7 @@ everywhere above the kernels.
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -205,3 +206,11 @@ def test_importing_starts_no_device(part):
     """`import jpaged` is quick and leaves the device alone; jax is imported when an engine is made."""
     code = f"import {part}, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/glossary.md"])
+def test_every_path_on_a_page_exists(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:jpaged|models|serving|pallas_kernels|tests|docs)/[\w./]+)`", text))
+    assert len(paths) > 10
+    assert not sorted(path for path in paths if not (ROOT / path).exists())

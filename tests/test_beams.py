@@ -1,4 +1,4 @@
-"""Beam searches through the engine, all of a model's at once: what Transformers gave for each alone, as recorded."""
+"""All recorded beam searches of a model in parallel give the answers that Transformers gave for each alone."""
 
 import json
 
@@ -20,7 +20,7 @@ VARIANTS = [pytest.param(v, marks=[pytest.mark.slow] * (v in SLOW)) for v in dic
 
 
 def sampling_params(wanted):
-    """The same search, in this engine's words."""
+    """The same search as sampling parameters."""
     return SamplingParams(
         use_beam_search=True, beam_width=wanted.width, n=wanted.num_return_sequences, temperature=0,
         length_penalty=wanted.length_penalty, early_stopping=wanted.early_stopping, max_tokens=wanted.max_new_tokens,
@@ -47,7 +47,7 @@ def test_all_searches_at_once_give_transformers_answers(variant, tmp_path):
             assert given.cumulative_logprob == pytest.approx(answer.cumulative_logprob, abs=TOLERANCE), case
             ended = given.token_ids[-1] in case.params.end_token_ids
             assert given.finish_reason == ("stop" if ended else "length"), case
-            # what the search compares is what Transformers compares: the sum over the length, end token included
+            # the score that Transformers compares: the sum over the length, end token included
             score = given.cumulative_logprob / len(given.token_ids) ** case.params.length_penalty
             assert score == pytest.approx(answer.score, abs=TOLERANCE), case
     assert stats.copied_blocks > 0
@@ -60,6 +60,6 @@ def test_all_searches_at_once_give_transformers_answers(variant, tmp_path):
 
 
 def _block_bytes(config):
-    """16 float32 tokens, keys and values, of all layers."""
+    """Bytes of a block: keys and values of 16 tokens in all layers, in float32."""
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     return 2 * 16 * config["num_key_value_heads"] * head_dim * 4 * config["num_hidden_layers"]

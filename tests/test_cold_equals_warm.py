@@ -1,6 +1,6 @@
-"""Prefix cache on, off, and each request alone: the same tokens and log-probabilities, to the bit.
+"""Prefix cache on, off, and each request alone: the same tokens and log-probabilities, bit for bit.
 
-In float32 on CPU. Everything that is free, and every slot that was never written, is full of NaN.
+In float32 on CPU. All free blocks, and all slots that were never written, contain NaN.
 """
 
 import math
@@ -36,14 +36,14 @@ def runner(request):
 
 
 def tree_of_prompts(seed, most_answers):
-    """Prompts that leave a stem, or each other, at every point around a block's edge; some are a stem's beginning."""
+    """Prompts that branch off a stem, or off each other, at all points around a block's edge. Some are parts of it."""
     rng = random.Random(seed)
     stem = [rng.randrange(VOCAB_SIZE) for _ in range(STEM)]
     prompts = []
     for split in SPLITS:
         tail = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 1, 7, 8, 9, 20]))]
         prompts.append(stem[:split] + tail)
-    for parent in rng.sample(prompts, 10):  # branches of branches, and the very same prompt again
+    for parent in rng.sample(prompts, 10):  # branches of branches, and equal prompts
         cut = rng.choice([len(parent), len(parent) // BLOCK_SIZE * BLOCK_SIZE or 1])
         prompts.append(parent[:cut] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 0, 3]))])
     rng.shuffle(prompts)
@@ -59,13 +59,13 @@ def sampling(rng, most_answers):
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def tree(request, runner):
-    """Requests, and what each gives alone without a cache."""
-    # two answers at once would need a pool that, with windows, all of the others fit into
+    """Requests, and the answer of each alone without a cache."""
+    # with windows, a pool for two answers at a time would fit all other requests too
     requests = tree_of_prompts(request.param, most_answers=2 if len(runner.windows) == 1 else 1)
     return requests, alone(make_engine(runner, caching=False), requests)
 
 
-# blocks for one request and hardly more: everything that is kept is thrown out again soon
+# blocks for little more than one request: cached blocks are evicted soon
 STORM = {"full": 18, "windows": 28}
 
 
@@ -81,21 +81,21 @@ def test_a_tree_of_prompts(runner, tree, caching, room, host):
     requests, wanted = tree
     blocks = storm_blocks(runner) if room == "storm" else None
     engine = make_engine(runner, caching=caching, num_blocks=blocks, host_slots=host)
-    for _ in range(2):  # the second time most of it is there
+    for _ in range(2):  # the second time most KV is cached
         done = run(engine, requests)
         assert [bits(done[str(i)]) for i in range(len(requests))] == wanted
     stats = engine.stats()
-    # without a cache only the second of two answers to one prompt finds anything, where it had to wait
+    # without a cache only a second answer to a prompt can find KV, if it had to wait
     assert (stats.prefix_hit_tokens > 1500) == caching
-    if room == "roomy" or len(runner.windows) == 1:  # with windows, a request gives back more than it takes
+    if room == "roomy" or len(runner.windows) == 1:  # with windows, a request frees more blocks than it allocates
         assert (stats.preemptions > 0) == (room == "storm")
     if host:
         assert stats.blocks_to_device > 0
 
 
 @pytest.mark.parametrize("host", [0, HOST_SLOTS])
-def test_aborts_anywhere_leave_nothing_wrong_behind(runner, tree, host):
-    """In mid-prompt above all: what was computed of it until then is found by others."""
+def test_aborts_at_any_time_leave_a_consistent_cache(runner, tree, host):
+    """Most of all within a prompt: other requests find the KV that was computed before the abort."""
     requests, wanted = tree
     rng = random.Random(7)
     engine = make_engine(runner, num_blocks=storm_blocks(runner) + 8, host_slots=host, budget=12)
@@ -128,7 +128,7 @@ def test_aborts_anywhere_leave_nothing_wrong_behind(runner, tree, host):
 
 
 @pytest.mark.parametrize("length", [BLOCK_SIZE, BLOCK_SIZE + 1, 4 * BLOCK_SIZE])
-def test_a_whole_prompt_that_is_there_still_computes_its_last_token(runner, length):
+def test_a_fully_cached_prompt_still_computes_its_last_token(runner, length):
     prompt = list(range(length))
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=2)
     (wanted,) = alone(make_engine(runner, caching=False), [(prompt, params)])
@@ -168,20 +168,20 @@ def test_blocks_are_shared_in_the_step_that_computes_them(runner):
     "name",
     [pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "xla", "mosaic_tpu")],
 )
-def test_blocks_are_shared_in_the_step_that_computes_them_whatever_attends(name):
+def test_blocks_are_shared_in_the_step_that_computes_them_with_every_implementation(name):
     runner = make_runner(SPECS["full"], attention_implementation=name, swap_space=0.0)
     same_step(runner)
     runner.close()
 
 
 def test_poison_shows(runner):
-    """The tests above can fail: a block that is read though nobody wrote it gives NaN."""
+    """The tests above can fail: reading a slot that was never written gives NaN."""
     engine = make_engine(runner)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
     engine.add_request("0", {"prompt_token_ids": list(range(20))}, params)
     engine.step()
     (request,) = engine._scheduler.running
-    request.schedule.num_computed -= 12  # the books forget a block that was written
+    request.schedule.num_computed -= 12  # a written block counts as unwritten
     poison(engine)
     request.schedule.num_computed += 12
     (output,) = drain(engine).values()
@@ -189,7 +189,7 @@ def test_poison_shows(runner):
     assert any(math.isnan(logprob) for logprob in logprobs)
 
 
-def test_a_salt_hides_what_is_there(runner):
+def test_a_salt_hides_cached_kv(runner):
     engine = make_engine(runner)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     given = []

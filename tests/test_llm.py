@@ -17,8 +17,8 @@ import pytest
 import jpaged
 from jpaged import LLM, EngineConfig, EngineError, ModelLoadError, RequestError, SamplingParams
 from jpaged.engine.engine import Engine
-from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.strategies import SampleStrategy
 from jpaged.frontend.build import BuiltEngine, build_engine
 from jpaged.frontend.engine_options import engine_config

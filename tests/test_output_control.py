@@ -251,7 +251,7 @@ def test_a_bad_word_may_be_a_line_break(llm: LLM):
 
 
 def test_processed_logprobs_are_those_of_the_sampled_distribution():
-    with pytest.raises(ModelLoadError, match="logprobs_mode='all': there are raw_logprobs"):
+    with pytest.raises(ModelLoadError, match="logprobs_mode='all': must be one of raw_logprobs, processed_logprobs"):
         LLM("demo", logprobs_mode="all", **SIZES)
     random = sampling_programs(SamplerVariant.RANDOM)
     with random, LLM("demo", logprobs_mode="processed_logprobs", max_logprobs=5, **SIZES) as llm:

@@ -12,7 +12,7 @@ from tests.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_e
 
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 COMPUTE = TransferCosts(seconds_per_move=1.0, seconds_per_token=1e-9)
-# Moving pays, but to begin does not: a block goes to the host, and is not fetched from there.
+# Moving a block pays, but a batch of moves does not: blocks go to the host, and are not fetched.
 KEEP = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0, seconds_to_begin=1e9)
 
 
@@ -25,7 +25,7 @@ def runner(request):
 
 
 def requests_of(kind):
-    """Eight that fit into the pool one by one, and not together. Each has blocks of its own: nothing is shared."""
+    """Eight requests that fit into the pool one by one, but not together. They share no blocks."""
     params = {
         "one answer": {},
         "samples": {"n": 3, "temperature": 0.9},
@@ -46,7 +46,7 @@ KINDS = ("one answer", "samples", "beams")
 
 @pytest.fixture(scope="module", params=KINDS)
 def work(request, runner):
-    """Requests, what each gives alone, and blocks for the largest and hardly more."""
+    """Requests, the answer of each alone, and blocks for little more than the largest one."""
     requests = requests_of(request.param)
     blocks = {"one answer": 18, "samples": 26, "beams": 26}[request.param]
     if len(runner.windows) > 1:
@@ -54,7 +54,7 @@ def work(request, runner):
     return requests, alone(make_engine(runner), requests), blocks
 
 
-def test_by_computing_again(runner, work):
+def test_recomputed_kv_gives_the_same_answers(runner, work):
     requests, wanted, blocks = work
     for costs, slots, caching in ((None, 0, False), (COMPUTE, HOST_SLOTS, True)):
         engine = make_engine(runner, num_blocks=blocks, host_slots=slots, costs=costs, caching=caching)
@@ -63,10 +63,10 @@ def test_by_computing_again(runner, work):
         stats = engine.stats()
         assert stats.preemptions > 0
         assert stats.recomputed_tokens > 0
-        assert stats.blocks_to_host == stats.blocks_to_device == 0  # such costs do not pay
+        assert stats.blocks_to_host == stats.blocks_to_device == 0  # moving does not pay
 
 
-def test_by_fetching_from_the_host(runner, work):
+def test_fetched_kv_gives_the_same_answers(runner, work):
     requests, wanted, blocks = work
     memory_kinds = set()
 
@@ -85,14 +85,14 @@ def test_by_fetching_from_the_host(runner, work):
         assert (stats.blocks_to_device > 0) == (costs is FETCH)
         assert stats.used_host_slots <= HOST_SLOTS
         lost[costs] = stats.recomputed_tokens
-    if not any(params.num_sequences > 1 for _, params in requests):  # forks find what those have that still run
+    if not any(params.num_sequences > 1 for _, params in requests):  # forks share blocks with running requests
         assert lost[FETCH] < lost[KEEP]
     (device,) = runner._state.table.devices()
     assert any(memory.kind == PINNED for memory in device.addressable_memories())
     assert memory_kinds == {PINNED}
 
 
-def test_a_request_tells_how_often_it_was_preempted(runner):
+def test_metrics_count_preemptions(runner):
     blocks = 18 if len(runner.windows) == 1 else 28
     engine = make_engine(runner, num_blocks=blocks)
     done = run(engine, requests_of("one answer"))
@@ -101,7 +101,7 @@ def test_a_request_tells_how_often_it_was_preempted(runner):
 
 
 @pytest.mark.parametrize("policy", ["priority", "shortest_first"])
-def test_whoever_a_policy_preempts_goes_on_as_if_nothing_had_been(runner, policy):
+def test_preemption_by_any_policy_changes_no_answer(runner, policy):
     requests = requests_of("samples")
     wanted = alone(make_engine(runner), requests)
     engine = make_engine(
@@ -117,7 +117,7 @@ def test_whoever_a_policy_preempts_goes_on_as_if_nothing_had_been(runner, policy
     assert engine.stats().preemptions > 0
 
 
-def test_measured_costs_are_there_where_a_host_tier_is(runner):
+def test_a_host_tier_has_measured_costs(runner):
     assert runner.host_slots == HOST_SLOTS
     assert runner.transfer_costs.seconds_per_move > 0
     assert runner.transfer_costs.seconds_per_token > 0

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 
 from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.config import EngineConfig
-from jpaged.engine.plan_builder import row_init
 from jpaged.engine.request import Request
 from jpaged.engine.sampling_extras import SamplingExtras
+from jpaged.engine.scheduling.plan_builder import row_init
 from jpaged.engine.step_plan import RowMask, SamplerVariant
 from jpaged.kv_groups import group_layers
 from jpaged.loading import load_model

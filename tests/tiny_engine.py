@@ -1,6 +1,6 @@
-"""Engines over tiny random models: one set of compiled programs, any number of engines, of pools as small as wished.
+"""Engines over tiny random models: one set of compiled programs serves any number of engines, with pools of any size.
 
-What is free, and what was never written, can be filled with NaN between steps: whoever reads it gives NaN.
+`poison` fills free slots, and slots that were never written, with NaN between steps. A read of such a slot yields NaN.
 """
 
 import contextlib
@@ -65,13 +65,13 @@ def make_runner(spec, **options):
 
 
 def params_layers(spec):
-    """Arrays that a block lies in: one a layer of a group."""
+    """Page arrays of a block: one per layer of a KV group."""
     kinds = spec.windows
     return range(max(kinds.count(kind) for kind in set(kinds)))
 
 
 class View:
-    """A runner with some of its limits lowered, for an engine that is to have less."""
+    """A runner with lower limits, for an engine with a smaller pool or fewer rows."""
 
     def __init__(self, runner, **limits):
         self._runner = runner
@@ -91,10 +91,10 @@ def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=Tr
 
 
 def poison(engine):
-    """NaN into every slot that nobody may read: of blocks without holder and name, and not written yet."""
+    """Write NaN into every slot that no request may read: unwritten slots, and free blocks without a name."""
     pool, runner = engine._manager.pool, engine.runner._runner
     if pool.moves:
-        return  # what they will read is free in the books already
+        return  # pending moves still read blocks that are marked free
     written = np.zeros(len(runner._state.pages[0].data), int)
     for block in range(pool.num_blocks):
         if pool.name(block) is not None:
@@ -114,14 +114,14 @@ def _poisoned(pages, unwritten):
 
 
 def run(engine, requests, *, check=True, after_step=None):
-    """Answers of requests, (prompt, params), all added at once; checked and poisoned after every step."""
+    """Answers of requests (prompt, params), all added at once. Every step is checked, and free slots are poisoned."""
     for number, (prompt, params) in enumerate(requests):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     return drain(engine, check=check, after_step=after_step)
 
 
 def drain(engine, *, check=True, after_step=None):
-    """Outputs by id of everything under way."""
+    """Run until no request is left. Returns the final outputs by id."""
     done = {}
     while engine.has_work:
         for output in engine.step():
@@ -138,7 +138,7 @@ def drain(engine, *, check=True, after_step=None):
 
 
 def bits(output):
-    """All of an answer that must be the same, floats to the bit."""
+    """Everything of an answer that must be the same, with exact floats."""
     return [
         (answer.token_ids, answer.finish_reason, answer.cumulative_logprob, answer.logprobs)
         for answer in output.outputs
@@ -146,5 +146,5 @@ def bits(output):
 
 
 def alone(engine, requests):
-    """The bits of each request with nobody beside it."""
+    """The bits of each request when it runs alone."""
     return [bits(run(engine, [request], check=False)["0"]) for request in requests]

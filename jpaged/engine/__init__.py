@@ -1,1 +1,1 @@
-"""The host side: which requests run in a step, where their KV lies, and what comes out. Imports no jax."""
+"""The host side: scheduling, KV cache bookkeeping, inputs and outputs of requests. Imports no jax."""

@@ -8,7 +8,7 @@ One call of `Engine.step`:
 4. The output processor appends its tokens, checks for ends, and emits outputs.
 5. If masks of step N depend on these tokens, step N samples only now.
 
-A request that ends in 4 has one row too many in step N. Its token is dropped when it arrives. Its blocks are free at
+A request that ends in 4 still has a row in step N. Its token is dropped when it arrives. Its blocks are free at
 once, because a request that gets one of them writes to it in a later step.
 
 Single-threaded: one thread makes all calls.
@@ -20,19 +20,19 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from jpaged.engine.admission import AdmissionControl
-from jpaged.engine.answer_writer import AnswerWriter
 from jpaged.engine.engine_options import EngineOptions
 from jpaged.engine.engine_stats import EngineCounters, collect_stats
-from jpaged.engine.input_processor import InputProcessor, ModelLimits, Prompt
+from jpaged.engine.input.admission import AdmissionControl
+from jpaged.engine.input.input_processor import InputProcessor, ModelLimits, Prompt
 from jpaged.engine.inspect import EngineCapture, capture
-from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.output_processor import OutputProcessor
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.output.answer_writer import AnswerWriter
+from jpaged.engine.output.output_processor import OutputProcessor
 from jpaged.engine.request import RequestStatus
 from jpaged.engine.request_group import RequestGroup
-from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.scheduler_state import SchedulerCounters, SchedulerLimits
-from jpaged.engine.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler_state import SchedulerCounters, SchedulerLimits
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.engine.step_pipeline import StepPipeline
 from jpaged.engine.step_plan import Runner
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
@@ -134,7 +134,7 @@ class Engine:
         """One turn. Returns outputs of request groups that ended, and of streaming ones that have a new token.
 
         Raises StepError if the device fails a step. The requests that the step may have affected have ended then, and
-        their blocks are free. No KV computed before is reused. Waiting requests continue with the next call.
+        their blocks are free. The prefix cache is empty. Waiting requests continue with the next call.
         """
         self.pipeline.raise_failure()
         collected = self._turn()

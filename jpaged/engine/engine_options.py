@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from jpaged.engine.grammar import GrammarLimits
-from jpaged.engine.pooling import Pooling
-from jpaged.engine.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
+from jpaged.engine.strategies.pooling import Pooling
 from jpaged.params.logits_processors import LogitsProcessor
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.step_plan import Runner
 from jpaged.outputs import EngineStats
 

@@ -1,49 +1,50 @@
-"""What the engine holds at this moment: copied between two steps, described afterwards.
+"""A snapshot of the engine: copied between two steps, described afterwards.
 
-Two parts, because the first stops the engine. `capture` copies lists and little else; `EngineCapture.snapshot` makes
-the description of it on any thread, and takes some 30 times as long (`benchmarks/host_overhead.py`).
+1. `capture` copies a few lists. The engine stands still meanwhile.
+2. `EngineCapture.snapshot` makes the description from the copies, on any thread. It takes about 30 times as long
+   (`benchmarks/host_overhead.py`).
 """
 
 import dataclasses
 import time
 
-from jpaged.engine.block_pool import BlockStates
+from jpaged.engine.kv_cache.block_pool import BlockStates
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Held:
-    """Blocks of one request in one group of layers, from an index of its block table on."""
+    """Blocks of one request in one kv_group."""
 
     owner: RequestSnapshot
-    group: int
-    first: int
+    kv_group: int
+    first: int        # index of the first of these blocks in the block table
     blocks: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineCapture:
-    """Copies of the engine's books, which nobody changes any more."""
+    """Copies of block states, block tables and request states. Nothing changes them any more."""
 
     step: int
     block_size: int
-    num_groups: int
+    num_kv_groups: int
     states: BlockStates
     held: list[_Held]
     running: tuple[RequestSnapshot, ...]
     waiting: tuple[RequestSnapshot, ...]
 
     def snapshot(self) -> EngineSnapshot:
-        """The same as plain data."""
+        """The description, as plain data."""
         states = self.states
         owners: list[list[BlockOwner]] = [[] for _ in states.ref_counts]
         filled = [0] * len(owners)
         for held in self.held:
             request = held.owner
             for index, block in enumerate(held.blocks, held.first):
-                owners[block].append(BlockOwner(request.request_id, request.sample, held.group, index))
+                owners[block].append(BlockOwner(request.request_id, request.sample, held.kv_group, index))
                 tokens = min(request.computed_tokens - index * self.block_size, self.block_size)
                 filled[block] = max(filled[block], tokens)
         blocks = []
@@ -61,7 +62,7 @@ class EngineCapture:
         return PoolSnapshot(
             num_blocks=len(blocks),
             block_size=self.block_size,
-            num_groups=self.num_groups,
+            num_groups=self.num_kv_groups,
             used_blocks=len(used),
             shared_blocks=sum(block.ref_count > 1 for block in used),
             cached_blocks=cached,
@@ -72,19 +73,19 @@ class EngineCapture:
 
 
 def capture(scheduler: Scheduler) -> EngineCapture:
-    """Copy what the scheduler, its manager and its pool hold. To be called between two steps."""
+    """Copy the state of scheduler, block tables and pool. To be called between two steps."""
     manager, now = scheduler.manager, time.monotonic()
     running = [(request, _described(request, now)) for request in scheduler.running]
     waiting = [(request, _described(request, now)) for request in scheduler.waiting]
     return EngineCapture(
         step=manager.pool.step,
         block_size=manager.block_size,
-        num_groups=manager.num_kv_groups,
+        num_kv_groups=manager.num_kv_groups,
         states=manager.pool.states(),
         held=[
-            _Held(described, group, table.first_held, table.held)
+            _Held(described, kv_group, table.first_held, table.held)
             for request, described in (*running, *waiting)
-            for group, table in enumerate(request.kv.block_tables)
+            for kv_group, table in enumerate(request.kv.block_tables)
         ],
         running=tuple(described for _, described in running),
         waiting=tuple(described for _, described in waiting),

@@ -17,11 +17,11 @@ from typing import cast
 
 import numpy as np
 
-from jpaged.engine.answer_text import AnswerText
-from jpaged.engine.block_table import KVState
 from jpaged.engine.grammar import GrammarMatcher
-from jpaged.engine.reasoning_budget import ReasoningBudget
-from jpaged.engine.repetition import RepetitionWatch
+from jpaged.engine.kv_cache.block_table import KVState
+from jpaged.engine.output.answer_text import AnswerText
+from jpaged.engine.output.reasoning_budget import ReasoningBudget
+from jpaged.engine.output.repetition import RepetitionWatch
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError, RequestError

@@ -1,4 +1,4 @@
-"""What one API call asks for: one prompt, and the requests that answer it."""
+"""One API call: a prompt, and the requests that answer it."""
 
 import dataclasses
 from concurrent.futures import Future

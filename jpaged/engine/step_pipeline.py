@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Generic
 
-from jpaged.engine.scheduler_state import ScheduledStep
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep
 from jpaged.engine.step_plan import HandleT, RowMask, Runner
 from jpaged.engine.strategies import CollectedStep
 

@@ -81,7 +81,7 @@ class RowInit:
 
     row: int
     num_computed: int       # tokens whose KV is in the row's blocks already: the position of the next token
-    rope_len: int           # shortest sequence length that a length-dependent rope assumes; usually the prompt's length
+    rope_len: int           # a length-dependent rope uses max(rope_len, tokens so far); usually the prompt's length
     blocks: np.ndarray      # int32[B, 3]  (kv_group, index in the block table, block): all blocks that the row holds
     temperature: float      # 0: greedy
     top_p: float            # (0, 1]
@@ -89,8 +89,8 @@ class RowInit:
     min_p: float            # [0, 1]
     seed: int               # 0 <= seed < 2**64
     sample_index: int = 0   # index of the request among its request group's `n` parallel samples
-    # Divides the logits before the log-probabilities of a beam's candidates are computed. 0: the row is no beam, and
-    # its log-probabilities are the model's own.
+    # Divides the logits before the log-probabilities of a beam's candidates are computed. 0: the row is not a
+    # beam, and its log-probabilities are the model's own.
     beam_temperature: float = 0.0
     typical_p: float = 1.0         # (0, 1]
     presence_penalty: float = 0.0
@@ -115,21 +115,26 @@ class StepPlan:
     rows: np.ndarray          # int32[R]  row of the request table
     num_tokens: np.ndarray    # int32[R]  tokens that the row computes: 1 for a decode, 0 for a fork
     num_decodes: int
-    samples: np.ndarray       # bool[R]   the row samples, because it has computed all its known tokens in this step
+    # bool[R]  the row samples one token (or is pooled): no token of its sequence is left to compute after this step
+    samples: np.ndarray
     prompt_tokens: np.ndarray # int32[P]  token ids of the prompt rows, concatenated in the order of the rows
     # int32[U, 4]  (row, kv_group, index in the block table, block): changed entries of block tables
     block_updates: np.ndarray
-    row_inits: tuple[RowInit, ...] = ()  # rows whose request starts in this step; `block_updates` leaves them out
+    # rows whose request starts, resumes or forks in this step; `block_updates` leaves them out
+    row_inits: tuple[RowInit, ...] = ()
     sampler: SamplerVariant = SamplerVariant.GREEDY
     # int32[F]  one entry per fork: index in `rows` of the row that it samples from
     forked_from: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    # int32[M, 3]  (BlockMove, from, to): moves to perform before the step, in this order
+    # int32[M, 3]  (BlockMove, from, to): moves to perform before the step, in this order. `BlockMove` says whether from
+    # and to are blocks or slots of the host tier
     moves: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    masks: tuple[RowMask, ...] = ()  # masks that change before this step samples
-    # int32[2, S]  prompt tokens to score: index among the P + num_decodes tokens of the step, and id of the next token,
-    # whose log-probability is requested
+    # masks that change before this step samples, and are known now; `Runner.sample` adds those known later
+    masks: tuple[RowMask, ...] = ()
+    # int32[2, S]  prompt tokens to score. scored[0]: index among the step's tokens (decodes first, then prompt_tokens).
+    # scored[1]: id of the next token, whose log-probability is requested
     scored: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0), np.int32))
-    # Some masks depend on tokens in flight. The step does not sample until `Runner.sample` is called with them.
+    # Some masks depend on tokens in flight, or are computed while the forward program runs (grammars, reasoning
+    # budgets). The step does not sample until `Runner.sample` is called with them.
     waits_for_masks: bool = False
 
     @property

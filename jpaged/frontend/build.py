@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.grammar import GrammarLimits
-from jpaged.engine.pooling import Pooling, activation_of
+from jpaged.engine.strategies.pooling import Pooling, activation_of
 from jpaged.errors import RequestError
 from jpaged.frontend.engine_options import engine_config
 from jpaged.frontend.generation_defaults import generation_defaults

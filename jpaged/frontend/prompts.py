@@ -5,7 +5,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from jpaged.engine.prompt_reader import Prompt, as_array
+from jpaged.engine.input.prompt_reader import Prompt, as_array
 from jpaged.errors import RequestError
 
 T = TypeVar("T")

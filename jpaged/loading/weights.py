@@ -1,9 +1,10 @@
 """Loads a checkpoint's tensors into the parameter tree on the device.
 
-1. `plan_weights` reads headers only. Every leaf must have its tensors, in the right shape and a convertible dtype, and
-   no tensor may be left over. All errors are found here, before device memory is allocated.
+1. `plan_weights` reads headers, and compares tied embeddings. Every leaf must have its tensors, in the right shape and
+   a convertible dtype, and no tensor may be left over. So nearly all errors come before device memory is allocated.
 2. `load_weights` assembles one leaf at a time on the host, in its final dtype. It puts the leaf on the device before it
-   begins the next one. So host memory contains one fused leaf, in addition to the mapped files.
+   begins the next one, so peak host memory is one leaf plus the mapped files. A value too large for float16 is found
+   only here.
 """
 
 import dataclasses

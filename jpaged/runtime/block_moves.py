@@ -1,10 +1,12 @@
 """Moves of blocks between steps: copy on write, and transfers to and from the host tier.
 
-The moves are programs of their own, compiled before ready and run only when needed. Inside the step they would cost one
-kernel per layer in every step. The device runs programs in the order of dispatch: a block is copied after the step that
-wrote it, and before the step that continues in the copy. The host never waits.
+The moves are programs of their own, compiled before ready and run only when needed. As part of the step they would add
+one kernel per layer to every step. The device runs programs in the order of dispatch: a block is copied after the step
+that wrote it, and before the step that continues in the copy. The host does not wait, except where the backend has no
+pinned memory: there a block that moves to the host is downloaded at once.
 
-A block on the host is one array [page arrays, page]: in pinned memory if the back end has it, else a numpy array.
+A block on the host is a pytree like KVPages of one block, stacked over the page arrays: in pinned memory if the backend
+has it, else as numpy arrays.
 """
 
 import logging

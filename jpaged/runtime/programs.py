@@ -17,10 +17,10 @@ from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
 from jpaged.runtime.step import ForwardShape
 
-# Largest number of programs with default options. Three of them are not in the table: upload_row, and copying blocks in
-# two sizes. A host tier adds two.
+# Largest number of programs with default options. Five of them are not in the table: upload_row, copying blocks in two
+# sizes, and the two of ExtrasUploader. A host tier adds two.
 MAX_PROGRAMS = 24
-MAX_STEP_PROGRAMS = MAX_PROGRAMS - 3
+MAX_STEP_PROGRAMS = MAX_PROGRAMS - 5
 MAX_ROW_BUCKETS = 4
 MAX_FORWARD_PROGRAMS = 8
 MAX_FULL_BUCKETS = 2  # of `sample` programs with SamplerVariant.FULL

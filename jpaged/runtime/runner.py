@@ -146,7 +146,7 @@ class ModelRunner:
         return self._counter.count
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Start a step; returns at once. Raises EngineError if the device fails; then the KV pool is empty."""
+        """Start a step; returns at once. Raises EngineError if the device fails; the KV pool may be empty then."""
         program = self.programs.forward(plan)
         width = self.memory_plan.limits.width
         updates = block_updates(plan, width)
@@ -206,7 +206,7 @@ class ModelRunner:
         self._params, self._lm_head_params = params, lm_head_params(model.spec, params)
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
-        """True if KV of a prompt may be shared. With dynamic rope, keys past the first range depend on its length."""
+        """True if KV of a prompt may be shared. With dynamic rope, the keys of a long prompt depend on its length."""
         rope = self.spec.rope
         if rope is None or rope.scaling != "dynamic":
             return True

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.engine.block_pool import prefix_root
-from jpaged.engine.block_table import KVState
-from jpaged.engine.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.block_pool import prefix_root
+from jpaged.engine.kv_cache.block_table import KVState
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.scheduler_state import ScheduledStep, SchedulerLimits
-from jpaged.engine.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerLimits
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import RequestMetrics

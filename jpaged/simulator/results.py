@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jpaged.engine.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.simulator.cost import COEFFICIENTS, CostModel
 from jpaged.simulator.histogram import Histogram
 from jpaged.simulator.records import Records

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from jpaged.engine.scheduling_options import SchedulingOptions
-from jpaged.engine.waiting_queue import POLICIES
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.waiting_queue import POLICIES
 from jpaged.errors import RequestError
 from jpaged.simulator.cost import CostModel
 from jpaged.simulator.load import Arrival

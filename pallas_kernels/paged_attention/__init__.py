@@ -85,7 +85,8 @@ def paged_attention(
                      program JaxRuntimeError with the same text. Costs a call back to the host. Without it, indices out
                      of range give undefined results.
 
-    Only the XLA implementations have gradients. `jax.shard_map` needs `check_vma=False`. All arguments but the arrays
+    Only the XLA implementations and the reference have gradients.
+    `jax.shard_map` needs `check_vma=False`. All arguments but the arrays
     are static.
 
     Returns q's dtype, with v_dim numbers per head for latent pages. Sums over keys are in float32. Raises ValueError,

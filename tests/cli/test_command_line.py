@@ -8,7 +8,7 @@ import pytest
 from jpaged import cli
 from jpaged.cli import flags
 from jpaged.config import SCHEDULING_POLICIES, EngineConfig
-from jpaged.engine.waiting_queue import POLICIES
+from jpaged.engine.scheduling.waiting_queue import POLICIES
 
 COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency", "plan"]
 

@@ -1,11 +1,14 @@
-"""A runner in plain Python whose "model" notices every wrong block, stale page and misplaced token.
+"""A runner in plain Python. Its "model" notices every wrong block, stale page and misplaced token.
 
-The KV pages hold token ids, and which group of layers wrote them for which position. The next token is a hash of all
-tokens that each group sees of the request, read back through the row's block tables: so it is right only if each slot
-was written, by the right request, and not overwritten since. Tokens that only the first of a chunk sees are compared
-with what the row was told. Each slot also holds what else its KV depends on: the salt of whoever wrote it, and the
-oldest weights that it was made with, directly or through what it attended to. State lies where
-the real runner keeps it: pages and a request table that rows, block updates and sampled tokens are written to.
+State is stored as in the real runner: in pages, and in a request table that rows, block updates and sampled tokens are
+written to.
+
+1. A slot stores a token id instead of KV, and the kv_group and position that it was written for.
+2. The next token is a hash of all tokens that each kv_group sees, read through the row's block tables. It is right only
+   if each slot was written by the right request and was not overwritten since.
+3. Tokens that only the first token of a chunk sees are compared with the tokens that the row was given.
+4. A slot also stores everything else that its KV depends on. This is the salt of its request, the rope, and the oldest
+   weights that it depends on, directly or through the slots that it attended to.
 """
 
 import dataclasses
@@ -29,22 +32,25 @@ UNWRITTEN = -1
 
 
 class DeviceFailure(RuntimeError):
-    """What a failing device raises."""
+    """Raised by a failing device."""
 
 
 @dataclasses.dataclass
 class FakeHandle:
-    """A dispatched step: its result is there from the start, but only `collect` may look at it."""
+    """A dispatched step. Its result exists at once, but only `collect` may read it."""
 
     number: int
-    result: StepResult | None  # None: it waits for masks
+    result: StepResult | None  # None: the step waits for masks
     plan: StepPlan
-    tokens: np.ndarray         # what the rows would sample without masks
+    tokens: np.ndarray         # tokens that the rows would sample without masks
 
 
 @dataclasses.dataclass
 class FakeRunner:
-    """See `jpaged.engine.step_plan.Runner`. Calls in `fail_at`, ("dispatch", "sample" or "collect", step), raise."""
+    """See `jpaged.engine.step_plan.Runner`.
+
+    fail_at: calls that raise, as ("dispatch", "sample" or "collect", number of the step).
+    """
 
     num_blocks: int = 64
     block_size: int = 4
@@ -61,8 +67,8 @@ class FakeRunner:
     transfer_costs: TransferCosts | None = None
     min_jump_per_request: float = 0.0
     fail_at: frozenset[tuple[str, int]] = frozenset()
-    weights: int = 0                                 # which ones it has
-    salt_of: Callable[[int], str] = lambda row: ""   # of the request in a row, whom a test knows
+    weights: int = 0                                 # number of the weights that it has
+    salt_of: Callable[[int], str] = lambda row: ""   # row -> salt of its request
 
     def __post_init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -70,21 +76,24 @@ class FakeRunner:
         self._collected = 0
         width = -(-self.max_model_len // self.block_size)
         self.pages = np.full((self.num_blocks, self.block_size), UNWRITTEN)
-        self.written_for = np.full((self.num_blocks, self.block_size, 2), UNWRITTEN)  # (group, position)
-        self.written_long = np.zeros((self.num_blocks, self.block_size), bool)  # for a sequence that has outgrown
-        self.written_with = np.zeros((self.num_blocks, self.block_size), int)  # oldest weights that had a part in it
+        self.written_for = np.full((self.num_blocks, self.block_size, 2), UNWRITTEN)  # (kv_group, position)
+        # written with the rope of long sequences
+        self.written_long = np.zeros((self.num_blocks, self.block_size), bool)
+        # oldest weights that it depends on
+        self.written_with = np.zeros((self.num_blocks, self.block_size), int)
         self.written_salt = np.full((self.num_blocks, self.block_size), "", object)
-        self.row_weights = np.zeros(self.max_num_seqs, int)  # the oldest that had a part in what the row has
+        self.row_weights = np.zeros(self.max_num_seqs, int)  # oldest weights that the row's KV depends on
         self.tables = np.full((len(self.windows), self.max_num_seqs, width), -1)
-        self.told = np.full((self.max_num_seqs, width * self.block_size), UNWRITTEN)  # the row's own tokens
+        # tokens that the row was given
+        self.row_tokens = np.full((self.max_num_seqs, width * self.block_size), UNWRITTEN)
         self.lengths = np.zeros(self.max_num_seqs, int)
         self.last_tokens = np.full(self.max_num_seqs, UNWRITTEN)
         self.masks: list[np.ndarray | None] = [None] * self.max_num_seqs
         self.inits: list[RowInit | None] = [None] * self.max_num_seqs
-        self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> what the block was
+        self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> content of the block
 
     def dispatch(self, plan: StepPlan) -> FakeHandle:
-        """Run a step; checks first that the plan keeps every promise of StepPlan."""
+        """Run a step, after checking that the plan keeps all promises of StepPlan."""
         number = len(self.plans)
         self.plans.append(plan)
         if ("dispatch", number) in self.fail_at:
@@ -97,35 +106,35 @@ class FakeRunner:
             self.inits[init.row] = init
             self.masks[init.row] = None if init.extras is None else init.extras.mask
             self.tables[:, init.row] = -1
-            for group, index, block in init.blocks.tolist():
-                self.tables[group, init.row, index] = block
-            self.told[init.row] = UNWRITTEN
+            for kv_group, index, block in init.blocks.tolist():
+                self.tables[kv_group, init.row, index] = block
+            self.row_tokens[init.row] = UNWRITTEN
             self.lengths[init.row] = init.num_computed
             self.last_tokens[init.row] = UNWRITTEN
             self.row_weights[init.row] = self.weights
-        for row, group, index, block in plan.block_updates.tolist():
-            fresh = self.tables[group, row, index] == -1
+        for row, kv_group, index, block in plan.block_updates.tolist():
+            fresh = self.tables[kv_group, row, index] == -1
             assert fresh or block in copied, "a block table entry is replaced by a copy only"
-            self.tables[group, row, index] = block
+            self.tables[kv_group, row, index] = block
         ids = self._token_ids(plan)
         # All rows write their KV before any row attends, as in the real step.
         for row, tokens in zip(plan.rows.tolist(), ids, strict=True):
             for position, token in enumerate(tokens, start=int(self.lengths[row])):
-                self.told[row, position] = token
-                for group, table in enumerate(self.tables[:, row]):
+                self.row_tokens[row, position] = token
+                for kv_group, table in enumerate(self.tables[:, row]):
                     block, offset = table[position // self.block_size], position % self.block_size
                     assert block >= 0, f"row {row} has no block for position {position}"
                     self.pages[block, offset] = token
-                    self.written_for[block, offset] = group, position
-                    self.written_long[block, offset] = self._has_outgrown(row, position + 1)
+                    self.written_for[block, offset] = kv_group, position
+                    self.written_long[block, offset] = self._uses_long_rope(row, position + 1)
                     self.written_with[block, offset] = self.row_weights[row]
                     self.written_salt[block, offset] = self.salt_of(row)
         first_fork = len(plan.rows) - len(plan.forked_from)
-        for init in plan.row_inits:  # only now: what is found may have been written in this very step
+        for init in plan.row_inits:  # after writing: a prefix may have been written in this very step
             self._find_weights(init, is_fork=init.row in plan.rows[first_fork:])
         for row, count in zip(plan.rows[:first_fork].tolist(), plan.num_tokens.tolist(), strict=False):
-            for group in range(len(self.windows)):
-                self._compare_seen(row, group)
+            for kv_group in range(len(self.windows)):
+                self._compare_seen(row, kv_group)
             self.lengths[row] += count
         tokens = np.zeros(len(plan.rows), np.int32)
         sources = np.concatenate([plan.rows[:first_fork], plan.rows[plan.forked_from]])
@@ -137,7 +146,7 @@ class FakeRunner:
         return handle if plan.waits_for_masks else self.sample(handle, ())
 
     def sample(self, handle: FakeHandle, masks: Sequence[RowMask]) -> FakeHandle:
-        """Give each row its token, or the next one that its mask allows."""
+        """Sample the token of each row, or the next id that its mask allows."""
         assert handle.result is None, "sampled twice"
         plan = handle.plan
         if plan.waits_for_masks and ("sample", handle.number) in self.fail_at:
@@ -161,19 +170,19 @@ class FakeRunner:
             array[target] = part
 
     def _find_weights(self, init: RowInit, *, is_fork: bool) -> None:
-        """What a request finds was made with the weights of now; a fork, or a beam, has what its parent had."""
+        """Check that a starting row finds only KV of the present weights; forks and beams may have older KV."""
         starts = [(block, init.num_computed - index * self.block_size) for _, index, block in init.blocks.tolist()]
         found = [self.written_with[block, :count].min() for block, count in starts if count > 0]
         oldest = min(found, default=self.weights)
         may_be_older = is_fork or init.beam_temperature > 0
-        assert oldest == self.weights or may_be_older, "finds what other weights have made"
+        assert oldest == self.weights or may_be_older, "finds KV of other weights"
         self.row_weights[init.row] = oldest
         for block, count in starts:
             own = self.written_with[block, max(count, 0) :]  # written in this step, or not yet
             np.minimum(own, oldest, out=own)
 
     def collect(self, handle: FakeHandle) -> StepResult:
-        """The step's result. Steps are collected once, in order."""
+        """The step's result. Checks that steps are collected once, in order."""
         assert handle.number >= self._collected, "collected twice, or out of order"
         self._collected = handle.number + 1
         if ("collect", handle.number) in self.fail_at:
@@ -182,19 +191,19 @@ class FakeRunner:
         return handle.result
 
     def set_params(self, params: int) -> None:
-        """Use other weights: a number larger than all before."""
+        """Use other weights. params: their number, larger than all numbers before."""
         self.weights = params
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
-        """Whether KV of such a prompt may be shared."""
+        """Whether KV of a prompt of this length may be shared."""
         return prompt_len <= self.cacheable_up_to
 
     def close(self) -> None:
-        """Nothing may be dispatched after this."""
+        """No step may be dispatched after this."""
         self.closed = True
 
     def _fail(self, call: str) -> None:
-        self.pages[:] = UNWRITTEN  # the real runner's state is gone as well: it was donated to the step that failed
+        self.pages[:] = UNWRITTEN  # the real runner's state was donated to the failed step, and is lost too
         raise DeviceFailure(call)
 
     def _check(self, plan: StepPlan) -> None:
@@ -224,37 +233,37 @@ class FakeRunner:
         ends = np.cumsum(plan.num_tokens[plan.num_decodes :])
         return ids + [part.tolist() for part in np.split(plan.prompt_tokens, ends[:-1])] if len(ends) else ids
 
-    def _seen(self, row: int, group: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions that the next of `length` tokens' last sees in a group, and the tokens that its table leads to."""
-        window = self.windows[group]
+    def _seen(self, row: int, kv_group: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions that the last of `length` tokens sees in a kv_group, and the tokens in their slots."""
+        window = self.windows[kv_group]
         positions = np.arange(0 if window is None else max(length - window, 0), length)
-        blocks = self.tables[group, row, positions // self.block_size]
+        blocks = self.tables[kv_group, row, positions // self.block_size]
         offsets = positions % self.block_size
         tokens = self.pages[blocks, offsets]
-        assert (blocks >= 0).all(), "attends to a block that was given back"
+        assert (blocks >= 0).all(), "attends to a freed block"
         assert (tokens != UNWRITTEN).all(), "attends to a slot that was never written"
-        assert (self.written_for[blocks, offsets, 0] == group).all(), "attends to another group's block"
+        assert (self.written_for[blocks, offsets, 0] == kv_group).all(), "attends to another kv_group's block"
         assert (self.written_for[blocks, offsets, 1] == positions).all(), "attends to other positions"
         assert (self.written_salt[blocks, offsets] == self.salt_of(row)).all(), "attends to KV of another salt"
-        long = self._has_outgrown(row, length)
+        long = self._uses_long_rope(row, length)
         assert (self.written_long[blocks, offsets] == long).all(), "attends to KV of another rope"
         return positions, tokens
 
-    def _has_outgrown(self, row: int, length: int) -> bool:
-        """Whether a row's sequence, so long now, is computed as a long one."""
+    def _uses_long_rope(self, row: int, length: int) -> bool:
+        """Whether a row's token at this length is computed with the rope of long sequences."""
         return self.longrope_switch_len is not None and max(self.inits[row].rope_len, length) > self.longrope_switch_len
 
-    def _compare_seen(self, row: int, group: int) -> None:
-        """What the first token of a step sees behind itself is what the row was told, or another group has seen."""
+    def _compare_seen(self, row: int, kv_group: int) -> None:
+        """Check the tokens that the first token of a chunk sees. Remember them as tokens of the row."""
         length = int(self.lengths[row])
-        positions, tokens = self._seen(row, group, length + 1)
-        told = self.told[row, positions]
-        assert ((told == tokens) | (told == UNWRITTEN)).all(), "attends to a token of another"
-        self.told[row, positions] = tokens
+        positions, tokens = self._seen(row, kv_group, length + 1)
+        given = self.row_tokens[row, positions]
+        assert ((given == tokens) | (given == UNWRITTEN)).all(), "attends to a token of another"
+        self.row_tokens[row, positions] = tokens
 
     def _attend(self, row: int, sampler: int) -> int:
-        """The next token of a row, from what its block tables lead to, drawn as row `sampler` draws."""
-        seen = [self._seen(row, group, int(self.lengths[row]))[1] for group in range(len(self.windows))]
+        """The next token of a row, read through its block tables, and sampled with the parameters of row `sampler`."""
+        seen = [self._seen(row, kv_group, int(self.lengths[row]))[1] for kv_group in range(len(self.windows))]
         init = self.inits[sampler]
         seed = sample_seed(init.seed, init.sample_index) if init.temperature > 0 else 0
         return _hash(np.concatenate(seen).tolist(), self.vocab_size, seed)
@@ -277,7 +286,7 @@ class FakeRunner:
 
 
 def next_allowed(token: int, mask: np.ndarray | None, vocab_size: int) -> int:
-    """The token, or the next one behind it that a packed mask allows."""
+    """The token, or the next larger id that a packed mask allows, modulo the vocabulary."""
     while mask is not None and not mask[token // 32] >> np.uint32(token % 32) & 1:
         token = (token + 1) % vocab_size
     return int(token)
@@ -286,19 +295,19 @@ def next_allowed(token: int, mask: np.ndarray | None, vocab_size: int) -> int:
 def next_token(
     token_ids: list[int], vocab_size: int, seed: int = 0, windows: tuple[int | None, ...] = (None,)
 ) -> int:
-    """The model: a hash of everything so far, as far as each group of layers sees it."""
+    """The model: a hash of all tokens that each kv_group sees."""
     seen = [token for window in windows for token in token_ids[-window if window else None :]]
     return _hash(seen, vocab_size, seed)
 
 
 def candidates(token: int, vocab_size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a beam is given where `token` is the most likely one: other ids, less and less likely."""
+    """Candidates of a beam whose most likely token is `token`: other ids, less and less likely."""
     ids = (token + 5 * np.arange(count)) % vocab_size
     return ids, -((0.1 + token % 7 / 10) * (1 + np.arange(count))).astype(np.float32)
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of one of n samples."""
+    """Seed of one of n samples."""
     return seed + 1_000_003 * index
 
 
@@ -309,7 +318,7 @@ def _hash(token_ids: list[int], vocab_size: int, seed: int) -> int:
 def alone(
     token_ids: list[int], count: int, vocab_size: int, *, seed: int = 0, windows: tuple[int | None, ...] = (None,)
 ) -> list[int]:
-    """What a request gives with nobody beside it."""
+    """Tokens of a request that runs alone."""
     tokens = list(token_ids)
     for _ in range(count):
         tokens.append(next_token(tokens, vocab_size, seed, windows))

@@ -2,11 +2,11 @@
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-SPECIAL, ADDED, UNUSED = 94, 95, 96  # the last id is of no token
+SPECIAL, ADDED, UNUSED = 94, 95, 96  # the last id has no token
 
 
 def _character(byte: int) -> str:
-    """As byte-level BPE writes a byte that is no printable ASCII character."""
+    """The character that byte-level BPE uses for a byte which is not printable ASCII."""
     if 0xA1 <= byte <= 0xAC or byte >= 0xAE:
         return chr(byte)
     others = [b for b in range(256) if not (33 <= b <= 126 or 0xA1 <= b <= 0xAC or b >= 0xAE)]

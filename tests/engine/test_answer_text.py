@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from jpaged import AsyncLLM, RequestError, RequestOutput, SamplingParams
-from jpaged.engine.answer_text import AnswerText
 from jpaged.engine.engine import Engine
-from jpaged.engine.input_processor import InputProcessor, ModelLimits
+from jpaged.engine.input.input_processor import InputProcessor, ModelLimits
+from jpaged.engine.output.answer_text import AnswerText
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
 from jpaged.params.sampling import RequestOutputKind

@@ -1,4 +1,4 @@
-"""Beam search: against Transformers' recorded answers, against trying everything, and what must hold of any search."""
+"""Beam search: compared with recorded answers of Transformers and with exhaustive search; and invariants."""
 
 import dataclasses
 import gc
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jpaged.engine.beam_search import BeamSearch, BeamStep, Hypothesis
+from jpaged.engine.strategies.beam_search import BeamSearch, BeamStep, Hypothesis
 from jpaged.errors import EngineError, RequestError
 from tests.golden.beams import TABLE_PROMPT, TableCase, cases, table, table_cases
 
@@ -19,7 +19,7 @@ END = 2
 
 
 class Follower:
-    """Drives a search with a table, and keeps the sequence of every live beam the way an engine does: by parents."""
+    """Drives a search with a table. Follows the sequence of every live beam by its parents, as an engine does."""
 
     def __init__(self, table: np.ndarray, search: BeamSearch, last: tuple[int, ...] = TABLE_PROMPT):
         self.table = table
@@ -36,7 +36,7 @@ class Follower:
         self.beams = [(*self.beams[step.parent], step.token_id) for step in steps]
 
     def run(self) -> BeamSearch:
-        """To the end."""
+        """Run the search to its end."""
         while not self.search.is_over:
             self.step()
         return self.search
@@ -60,8 +60,8 @@ def test_answers_of_transformers_bit_for_bit(case: TableCase):
         assert hypothesis.cumulative_logprob == pytest.approx(answer.cumulative_logprob, abs=1e-4)
 
 
-def test_the_recorded_tables_can_tell():
-    """Every option's every value, early ends, and searches that end before their length."""
+def test_the_recorded_tables_cover_all_options():
+    """All values of all options, and searches that end early."""
     all_cases = table_cases()
     for name, values in {
         "width": (2, 3, 4, 10), "length_penalty": (-0.5, 0.0, 0.6, 1.0, 2.0), "early_stopping": (False, True, "never"),
@@ -76,8 +76,8 @@ def test_the_recorded_tables_can_tell():
     assert {case.params.early_stopping for case in ended_early} == {False, True, "never"}
 
 
-def test_the_recorded_models_can_tell():
-    """What the engine's test reads: every kind of search, with answers that end early and at their length."""
+def test_the_recorded_models_cover_all_kinds_of_searches():
+    """The answers for tests/test_beams.py: all kinds of searches, with answers that end early and at their length."""
     found = cases()
     assert len({case.variant for case in found}) >= 6
     assert {len(case.prompt) for case in found} == {1, 15, 16, 17, 40}
@@ -93,7 +93,7 @@ def test_the_recorded_models_can_tell():
 
 
 def tables_of(vocab: int) -> st.SearchStrategy[np.ndarray]:
-    """Log-probabilities of [token before the last, last, next]; few different values, so that ties happen."""
+    """Log-probabilities by [token before the last, last, next]. Few different values, so that ties happen."""
     value = st.integers(0, 40).map(lambda k: -k / 8)
     return st.lists(value, min_size=vocab**3, max_size=vocab**3).map(
         lambda values: np.array(values, np.float32).reshape(vocab, vocab, vocab)
@@ -133,7 +133,7 @@ def test_a_search_wide_enough_finds_everything_there_is(table, length, penalty, 
 @given(
     tables_of(4), st.integers(1, 6), st.integers(1, 12), PENALTY, EARLY, st.frozensets(st.integers(0, 3), max_size=2)
 )  # fmt: skip
-def test_what_holds_of_any_search(table, width, length, penalty, early, end_token_ids):
+def test_invariants_of_any_search(table, width, length, penalty, early, end_token_ids):
     search = BeamSearch(
         width=width, max_new_tokens=length, end_token_ids=end_token_ids, length_penalty=penalty, early_stopping=early
     )
@@ -150,7 +150,7 @@ def test_what_holds_of_any_search(table, width, length, penalty, early, end_toke
         assert (not steps) == search.is_over
         so_far = search.best(2 * width)
         check(so_far, penalty)
-        if steps:  # live beams are among them, at the length they have
+        if steps:  # live beams count, at their present length
             live = {h.token_ids for h in so_far if h.finish_reason is None}
             assert live == {beam[2:] for beam in follower.beams}
     assert len(follower.steps) <= length
@@ -163,7 +163,7 @@ def test_what_holds_of_any_search(table, width, length, penalty, early, end_toke
         assert not any(token in end_token_ids for token in h.token_ids[:-1])
         assert h.finish_reason == ("stop" if h.token_ids[-1] in end_token_ids else "length")
         assert h.finish_reason == "stop" or len(h.token_ids) == length
-        for i, step in enumerate(follower.steps[: len(h.token_ids) - 1]):  # the beams that it was on its way
+        for i, step in enumerate(follower.steps[: len(h.token_ids) - 1]):  # the beams that became this hypothesis
             assert step[h.beam_indices[i + 1]] == BeamStep(h.beam_indices[i], h.token_ids[i], h.logprobs[i])
     with pytest.raises(EngineError):
         search.advance(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32))
@@ -192,7 +192,7 @@ def test_width_one_is_greedy(table, length, penalty, early):
 
 @given(tables_of(4), st.integers(1, 3), st.integers(1, 8), PENALTY, EARLY, st.integers(0, 9))
 def test_more_candidates_than_needed_change_nothing(table, width, length, penalty, early, extra):
-    """`num_candidates` decides what all tokens do."""
+    """`num_candidates` candidates per beam give the same result as all tokens."""
     options = {
         "width": width, "max_new_tokens": length, "end_token_ids": frozenset({END}), "length_penalty": penalty,
         "early_stopping": early,
@@ -204,7 +204,7 @@ def test_more_candidates_than_needed_change_nothing(table, width, length, penalt
 
 @given(st.lists(st.sampled_from([-1.0, -1.5, -2.0, -7.0, -math.inf, math.nan]), max_size=40), st.integers(1, 12))
 def test_the_largest_in_order(values, width):
-    """Among few candidates and among many; of equal ones the earlier."""
+    """Among few candidates and among many. On a tie the earlier one comes first."""
     search = BeamSearch(width=width, max_new_tokens=2)
     steps = search.advance(np.arange(len(values), dtype=np.int32)[None], np.array([values], np.float32))
     possible = [i for i, value in enumerate(values) if value > -math.inf]
@@ -212,12 +212,12 @@ def test_the_largest_in_order(values, width):
 
 
 def arrays(*rows: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates of each beam: {token: log-probability}."""
+    """Candidates of each beam, from dicts {token: log-probability}."""
     return np.array([list(row) for row in rows], np.int32), np.array([list(row.values()) for row in rows], np.float32)
 
 
 class TestEndings:
-    """When a search of width 2 with one end token is over; at each step the beams hand in an end or two others."""
+    """The end of a search of width 2 with one end token. At each step the beams return an end token and two others."""
 
     def search(self, early: Any, penalty: float = 1.0) -> BeamSearch:
         search = BeamSearch(
@@ -319,7 +319,7 @@ class TestNothingToFollow:
 
 
 def test_a_long_search_keeps_no_copy_a_step():
-    """20,000 tokens of width 2: memory is that of two sequences, and letting go of them does not recurse."""
+    """20,000 tokens of width 2: memory is that of two sequences, and freeing them does not recurse."""
     search = BeamSearch(width=2, max_new_tokens=20_000, length_penalty=0.0)
     search.advance(*arrays({3: -0.1, 4: -0.2}))
     candidates = arrays({3: -0.1, 4: -8.0}, {3: -0.1, 4: -8.0})
@@ -360,7 +360,7 @@ def test_the_largest_penalty_does_not_overflow():
         assert best.score < 0
 
 
-def test_candidates_that_do_not_fit_the_beams():
+def test_candidates_of_wrong_shapes_are_refused():
     search = BeamSearch(width=2, max_new_tokens=4)
     with pytest.raises(EngineError):
         search.advance(*arrays({3: -1.0}, {3: -1.0}))

@@ -1,4 +1,4 @@
-"""Block pool and KV cache manager, against a model of them that knows nothing of free lists and digests."""
+"""Block pool and KV cache manager, compared with simple models that have no free list and no digests."""
 
 import itertools
 
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from jpaged.engine.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
-from jpaged.engine.host_tier import HostTier
-from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.prefix_finder import Prefix
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
+from jpaged.engine.kv_cache.host_tier import HostTier
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.prefix_finder import Prefix
 from jpaged.engine.request import Request
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
@@ -61,7 +61,7 @@ class TestPool:
         pool.free([blocks[1]])
         assert pool.allocate(4) == [blocks[i] for i in (4, 2, 0, 1)]
 
-    def test_a_table_is_freed_from_its_end(self):
+    def test_the_last_block_of_a_table_is_reused_first(self):
         pool = BlockPool(3)
         blocks = pool.allocate(3)
         for block in blocks:
@@ -89,7 +89,7 @@ class TestPool:
         assert pool.find(BlockName(name.digest, ROOT, token_bytes((1, 3)))) is None
         assert pool.find(BlockName(name.digest, prefix_root(salt="x"), token_bytes((1, 2)))) is None
 
-    def test_of_two_blocks_with_equal_content_the_first_keeps_the_name(self):
+    def test_the_first_of_two_blocks_with_equal_content_keeps_the_name(self):
         pool = BlockPool(2)
         first, second = pool.allocate(2)
         pool.put_name(first, name_of((1,)))
@@ -106,7 +106,7 @@ class TestPool:
         with pytest.raises(EngineError, match="at least one"):
             BlockPool(0)
 
-    def test_check_sees_damage(self):
+    def test_check_finds_damage(self):
         pool = BlockPool(3)
         pool.allocate(1)
         pool.check()
@@ -115,7 +115,7 @@ class TestPool:
             pool.check()
 
 
-def test_roots_differ_in_every_part_and_do_not_run_together():
+def test_roots_differ_if_any_part_differs():
     roots = [
         prefix_root(),
         prefix_root(adapter="a"),
@@ -127,7 +127,7 @@ def test_roots_differ_in_every_part_and_do_not_run_together():
     assert all(one != other for one, other in itertools.combinations(roots, 2))
 
 
-def test_integrity_check_sees_a_lost_and_a_doubled_block():
+def test_integrity_check_finds_a_lost_and_a_doubled_block():
     manager = KVCacheManager(8, 4)
     request = make_request(list(range(9)))
     start(manager, request)
@@ -142,8 +142,8 @@ def test_integrity_check_sees_a_lost_and_a_doubled_block():
         manager.check_integrity([request])
 
 
-def test_a_group_index_is_part_of_a_name():
-    """Equal tokens have a block in every group, and none of them is another group's."""
+def test_the_kv_group_is_part_of_a_name():
+    """Equal tokens have a block of its own in every kv_group."""
     manager = KVCacheManager(8, 4, (None, 8), max_chunk=16)
     first = make_request(list(range(9)))
     start(manager, first)
@@ -156,7 +156,7 @@ def test_a_group_index_is_part_of_a_name():
     manager.pool.check()
 
 
-def test_blocks_behind_a_window_go_at_once_and_the_last_tokens_stay():
+def test_blocks_before_a_window_are_freed_at_once_and_the_last_tokens_stay():
     manager = KVCacheManager(40, 4, (None, 6), max_chunk=8)
     request = make_request(list(range(60)))
     start(manager, request)
@@ -171,14 +171,14 @@ def test_blocks_behind_a_window_go_at_once_and_the_last_tokens_stay():
         assert window.first_held == max(computed - 5, 0) // 4
         assert len(window.held) <= 3
         manager.check_integrity([request])
-    assert manager.pool.peak_used <= 15 + 3 == manager.max_blocks(60) - 1  # which allows for chunks of 8
+    assert manager.pool.peak_used <= 15 + 3 == manager.max_blocks(60) - 1  # max_blocks allows for chunks of 8
     assert manager.pool.num_used == request.kv.num_held
     manager.release(request)
     assert manager.pool.num_used == 0
 
 
-def test_a_beginning_whose_window_is_gone_is_found_as_far_as_it_is_there():
-    """Of 10 blocks of 4 tokens, a window of 6 needs 2 before a hit; block 6 of its group has been used again."""
+def test_a_prefix_ends_where_the_blocks_of_its_window_were_reused():
+    """10 blocks of 4 tokens. A window of 6 needs the last 2 blocks of a prefix. Some of them are reused."""
     manager = KVCacheManager(40, 4, (None, 6), max_chunk=40)
     first = make_request(list(range(41)))
     start(manager, first)
@@ -188,7 +188,7 @@ def test_a_beginning_whose_window_is_gone_is_found_as_far_as_it_is_there():
     again = make_request(list(range(41)))
     assert manager.find_prefix(again).num_blocks == 10
     manager.pool._forget([first.kv.block_tables[1].blocks[6]])
-    assert manager.find_prefix(again).num_blocks == 10  # blocks 8 and 9 are all that is seen
+    assert manager.find_prefix(again).num_blocks == 10  # only blocks 8 and 9 are seen
     manager.pool._forget([first.kv.block_tables[1].blocks[8]])
     prefix = manager.find_prefix(again)  # 10 and 9 need block 8, 8 and 7 need block 6
     assert prefix.num_blocks == 6
@@ -198,11 +198,11 @@ def test_a_beginning_whose_window_is_gone_is_found_as_far_as_it_is_there():
 
 
 BLOCKS_A_GROUP, BLOCK_SIZE = 12, 4
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)  # two tokens only, so that beginnings are often equal
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)  # only two tokens, so that prefixes are often equal
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Requests start, compute, get tokens and end in any order. The model: what each block holds, and who holds it."""
+    """Requests start, compute, get tokens and end in any order. The model knows each block's content and holders."""
 
     requests = Bundle("requests")
 
@@ -220,7 +220,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def start(self, token_ids: list[int], salt: str) -> Request:
         request = make_request(token_ids, prefix_root(salt=salt))
         prefix = self.manager.find_prefix(request)
-        assert prefix.num_blocks == self.longest_beginning(request)
+        assert prefix.num_blocks == self.longest_prefix(request)
         tables = [dict(zip(self.seen(w, prefix.num_blocks), tail, strict=True))
                   for w, tail in zip(self.windows, prefix.tails, strict=True)]  # fmt: skip
         for group, table in enumerate(tables):
@@ -238,13 +238,13 @@ class ManagerMachine(RuleBasedStateMachine):
         return request
 
     def seen(self, window: int | None, num_blocks: int) -> range:
-        """Blocks that the token behind so many blocks sees; by counting positions."""
+        """Blocks that the token after `num_blocks` blocks sees, by counting positions."""
         position = num_blocks * BLOCK_SIZE
         positions = [p for p in range(position) if window is None or position - p < window]
         return range(positions[0] // BLOCK_SIZE if positions else num_blocks, num_blocks)
 
-    def longest_beginning(self, request: Request) -> int:
-        """Tried one by one, from the longest."""
+    def longest_prefix(self, request: Request) -> int:
+        """Number of blocks of the longest shared prefix, by trying all lengths."""
         find = self.manager.pool.find
 
         def name(index: int, kv_group: int) -> BlockName:
@@ -286,7 +286,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert dict(enumerate(table.held, table.first_held)) == model
 
     def unshare(self, request: Request) -> None:
-        """Copy-on-write: of each group the block that is written to next, unless nobody else holds it."""
+        """Copy on write: the next block of each kv_group that another request holds as well."""
         held, index = self.held(), request.schedule.num_computed // BLOCK_SIZE
         shared = {
             group: table[index]
@@ -344,7 +344,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The order of reuse, in both tiers, against lists that are searched from one end."""
+    """The order of reuse, in both tiers, compared with plain lists."""
 
     @initialize(num_blocks=st.integers(1, 8), slots=st.sampled_from([0, 1, 3, 20]))
     def setup(self, num_blocks: int, slots: int) -> None:
@@ -352,17 +352,17 @@ class PoolMachine(RuleBasedStateMachine):
         self.slots = slots
         self.holds = dict.fromkeys(range(num_blocks), 0)
         self.order = list(range(num_blocks))         # free blocks, first to be reused first
-        self.names: dict[int, int] = {}              # block -> what its name is made of
-        self.content = dict.fromkeys(range(num_blocks), 0)  # what is in it, as the device would have it
-        self.host: list[int] = []                    # what the host has, least recently put first
-        self.host_content: dict[int, int] = {}       # slot -> what is in it
+        self.names: dict[int, int] = {}              # block -> the number that its name is made of
+        self.content = dict.fromkeys(range(num_blocks), 0)  # block -> its content on the device
+        self.host: list[int] = []                    # numbers in the host tier, least recently stored first
+        self.host_content: dict[int, int] = {}       # slot -> its content
         self.fresh = 0
 
     def name(self, number: int) -> BlockName:
         return name_of((number,))
 
     def reuse(self) -> int:
-        """What the model hands out next."""
+        """The block that the model allocates next."""
         block = self.order.pop(0)
         number = self.names.pop(block, None)
         if number is not None and self.slots:
@@ -370,7 +370,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.host.remove(number)
             elif len(self.host) == self.slots - self.taken:
                 if not self.host:
-                    return block  # every slot is being read
+                    return block  # every slot is being fetched
                 self.host.pop(0)
             self.host.append(number)
         return block
@@ -403,13 +403,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), number=st.integers(0, 12))
     @precondition(lambda self: any(self.holds.values()))
     def fill(self, data, number: int) -> None:
-        """A block that is held becomes full."""
+        """Fill a held block."""
         unnamed = [block for block, count in self.holds.items() if count and block not in self.names]
         if unnamed:
             self.put_name(data.draw(st.sampled_from(unnamed)), number)
 
     def put_name(self, block: int, number: int) -> None:
-        """The name may be there already."""
+        """Name a block. Another block may have the name already."""
         self.content[block] = number
         self.pool.put_name(block, self.name(number))
         if number not in self.names.values():
@@ -417,7 +417,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(st.integers(0, 12), min_size=1, max_size=8))
     def run_a_request(self, numbers: list[int]) -> None:
-        """From its start to its end."""
+        """Allocate, fill and free blocks."""
         numbers = numbers[: len(self.order)]
         if numbers:
             self.allocate(len(numbers))
@@ -426,7 +426,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.put_name(block, number)
             self.pool.free(blocks)
             for block in reversed(blocks):
-                self.give_back(block)
+                self.model_free(block)
 
     @rule(data=st.data())
     @precondition(lambda self: any(self.holds.values()))
@@ -435,16 +435,16 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = data.draw(st.lists(st.sampled_from(held), unique=True, min_size=1))
         self.pool.free(blocks)
         for block in reversed(blocks):
-            self.give_back(block)
+            self.model_free(block)
 
-    def give_back(self, block: int) -> None:
+    def model_free(self, block: int) -> None:
         self.holds[block] -= 1
         if not self.holds[block]:
             self.order.insert(len(self.order) if block in self.names else 0, block)
 
     @rule(number=st.integers(0, 12))
     def look_up(self, number: int) -> None:
-        """What may be there or not."""
+        """Look up a number that may be in the index, on the host, or nowhere."""
         self.hit(number)
 
     @rule(data=st.data(), times=st.integers(1, 3))
@@ -474,7 +474,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.run_moves()
         assert self.content[copy] == self.content[block]
         self.holds[copy] = 1
-        self.give_back(block)
+        self.model_free(block)
 
     @rule(data=st.data())
     def fetch(self, data) -> None:

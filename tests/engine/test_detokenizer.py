@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jpaged.engine.detokenizer import (
+from jpaged.engine.output.detokenizer import (
     ByteLevelDecoder,
     Detokenizer,
     PieceDecoder,

@@ -1,4 +1,4 @@
-"""The engine against a runner whose tokens are right only if every slot of every block table is."""
+"""The engine on a fake runner, whose tokens are right only if every slot of every block table is."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def greedy(max_tokens: int | None = 8, **fields) -> SamplingParams:
 
 
 def run(engine: Engine) -> dict[str, RequestOutput]:
-    """Step until nothing is left; integrity is checked after every step."""
+    """Step until no request is left. Checks integrity after every step."""
     finals = {}
     while engine.has_work:
         for output in engine.step():
@@ -52,7 +52,7 @@ def test_every_length_around_block_and_budget_borders():
 
 
 def test_decode_never_waits_for_the_host():
-    """Step N is dispatched before step N-1 is collected, and each step but the first holds a decode."""
+    """Step N is dispatched before step N-1 is collected, and each step but the first has a decode."""
     runner = FakeRunner()
     engine = Engine(runner)
     engine.add_request("a", prompt_of(3), greedy(6))
@@ -111,7 +111,7 @@ def test_a_tiny_pool_preempts_the_youngest_and_changes_no_token():
         assert finals[str(i)].outputs[0].token_ids == alone(prompt, 40, 97)
 
 
-def test_equal_beginnings_are_computed_once():
+def test_equal_prefixes_are_computed_once():
     runner = FakeRunner()
     engine = Engine(runner)
     engine.add_request("a", prompt_of(21), greedy(4))
@@ -127,7 +127,7 @@ def test_equal_beginnings_are_computed_once():
     assert finals["d"].outputs[0].token_ids == alone([*prompt_of(20), 1, 2, 3], 4, 97)
 
 
-def test_output_tokens_are_found_as_well():
+def test_blocks_of_output_tokens_are_found_as_well():
     engine = Engine(FakeRunner())
     engine.add_request("a", prompt_of(6), greedy(12))
     answer = run(engine)["a"].outputs[0].token_ids
@@ -135,8 +135,8 @@ def test_output_tokens_are_found_as_well():
     assert run(engine)["b"].num_cached_tokens == 16
 
 
-def test_a_block_that_its_last_token_fills_is_found():
-    """The stop token fills the fourth block; the step that ran too far has computed it."""
+def test_a_block_that_the_stop_token_fills_is_found():
+    """The stop token fills the fourth block. The superfluous step after it has computed its KV."""
     tokens = alone(prompt_of(13), 3, 97)
     engine = Engine(FakeRunner(), options=EngineOptions(eos_token_id=tokens[-1]))
     engine.add_request("a", prompt_of(13), greedy(8))
@@ -146,7 +146,7 @@ def test_a_block_that_its_last_token_fills_is_found():
 
 
 @pytest.mark.parametrize("how", ["off", "not cacheable", "other salt", "reset"])
-def test_nothing_is_shared_where_it_must_not_be(how: str):
+def test_nothing_is_shared_if_it_must_not_be(how: str):
     runner = FakeRunner(cacheable_up_to=10 if how == "not cacheable" else 10**9)
     engine = Engine(runner, options=EngineOptions(enable_prefix_caching=how != "off"))
     engine.add_request("a", {"prompt_token_ids": prompt_of(21), "cache_salt": "x"}, greedy(4))
@@ -166,12 +166,12 @@ def test_abort_in_every_state():
     for name in "abcd":
         engine.add_request(name, prompt_of(20, start=ord(name)), greedy(20))
     engine.step()
-    aborted = engine.abort(["a", "c", "nobody"])  # in mid-prompt, and waiting
+    aborted = engine.abort(["a", "c", "nobody"])  # within its prompt, and waiting
     assert [output.outputs[0].finish_reason for output in aborted] == ["abort", "abort"]
     engine.check_integrity()
     for _ in range(5):
         engine.step()
-    (output,) = engine.abort(["b"])  # decoding, with a token on its way
+    (output,) = engine.abort(["b"])  # decoding, with a token in flight
     tokens = output.outputs[0].token_ids
     assert tokens
     assert tokens == alone(prompt_of(20, start=ord("b")), 20, 97)[: len(tokens)]
@@ -180,8 +180,8 @@ def test_abort_in_every_state():
     assert run(engine)["d"].outputs[0].token_ids == alone(prompt_of(20, start=ord("d")), 20, 97)
 
 
-def test_short_requests_pass_long_ones():
-    """While long prompts are computed, and more of them wait, short requests come, run and finish."""
+def test_short_requests_overtake_long_ones():
+    """Short requests arrive, run and finish while long prompts are computed and more of them wait."""
     engine = Engine(FakeRunner(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=256, num_blocks=256))
     for i in range(3):
         engine.add_request(f"long {i}", prompt_of(200, start=i), greedy(4))
@@ -232,7 +232,7 @@ def test_seeds():
     assert tokens(1, None, None) != [first, second]
 
 
-def test_the_sampler_is_the_largest_need_of_rows_that_sample():
+def test_the_sampler_is_the_largest_that_a_sampling_row_needs():
     runner = FakeRunner(max_num_batched_tokens=32)
     engine = Engine(runner)
     engine.add_request("greedy", prompt_of(2), greedy(20))
@@ -313,7 +313,7 @@ def test_a_failed_step_ends_its_requests_and_no_other(call: str):
 
 
 class _BrokenText:
-    """A way back to text whose detokenizers fail at one of their calls."""
+    """A text decoder whose detokenizers fail in one of their methods."""
 
     def __init__(self, call: str):
         self.call = call
@@ -363,7 +363,7 @@ def test_starting_over_from_any_state():
     for _ in range(5):
         engine.step()
     before = engine.stats()
-    engine._scheduler.running.pop()  # as an interrupt in the middle of a call may leave it
+    engine._scheduler.running.pop()  # an interrupt in the middle of a call may leave this state
     engine.start_over()
     engine.check_integrity()
     after = engine.stats()
@@ -375,7 +375,7 @@ def test_starting_over_from_any_state():
 
 
 def test_no_step_outlives_the_engine():
-    """One that ends while the interpreter does aborts the process, so whoever drops a step waits for it."""
+    """A step that ends while the interpreter shuts down aborts the process. So a dropped step is waited for."""
     for end in (Engine.close, Engine.start_over, lambda engine: engine._fail_running()):
         runner = FakeRunner()
         engine = Engine(runner)
@@ -416,11 +416,11 @@ def test_stats():
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,)])
-def test_what_old_weights_had_a_part_in_is_never_found_again(windows: tuple[int | None, ...]):
-    """Not by the request that computed it either, whose names nobody else knows: with a window, its last blocks do."""
+def test_kv_of_old_weights_is_never_found_again(windows: tuple[int | None, ...]):
+    """Not even by the request that computed it. With a window, only its last blocks would have to be found."""
     runner = FakeRunner(windows=windows)
     engine = Engine(runner)
-    engine.add_request("a", prompt_of(6), greedy(30))  # a block and a half
+    engine.add_request("a", prompt_of(6), greedy(30))  # one and a half blocks
     engine.step()
     engine.note_new_weights()
     runner.weights += 1
@@ -436,12 +436,19 @@ def test_what_old_weights_had_a_part_in_is_never_found_again(windows: tuple[int 
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_beams_that_outgrow_together_start_again_though_one_step_cannot_compute_any_of_them(rows: int):
-    """One that has just been preempted is no long prompt under way, which others would have to wait for."""
+def test_beams_that_switch_their_rope_together_restart_though_each_is_a_long_prompt(rows: int):
+    """A beam that was just preempted does not count as a running long prompt, which the others would wait for."""
     runner = FakeRunner(max_num_seqs=rows, max_num_batched_tokens=rows, longrope_switch_len=8, max_logprobs=6)
     engine = Engine(runner)
     engine.add_request("a", prompt_of(5), SamplingParams(use_beam_search=True, best_of=2, max_tokens=5))
     assert len(run(engine)["a"].outputs[0].token_ids) == 5
+
+
+def test_a_prompt_beyond_the_rope_switch_shares_nothing_with_a_short_one():
+    engine = Engine(FakeRunner(longrope_switch_len=16))
+    for name, length in (("short", 12), ("long", 20), ("long again", 20)):
+        engine.add_request(name, prompt_of(length), greedy(2))
+        assert run(engine)[name].num_cached_tokens == (16 if name == "long again" else 0)
 
 
 def limited(**limits: int) -> Engine:
@@ -450,20 +457,20 @@ def limited(**limits: int) -> Engine:
 
 
 def arrive(engine: Engine, request_id: str, length: int, **params: Any) -> None:
-    """As a server lets a request in."""
-    group = engine.inputs.process(request_id, prompt_of(length), SamplingParams(max_tokens=8, seed=1, **params))
-    engine.admission.check_capacity(group)
-    engine.add(group)
+    """Add a request as a server does."""
+    request_group = engine.inputs.process(request_id, prompt_of(length), SamplingParams(max_tokens=8, seed=1, **params))
+    engine.admission.check_capacity(request_group)
+    engine.add(request_group)
 
 
-def test_who_starts_in_the_next_step_waits_for_nobody():
+def test_requests_that_start_in_the_next_step_do_not_count_as_waiting():
     engine = limited(max_queued_tokens=50)
     for i in range(4):
         arrive(engine, str(i), 20)
     arrive(engine, "x", 2)
 
 
-def test_the_answers_of_one_request_are_one_in_the_queue():
+def test_the_requests_of_one_group_count_as_one_in_the_queue():
     engine = limited(max_queued_requests=4)
     arrive(engine, "big", 8, n=16)
     engine.step()
@@ -474,7 +481,7 @@ def test_the_answers_of_one_request_are_one_in_the_queue():
         arrive(engine, "x", 8)
 
 
-def test_after_a_start_over_nobody_waits():
+def test_after_a_start_over_no_request_waits():
     engine = limited(max_queued_requests=1)
     for i in range(6):
         engine.add_request(str(i), prompt_of(20, start=i), greedy(4))
@@ -484,11 +491,11 @@ def test_after_a_start_over_nobody_waits():
         arrive(engine, f"new {i}", 5)
 
 
-def test_more_answers_than_can_be_held_at_once_are_refused():
+def test_more_answers_than_fit_at_the_same_time_are_refused():
     engine = Engine(FakeRunner(num_blocks=20))
     with pytest.raises(RequestError, match="n=64: 64 answers of 40 tokens"):
         engine.add_request("a", prompt_of(8), SamplingParams(n=64, max_tokens=40))
-    # 4 rows: no more than four answers are held at once
+    # 4 rows: at most four answers run at the same time
     roomy = Engine(FakeRunner(num_blocks=48))
     roomy.add_request("a", prompt_of(8), SamplingParams(n=64, max_tokens=40, seed=1))
     with pytest.raises(RequestError, match="beam_width=64"):

@@ -1,4 +1,4 @@
-"""What a prompt may be, and what bad ones are told."""
+"""Accepted forms of prompts, and the errors for bad prompts and parameters."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.input_processor import InputProcessor, ModelLimits
+from jpaged.engine.input.input_processor import InputProcessor, ModelLimits
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
 
@@ -15,7 +15,7 @@ LIMITS = ModelLimits(vocab_size=100, max_model_len=16, max_logprobs=5, eos_token
 
 
 class Letters:
-    """A tokenizer: a letter, a token; `Z` is one that the model does not have."""
+    """A tokenizer with one token per letter. The model has no token for `Z`."""
 
     def encode(self, text: str, *, verbose: bool) -> list[int]:
         assert not verbose, "warns of lengths that are checked here"
@@ -54,7 +54,7 @@ def test_all_kinds_of_prompts(prompt: Any):
 
 
 class Framed(Letters):
-    """Puts a letter before every text and one after it."""
+    """Adds a token before and after every text."""
 
     def encode(self, text: str, *, verbose: bool) -> list[int]:
         return [50, *super().encode(text, verbose=verbose), 51]
@@ -78,7 +78,7 @@ class Framed(Letters):
     ],
 )
 def test_truncated_prompts(fields: dict[str, Any], prompt: Any, kept: list[int]):
-    """Of a text the tokens around it stay, as long as there is room for one of its own."""
+    """The added tokens of a text are kept while there is room for at least one token of its own."""
     group = InputProcessor(LIMITS, Framed()).process("r", prompt, SamplingParams(**fields))
     assert group.prompt_token_ids == kept
     assert all(type(token_id) is int for token_id in group.prompt_token_ids)
@@ -92,7 +92,7 @@ def test_truncation_has_its_limits():
         process("A" * 4_000_001, truncate_prompt_tokens=3)
 
 
-def test_a_text_beside_token_ids_is_kept_for_the_output():
+def test_a_text_given_with_token_ids_is_kept_for_the_output():
     group = process({"prompt": "shown", "prompt_token_ids": [1]})
     assert (group.prompt, group.prompt_token_ids) == ("shown", [1])
 
@@ -112,11 +112,11 @@ def test_a_text_beside_token_ids_is_kept_for_the_output():
         ([2**70], "prompt_token_ids", "0 to 99"),
         (np.array([200]), "prompt_token_ids", "0 to 99"),
         ("AZ", "prompt_token_ids", "0 to 99"),
-        ([1.0], "prompt_token_ids", "token 0 is no integer"),
-        ([1, True], "prompt_token_ids", "token 1 is no integer"),
-        ([1, "a"], "prompt_token_ids", "token 1 is no integer"),
+        ([1.0], "prompt_token_ids", "token 0 is not an integer"),
+        ([1, True], "prompt_token_ids", "token 1 is not an integer"),
+        ([1, "a"], "prompt_token_ids", "token 1 is not an integer"),
         (np.ones((2, 2), int), "prompt_token_ids", "one axis"),
-        (np.ones(2), "prompt_token_ids", "no integer"),
+        (np.ones(2), "prompt_token_ids", "not an integer"),
         ({"prompt_token_ids": "ABC"}, "prompt_token_ids", "list of token ids"),
         ({"prompt_token_ids": 5}, "prompt_token_ids", "list of token ids"),
         ({"prompt_token_ids": {1, 2}}, "prompt_token_ids", "list of token ids"),
@@ -127,9 +127,9 @@ def test_a_text_beside_token_ids_is_kept_for_the_output():
         (None, "prompt", "must be a string"),
         (5, "prompt", "must be a string"),
         (b"ABC", "prompt", "must be a string"),
-        ("A\ud800", "prompt", "no valid Unicode"),
-        ({"prompt": "\udcff", "prompt_token_ids": [1]}, "prompt", "no valid Unicode"),
-        ({"prompt": "A", "cache_salt": "x\ud800"}, "cache_salt", "no valid Unicode: .* at character 1"),
+        ("A\ud800", "prompt", "not valid Unicode"),
+        ({"prompt": "\udcff", "prompt_token_ids": [1]}, "prompt", "not valid Unicode"),
+        ({"prompt": "A", "cache_salt": "x\ud800"}, "cache_salt", "not valid Unicode: .* at character 1"),
         (range(10**12), "prompt_token_ids", "has 1,000,000,000,000 tokens"),
         ([100] * 17, "prompt_token_ids", "has 17 tokens"),
         (np.full(17, 100), "prompt_token_ids", "has 17 tokens"),
@@ -176,8 +176,8 @@ def test_several_answers_are_several_requests_of_one_prompt():
     assert sampled.requests[0].token_ids is not sampled.requests[1].token_ids
 
 
-def test_beams_need_as_many_candidates_as_can_decide():
-    """A beam of width w with e end tokens can have its w best that go on among its first w + e; the engine gives 5."""
+def test_a_beam_search_needs_enough_candidates():
+    """With e end tokens, the w best candidates that do not end are among the first w + e. The engine returns 5."""
     # the model has three end tokens
     assert process("A", use_beam_search=True, beam_width=2).strategy.search.num_candidates == 5
     with pytest.raises(RequestError, match="max_logprobs=6") as caught:
@@ -188,7 +188,7 @@ def test_beams_need_as_many_candidates_as_can_decide():
         process("A", use_beam_search=True, beam_width=5, ignore_eos=True, stop_token_ids=[1, 2])
 
 
-def test_that_filters_have_no_part_in_a_beam_search_is_said_once(caplog):
+def test_unused_sampling_parameters_of_a_beam_search_are_logged_once(caplog):
     inputs = InputProcessor(LIMITS, Letters())
     with caplog.at_level("INFO", logger="jpaged"):
         for _ in range(2):
@@ -196,7 +196,7 @@ def test_that_filters_have_no_part_in_a_beam_search_is_said_once(caplog):
     assert [record.getMessage() for record in caplog.records] == ["top_p: not used in a beam search (logged once)"]
 
 
-def test_a_priority_needs_a_policy_that_goes_by_it():
+def test_a_priority_needs_the_priority_policy():
     with pytest.raises(RequestError, match="scheduling_policy='priority'"):
         INPUTS.process("r", "A", SamplingParams(), priority=1)
     limits = dataclasses.replace(LIMITS, priorities=True)
@@ -207,5 +207,5 @@ def test_a_priority_needs_a_policy_that_goes_by_it():
             InputProcessor(limits, Letters()).process("r", "A", SamplingParams(), priority=bad)
 
 
-def test_a_salt_is_kept_for_the_names_of_the_blocks():
+def test_a_salt_is_kept_for_the_block_names():
     assert [process({"prompt": "A", "cache_salt": salt}).cache_salt for salt in (None, "x")] == ["", "x"]

@@ -1,4 +1,4 @@
-"""What `inspect` tells of an engine is what its block tables, pool and queue say, counted another way."""
+"""`inspect` describes block tables, pool and queue of an engine correctly, counted in another way."""
 
 import random
 from collections import Counter
@@ -27,7 +27,7 @@ def greedy(max_tokens: int | None) -> SamplingParams:
 
 @pytest.fixture
 def engine() -> Engine:
-    """Blocks of 4 tokens; "first" and "second" share two of them, "third" has its own, "queued" finds no row."""
+    """Blocks of 4 tokens; "first" and "second" share two of them, "third" has its own, "queued" waits for a row."""
     engine = Engine(FakeRunner(num_blocks=20, block_size=4, max_num_seqs=3))
     engine.add_request("first", [*PREFIX, 1], greedy(20))
     for _ in range(2):
@@ -49,7 +49,7 @@ def test_the_table_and_the_queue(engine: Engine):
     assert (by_id["queued"].status, by_id["queued"].row, by_id["queued"].num_blocks) == ("waiting", None, 0)
     assert [by_id[name].cached_tokens for name in ("first", "second", "third")] == [0, 8, 0]
     assert [by_id[name].prompt_tokens for name in ("first", "second", "third")] == [9, 10, 3]
-    # "first" has been through three steps: its prompt and two tokens; the third step's token is on its way
+    # "first" has run in three steps: its prompt and two tokens. The third step's token is in flight.
     assert (by_id["first"].computed_tokens, by_id["first"].output_tokens) == (11, 2)
     assert all(0 <= request.age_seconds < 60 for request in by_id.values())
 
@@ -72,7 +72,7 @@ def test_the_block_map(engine: Engine):
     assert (pool.cached_blocks, pool.empty_blocks, pool.used_tokens) == (0, 15, 16)
 
 
-def test_last_use_is_the_step_in_which_a_block_was_given_back(engine: Engine):
+def test_last_use_is_the_step_in_which_a_block_was_freed(engine: Engine):
     before = inspect(engine)
     assert all(b.last_use == (before.step if b.ref_count else None) for b in before.blocks)
     engine.step()
@@ -81,7 +81,7 @@ def test_last_use_is_the_step_in_which_a_block_was_given_back(engine: Engine):
     freed = [b for b in after.blocks if before.blocks[b.block].ref_count and not b.ref_count]
     assert len(freed) == 4
     assert all(block.last_use == before.step + 1 for block in freed)
-    # What they shared stays findable, and so does what "first" filled meanwhile; the other had no full block.
+    # Their shared blocks can still be found, and so can the block that "first" has filled. "second" filled none.
     assert sum(block.prefix_hash is not None for block in freed) == after.pool.cached_blocks == 3
     assert all(block.tokens == (4 if block.prefix_hash else 0) for block in freed)
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_a_prompt_in_chunks_and_a_preempted_request():
 
 
 @pytest.mark.parametrize("windows", [(None,), (6, None)])
-def test_it_agrees_with_the_books_under_random_load(windows: tuple[int | None, ...]):
+def test_it_agrees_with_the_block_tables_under_random_load(windows: tuple[int | None, ...]):
     rng = random.Random(1)
     engine = Engine(FakeRunner(num_blocks=40, windows=windows, block_size=4, max_model_len=48, max_num_seqs=5))
     for turn in range(150):
@@ -128,19 +128,19 @@ def test_it_agrees_with_the_books_under_random_load(windows: tuple[int | None, .
         for block in snapshot.blocks:
             assert block.ref_count == pool.ref_count(block.block) == len(block.owners)
             assert 0 <= block.tokens <= 4
-            for owner in block.owners:  # the tables themselves, where the map says
+            for owner in block.owners:  # compare with the block table itself
                 request = engine._outputs.request_groups[owner.request_id].first
                 assert request.kv.block_tables[owner.group].blocks[owner.index] == block.block
 
 
-def test_whoever_does_not_wait_any_more_is_passed_over(engine: Engine):
+def test_a_cancelled_inspection_is_ignored(engine: Engine):
     answer: Future[EngineCapture] = Future()
     answer.cancel()
     engine.inspect(answer)
     assert answer.cancelled()
 
 
-def test_what_goes_wrong_is_told_to_the_one_who_asks(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_is_raised_in_the_thread_that_asks(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine._manager.pool, "states", lambda: 1 / 0)
     answer: Future[EngineCapture] = Future()
     engine.inspect(answer)

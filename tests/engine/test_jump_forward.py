@@ -1,4 +1,4 @@
-"""Forced tokens are taken without sampling where that is worth a longer step; the answer is the same either way."""
+"""Jump-forward: forced tokens are appended without sampling if that pays. The answer does not change."""
 
 import dataclasses
 from concurrent.futures import Future
@@ -13,20 +13,20 @@ from jpaged.engine.sampling_extras import SamplingExtras, pack_mask
 from tests.engine.fake_runner import FakeRunner, next_token
 
 VOCAB = 97
-FREE, FORCED = 5, 4  # tokens in turn that the model chooses, and that it cannot
+FREE, FORCED = 5, 4  # lengths of alternating stretches: the model chooses, and the grammar forces
 LENGTH = 27
 PROMPTS = [[3, 10, 17], [5], [60, 61, 62], [1, 2], [90], [11, 7]]
 
 
 def forced_at(place: int) -> int | None:
-    """What must be token `place` of an answer."""
+    """The forced token at index `place` of an answer; None: the model chooses."""
     turn, step = divmod(place, FREE + FORCED)
     return None if step < FREE else (7 * turn + step) % VOCAB
 
 
 @dataclasses.dataclass
 class Stretches:
-    """Stands for a grammar and its matcher."""
+    """A fake grammar, which is its own matcher."""
 
     taken: int = 0
     is_finished: bool = False
@@ -62,19 +62,19 @@ def wanted(prompt: list[int]) -> list[int]:
 
 
 def run(prompts: list[list[int]], *, min_jump_per_request: float, jumps: bool = True, **options: Any) -> int:
-    """Steps that the answers took; they are checked."""
+    """Run prompts and check their answers. Returns the number of steps."""
     runner = FakeRunner(min_jump_per_request=min_jump_per_request, **options)
     engine = Engine(runner, options=EngineOptions(jump_forward=jumps))
     params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     follows = dataclasses.replace(params, structured_outputs={"json_object": True})
     for number, prompt in enumerate(prompts):
-        group = engine.inputs.process(str(number), {"prompt_token_ids": prompt}, params)
+        request_group = engine.inputs.process(str(number), {"prompt_token_ids": prompt}, params)
         grammar: Any = Future()
         grammar.set_result(Stretches())
-        for request in group.requests:
+        for request in request_group.requests:
             request.extras = SamplingExtras(follows, VOCAB)
             request.__post_init__()
-        engine.add(dataclasses.replace(group, grammar=grammar))
+        engine.add(dataclasses.replace(request_group, grammar=grammar))
     done = {}
     while engine.has_work:
         done |= {int(output.request_id): output.outputs[0].token_ids for output in engine.step()}
@@ -90,12 +90,13 @@ def test_answers_are_the_same(count, options):
         run(PROMPTS[:count], min_jump_per_request=min_jump_per_request, **options)
 
 
-def test_it_saves_steps_where_it_is_worth_them():
+def test_it_saves_steps_if_a_jump_pays():
     alone, several = PROMPTS[:1], PROMPTS
     stepping = run(alone, min_jump_per_request=0.0, jumps=False)
     assert run(alone, min_jump_per_request=0.0) == run(alone, min_jump_per_request=1.0) < stepping
-    assert run(alone, min_jump_per_request=FORCED - 1) == stepping  # a stretch must be longer
+    assert run(alone, min_jump_per_request=FORCED - 1) == stepping  # a jump must be longer than this
     rows = {"max_num_seqs": 6, "max_num_batched_tokens": 64}
     together = run(several, min_jump_per_request=0.0, jumps=False, **rows)
     assert run(several, min_jump_per_request=0.0, **rows) < together
-    assert run(several, min_jump_per_request=1.0, **rows) == together  # four tokens for one are not worth it to six
+    # four forced tokens of one request do not pay for six running ones
+    assert run(several, min_jump_per_request=1.0, **rows) == together

@@ -1,4 +1,4 @@
-"""Masks that follow from tokens on their way: made one step late, for the right rows, and what ends when that fails."""
+"""Masks that depend on tokens in flight: computed one step late, for the right rows; and failures on the way."""
 
 import pytest
 
@@ -8,19 +8,19 @@ from jpaged.engine.sampling_extras import SamplingExtras
 from tests.engine.fake_runner import FakeRunner, next_token
 
 VOCAB = 97
-# Each id must not be followed by the next forty: a mask that changes with every token, and never allows nothing.
+# No id may be followed by one of the next forty ids: a mask that changes with every token, and never is empty.
 BAD = [[token, (token + step) % VOCAB] for token in range(VOCAB) for step in range(1, 41)]
 
 
 def add(engine, request_id, prompt, **fields):
-    """A request of whose tokens none may follow another as BAD says."""
+    """Add a request whose output may contain no pair of BAD."""
     params = SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True} | fields)
-    group = engine.inputs.process(request_id, {"prompt_token_ids": prompt}, params)
+    request_group = engine.inputs.process(request_id, {"prompt_token_ids": prompt}, params)
     extras = SamplingExtras(params, VOCAB, bad_words=BAD)
-    for request in group.requests:
+    for request in request_group.requests:
         request.extras = extras
         request.__post_init__()
-    engine.add(group)
+    engine.add(request_group)
 
 
 def wanted(prompt, count=12):
@@ -57,7 +57,7 @@ def test_each_row_has_the_mask_of_its_own_tokens():
     assert done["plain"].token_ids != wanted(PROMPTS["a"])
 
 
-def test_preempted_ones_go_on_with_theirs():
+def test_preempted_requests_continue_with_their_masks():
     engine = Engine(FakeRunner(vocab_size=VOCAB, num_blocks=9, max_model_len=32))
     for name, prompt in PROMPTS.items():
         add(engine, name, prompt)
@@ -67,8 +67,8 @@ def test_preempted_ones_go_on_with_theirs():
 
 
 @pytest.mark.parametrize("failing", range(1, 14))
-def test_what_ended_is_told_before_a_failure(failing):
-    """The step that a short request's end is learnt in fails: its output is given all the same, then the error."""
+def test_outputs_are_returned_before_a_failure_is_raised(failing):
+    """Sampling fails in the call that finds a short request's end. It returns the output, the next call raises."""
     engine = Engine(FakeRunner(vocab_size=VOCAB, num_blocks=128, fail_at=frozenset({("sample", failing)})))
     add(engine, "long", PROMPTS["a"])
     for count in range(1, 12):

@@ -1,6 +1,6 @@
-"""What the simulation is worth: bugs of the kinds such engines have had are planted one by one, and each is found.
+"""The simulation finds bugs: typical bugs of inference engines are planted one by one, and each is found.
 
-The same examples pass without a bug, and reach everything that the bugs are about.
+Without a bug the same examples pass, and reach all features that the bugs are in.
 """
 
 import collections
@@ -11,15 +11,16 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
-from jpaged.engine import engine, kv_cache_manager
-from jpaged.engine.block_pool import BlockName, BlockPool, prefix_root
-from jpaged.engine.host_tier import HostTier
-from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.preemption import Preemption
-from jpaged.engine.prefix_finder import PrefixFinder
-from jpaged.engine.prompt_scheduler import PromptScheduler
-from jpaged.engine.running_requests import RunningRequests
-from jpaged.engine.sliding_windows import SlidingWindows
+from jpaged.engine import engine
+from jpaged.engine.kv_cache import kv_cache_manager
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, prefix_root
+from jpaged.engine.kv_cache.host_tier import HostTier
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.prefix_finder import PrefixFinder
+from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.prompt_scheduler import PromptScheduler
+from jpaged.engine.scheduling.running_requests import RunningRequests
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
 from tests.engine.test_block_pool import PoolMachine
@@ -41,14 +42,14 @@ def bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyP
 
 @bug
 def a_lost_decrement(patch):
-    """Of several blocks that are freed together, one is forgotten."""
+    """One of several blocks that are freed together is forgotten."""
     free = BlockPool.free
     patch.setattr(BlockPool, "free", lambda pool, blocks: free(pool, blocks[1:] if len(blocks) > 3 else blocks))
 
 
 @bug
 def a_block_freed_twice(patch):
-    """Where several hold it nothing complains."""
+    """The pool cannot notice it if several requests hold the block."""
     free = BlockPool.free
 
     def twice(pool, blocks):
@@ -60,13 +61,13 @@ def a_block_freed_twice(patch):
 
 @bug
 def a_name_kept_after_reuse(patch):
-    """The block is handed out, and still found by what it held."""
+    """The block is allocated again, and still found by its old name."""
     patch.setattr(BlockPool, "_forget", lambda pool, block: None)
 
 
 @bug
 def a_shared_tail_written_to(patch):
-    """Copy-on-write forgotten."""
+    """No copy on write."""
 
     def unshare_tail(manager, request):
         request.kv.tail_shared = False
@@ -77,33 +78,33 @@ def a_shared_tail_written_to(patch):
 
 @bug
 def a_copy_that_never_happens(patch):
-    """Copy-on-write in the books only."""
+    """Copy on write in the block tables only."""
     _without_moves(patch, "private_copy", BlockMove.COPY)
 
 
 @bug
 def a_fetched_block_whose_move_is_lost(patch):
-    """The block is found by a name whose content is still on the host."""
+    """The block is found by its name, but its content is still on the host."""
     _without_moves(patch, "fetch", BlockMove.TO_DEVICE)
 
 
 @bug
-def a_slot_given_back_before_it_is_read(patch):
+def a_slot_freed_before_it_is_read(patch):
     """Another block goes into the slot first."""
     take = HostTier.take
 
-    def take_and_give_back(tier, name):
+    def take_and_free(tier, name):
         slot = take(tier, name)
         tier._free.append(slot)
         return slot
 
-    patch.setattr(HostTier, "take", take_and_give_back)
+    patch.setattr(HostTier, "take", take_and_free)
     patch.setattr(HostTier, "free", lambda tier, slot: None)
 
 
 @bug
 def a_slot_used_again_under_its_old_name(patch):
-    """What was least recently put is overwritten, and still found."""
+    """The least recently stored block is overwritten, and still found."""
     put = HostTier.put
 
     def put_and_remember(tier, name):
@@ -118,7 +119,7 @@ def a_slot_used_again_under_its_old_name(patch):
 
 @bug
 def a_window_released_one_block_early(patch):
-    """Everywhere alike, so that the books agree with each other."""
+    """In all places alike, so that the block tables are consistent."""
     first_seen, release_at = SlidingWindows.first_seen, SlidingWindows.release_at
 
     def one_further(windows, window, num_computed):
@@ -135,7 +136,7 @@ def a_window_released_one_block_early(patch):
 
 @bug
 def a_preempted_request_that_keeps_its_row(patch):
-    """Nobody gets it any more."""
+    """No other request gets the row."""
     preempt = Preemption.preempt
 
     def keep_row(preemption, request, selection):
@@ -149,7 +150,7 @@ def a_preempted_request_that_keeps_its_row(patch):
 
 @bug
 def a_row_given_to_two(patch):
-    """It is free, and in use."""
+    """The row is free and in use."""
     enter = RunningRequests.enter
 
     def enter_and_leave_free(running, request):
@@ -162,13 +163,13 @@ def a_row_given_to_two(patch):
 
 @bug
 def new_weights_that_leave_the_roots_as_they_are(patch):
-    """Nothing is forgotten, and the version is no part of the root."""
+    """The cache is not emptied, and the weight version does not change."""
     patch.setattr(engine.Engine, "note_new_weights", lambda engine: None)
 
 
 @bug
 def a_salt_ignored(patch):
-    """Requests of two users share blocks."""
+    """Requests with different salts share blocks."""
     patch.setattr(
         kv_cache_manager, "prefix_root", lambda *, weight_version, salt: prefix_root(weight_version=weight_version)
     )
@@ -176,7 +177,7 @@ def a_salt_ignored(patch):
 
 @bug
 def a_fork_with_its_parents_shared_tail_unmarked(patch):
-    """Only the fork knows that its last block is shared."""
+    """Only the fork has its last block marked as shared."""
     fork = KVCacheManager.fork
 
     def fork_and_forget(manager, request, other):
@@ -188,7 +189,7 @@ def a_fork_with_its_parents_shared_tail_unmarked(patch):
 
 @bug
 def a_hit_on_the_whole_prompt(patch):
-    """Nothing is left to compute the next token from."""
+    """No token is left to compute the next one from."""
 
     def find_all(finder, request, find):
         request.token_ids.append(0)
@@ -202,14 +203,14 @@ def a_hit_on_the_whole_prompt(patch):
 
 
 @bug
-def a_group_left_out_of_the_name(patch):
-    """Layers of two kinds share their blocks."""
+def a_kv_group_left_out_of_the_name(patch):
+    """Layers of two kinds share blocks."""
     patch.setattr(BlockName, "_replace", lambda name, *, kv_group: name)
 
 
 @bug
-def a_preempted_request_whose_tokens_on_their_way_are_dropped(patch):
-    """It starts again without them."""
+def a_preempted_request_whose_tokens_in_flight_are_dropped(patch):
+    """The request restarts without them."""
     startable = PromptScheduler._startable
 
     def at_once(prompts, request, selection, reserved):
@@ -221,7 +222,7 @@ def a_preempted_request_whose_tokens_on_their_way_are_dropped(patch):
 
 @pytest.mark.parametrize("name", ["a named block reused first", "a host block kept though it is the oldest", "no move"])
 def test_a_bug_in_the_order_of_reuse_is_found(name, monkeypatch):
-    """Nobody's answer would be wrong: only the model of the pool sees it."""
+    """No answer would be wrong: only the model of the pool notices it."""
     if name == "a named block reused first":
         free = BlockPool.free
 
@@ -269,7 +270,7 @@ def test_a_planted_bug_is_found(name, monkeypatch):
     with pytest.raises((AssertionError, EngineError, KeyError, Flaky)) as found:
         run_state_machine_as_test(EngineMachine, settings=SEARCH)
     error: BaseException = found.value
-    while error.__context__ is not None:  # what was raised first; what was left in a mess complains as well
+    while error.__context__ is not None:  # the first error: inconsistent state raises more of them
         error = error.__context__
     print(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 

@@ -1,4 +1,4 @@
-"""Requests that are pooled: what the host makes of a state, and their way through the engine, without a device."""
+"""Pooling: from a vector to an output, and pooled requests in an engine without a device."""
 
 import random
 
@@ -7,15 +7,15 @@ import pytest
 
 from jpaged import ClassificationOutput, EmbeddingOutput, PoolingParams, RequestError, SamplingParams
 from jpaged.engine.engine import Engine, EngineOptions, StepError
-from jpaged.engine.pooling import Activation, Pooling, activation_of
 from jpaged.engine.step_plan import StepResult
+from jpaged.engine.strategies.pooling import Activation, Pooling, activation_of
 from tests.engine.fake_runner import FakeRunner, next_token
 
 EMBEDS = Pooling(2)
 
 
 class PoolingRunner(FakeRunner):
-    """Pools (what the model would say next, 1): so every token before it counts."""
+    """Pools the vector (next token of the model, 1), so that every token of the prompt matters."""
 
     def _result(self, plan, tokens):
         assert plan.num_decodes == 0
@@ -27,8 +27,8 @@ def raw(prompt, vocab_size=97):
 
 
 @pytest.mark.parametrize("num_blocks", [16, 64])
-def test_every_prompt_is_pooled_at_its_end_and_nothing_is_left(num_blocks):
-    """Chunks, shared prefixes, a pool that holds one long prompt; some are aborted."""
+def test_every_prompt_is_pooled_at_its_end_and_all_blocks_are_freed(num_blocks):
+    """Chunks, shared prefixes, aborted requests, and a pool that fits one long prompt."""
     rng, runner = random.Random(1), PoolingRunner(num_blocks=num_blocks)
     engine, wanted, got = Engine(runner, options=EngineOptions(pooling=EMBEDS)), {}, {}
     shared = [rng.randrange(97) for _ in range(64)]
@@ -79,7 +79,7 @@ def test_a_failed_step_ends_its_requests_only():
     assert [(output.request_id, output.outputs) for output in outputs] == [("b", raw([5] * 10))]
 
 
-def test_requests_of_the_other_kind_are_refused():
+def test_sampling_and_pooling_requests_need_their_own_engine():
     prompt = {"prompt_token_ids": [5]}
     with pytest.raises(RequestError, match=r"runner='pooling': the engine does not generate: call embed\(\)"):
         Engine(PoolingRunner(), options=EngineOptions(pooling=EMBEDS)).add_request("a", prompt, SamplingParams())
@@ -108,7 +108,7 @@ def test_probabilities_of_any_scores():
         assert pooling.output(scores, params) == ClassificationOutput(scores.tolist())
 
 
-def test_the_activation_is_the_configs():
+def test_the_activation_is_read_from_the_config():
     assert activation_of({}, 1) is Activation.SIGMOID
     assert activation_of({"problem_type": None}, 2) is Activation.SOFTMAX
     assert activation_of({"problem_type": "single_label_classification"}, 1) is Activation.SOFTMAX

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jpaged import RequestError, SamplingParams
 from jpaged.engine.engine import Engine
-from jpaged.engine.reasoning_budget import EncodedReasoningTags, ReasoningBudget
+from jpaged.engine.output.reasoning_budget import EncodedReasoningTags, ReasoningBudget
 from tests.engine.fake_runner import FakeRunner, next_token
 from tests.engine.small_tokenizer import SmallTokenizer
 

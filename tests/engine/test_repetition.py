@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jpaged import RequestError, SamplingParams
 from jpaged.engine.engine import Engine
-from jpaged.engine.repetition import RepetitionWatch
+from jpaged.engine.output.repetition import RepetitionWatch
 from jpaged.params.sampling import RepetitionDetectionParams
 from tests.engine.fake_runner import FakeRunner, next_token
 

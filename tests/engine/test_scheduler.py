@@ -1,14 +1,14 @@
-"""The scheduler's own decisions: who starts, who passes whom, and who gives way."""
+"""Decisions of the scheduler: which request starts, which overtakes which, and which is preempted."""
 
 import pytest
 
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
-from jpaged.engine.kv_cache_manager import KVCacheManager
-from jpaged.engine.prefix_finder import Prefix
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.kv_cache.prefix_finder import Prefix
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.scheduler_state import SchedulerLimits
-from jpaged.engine.step_pace import StepPace
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler_state import SchedulerLimits
+from jpaged.engine.scheduling.step_pace import StepPace
 from jpaged.errors import EngineError
 from jpaged.outputs import RequestMetrics
 from jpaged.params.sampling import SamplingParams
@@ -24,7 +24,7 @@ def prompt_of(length: int, start: int = 0) -> list[int]:
 
 
 def run(engine: Engine) -> list[str]:
-    """Step until nothing is left; ids in the order of their ends, all with the right tokens."""
+    """Step until no request is left, and check all tokens. Returns the ids in the order in which they ended."""
     ended = []
     while engine.has_work:
         for output in engine.step():
@@ -54,8 +54,8 @@ def add(scheduler: Scheduler, arrival: int, prompt_len: int, max_total_tokens: i
     return request
 
 
-def test_a_preempted_request_waits_for_its_tokens_on_the_way():
-    """However deep the pipeline: nothing is collected here, so what was sampled before the preemption never arrives."""
+def test_a_preempted_request_waits_for_its_tokens_in_flight():
+    """Nothing is collected here, so tokens that were sampled before the preemption never arrive."""
     scheduler = make_scheduler(8)
     old, young = add(scheduler, 0, 12), add(scheduler, 1, 7)
     while young.schedule.status is not RequestStatus.PREEMPTED:
@@ -81,8 +81,8 @@ def test_a_preempted_request_is_the_next_to_start():
     assert old.schedule.status is RequestStatus.RUNNING
 
 
-def test_a_row_that_was_planned_already_leaves_the_plan_when_it_is_preempted():
-    """A long prompt, older than a short request that passed it, takes the blocks that one decodes in."""
+def test_a_selected_row_leaves_the_step_when_it_is_preempted():
+    """A long prompt takes the blocks of a short request that arrived later, overtook it and decodes by now."""
     engine = Engine(FakeRunner(num_blocks=18, max_num_batched_tokens=4))
     engine.add_request("long", prompt_of(60), greedy(2))
     engine.step()
@@ -93,7 +93,7 @@ def test_a_row_that_was_planned_already_leaves_the_plan_when_it_is_preempted():
     assert engine.stats().preemptions == 1
 
 
-def test_running_requests_stay_in_the_order_of_arrival_when_one_is_passed():
+def test_running_requests_stay_in_the_order_of_arrival_when_one_overtakes():
     engine = Engine(FakeRunner(num_blocks=200, max_num_batched_tokens=8, max_model_len=128))
     engine.add_request("long 0", prompt_of(60), greedy(2))
     engine.step()
@@ -102,7 +102,7 @@ def test_running_requests_stay_in_the_order_of_arrival_when_one_is_passed():
     assert run(engine) == ["long 0", "long 1", "short"]
 
 
-def test_a_request_does_not_start_where_it_would_be_preempted_at_once():
+def test_a_request_does_not_start_if_it_would_be_preempted_at_once():
     engine = Engine(FakeRunner(num_blocks=16, max_num_batched_tokens=64))
     engine.add_request("first", prompt_of(32), greedy(20))
     engine.add_request("second", prompt_of(32, start=9), greedy(4))
@@ -110,7 +110,7 @@ def test_a_request_does_not_start_where_it_would_be_preempted_at_once():
     assert engine.stats().preemptions == 0
 
 
-def test_a_request_does_not_start_on_blocks_that_a_prompt_under_way_needs():
+def test_a_request_does_not_start_on_blocks_that_a_running_prompt_needs():
     engine = Engine(FakeRunner(num_blocks=16, max_num_batched_tokens=8))
     engine.add_request("first", prompt_of(60), greedy(2))
     engine.step()
@@ -121,7 +121,7 @@ def test_a_request_does_not_start_on_blocks_that_a_prompt_under_way_needs():
 
 @pytest.mark.parametrize(("windows", "together"), [((8, 8, 8, None), 2), ((None,) * 4, 1)])
 def test_requests_are_admitted_by_what_their_windows_need(windows, together):
-    """60 tokens are 15 blocks of each group; of one with a window of 8 and chunks of 8 at most 5. The pool has 64."""
+    """60 tokens are 15 blocks per kv_group; with a window of 8 and chunks of 8 at most 5. The pool has 64 blocks."""
     engine = Engine(FakeRunner(num_blocks=64, windows=windows, max_num_batched_tokens=8))
     prompts = {str(i): prompt_of(54, start=30 * i) for i in range(3)}
     for request_id, prompt in prompts.items():
@@ -138,7 +138,7 @@ def test_requests_are_admitted_by_what_their_windows_need(windows, together):
         assert output.outputs[0].token_ids == alone(prompts[output.request_id], 6, 97, windows=windows)
 
 
-def test_all_tokens_on_the_way_means_nothing_to_compute():
+def test_with_all_tokens_in_flight_there_is_nothing_to_compute():
     scheduler = make_scheduler(8)
     add(scheduler, 0, 4, max_total_tokens=6)
     assert [scheduler.schedule() is None for _ in range(3)] == [False, False, True]
@@ -154,7 +154,7 @@ def test_integrity_check_sees_a_lost_row():
         scheduler.check_integrity()
 
 
-def test_more_answers_do_not_pass_who_is_more_urgent():
+def test_followers_do_not_overtake_requests_with_a_higher_priority():
     options = SchedulingOptions(scheduling_policy="priority")
     engine = Engine(FakeRunner(num_blocks=256, max_num_batched_tokens=16), options=EngineOptions(scheduling=options))
     engine.add_request("low", prompt_of(32), SamplingParams(n=8, max_tokens=20, seed=1, ignore_eos=True), priority=10)
@@ -167,7 +167,7 @@ def test_more_answers_do_not_pass_who_is_more_urgent():
     assert ended == ["urgent 0", "urgent 1", "urgent 2", "low"]
 
 
-def test_one_slow_step_does_not_hold_prompts_back_for_ever():
+def test_one_slow_step_does_not_limit_prompts_for_ever():
     pace = StepPace(0.020, min_tokens=16)
     pace.note(16, 0.0025)
     pace.note(0, 1.0)
@@ -179,7 +179,7 @@ def test_one_slow_step_does_not_hold_prompts_back_for_ever():
 
 def test_a_step_stays_under_its_target():
     pace = StepPace(0.010, min_tokens=16)
-    assert pace.limit(2048) == 16  # before anything is known
+    assert pace.limit(2048) == 16  # before any step was timed
     for _ in range(50):
         pace.note(0, 0.004)
         tokens = pace.limit(2048)
@@ -187,8 +187,8 @@ def test_a_step_stays_under_its_target():
     assert 500 <= tokens <= 600
 
 
-def test_a_prefix_is_looked_up_again_where_there_is_more_room_or_after_a_while():
-    """50,000 cached tokens take milliseconds to find: not in every step that a request waits."""
+def test_a_prefix_is_looked_up_again_with_more_free_blocks_or_after_some_steps():
+    """Looking up 50,000 cached tokens takes milliseconds, so it is not done in every step that a request waits."""
     scheduler = make_scheduler(40, rows=2)
     first, waiting = add(scheduler, 0, 100, 110), add(scheduler, 1, 60)
     lookups, find = [], scheduler.manager.find_prefix

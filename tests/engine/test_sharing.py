@@ -1,4 +1,4 @@
-"""What sharing promises: how many blocks several answers to one prompt take, and how much of the blocks is wasted."""
+"""Savings of shared blocks: blocks that several answers to one prompt need, and the share of slots that is wasted."""
 
 import random
 
@@ -13,7 +13,7 @@ PROMPT = [(7 * i + 3) % 97 for i in range(1024)]
 
 
 def stats_of(requests: list[tuple[list[int], SamplingParams]], **options) -> EngineStats:
-    """The engine's figures after these requests have run at once."""
+    """The engine's figures after these requests have run in parallel."""
     runner = FakeRunner(
         num_blocks=2000, block_size=16, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=2048,
         max_logprobs=20,
@@ -27,25 +27,25 @@ def stats_of(requests: list[tuple[list[int], SamplingParams]], **options) -> Eng
     return engine.stats()
 
 
-def test_four_samples_of_a_long_prompt_take_a_third():
+def test_four_samples_of_a_long_prompt_need_a_third_of_the_blocks():
     one = {"max_tokens": 64, "ignore_eos": True}
     shared = stats_of([(PROMPT, SamplingParams(**one, n=4))])
     separate = stats_of([(PROMPT, SamplingParams(**one))] * 4, enable_prefix_caching=False)
-    assert separate.peak_used_blocks >= 4 * 67  # all four at once: each 68 blocks in the end
+    assert separate.peak_used_blocks >= 4 * 67  # four at the same time, with 68 blocks each in the end
     assert shared.peak_used_blocks <= 0.35 * separate.peak_used_blocks
     assert shared.generated_tokens == separate.generated_tokens == 4 * 64
     assert (shared.copied_blocks, separate.copied_blocks) == (0, 0)  # the prompt fills its last block
 
 
 @pytest.mark.parametrize("extra", [1, 9, 15])
-def test_a_prompt_that_ends_within_a_block_is_split_when_the_answers_part(extra: int):
+def test_a_partly_full_block_is_copied_for_all_answers_but_one(extra: int):
     shared = stats_of([(PROMPT[: 512 + extra], SamplingParams(max_tokens=20, ignore_eos=True, n=4))])
-    assert shared.copied_blocks == 3  # the last to write keeps the block
+    assert shared.copied_blocks == 3  # the last answer to write keeps the block
     blocks_apart = -(-(extra + 20) // 16)
     assert shared.peak_used_blocks <= 32 + 4 * blocks_apart
 
 
-def test_a_beam_search_takes_less_than_its_beams_alone():
+def test_a_beam_search_needs_fewer_blocks_than_separate_requests():
     params = SamplingParams(temperature=0.7, use_beam_search=True, best_of=4, max_tokens=16)
     alone = SamplingParams(max_tokens=16, ignore_eos=True)
     prompts = [[*PROMPT[:20], 1, *PROMPT[20:40]], [*PROMPT[:20], 2, *PROMPT[30:45]]]

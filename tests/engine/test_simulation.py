@@ -1,17 +1,18 @@
-"""The host side under random arrivals, forks, aborts and failures: tokens are those of each request alone."""
+"""The host side under random arrivals, forks, aborts and failures. Every request gets the tokens that it gets alone."""
 
 import collections
 import random
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jpaged.engine.beam_search import BeamSearch
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.request import RequestStatus
 from jpaged.engine.step_plan import TransferCosts
+from jpaged.engine.strategies.beam_search import BeamSearch
 from jpaged.errors import RequestError
 from jpaged.kv_groups import max_blocks
 from jpaged.params.sampling import SamplingParams
@@ -25,14 +26,14 @@ BEAMS = (
     {"use_beam_search": True, "beam_width": 3, "early_stopping": True},
 )
 
-SHARED = (0, 3, 9, 22, 37)  # tokens of a prompt that others begin with, too
+SHARED = (0, 3, 9, 22, 37)  # lengths of prefixes that prompts share
 MAX_TOKENS = (None, 1, 2, 5, 30)
 LOGPROBS = (None, 0, 2)
 ANSWERS = ({}, {}, {"n": 2}, {"n": 4}, {"n": 2, "best_of": 3}, *BEAMS)
 SALTS = ("", "", "", "x")
-# Moving a block and computing it: not measured, cheap, cheap once there are many, never worth it.
+# Cost of moving a block: not measured, cheap, cheap for many blocks, never worth it.
 COSTS = (None, None, TransferCosts(0.1, 1.0), TransferCosts(0.1, 1.0, seconds_to_begin=6.0), TransferCosts(10.0, 0.01))
-# Milliseconds that a fake step never, or always, stays under: whatever the machine does at the moment.
+# Target times that a fake step always misses or always meets, however slow the machine is.
 TARGETS = (None, None, 1e-9, 1e9)
 COUNTERS = (
     "prefix_hit_tokens", "preemptions", "recomputed_tokens", "copied_blocks", "blocks_to_host", "blocks_to_device",
@@ -42,7 +43,7 @@ COUNTERS = (
 def expected(
     token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], index: int = 0
 ) -> tuple[list[int], str]:
-    """Tokens and finish reason of one sample of a request that nobody disturbs."""
+    """Tokens and finish reason of one sample of a request that runs alone."""
     tokens = list(token_ids)
     longest = min(max_model_len, len(token_ids) + (params.max_tokens or max_model_len))
     stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))}
@@ -58,7 +59,7 @@ def expected(
 def expected_beams(
     token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], count: int
 ) -> list[tuple[list[int], str]]:
-    """The answers of a beam search, each beam computed by itself from its whole sequence."""
+    """The answers of a beam search. Each beam is computed from its whole sequence."""
     longest = min(max_model_len, len(token_ids) + (params.max_tokens or max_model_len))
     stops = frozenset({*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))})
     search = BeamSearch(
@@ -75,7 +76,7 @@ def expected_beams(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Any user, any size of pool, any number of rows, any token budget, any kinds of layers."""
+    """Random users, sizes of the pool, numbers of rows, token budgets and kinds of layers."""
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -127,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.crowd(crowd, 5)
 
     def salt_of(self, row: int) -> str:
-        """Of the request in a row."""
+        """Salt of the request that owns a row."""
         return next(self.salts[r.request_id] for r in self.engine._scheduler.running if r.schedule.row == row)
 
     @rule(
@@ -158,7 +159,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             salted = {"prompt_token_ids": prompt, "cache_salt": salt}
             self.engine.add_request(request_id, salted, params, stream=stream, priority=priority)
-        except RequestError as error:  # all answers together can never fit
+        except RequestError as error:  # its answers do not fit into the pool together
             if error.parameter not in ("n", "best_of", "beam_width") or "blocks of KV cache" not in str(error):
                 raise
         else:
@@ -166,7 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(2, 6))
     def crowd(self, seed: int, count: int) -> None:
-        """Many at once: from single arrivals a full pool hardly ever comes about."""
+        """Add several requests: single arrivals hardly ever fill the pool."""
         self.last_crowd = seed, count
         rng = random.Random(seed)
         for _ in range(count):
@@ -179,11 +180,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.asked)
     def ask_again(self, data) -> None:
-        """The next turn of a conversation: a request that has come before, and what was answered."""
+        """The next turn of a conversation: an earlier prompt and its answer so far."""
         before = data.draw(st.sampled_from(sorted(self.asked)))
         prompt, params = self.asked[before]
-        group = self.engine._outputs.request_groups.get(before)
-        prompt = [*prompt, *([] if group is None else group.first.token_ids[len(prompt) :])]
+        request_group = self.engine._outputs.request_groups.get(before)
+        prompt = [*prompt, *([] if request_group is None else request_group.first.token_ids[len(prompt) :])]
         request_id = str(len(self.salts))
         self.salts[request_id] = self.salts[before]
         salted = {"prompt_token_ids": prompt[: self.runner.max_model_len - 1], "cache_salt": self.salts[before]}
@@ -205,7 +206,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.weights += 1
         self.reached["new weights while requests live"] += bool(self.asked.keys() - self.ended)
         if again:
-            self.crowd(*self.last_crowd)  # whose like the old weights have seen
+            self.crowd(*self.last_crowd)  # the same prompts again: their KV of the old weights must not be found
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -235,17 +236,17 @@ class EngineMachine(RuleBasedStateMachine):
     def only_equal_beginnings_are_shared(self) -> None:
         size, holders = self.runner.block_size, {}
         for request in self.engine._scheduler.running:
-            for group, table in enumerate(request.kv.block_tables):
+            for kv_group, table in enumerate(request.kv.block_tables):
                 for index, block in enumerate(table.held, table.first_held):
                     # forks share a block that is partly full
                     computed = min((index + 1) * size, request.schedule.num_computed)
-                    beginning = (group, request.token_ids[:computed])
+                    beginning = (kv_group, request.token_ids[:computed])
                     assert holders.setdefault(block, beginning) == beginning, "a block in the tables of two"
 
     def step(self) -> None:
         oldest = min(self.engine._scheduler.running, key=lambda request: request.arrival, default=None)
         if oldest is not None and oldest.is_beam:
-            oldest = None  # of beams one may give way to another of its own search
+            oldest = None  # a beam may be preempted for another beam of its search
         decodes = [
             (request, request.schedule.num_computed, request.metrics.preemptions)
             for request in self.engine._scheduler.running
@@ -322,7 +323,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert (answer.token_ids, answer.finish_reason) == (tokens, reason)
 
     def teardown(self) -> None:
-        # every step moves the oldest request on, or collects what a search waits for: nothing can take longer
+        # every step advances the oldest request, or collects the candidates that a search waits for
         bound = 200 + 150 * sum(params.num_sequences for _, params in self.asked.values())
         while self.engine.has_work:
             self.step()
@@ -339,3 +340,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=60, stateful_step_count=40)
+# hypothesis shrinks a failing example for up to 300 s: the usual timeout would end the process before it is printed
+pytestmark = pytest.mark.timeout(900)

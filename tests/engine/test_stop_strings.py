@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from jpaged.engine.stop_strings import StopAutomaton, StopText
+from jpaged.engine.output.stop_strings import StopAutomaton, StopText
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, int] | None:

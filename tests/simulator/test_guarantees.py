@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.engine import SchedulingOptions
-from jpaged.engine.waiting_queue import POLICIES, PRIORITY_SECONDS, TOKEN_SECONDS
+from jpaged.engine.scheduling.waiting_queue import POLICIES, PRIORITY_SECONDS, TOKEN_SECONDS
 from jpaged.simulator.cost import CostModel
 from jpaged.simulator.load import Arrival, ArrivalTimes, GeneratedLoad, LengthDistribution
 from jpaged.simulator.results import SimulationResult

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.detokenizer import ByteLevelDecoder
 from jpaged.engine.grammar import GrammarCompiler
 from jpaged.engine.grammar.regex_dialect import literal, to_rust
+from jpaged.engine.output.detokenizer import ByteLevelDecoder
 from tests.structured.conftest import Model
 from tests.structured.sampling import Wrapped, byte_level
 

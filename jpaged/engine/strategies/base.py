@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jpaged.engine.answer_writer import AnswerWriter
 from jpaged.engine.engine_stats import EngineCounters
+from jpaged.engine.output.answer_writer import AnswerWriter
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.scheduler_state import ScheduledStep
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep
 from jpaged.engine.step_plan import StepResult
 from jpaged.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from jpaged.params.sampling import SamplingParams
@@ -35,7 +35,7 @@ class CollectedStep:
     step: ScheduledStep
     result: StepResult
     token_ids: list[int]  # `result.token_ids` as Python integers
-    began: float          # time of dispatch, in seconds of `time.monotonic()`
+    began: float          # time of dispatch, or the end of the previous step if that is later; `time.monotonic()`
     now: float            # time of collection
 
 
@@ -61,7 +61,7 @@ class Strategy(abc.ABC):
     def begin(self, request_group: "RequestGroup", context: StrategyContext) -> None:
         """Add the first requests to the scheduler. The others fork from the first one when the prompt is computed.
 
-        Waits for the request group's grammar, and raises what its compiler raises.
+        A strategy with a grammar waits for it here, and raises what its compiler raises.
         """
         self.context = context
         context.scheduler.add(request_group.first, followers=request_group.requests[1:])

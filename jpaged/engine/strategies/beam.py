@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from jpaged.engine.answer_text import AnswerText
-from jpaged.engine.answer_writer import stop_reason
-from jpaged.engine.beam_search import BeamSearch, BeamStep, Hypothesis
+from jpaged.engine.output.answer_text import AnswerText
+from jpaged.engine.output.answer_writer import stop_reason
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.strategies.base import CollectedStep, Strategy, StrategyContext, request_output
+from jpaged.engine.strategies.beam_search import BeamSearch, BeamStep, Hypothesis
 from jpaged.errors import EngineError
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.params.sampling import SamplingParams
@@ -37,9 +37,9 @@ class BeamStrategy(Strategy):
         self.search = search
         self._requests: list[Request] = []
         self._beams: list[Request] = []  # live beams, in the order of the search
-        # Of the current step: (int32[K] token ids, float32[K] log-probabilities) of each beam that has returned.
+        # (int32[K] token ids, float32[K] log-probabilities) of each beam that has returned them in this step
         self._candidates: dict[Request, tuple[np.ndarray, np.ndarray]] = {}
-        # Of all steps: (int32[beams, K], float32[beams, K]).
+        # the same of all steps: (int32[beams, K], float32[beams, K])
         self._history: list[tuple[np.ndarray, np.ndarray]] | None = [] if keep_candidates else None
 
     def begin(self, request_group: "RequestGroup", context: StrategyContext) -> None:
@@ -80,7 +80,7 @@ class BeamStrategy(Strategy):
         return request_group.requests
 
     def scheduled(self, request_group: "RequestGroup") -> Collection[Request]:
-        """Live beams, except beams on hold that were preempted: they wait for their next token, and for no row."""
+        """Live beams, except beams on hold that were preempted: they are not in the waiting queue until `resume`."""
         return [beam for beam in self._beams if beam.schedule.row >= 0 or not beam.schedule.on_hold]
 
     @staticmethod
@@ -100,15 +100,15 @@ class BeamStrategy(Strategy):
         """Let the surviving beams continue, each with its new token."""
         scheduler = self.context.scheduler
         parents = [self._beams[step.parent] for step in steps]
-        without_heir = set(parents)
-        idle = [request for request in self._requests if request not in without_heir]
+        to_continue = set(parents)  # each continues once in its own row
+        idle = [request for request in self._requests if request not in to_continue]
         for request in self._beams:
-            if request not in without_heir:
+            if request not in to_continue:
                 scheduler.park(request)
         heirs = []
         for parent in parents:
-            if parent in without_heir:
-                without_heir.discard(parent)
+            if parent in to_continue:
+                to_continue.discard(parent)
                 heirs.append(parent)
             else:
                 heir = idle.pop()

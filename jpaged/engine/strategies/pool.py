@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from jpaged.engine.pooling import Pooling
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.strategies.base import CollectedStep, Strategy
+from jpaged.engine.strategies.pooling import Pooling
 from jpaged.errors import EngineError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput
 from jpaged.params.pooling import PoolingParams

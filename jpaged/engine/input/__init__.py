@@ -1,0 +1,1 @@
+"""Checks prompts and parameters, and makes requests from them."""

@@ -1,0 +1,279 @@
+"""Checks a prompt and its parameters, and makes a request group of them. Bad input is refused before it is scheduled.
+
+Has no state that a request changes, so any thread may call it.
+"""
+
+import logging
+import time
+from concurrent.futures import Future
+from typing import Any, cast
+
+import numpy as np
+
+from jpaged.engine.engine_options import EngineOptions
+from jpaged.engine.grammar import Grammar, GrammarCompiler, ReasoningPrefix
+from jpaged.engine.input.model_limits import ModelLimits
+from jpaged.engine.input.prompt_reader import Prompt, PromptReader
+from jpaged.engine.output.reasoning_budget import EncodedReasoningTags, ReasoningBudget
+from jpaged.engine.output.stop_strings import stop_automaton
+from jpaged.engine.request import Request
+from jpaged.engine.request_group import RequestGroup
+from jpaged.engine.sampling_extras import SamplingExtras
+from jpaged.engine.strategies import BeamStrategy, BestOfStrategy, PoolStrategy, SampleStrategy, Strategy
+from jpaged.engine.strategies.beam_search import BeamSearch
+from jpaged.engine.strategies.pooling import check_task
+from jpaged.errors import RequestError
+from jpaged.outputs import RequestMetrics
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.reasoning_tags import PROMPT_END, ReasoningTags
+from jpaged.params.sampling import RequestOutputKind, SamplingParams
+
+__all__ = ["InputProcessor", "ModelLimits", "Prompt"]
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPT_LOGPROBS = 2**20  # of one request: about 100 MB of Python objects
+MAX_PRIORITY = 2**31 - 1
+POOLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # sampling parameters of pooled requests
+_DEFAULTS = SamplingParams()
+
+
+class InputProcessor:
+    """Makes request groups."""
+
+    def __init__(self, limits: ModelLimits, tokenizer: Any = None, compiler: GrammarCompiler | None = None):
+        """tokenizer: a transformers tokenizer; None: prompts must be token ids.
+
+        compiler: of grammars; None: structured outputs are refused.
+        """
+        self.limits = limits
+        self._prompts = PromptReader(limits, tokenizer)
+        self._compiler = compiler
+        self._tokenizer = tokenizer
+        self._logged_unused = False  # a beam search with sampling parameters was logged
+        self._eos_token_ids = frozenset(limits.eos_token_ids)
+        if limits.eos_token_id is not None:
+            self._eos_token_ids |= {limits.eos_token_id}
+
+    @classmethod
+    def create(cls, limits: ModelLimits, tokenizer: Any, options: EngineOptions) -> "InputProcessor":
+        """An input processor with a compiler of grammars, if the model generates text."""
+        compiler = None
+        if tokenizer is not None and options.pooling is None:
+            compiler = GrammarCompiler(tokenizer, limits.vocab_size, options.eos_token_ids, options.grammar_limits)
+        return cls(limits, tokenizer, compiler)
+
+    def prepare_grammars(self) -> None:
+        """Read the tokenizer for grammars now. Otherwise the first request with a grammar stops all streams for it."""
+        if self._compiler is not None:
+            try:
+                self._compiler.warm_up().result()
+            except Exception as error:  # grammars cannot be compiled for this tokenizer: requests for one are refused
+                logger.warning("no structured output with this tokenizer: %s", error)
+
+    def close(self) -> None:
+        """Stop the compiler of grammars."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *,
+        stream: bool = False,
+        priority: int = 0,
+    ) -> RequestGroup:
+        """Check a prompt with its parameters, and make a request group of them. Raises RequestError.
+
+        stream: emit every new token, if the parameters allow it.
+        """
+        metrics = RequestMetrics(arrival_time=time.monotonic())
+        check_task(self.limits.pooling, params)
+        pooling_params = params if isinstance(params, PoolingParams) else None
+        params = POOLED if isinstance(params, PoolingParams) else params
+        self._check_params(params)
+        self._check_priority(priority)
+        checked = self._prompts.read(prompt, params)
+        token_ids = checked.token_ids
+        self._check_prompt_logprobs(params, len(token_ids))
+        max_total_tokens = self.limits.max_model_len
+        if pooling_params is not None:
+            max_total_tokens = len(token_ids) + 1  # the prompt may fill the model: no token is sampled
+        elif params.max_tokens is not None:
+            max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
+        end_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
+        extras = self._extras(params, end_token_ids)
+        requests = [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                max_total_tokens=max_total_tokens,
+                eos_token_ids=end_token_ids,
+                eos_token_id=self.limits.eos_token_id,
+                metrics=metrics,
+                index=index,
+                priority=int(priority),
+                is_beam=params.use_beam_search,
+                extras=extras,
+            )
+            for index in range(params.num_sequences)
+        ]
+        grammar = self._add_reasoning_and_grammar(requests)
+        streams = stream and not params.chooses and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        return RequestGroup(
+            request_id=request_id,
+            prompt=checked.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            requests=requests,
+            strategy=self._strategy(params, pooling_params, max_total_tokens - len(token_ids), end_token_ids),
+            metrics=metrics,
+            streams=streams and pooling_params is None,
+            cache_salt=checked.cache_salt,
+            grammar=grammar,
+        )
+
+    def _strategy(
+        self,
+        params: SamplingParams,
+        pooling_params: PoolingParams | None,
+        max_new_tokens: int,
+        end_token_ids: frozenset[int],
+    ) -> Strategy:
+        """The only place that distinguishes the kinds of answers."""
+        if pooling_params is not None and self.limits.pooling is not None:
+            return PoolStrategy(self.limits.pooling, pooling_params)
+        if params.use_beam_search:
+            search = self._search(params, max_new_tokens, end_token_ids)
+            return BeamStrategy(search, keep_candidates=params.logprobs is not None)
+        return BestOfStrategy() if params.chooses else SampleStrategy()
+
+    def _add_reasoning_and_grammar(self, requests: list[Request]) -> Future[Grammar] | None:
+        """Give each request its reasoning budget, and start to compile the grammar of their parameters."""
+        params, prompt = requests[0].params, requests[0].prompt_token_ids
+        tags = cast(ReasoningTags | None, params.reasoning_tags)
+        opened = tags is not None and self._has_opened(tags, prompt, params)
+        if (budget := params.thinking_token_budget) is not None:
+            for request in requests:
+                request.output.reasoning_budget = self._reasoning_budget(tags, budget, opened=opened)
+        if params.structured_outputs is None:
+            return None
+        reasoning = None if tags is None else ReasoningPrefix(tags.start, tags.end, opened)
+        return self._grammar(params, reasoning)
+
+    def _check_prompt_logprobs(self, params: SamplingParams, prompt_len: int) -> None:
+        asked = params.prompt_logprobs
+        if asked is not None and (asked + 1) * prompt_len > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                "prompt_logprobs", asked, f"with a prompt of {prompt_len:,} tokens they are more than "
+                f"{MAX_PROMPT_LOGPROBS:,}: at most {MAX_PROMPT_LOGPROBS // prompt_len - 1} for this prompt",
+            )  # fmt: skip
+
+    def _grammar(self, params: SamplingParams, reasoning: ReasoningPrefix | None) -> Future[Grammar]:
+        if self._tokenizer is None or self._compiler is None:
+            accepted = "the model has no tokenizer: start with the option tokenizer"
+            raise RequestError("structured_outputs", params.structured_outputs, accepted)
+        return self._compiler.submit(cast(Any, params.structured_outputs), reasoning)
+
+    def _has_opened(self, tags: ReasoningTags, token_ids: list[int], params: SamplingParams) -> bool:
+        """Whether the prompt ends inside of reasoning, which the answer then continues."""
+        if params.structured_outputs is None and params.thinking_token_budget is None:
+            return False
+        if self._tokenizer is None:
+            accepted = "are strings, and the model has no tokenizer: start with the option tokenizer"
+            raise RequestError("reasoning_tags", (tags.start, tags.end), accepted)
+        return tags.opened_by(self._tokenizer.decode(token_ids[-PROMPT_END:]))
+
+    def _reasoning_budget(self, tags: ReasoningTags | None, budget: int, *, opened: bool) -> ReasoningBudget:
+        if tags is None:
+            accepted = (
+                "needs the tags of reasoning: give reasoning_tags as well, or give a reasoning_parser to LLM.chat, or "
+                "to the server when it starts"
+            )
+            raise RequestError("thinking_token_budget", budget, accepted)
+        end_ids = tuple(self._tokenizer.encode(tags.end, add_special_tokens=False))
+        if not end_ids or max(end_ids) >= self.limits.vocab_size:
+            raise RequestError("reasoning_tags", tags.end, "the model has no tokens for this tag")
+        encoded = EncodedReasoningTags(tags.start.encode(), tags.end.encode(), end_ids)
+        return ReasoningBudget(encoded, budget, opened=opened)
+
+    def _extras(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> SamplingExtras | None:
+        """Sampling state that has no column in the request table. Raises RequestError if no token could be sampled."""
+        if not params.needs_extras:
+            return None
+        extras = SamplingExtras(
+            params,
+            self.limits.vocab_size,
+            end_token_ids=eos_token_ids | set(params.stop_token_ids or ()),
+            bad_words=[ids for word in params.bad_words or () for ids in self._bad_word(word)],
+            processors=self.limits.processors,
+        )
+        if not extras.is_needed:
+            return None
+        if not extras.allows_some(self.limits.known_ids):
+            name = "min_tokens" if params.min_tokens else "bad_words" if params.bad_words else "allowed_token_ids"
+            raise RequestError(name, getattr(params, name), "no token would be left to sample")
+        return extras
+
+    def _bad_word(self, word: str) -> list[list[int]]:
+        """The ids of a bad word, and its ids after a blank. (vLLM forbids the latter only if both have equal lengths.)
+
+        A bad word of white space, such as a line break, has its own ids only.
+        """
+        if self._tokenizer is None:
+            raise RequestError("bad_words", word, "the model has no tokenizer: use logit_bias")
+        texts = (word.lstrip(), " " + word.lstrip()) if word.strip() else (word,)
+        sequences = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [ids for ids in sequences if ids]
+
+    def _search(self, params: SamplingParams, max_new_tokens: int, eos_token_ids: frozenset[int]) -> BeamSearch:
+        """The beam search of a request. Raises RequestError if the device returns too few candidates for it."""
+        limits = self.limits
+        search = BeamSearch(
+            width=params.num_sequences,
+            max_new_tokens=max_new_tokens,
+            end_token_ids=eos_token_ids | set(params.stop_token_ids or ()),
+            length_penalty=params.length_penalty,
+            early_stopping=cast(Any, params.early_stopping),
+        )
+        needed = min(search.num_candidates, limits.vocab_size)
+        if needed > limits.max_logprobs:
+            raise RequestError(
+                "beam_width",
+                params.num_sequences,
+                f"needs the {needed} most likely tokens of each beam (the width, and one for each end token), the "
+                f"engine returns {limits.max_logprobs}: use fewer beams, or start with max_logprobs={needed}",
+            )
+        unused = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(_DEFAULTS, name)]
+        if unused and not self._logged_unused:
+            self._logged_unused = True
+            logger.info("%s: not used in a beam search (logged once)", ", ".join(unused))
+        return search
+
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)) or abs(priority) > MAX_PRIORITY:
+            raise RequestError("priority", priority, f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        if priority and not self.limits.priorities:
+            raise RequestError("priority", priority, "the engine does not use it: start the engine with the option "
+                               "scheduling_policy='priority', or leave it out")  # fmt: skip
+
+    def _check_params(self, params: SamplingParams) -> None:
+        limits = self.limits
+        if not isinstance(params, SamplingParams):
+            raise RequestError("sampling_params", params, "must be a jpaged.SamplingParams")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > limits.max_logprobs:
+                accepted = f"must be at most {limits.max_logprobs}, which the option max_logprobs sets"
+                raise RequestError(name, getattr(params, name), accepted)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= limits.vocab_size:
+                    raise RequestError(name, token_id, f"token ids are 0 to {limits.vocab_size - 1}")
+        if params.stop:
+            if self._tokenizer is None:
+                raise RequestError("stop", params.stop, "is searched in the text, and the model has no tokenizer: "
+                                   "leave it out, use stop_token_ids, or start with the option tokenizer")  # fmt: skip
+            stop_automaton(tuple(params.stop))  # cached: it is built here, where no step waits for it

@@ -1,0 +1,41 @@
+"""Properties of the model and the engine that decide whether a request is valid."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jpaged.engine.engine_options import EngineOptions
+from jpaged.engine.step_plan import Runner
+from jpaged.engine.strategies.pooling import Pooling
+from jpaged.params.logits_processors import LogitsProcessor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits that requests are checked against."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    eos_token_ids: tuple[int, ...] = ()  # ids that end an answer; generation_config.json may add to the tokenizer's
+    eos_token_id: int | None = None      # the main one: it ends an answer without being its stop_reason
+    pooling: Pooling | None = None       # the engine pools; None: it generates
+    processors: tuple[LogitsProcessor, ...] = ()
+    known_ids: np.ndarray | None = None  # bool[vocab_size]: ids that are ever sampled; None: all
+    priorities: bool = False             # the scheduling policy uses the priority of requests
+
+    @classmethod
+    def of(cls, runner: Runner[Any], options: EngineOptions) -> "ModelLimits":
+        """The limits of an engine."""
+        return cls(
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.max_model_len,
+            max_logprobs=runner.max_logprobs,
+            eos_token_ids=options.eos_token_ids,
+            eos_token_id=options.eos_token_id,
+            pooling=options.pooling,
+            processors=options.processors,
+            known_ids=options.known_ids,
+            priorities=options.scheduling.scheduling_policy == "priority",
+        )

@@ -1,0 +1,1 @@
+"""Turns sampled tokens into outputs: text, ends, log-probabilities."""

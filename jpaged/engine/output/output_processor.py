@@ -1,0 +1,163 @@
+"""Results of steps in, outputs of request groups out.
+
+1. `add` registers a request group, and lets its strategy begin.
+2. `process` hands the result of every row to its request group's strategy. It ends requests, and returns the
+   outputs of request groups that ended or that stream a new token.
+3. `late_masks` computes masks that depend on the tokens of the step just processed.
+
+An error in one request's output ends that request. The other requests continue.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+
+from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.request_group import RequestGroup
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep
+from jpaged.engine.step_plan import RowMask
+from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
+from jpaged.errors import EngineError, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class OutputProcessor:
+    """Owns the live request groups."""
+
+    def __init__(self, context: StrategyContext):
+        self.request_groups: dict[str, RequestGroup] = {}  # by request id
+        self._context = context
+        self._scheduler = context.scheduler
+        self._writer = context.writer
+        self._counters = context.counters
+
+    def add(self, request_group: RequestGroup) -> None:
+        """Register a request group and begin. Raises what the compiler of its grammar raises."""
+        request_group.strategy.begin(request_group, self._context)
+        self.request_groups[request_group.request_id] = request_group
+
+    def process(self, collected: CollectedStep) -> list[Output]:
+        """Outputs of the request groups that ended with this step, or that stream a new token."""
+        counters, request_groups = self._counters, self.request_groups
+        news: dict[RequestGroup, None] = dict.fromkeys(self._append_prompt_logprobs(collected))  # an ordered set
+        for index, request in self._scheduler.results(collected.step):
+            request_group = request_groups[request.request_id]
+            strategy = request_group.strategy
+            counters.generated_tokens += strategy.tokens_per_row
+            try:
+                end = strategy.take(request, collected, index)
+            except Exception as error:  # the other requests continue
+                _note_failure(request, error)
+                end = RequestStatus.FAILED
+            if end is not None:
+                self._finish(strategy.ending_with(request_group, request), end)
+                news[request_group] = None
+            elif request_group.streams and strategy.is_due(request):
+                news[request_group] = None
+        outputs = []
+        for request_group in news:
+            if request_group.has_ended:
+                outputs.append(self._final_output(request_group))
+            elif request_group.streams:
+                outputs.append(request_group.strategy.output(request_group))
+        return outputs
+
+    def late_masks(self, step: ScheduledStep) -> tuple[list[RowMask], list[Output]]:
+        """Masks for a dispatched step. The tokens that they depend on have arrived now.
+
+        Also returns the final outputs of request groups that end here, because their grammar allows no token or takes
+        too much time.
+        """
+        masks, ended = [], []
+        for request, samples in zip(step.requests, step.plan.samples.tolist(), strict=True):
+            extras, row = request.extras, request.schedule.row
+            if not samples or extras is None or not extras.follows_tokens or row < 0 or request in step.discarded:
+                continue
+            try:
+                masks.append(RowMask(row, request.mask()))
+            except Exception as error:  # the other requests continue
+                request_group = self.request_groups[request.request_id]
+                _note_failure(request, error)
+                self._scheduler.finish(request, RequestStatus.FAILED)
+                if request_group.has_ended:
+                    ended.append(request_group)
+        return masks, [self._final_output(request_group) for request_group in ended]
+
+    def end(self, request_group: RequestGroup, status: RequestStatus) -> Output:
+        """End all requests of a group that have not ended. Returns its final output."""
+        self._finish((r for r in request_group.requests if not r.schedule.status.is_end), status)
+        return self._final_output(request_group)
+
+    def fail_touched(self) -> tuple[str, ...]:
+        """End all request groups that a failed step may have affected. Returns their ids.
+
+        These are the request groups with a running request, or with tokens in flight.
+        """
+        touched = [
+            request_group
+            for request_group in self.request_groups.values()
+            if any(r.schedule.row >= 0 or r.schedule.num_in_flight for r in request_group.requests)
+        ]
+        for request_group in touched:
+            self.end(request_group, RequestStatus.FAILED)
+        return tuple(request_group.request_id for request_group in touched)
+
+    def live_requests(self) -> Iterable[Request]:
+        """All requests of all live request groups."""
+        return (request for request_group in self.request_groups.values() for request in request_group.requests)
+
+    def check_idle(self) -> None:
+        """Raise EngineError if blocks are held though no request is left."""
+        if not self.request_groups and self._scheduler.manager.pool.num_used:
+            raise EngineError(f"no request is left, but {self._scheduler.manager.pool.num_used} blocks are held")
+
+    def check_integrity(self) -> None:
+        """Raise EngineError unless the scheduler knows exactly the requests that should run or wait."""
+        known = {*self._scheduler.running, *self._scheduler.waiting}
+        live = {r for each in self.request_groups.values() for r in each.strategy.scheduled(each)}
+        if known != live:
+            raise EngineError(f"{len(known)} requests are scheduled, {len(live)} live")
+
+    def _append_prompt_logprobs(self, collected: CollectedStep) -> list[RequestGroup]:
+        """Append a step's scores to the requests that asked for prompt_logprobs. Returns request groups that failed."""
+        first, failed = 0, []
+        for request, count in collected.step.scored:
+            scores = collected.result.scores
+            if not request.schedule.status.is_end:
+                try:
+                    if scores is None:
+                        raise EngineError(f"request {request.request_id}: the step returned no scores")
+                    self._writer.append_prompt_logprobs(request, scores, slice(first, first + count))
+                except Exception as error:  # the other requests continue
+                    _note_failure(request, error)
+                    request_group = self.request_groups[request.request_id]
+                    self._finish(request_group.requests, RequestStatus.FAILED)
+                    failed.append(request_group)
+            first += count
+        return failed
+
+    def _finish(self, requests: Iterable[Request], status: RequestStatus) -> None:
+        for request in requests:
+            self._scheduler.finish(request, status)
+
+    def _final_output(self, request_group: RequestGroup) -> Output:
+        """The last output of a request group that has ended. The processor forgets the group."""
+        del self.request_groups[request_group.request_id]
+        self._counters.finished_requests += 1
+        request_group.metrics.finished_time = time.monotonic()
+        try:
+            return request_group.strategy.output(request_group)
+        except Exception as error:  # the end of a text could not be decoded
+            for request in request_group.requests:
+                _note_failure(request, error)
+                self._scheduler.finish(request, RequestStatus.FAILED)
+            return request_group.strategy.output(request_group)
+
+
+def _note_failure(request: Request, error: Exception) -> None:
+    if isinstance(error, RequestError):  # the caller's grammar or logits processor: report it as the stop reason
+        request.output.stop_reason = error.accepted
+        logger.warning("request %s ends: %s", request.request_id, error)
+    else:
+        logger.error("request %s ends: its output could not be processed", request.request_id, exc_info=error)

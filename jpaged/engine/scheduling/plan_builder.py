@@ -1,0 +1,232 @@
+"""Builds a step's plan from a selection of rows and tokens.
+
+Until the plan is built, preemption may remove a row from the selection. Building the plan makes the selection final:
+tokens count as computed, samples as in flight, and full blocks are named.  1. Decodes come first. Their tokens are
+already counted. 2. Rows that compute a chunk follow. A row that reaches the end of its known tokens samples, and
+decodes from then on. 3. Followers of a request whose prompt ends fork from it. They come last, and compute no token of
+their own. 4. Block moves, masks and tokens to score complete the plan.
+"""
+
+import array
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jpaged.engine.request import Request
+from jpaged.engine.scheduling.decode_scheduler import DecodeScheduler
+from jpaged.engine.scheduling.forks import Forks
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerState
+from jpaged.engine.scheduling.step_selection import StepSelection
+from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant, StepPlan
+
+# A larger penalty makes logits infinite, at any temperature. A smaller one does the same to their quotients.
+MAX_REPETITION_PENALTY = 1e25
+SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
+_NO_MOVES = np.zeros((0, 3), np.int32)
+
+
+@dataclasses.dataclass(slots=True)
+class _PromptRows:
+    """The rows after the decodes, while the plan is built."""
+
+    first: int                # number of decodes: index of the first of these rows
+    sampler: SamplerVariant = SamplerVariant.GREEDY
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    rows: list[int] = dataclasses.field(default_factory=list)
+    num_tokens: list[int] = dataclasses.field(default_factory=list)
+    samples: list[bool] = dataclasses.field(default_factory=list)
+    prompt_tokens: list[int] = dataclasses.field(default_factory=list)
+    inits: list[RowInit] = dataclasses.field(default_factory=list)
+    scored: list[tuple[int, int]] = dataclasses.field(default_factory=list)       # (index of the token, next token)
+    scorers: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # (request, entries of `scored`)
+    parents: list[Request] = dataclasses.field(default_factory=list)  # requests with followers, whose prompt ends
+    forked_from: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, request: Request, num_tokens: int, *, samples: bool) -> None:
+        """Append a row."""
+        self.rows.append(request.schedule.row)
+        self.requests.append(request)
+        self.num_tokens.append(num_tokens)
+        self.samples.append(samples)
+
+
+_NO_PROMPT_ROWS = _PromptRows(0)
+
+
+class PlanBuilder:
+    """Builds plans. One object serves all steps."""
+
+    def __init__(self, state: SchedulerState, decodes: DecodeScheduler, forks: Forks):
+        self._manager = state.manager
+        self._running = state.running
+        self._counters = state.counters
+        self._vocab_size = state.limits.vocab_size
+        self._decodes = decodes
+        self._forks = forks
+        self._ones = np.ones(state.limits.max_num_seqs, np.int32)
+        self._trues = np.ones(state.limits.max_num_seqs, bool)
+
+    def build(self, selection: StepSelection) -> ScheduledStep:
+        """The plan of a selection."""
+        requests, count = selection.decodes, len(selection.decodes)
+        rows = [request.schedule.row for request in requests]
+        self._manager.num_empty -= count
+        for request in selection.boundary_decodes:
+            self._decodes.update_boundary(request)
+        sampler = self._running.sampler_for(requests)
+        prompts = self._prompt_rows(selection) if selection.chunks else _NO_PROMPT_ROWS
+        if prompts.rows:
+            rows += prompts.rows
+            requests = requests + prompts.requests
+            sampler = max(sampler, prompts.sampler)
+        self._count_step()
+        masks, waits_for_masks = (), False
+        if sampler is SamplerVariant.FULL:
+            masks, waits_for_masks = self._masks(requests, count, prompts.samples)
+        plan = StepPlan(
+            rows=_int32(rows),
+            num_tokens=_followed_by(self._ones, count, prompts.num_tokens),
+            num_decodes=count,
+            samples=_followed_by(self._trues, count, prompts.samples),
+            prompt_tokens=_int32(prompts.prompt_tokens),
+            block_updates=_int32(itertools.chain.from_iterable(selection.block_updates)).reshape(-1, 4),
+            row_inits=tuple(prompts.inits),
+            sampler=sampler,
+            forked_from=_int32(prompts.forked_from),
+            moves=self._moves(),
+            masks=masks,
+            scored=_int32(itertools.chain.from_iterable(prompts.scored)).reshape(-1, 2).T,
+            waits_for_masks=waits_for_masks,
+        )
+        return ScheduledStep(plan, tuple(requests), tuple(prompts.scorers))
+
+    def _prompt_rows(self, selection: StepSelection) -> _PromptRows:
+        rows = _PromptRows(len(selection.decodes))
+        for request, num_tokens in selection.chunks.items():
+            self._add_chunk(rows, request, num_tokens)
+        for parent in rows.parents:
+            self._add_forks(rows, parent)
+        return rows
+
+    def _add_chunk(self, rows: _PromptRows, request: Request, num_tokens: int) -> None:
+        schedule = request.schedule
+        first, end = schedule.num_computed, schedule.num_computed + num_tokens
+        if request.output.prompt_logprobs is not None:
+            _score(rows, request, num_tokens)
+        rows.prompt_tokens += request.token_ids[first:end]
+        if schedule.row_is_new:
+            self._start_row(rows, request)
+        samples = end == request.num_tokens
+        if samples:
+            rows.sampler = max(rows.sampler, request.sampler)
+            self._decodes.note_sampled(request)
+            if schedule.followers:
+                rows.parents.append(request)
+        rows.add(request, num_tokens, samples=samples)
+        schedule.num_computed = end
+        self._manager.num_empty -= num_tokens
+        self._manager.index_computed(request)
+        self._decodes.update_boundary(request)
+
+    def _add_forks(self, rows: _PromptRows, parent: Request) -> None:
+        index = rows.first + rows.requests.index(parent)
+        for follower in list(parent.schedule.followers):
+            if self._forks.fork_at_prompt_end(parent, follower):
+                self._start_row(rows, follower)
+                rows.add(follower, 0, samples=True)
+                rows.forked_from.append(index)
+
+    def _start_row(self, rows: _PromptRows, request: Request) -> None:
+        rows.inits.append(row_init(request, self._vocab_size))
+        request.schedule.row_is_new = False
+
+    def _masks(
+        self, requests: Sequence[Request], num_decodes: int, samples: Sequence[bool]
+    ) -> tuple[tuple[RowMask, ...], bool]:
+        """Masks that change with the number of tokens; and whether further masks depend on tokens in flight.
+
+        samples: of the rows after the decodes.
+        """
+        masks, waits = [], False
+        for index, request in enumerate(requests):
+            extras = request.extras
+            if extras is None or (index >= num_decodes and not samples[index - num_decodes]):
+                continue
+            in_flight = request.schedule.num_in_flight - 1  # without the token that this step samples
+            waits |= extras.has_grammar_or_budget or (in_flight > 0 and extras.follows_tokens)
+            count = request.num_output_tokens + in_flight
+            if extras.changes_at(count):
+                masks.append(RowMask(request.schedule.row, extras.mask(request.token_ids, count)))
+        return tuple(masks), waits
+
+    def _moves(self) -> np.ndarray:
+        if not self._manager.pool.moves:
+            return _NO_MOVES
+        moves, counters = self._manager.pool.take_moves(), self._counters
+        for kind, _, _ in moves:
+            counters.copied_blocks += kind == BlockMove.COPY
+            counters.blocks_to_host += kind == BlockMove.TO_HOST
+            counters.blocks_to_device += kind == BlockMove.TO_DEVICE
+        return _int32(itertools.chain.from_iterable(moves)).reshape(-1, 3)
+
+    def _count_step(self) -> None:
+        manager, counters = self._manager, self._counters
+        allocated = manager.num_held * manager.block_size
+        counters.steps += 1
+        counters.waste_sum += manager.num_empty * manager.num_kv_groups / allocated if allocated else 0
+
+
+def row_init(request: Request, vocab_size: int) -> RowInit:
+    """State of the row of a request that starts, or continues as a fork."""
+    params, extras = request.params, request.extras
+    blocks: list[int] = []  # flat: np.array takes twice as long over tuples
+    for kv_group, table in enumerate(request.kv.block_tables):
+        for index, block in enumerate(table.held, table.first_held):
+            blocks += (kv_group, index, block)
+    greedy = params.greedy or request.is_beam
+    return RowInit(
+        row=request.schedule.row,
+        num_computed=request.schedule.num_computed,
+        rope_len=request.kv.rope_len,
+        blocks=_int32(blocks).reshape(-1, 3),
+        temperature=0.0 if greedy else params.temperature,
+        top_p=1.0 if greedy else max(params.top_p, SMALLEST_FLOAT32),
+        top_k=0 if greedy or params.top_k >= vocab_size else params.top_k,
+        min_p=0.0 if greedy else params.min_p,
+        seed=request.seed,
+        sample_index=request.index,
+        beam_temperature=(1.0 if params.greedy else params.temperature) if request.is_beam else 0.0,
+        typical_p=1.0 if greedy else max(params.typical_p, SMALLEST_FLOAT32),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=min(max(params.repetition_penalty, 1 / MAX_REPETITION_PENALTY), MAX_REPETITION_PENALTY),
+        processors=0 if extras is None else extras.processors,
+        logprobs=params.needs_logprobs,
+        extras=None if extras is None else extras.row_extras(request),
+    )
+
+
+def _score(rows: _PromptRows, request: Request, num_tokens: int) -> None:
+    """Add the tokens of a chunk whose log-probabilities are requested: each by the token before it."""
+    schedule, prompt = request.schedule, request.prompt_token_ids
+    first = schedule.num_computed
+    last = min(first + num_tokens, len(prompt) - 1)
+    offset = rows.first + len(rows.prompt_tokens) - first  # from a position to an index among the step's tokens
+    scored = [(offset + i, prompt[i + 1]) for i in range(max(first, schedule.num_scored - 1), last)]
+    if scored:
+        rows.scored += scored
+        rows.scorers.append((request, len(scored)))
+        schedule.num_scored += len(scored)
+
+
+def _followed_by(first: np.ndarray, count: int, others: list[Any]) -> np.ndarray:
+    """The first `count` entries of an array, followed by `others`."""
+    return np.concatenate([first[:count], np.array(others, first.dtype)]) if others else first[:count]
+
+
+def _int32(values: Iterable[int]) -> np.ndarray:
+    """int32[N] of integers. Takes a third of the time of np.array over a list of 256."""
+    return np.frombuffer(array.array("i", values), np.int32)

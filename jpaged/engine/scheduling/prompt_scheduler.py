@@ -1,0 +1,177 @@
+"""Steps 2 and 3 of scheduling: prompts that are being computed get a chunk, and waiting requests start.
+
+Short prompts do not wait for long ones. A prompt is long if one step cannot compute all of it. At most
+`max_num_partial_prefills` long prompts are computed at a time, so that the next one finds the prefix that both share in
+the prefix index. While other requests wait, long prompts leave them a quarter of the token budget. A short prompt may
+also pass a long one in the waiting queue, if it takes neither the row nor the blocks that the long one needs.
+"""
+
+from collections.abc import Callable
+
+from jpaged.engine.kv_cache.prefix_finder import Prefix
+from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.scheduler_state import SchedulerState
+from jpaged.engine.scheduling.step_selection import StepSelection
+
+# Steps after which a request that failed to start looks for its prefix again, even with no more free blocks: the prefix
+# may have grown. Looking up 40,000 cached tokens takes 3 ms.
+RETRY_STEPS = 16
+SHORT_PROMPT_SHARE = 4   # long prompts leave 1 / SHORT_PROMPT_SHARE of the token budget to other requests
+MAX_LOOKAHEAD = 32       # waiting requests after a long one that are searched for short prompts
+
+
+class PromptScheduler:
+    """Selects chunks of prompts, and starts waiting requests."""
+
+    def __init__(self, state: SchedulerState, preemption: Preemption, clock: Callable[[], float]):
+        self._manager = state.manager
+        self._waiting = state.waiting
+        self._running = state.running
+        self._counters = state.counters
+        self._limits = state.limits
+        self._max_long = state.options.max_num_partial_prefills
+        self._preemption = preemption
+        self._clock = clock
+
+    def schedule(self, selection: StepSelection) -> None:
+        """Add chunks of prompts within the token budget."""
+        if not selection.prompts and not self._waiting:
+            return
+        prompts = [r for r in selection.prompts if r.schedule.status is RequestStatus.RUNNING and r.num_missing]
+        for request in prompts:
+            if self._limits.must_switch_rope(request, len(request.token_ids)):  # a beam, whose next token is known
+                self._preemption.preempt(request, selection)
+        prompts = [r for r in prompts if r.schedule.status is RequestStatus.RUNNING]
+        long: list[Request] = []
+        if prompts:
+            long = [r for r in prompts if r.num_missing > selection.budget][: self._max_long]
+            self._continue_prompts(prompts, long, selection)
+            long = [r for r in long if r.schedule.status is RequestStatus.RUNNING]
+        if self._waiting and self._running.free_rows and selection.budget:
+            self._start_waiting(long, selection)
+        self._use_up_budget(long, selection)
+
+    def _continue_prompts(self, prompts: list[Request], long: list[Request], selection: StepSelection) -> None:
+        share = 0
+        for position, request in enumerate(prompts):
+            if selection.budget == 0 or request.schedule.status is not RequestStatus.RUNNING:
+                continue
+            count = min(request.num_missing, selection.budget)
+            if request in long:
+                others = position + 1 < len(prompts) or bool(self._waiting)
+                share = share or _long_share(selection.budget, others=others, count=len(long))
+                count = min(share, count)
+            self._add_chunk(request, count, selection)
+        # Only now: no later code in this step preempts these requests, so the named blocks will be computed.
+        for request in prompts:
+            if request in selection.chunks:
+                self._manager.index_computed(request, selection.end(request))
+
+    def _use_up_budget(self, long: list[Request], selection: StepSelection) -> None:
+        """Give the token budget that is left to the long prompts."""
+        for request in long:
+            if request in selection.chunks:
+                done = selection.end(request)
+                reach = self._manager.slots_within_reach(request)
+                left = min(request.num_tokens - done, selection.budget, reach - done)
+                if left > 0:
+                    self._add_chunk(request, left, selection)
+
+    def _start_waiting(self, long: list[Request], selection: StepSelection) -> None:
+        """Start requests from the head of the waiting queue. Long prompts among them are appended to `long`."""
+        while self._waiting and self._running.free_rows and selection.budget:
+            request = self._waiting.head()
+            prefix = self._startable(request, selection, reserved=0)
+            if prefix is None:
+                break
+            missing = self._missing_after(request, prefix)
+            if missing <= self._limits.max_num_batched_tokens:
+                self._start(request, prefix, min(missing, selection.budget), selection)
+            elif len(long) < self._max_long:
+                long.append(request)
+                share = _long_share(selection.budget, others=len(self._waiting) > 1, count=1)
+                self._start(request, prefix, min(missing, share), selection)
+            else:
+                self._start_short_prompts_after(request, selection)
+                break
+
+    def _start_short_prompts_after(self, head: Request, selection: StepSelection) -> None:
+        """Start short prompts that wait after a long one, if they take neither its row nor its blocks."""
+        reserved = self._manager.max_blocks(len(head.token_ids))
+        for request in self._waiting.after_head(MAX_LOOKAHEAD):
+            if len(self._running.free_rows) < 2 or selection.budget == 0:
+                return
+            if len(request.token_ids) > self._limits.max_num_batched_tokens:
+                continue
+            prefix = self._startable(request, selection, reserved)
+            if prefix is not None:
+                missing = self._missing_after(request, prefix)
+                self._start(request, prefix, min(missing, selection.budget), selection)
+
+    def _missing_after(self, request: Request, prefix: Prefix) -> int:
+        return len(request.token_ids) - prefix.num_blocks * self._manager.block_size
+
+    def _startable(self, request: Request, selection: StepSelection, reserved: int) -> Prefix | None:
+        """The prefix that a waiting request can start with; None while it cannot start.
+
+        A request starts only if all its known tokens fit into the free blocks. Not counted as free are blocks that
+        running prompts still need, one block per kv_group for each running request, and `reserved` blocks. Otherwise
+        the request would soon be preempted, and its prompt computed for nothing.
+        """
+        manager, schedule = self._manager, request.schedule
+        if schedule.num_in_flight:
+            return None  # preempted while tokens were in flight: it needs them to start
+        if self._limits.must_switch_rope(request, len(request.token_ids)):
+            manager.switch_to_long_rope(request)
+        if not self._running.requests:
+            return manager.find_prefix(request)
+        promised = sum(
+            max(manager.max_blocks(len(other.token_ids)) - other.kv.num_held, 0)
+            for other in selection.prompts
+            if other.schedule.status is RequestStatus.RUNNING
+        )
+        headroom = reserved + promised + len(self._running.requests) * manager.num_kv_groups
+        room, step = manager.pool.num_free - headroom, manager.pool.step
+        if room <= 0:
+            return None  # with any prefix, at least the last token needs a block
+        if room <= schedule.refused_with and step < schedule.retry_step:
+            return None
+        prefix = manager.find_prefix(request)
+        if manager.can_start(prefix, len(request.token_ids), headroom):
+            schedule.refused_with = -1
+            return prefix
+        schedule.refused_with, schedule.retry_step = room, step + RETRY_STEPS
+        return None
+
+    def _start(self, request: Request, prefix: Prefix, count: int, selection: StepSelection) -> None:
+        """Give a waiting request a row, and add a chunk of `count` tokens."""
+        schedule, counters = request.schedule, self._counters
+        self._waiting.remove(request)
+        schedule.num_computed = self._manager.start(request, prefix)
+        if schedule.status is RequestStatus.PREEMPTED:
+            counters.recomputed_tokens += max(schedule.num_lost - schedule.num_computed, 0)
+            schedule.num_lost = 0
+        else:
+            schedule.num_cached_tokens = schedule.num_computed
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = self._clock()
+            if request.index == 0:  # all requests of a group have the same prompt
+                counters.prompt_tokens += request.prompt_len
+                counters.prefix_hit_tokens += schedule.num_computed
+        self._running.enter(request)
+        selection.prompts.append(request)
+        self._add_chunk(request, count, selection)
+        self._manager.index_computed(request, selection.end(request))
+
+    def _add_chunk(self, request: Request, count: int, selection: StepSelection) -> None:
+        """Add up to `count` more known tokens of a request, limited by the blocks that it can get."""
+        count = self._preemption.grow(request, selection.end(request), count, selection)
+        if count:
+            selection.add_chunk(request, count)
+
+
+def _long_share(budget: int, *, others: bool, count: int) -> int:
+    """Tokens for each of `count` long prompts. others: other requests wait, or have prompts to compute."""
+    share = budget - (budget // SHORT_PROMPT_SHARE if others else 0)
+    return max(share // count, 1)

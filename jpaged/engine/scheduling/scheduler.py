@@ -1,0 +1,172 @@
+"""Decides which requests run in a step, and by how many tokens each of them advances.
+
+There is no prefill phase and no decode phase. A request has tokens whose KV is missing, and each step computes some of
+them within a token budget. One call of `schedule`:
+
+1. Decodes: every running request whose last token was sampled advances by that token (`decode_scheduler`).
+2. Prompts: a running request with known tokens to compute gets a chunk within the budget (`prompt_scheduler`).
+3. New requests start in the order of the policy (`waiting_queue`), while there are rows, blocks and budget.
+4. The selection becomes a plan (`plan_builder`). Its prompt tokens count as computed from here on, its decodes since
+   step 1. A follower forks from the first request of its group when the plan finishes the prompt (`forks`).
+
+If a running request finds no free block in steps 1 and 2, the last running request in the policy's order is preempted,
+but the oldest only if it is alone (`preemption`). A waiting request that finds no room in step 3 keeps waiting. Decodes
+never wait: they have their tokens in every step. `target_step_ms` limits the prompt tokens that a step adds to them
+(`step_pace`).
+
+If the rope of a model depends on the sequence length (longrope), a sequence that grows beyond `longrope_switch_len`
+needs other KV. The request is preempted there, and recomputes all its tokens.
+
+A plan is made before the tokens of the step before it are known. A decode's token is in the device's request table, and
+`num_in_flight` counts the tokens that have not reached the host. Only a beam's token must be known, because the host
+chooses it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.request import NO_ROW, Request, RequestStatus
+from jpaged.engine.scheduling.decode_scheduler import DecodeScheduler
+from jpaged.engine.scheduling.forks import Forks
+from jpaged.engine.scheduling.plan_builder import PlanBuilder
+from jpaged.engine.scheduling.preemption import Preemption
+from jpaged.engine.scheduling.prompt_scheduler import PromptScheduler
+from jpaged.engine.scheduling.running_requests import RunningRequests
+from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerCounters, SchedulerLimits, SchedulerState
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.step_pace import StepPace
+from jpaged.engine.scheduling.step_selection import StepSelection
+from jpaged.engine.scheduling.waiting_queue import WaitingQueue
+from jpaged.errors import EngineError
+
+
+class Scheduler:
+    """Owns the waiting queue, the running requests, their rows and, through the KV cache manager, their blocks.
+
+    The scheduler and its parts are the only writers of `Request.schedule`.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        limits: SchedulerLimits,
+        options: SchedulingOptions = SchedulingOptions(),
+        *,
+        counters: SchedulerCounters | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """counters: are continued; None: start at 0. clock: seconds, the clock of the requests' arrival times."""
+        if limits.max_num_batched_tokens < limits.max_num_seqs:
+            raise EngineError(
+                f"max_num_batched_tokens={limits.max_num_batched_tokens} is less than max_num_seqs="
+                f"{limits.max_num_seqs}: every row needs room for one token in a step"
+            )
+        self.manager = manager
+        self.counters = SchedulerCounters() if counters is None else counters
+        self.waiting = WaitingQueue(options.scheduling_policy)
+        self._rows = RunningRequests(manager, self.waiting, limits.max_num_seqs)
+        target_ms = options.target_step_ms
+        self._pace = StepPace(None if target_ms is None else target_ms / 1000, min_tokens=manager.block_size)
+        self._limits = limits
+        state = SchedulerState(manager, self.waiting, self._rows, self.counters, limits, options)
+        self._preemption = Preemption(state)
+        self._decodes = DecodeScheduler(state, self._preemption)
+        self._prompts = PromptScheduler(state, self._preemption, clock)
+        self._forks = Forks(state, self._decodes)
+        self._builder = PlanBuilder(state, self._decodes, self._forks)
+        self._newest: ScheduledStep | None = None  # the last plan; None if there was nothing to compute
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that own a row, in the order of the policy."""
+        return self._rows.requests
+
+    # -- requests come and go -----------------------------------------------------------------------------------
+
+    def add(self, request: Request, followers: Sequence[Request] = ()) -> None:
+        """Add a new request to the waiting queue. followers: fork from it when its prompt is computed."""
+        request.schedule.followers = list(followers)
+        switch_len = self._limits.longrope_switch_len
+        if switch_len is not None and request.prompt_len > switch_len:
+            self.manager.switch_to_long_rope(request)
+        self.waiting.add(request)
+
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        """End a request in any state. Its blocks are free at once: the device runs steps in order."""
+        self.park(request)
+        request.schedule.status = status
+
+    def park(self, request: Request) -> None:
+        """Free everything that a request owns. It neither runs nor waits, until it is added or becomes a fork."""
+        if request.schedule.status is RequestStatus.RUNNING:
+            self._rows.leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.schedule.status = RequestStatus.WAITING
+        request.schedule.on_hold = False
+
+    def fork(self, parent: Request, fork: Request) -> None:
+        """Let a parked request continue from where `parent` is; it has the parent's token ids already."""
+        self._forks.fork(parent, fork)
+
+    def resume(self, request: Request) -> None:
+        """Let a beam on hold continue, now that its next token is known."""
+        request.schedule.on_hold = False
+        if request.schedule.status is RequestStatus.PREEMPTED and request not in self.waiting:
+            self.waiting.add(request)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """Decide the next step. None: there is nothing to compute until tokens in flight arrive."""
+        self.manager.pool.step += 1
+        selection = StepSelection(self._limits.max_num_batched_tokens)
+        self._decodes.schedule(selection)
+        selection.budget = self._pace.limit(selection.budget)
+        self._prompts.schedule(selection)
+        while not selection and self._preemption.all_on_hold():
+            self._preemption.preempt_last(selection)
+            self._prompts.schedule(selection)
+        self._newest = self._builder.build(selection) if selection else None
+        return self._newest
+
+    def results(self, step: ScheduledStep) -> Iterator[tuple[int, Request]]:
+        """Rows of a collected step whose result counts: (index of the row in the plan, request).
+
+        Their tokens are no longer in flight. The iterator leaves out requests that end while the caller consumes it.
+        """
+        discarded = step.discarded
+        for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
+            schedule = request.schedule
+            if samples and not schedule.status.is_end and request not in discarded:
+                schedule.num_in_flight -= 1
+                yield index, request
+
+    def note_arrived(self, requests: Sequence[Request]) -> None:
+        """The sampled token of each request has reached the host. `results` does this itself."""
+        for request in requests:
+            request.schedule.num_in_flight -= 1
+
+    def discard_in_flight(self, request: Request) -> None:
+        """Let a request continue from known tokens: a sample that is in flight for it is dropped when it arrives."""
+        if request.schedule.num_in_flight and self._newest is not None:
+            self._newest.discarded.add(request)
+            request.schedule.num_in_flight = 0
+        self._rows.stop_decoding(request)
+
+    def note_seconds(self, step: ScheduledStep, seconds: float) -> None:
+        """Learn from the time that a step took."""
+        self._pace.note(len(step.plan.prompt_tokens), seconds)
+
+    def check_integrity(self) -> None:
+        """Raise EngineError unless rows, blocks and queues agree with each other. For tests, and for an idle engine."""
+        self.manager.check_integrity(self.running)
+        self._rows.check()
+        ranks = [request.schedule.rank for request in self.waiting]
+        if sorted(ranks) != ranks:
+            raise EngineError("waiting requests are not in the policy's order")
+        for request in self.waiting:
+            schedule = request.schedule
+            if schedule.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or schedule.row != NO_ROW:
+                raise EngineError(f"request {request.request_id} waits, but is {schedule.status.value}")

@@ -1,0 +1,69 @@
+"""State that the parts of the scheduler share."""
+
+import dataclasses
+
+from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.request import Request
+from jpaged.engine.scheduling.running_requests import RunningRequests
+from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
+from jpaged.engine.scheduling.waiting_queue import WaitingQueue
+from jpaged.engine.step_plan import StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Sizes that bound a step. The runner sets them."""
+
+    max_num_seqs: int            # rows of the request table
+    max_num_batched_tokens: int  # token budget of a step
+    vocab_size: int
+    # A longer sequence needs KV computed with the rope of long sequences (longrope); None: the rope never switches.
+    longrope_switch_len: int | None = None
+
+    def must_switch_rope(self, request: Request, num_tokens: int) -> bool:
+        """Whether a request's KV is of short sequences, and too short for `num_tokens` tokens."""
+        limit = self.longrope_switch_len
+        return limit is not None and num_tokens > limit >= request.kv.rope_len
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerCounters:
+    """Events since the start or the last reset."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    copied_blocks: int = 0
+    blocks_to_host: int = 0
+    blocks_to_device: int = 0
+    waste_sum: float = 0.0  # sum over steps of the share of slots that store no token
+
+    def reset(self) -> None:
+        """Set all counters to 0."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, field.default)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """Requests, blocks and limits."""
+
+    manager: KVCacheManager
+    waiting: WaitingQueue
+    running: RunningRequests
+    counters: SchedulerCounters
+    limits: SchedulerLimits
+    options: SchedulingOptions
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A plan, and the requests that its rows belong to."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]                 # in the order of the plan's rows
+    scored: tuple[tuple[Request, int], ...] = ()  # (request, number of entries in the plan's `scored`), in their order
+    # Requests whose sample of this step is dropped when it arrives: forced tokens have taken its position.
+    discarded: set[Request] = dataclasses.field(default_factory=set)

@@ -1,0 +1,98 @@
+"""Turns a prompt's pooled vector into an embedding or class probabilities. In float32, on the host.
+
+One prompt at a time, so that a result does not depend on other requests of the step.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jpaged.errors import ModelLoadError, RequestError
+from jpaged.outputs import ClassificationOutput, EmbeddingOutput
+from jpaged.params.pooling import PoolingParams
+from jpaged.params.sampling import SamplingParams
+
+
+class Activation(enum.Enum):
+    """Function that turns a classifier's scores into probabilities."""
+
+    SOFTMAX = "softmax"  # over all labels, which exclude each other
+    SIGMOID = "sigmoid"  # of each label by itself
+    NONE = "none"        # a regression: the scores are the answer
+
+
+_BY_PROBLEM_TYPE = {
+    "single_label_classification": Activation.SOFTMAX,
+    "multi_label_classification": Activation.SIGMOID,
+    "regression": Activation.NONE,
+}
+
+
+def activation_of(config: Mapping[str, Any], num_labels: int) -> Activation:
+    """The activation of a classifier's config.json, as Transformers' text-classification pipeline chooses it."""
+    problem = config.get("problem_type")
+    if problem is None:
+        return Activation.SIGMOID if num_labels == 1 else Activation.SOFTMAX
+    if problem not in _BY_PROBLEM_TYPE:
+        known = ", ".join(_BY_PROBLEM_TYPE)
+        raise ModelLoadError(f"config.json: problem_type={problem!r} is not supported by jpaged; supported: {known}")
+    return _BY_PROBLEM_TYPE[problem]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pooling:
+    """Output of a pooling engine."""
+
+    size: int                            # of the hidden state, or number of labels
+    activation: Activation | None = None  # None: the engine embeds
+
+    @property
+    def task(self) -> str:
+        """Name of the engine's task."""
+        return "embed" if self.activation is None else "classify"
+
+    def check(self, params: PoolingParams) -> None:
+        """Raise RequestError for parameters that this engine does not support."""
+        if params.task == "classify" and self.activation is None:
+            accepted = "the model has no score matrix: call embed(), or load a ...ForSequenceClassification checkpoint"
+            raise RequestError("task", params.task, accepted)
+        if params.task == "embed" and self.activation is not None:
+            raise RequestError("task", params.task, "the model is a sequence classifier: call classify()")
+        if self.activation is None:
+            if not params.activation:
+                raise RequestError("activation", params.activation, "is for classifiers: leave it out")
+            if params.dimensions is not None and params.dimensions > self.size:
+                raise RequestError("dimensions", params.dimensions, f"the model's embeddings have {self.size}")
+        elif params.dimensions is not None or not params.normalize:
+            name = "normalize" if params.dimensions is None else "dimensions"
+            raise RequestError(name, getattr(params, name), "is for embeddings: leave it out")
+
+    def output(self, values: np.ndarray, params: PoolingParams) -> EmbeddingOutput | ClassificationOutput:
+        """The output for one prompt. values: float32[size], pooled from its last token."""
+        if self.activation is None:
+            values = values[: params.dimensions]
+            if params.normalize:
+                values = values / max(np.sqrt(np.sum(values * values)), np.float32(1e-12))  # torch's epsilon
+            return EmbeddingOutput(values.tolist())
+        if params.activation and self.activation is Activation.SOFTMAX:
+            weights = np.exp(values - values.max())
+            values = weights / weights.sum()
+        elif params.activation and self.activation is Activation.SIGMOID:
+            values = np.exp(-np.logaddexp(np.float32(0), -values))
+        return ClassificationOutput(values.tolist())
+
+
+def check_task(pooling: Pooling | None, params: SamplingParams | PoolingParams) -> None:
+    """Raise RequestError if the engine does not support a request's task or parameters."""
+    if pooling is None:
+        if isinstance(params, PoolingParams):
+            accepted = "the engine generates: to embed or classify, start with runner='pooling'"
+            raise RequestError("runner", "generate", accepted)
+    elif isinstance(params, PoolingParams):
+        pooling.check(params)
+    elif isinstance(params, SamplingParams):
+        instead = "" if pooling.activation is not None else ", or start without runner='pooling' to generate"
+        raise RequestError("runner", "pooling", f"the engine does not generate: call {pooling.task}(){instead}")
