@@ -41,7 +41,7 @@ def requests_of(kind):
     ]
 
 
-KINDS = ("one answer", "samples", "beams")
+KINDS = ("one answer", pytest.param("samples", marks=pytest.mark.slow), "beams")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -100,7 +100,7 @@ def test_metrics_count_preemptions(runner):
     assert done["0"].metrics.preemptions == 0  # the oldest
 
 
-@pytest.mark.parametrize("policy", ["priority", "shortest_first"])
+@pytest.mark.parametrize("policy", ["priority", pytest.param("shortest_first", marks=pytest.mark.slow)])
 def test_preemption_by_any_policy_changes_no_answer(runner, policy):
     requests = requests_of("samples")
     wanted = alone(make_engine(runner), requests)

@@ -124,8 +124,7 @@ def test_experts_are_not_copied(target, shape):
         assert len(calls) == 2 * SPEC.num_layers
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_no_copy_is_as_large_as_the_kv_or_weights_of_a_layer(target, shape):
     program = compiled(target, shape)
     assert large_moves(program.as_text(), limit(target)) == []

@@ -252,7 +252,7 @@ OPTIONS = {
     pytest.param({"kv_cache_memory_bytes": 32 * 2**20}, marks=pytest.mark.slow),
     pytest.param({"kv_cache_memory_bytes": 2**20}, marks=pytest.mark.slow),
     {"kv_cache_memory_bytes": 2**21, "max_model_len": 48, "block_size": 8, "mask_unknown_tokens": False},
-    {},
+    pytest.param({}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_an_engine_agrees_with_its_plan(options, caplog):
     caplog.set_level(logging.WARNING, "jpaged")
