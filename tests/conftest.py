@@ -21,8 +21,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach no network; those of
 import jaxtyping
 import platformdirs
 import pytest
-
 from hypothesis import HealthCheck, settings
+
+# Compiled programs are kept between test runs: most of a run's time is compiling. An environment variable, so that
+# workers and the child processes of tests share one folder.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(platformdirs.user_cache_path("jpaged") / "test-programs")
 
 # Annotated shapes and dtypes hold, or the test fails. Only in tests: an eager call costs about 0.1 ms more. Only where
 # arrays are: the host side is plain Python (beartype cannot read all of its annotations: typing.Self in __new__).

@@ -40,7 +40,6 @@ DEVICELESS = marks(H200)
 # target of the compiler -> implementation of attention
 IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton", "v5e kernels": "mosaic_tpu"}
 MARKS = {"cpu": (), "h200": DEVICELESS, "h200 kernels": DEVICELESS, "v5e kernels": marks(V5E)}
-TARGETS = [pytest.param(name, marks=MARKS[name]) for name in IMPLEMENTATIONS]
 # On CPU the default run compiles one of the two programs, and the gate both.
 ONE_ON_CPU = [
     pytest.param(name, shape, id=f"{name}-{shape}", marks=[*MARKS[name], *[pytest.mark.slow] * (name == "cpu" and i)])
