@@ -24,6 +24,8 @@ from tests.tiny_engine import (
     run,
 )
 
+pytestmark = pytest.mark.codegen
+
 STEM = 72  # tokens; longer than a step's budget, so that stems are computed in chunks
 SPLITS = sorted({edge + off for edge in range(BLOCK_SIZE, STEM + 1, BLOCK_SIZE) for off in (-1, 0, 1)} | {1, STEM})
 

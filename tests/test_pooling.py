@@ -21,6 +21,8 @@ from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, CLASSIFIERS, EMBEDDERS, QWEN3_CLASSIFIER, SEED, recorded, sha256_of
 from tests.tiny_engine import sampling_programs
 
+pytestmark = pytest.mark.codegen
+
 TOLERANCE = 1e-4
 OPTIONS = {"dtype": "float32", "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
 SCORES = PoolingParams(activation=False)

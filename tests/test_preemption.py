@@ -10,6 +10,8 @@ from jpaged.errors import ModelLoadError
 from jpaged.runtime.block_moves import PINNED, host_slots
 from tests.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, run
 
+pytestmark = pytest.mark.codegen
+
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 COMPUTE = TransferCosts(seconds_per_move=1.0, seconds_per_token=1e-9)
 # Moving a block pays, but a batch of moves does not: blocks go to the host, and are not fetched.

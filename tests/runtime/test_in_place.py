@@ -25,6 +25,8 @@ from jpaged.runtime.state import StateSizes, create_state, state_shapes
 from jpaged.runtime.step import ForwardShape, compile_forward
 from tests.deviceless import H200, V5E, marks
 
+pytestmark = pytest.mark.codegen
+
 # Activations of 8 rows or of a chunk are far smaller than the weights or pages of a layer.
 SPEC = DecoderSpec(
     vocab_size=512, hidden_size=1024, intermediate_size=2816, num_layers=3, num_heads=16, num_kv_heads=8, head_dim=64,

@@ -18,6 +18,8 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS
 from tests.deviceless import H200, V5E, marks
 
+pytestmark = pytest.mark.codegen
+
 GIB = 2**30
 
 # The config.json files as they are published: meta-llama/Llama-3.1-8B, google/gemma-3-1b-pt, Qwen/Qwen3-30B-A3B.
