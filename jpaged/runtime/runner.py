@@ -296,7 +296,7 @@ class ModelRunner:
 
 
 def _check_params(expected: Params | None, params: Params) -> None:
-    """Raise ModelLoadError unless the leaves of `params` have the shapes, dtypes, placement and layout of `expected`."""
+    """Raise ModelLoadError unless each leaf has the shape, dtype, placement and layout of the leaf of `expected`."""
     if not isinstance(params, Mapping):
         raise ModelLoadError(f"params is a {type(params).__name__}: must be the tree that the engine started with")
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
@@ -316,8 +316,8 @@ def _check_params(expected: Params | None, params: Params) -> None:
             raise ModelLoadError(f"params{name} is {found}: must be {want}")
         if leaf.format.layout != wanted[name].format.layout:
             raise ModelLoadError(
-                f"params{name} has the layout {leaf.format.layout}: must be {wanted[name].format.layout}, for which the "
-                "programs were compiled"
+                f"params{name} has the layout {leaf.format.layout}: must be {wanted[name].format.layout}, like the "
+                "weights that the programs were compiled for"
             )
 
 
