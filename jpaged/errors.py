@@ -43,6 +43,10 @@ class RequestError(JPagedError, ValueError):
             shown = shown[:SHOWN] + "…"
         super().__init__(f"{parameter}={shown}: {accepted}")
 
+    def __reduce__(self) -> tuple[type["RequestError"], tuple[str, object, str]]:
+        """Copying and pickling call the constructor again."""
+        return type(self), (self.parameter, self.value, self.accepted)
+
 
 class CapacityError(JPagedError):
     """The queue is full (HTTP 503). `retry_after`: seconds after which to try again."""

@@ -55,7 +55,8 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         # A process started with SIGINT ignored keeps ignoring it: a shell ignores SIGINT in background processes.
-        handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        handled = [signal.SIGTERM] if ignored else [signal.SIGINT, signal.SIGTERM]
         before = {number: signal.signal(number, self.handle_exit) for number in handled}
         try:
             yield

@@ -1,5 +1,8 @@
 """The messages of RequestError: long values are shortened, at little cost."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -38,3 +41,9 @@ def test_values_of_any_size_have_a_short_message(value: object):
 @pytest.mark.parametrize("value", [5, -(2**63), 1.5, "a" * 150, "it's", None, True, [1, 2, 3], {"a": [1]}, b"x"])
 def test_a_short_value_is_shown_whole(value: object):
     assert str(RequestError("n", value, "no")) == f"n={value!r}: no"
+
+
+def test_an_error_can_be_copied_and_pickled():
+    error = RequestError("n", 3, "must be 1")
+    for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):  # noqa: S301 (our own bytes)
+        assert (other.parameter, other.value, other.accepted, str(other)) == ("n", 3, "must be 1", str(error))

@@ -189,6 +189,9 @@ def _check_read(
                 raise RequestError(f"documents[{i}]", document, accepted)
     if not options.chat_template_kwargs:
         return
+    if not isinstance(options.chat_template_kwargs, Mapping):
+        accepted = 'must be a mapping from variables to values, like {"enable_thinking": False}'
+        raise RequestError("chat_template_kwargs", options.chat_template_kwargs, accepted)
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     reserved |= {name for name in read if name.endswith("_token")}  # such as bos_token: the tokenizer sets them
     for name, value in options.chat_template_kwargs.items():

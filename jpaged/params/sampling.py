@@ -432,7 +432,7 @@ class SamplingParams:
 
     def _check_streaming(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise RequestError("output_kind", self.output_kind, "must be a RequestOutputKind of jpaged.params.sampling")
+            raise RequestError("output_kind", self.output_kind, "must be a jpaged.RequestOutputKind")
         if self.stream_interval is not None:
             self._integer("stream_interval", low=1, accepted="an integer from 1, or None")
 

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -201,9 +201,8 @@ class ModelRunner:
         """
         if self._state is None:
             raise EngineError(CLOSED)
-        model = self._build.blueprint.model
-        _check_params(model.params, params, self._placement)
-        self._params, self._lm_head_params = params, lm_head_params(model.spec, params)
+        _check_params(self._params, params)
+        self._params, self._lm_head_params = params, lm_head_params(self.spec, params)
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
         """True if KV of a prompt may be shared. With dynamic rope, the keys of a long prompt depend on its length."""
@@ -296,8 +295,10 @@ class ModelRunner:
                 self._state = self._build.create_state()
 
 
-def _check_params(expected: Params, params: Params, placement: Placement) -> None:
-    """Raise ModelLoadError unless all leaves of `params` have the shapes, dtypes and placement of `expected`."""
+def _check_params(expected: Params | None, params: Params) -> None:
+    """Raise ModelLoadError unless each leaf has the shape, dtype, placement and layout of the leaf of `expected`."""
+    if not isinstance(params, Mapping):
+        raise ModelLoadError(f"params is a {type(params).__name__}: must be the tree that the engine started with")
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
     given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     for name in sorted(wanted.keys() ^ given.keys()):
@@ -306,15 +307,25 @@ def _check_params(expected: Params, params: Params, placement: Placement) -> Non
     if (structure := jax.tree.structure(params)) != jax.tree.structure(expected):
         raise ModelLoadError(f"params has another structure, {structure}: must be {jax.tree.structure(expected)}")
     for name, leaf in given.items():
-        want = f"{wanted[name].dtype}{list(wanted[name].shape)} on {placement.device}"
-        if not isinstance(leaf, jax.Array):
-            raise ModelLoadError(f"params{name} is a {type(leaf).__name__}: must be a jax.Array, {want}")
+        want = _description(wanted[name])
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            raise ModelLoadError(f"params{name} is a {type(leaf).__name__}: must be a concrete jax.Array, {want}")
         if leaf.is_deleted():
             raise ModelLoadError(f"params{name} has been deleted: must be {want}")
-        found = f"{leaf.dtype}{list(leaf.shape)} on {', '.join(sorted(map(str, leaf.devices())))}"
-        same_type = (leaf.shape, leaf.dtype) == (wanted[name].shape, wanted[name].dtype)
-        if not same_type or leaf.devices() != {placement.device}:
+        if (found := _description(leaf)) != want:
             raise ModelLoadError(f"params{name} is {found}: must be {want}")
+        if leaf.format.layout != wanted[name].format.layout:
+            raise ModelLoadError(
+                f"params{name} has the layout {leaf.format.layout}: must be {wanted[name].format.layout}, like the "
+                "weights that the programs were compiled for"
+            )
+
+
+def _description(leaf: jax.Array) -> str:
+    """Dtype, shape, devices and memory of an array: "float32[4, 8] on TFRT_CPU_0, device memory"."""
+    devices = ", ".join(sorted(map(str, leaf.devices())))
+    memory_kind = leaf.sharding.memory_kind or "default"
+    return f"{leaf.dtype}{list(leaf.shape)} on {devices}, {memory_kind} memory"
 
 
 def _joined(chunks: Sequence[Sampled], count: int) -> Scores | None:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 from jpaged import SamplingParams
 from jpaged.engine.engine import Engine
@@ -63,6 +64,15 @@ def with_leaf(params, name, leaf):
     return params | {name: leaf}
 
 
+def in_memory(leaf, kind="pinned_host"):
+    (device,) = leaf.devices()
+    return jax.device_put(leaf, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+
+
+def column_major(leaf):
+    return jax.device_put(leaf, Format(Layout(major_to_minor=(1, 0)), leaf.sharding))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -78,11 +88,13 @@ def with_leaf(params, name, leaf):
         ),
         (
             lambda p: with_leaf(p, "final_norm", np.ones(64, np.float32)),
-            r"params\['final_norm'\] is a ndarray: must be a jax.Array, float32\[64\] on",
+            r"params\['final_norm'\] is a ndarray: must be a concrete jax.Array, float32\[64\] on",
         ),
         (lambda p: with_leaf(p, "layers", list(p["layers"])), "params has another structure"),
+        (lambda p: with_leaf(p, "final_norm", in_memory(p["final_norm"])), "pinned_host memory: must be .* device mem"),
+        (lambda p: with_leaf(p, "embed", column_major(p["embed"])), r"params\['embed'\] has the layout .*: must be"),
     ],
-    ids=["missing", "unknown", "shape", "dtype", "host array", "structure"],
+    ids=["missing", "unknown", "shape", "dtype", "host array", "structure", "memory", "layout"],
 )
 def test_weights_that_do_not_fit_are_refused(runner, old, new, change, message):
     held = runner._params
@@ -96,6 +108,11 @@ def test_deleted_weights_are_refused(runner, new):
     gone.delete()
     with pytest.raises(ModelLoadError, match=r"params\['final_norm'\] has been deleted"):
         runner.set_params(with_leaf(new, "final_norm", gone))
+
+
+def test_traced_weights_are_refused(runner, new):
+    with pytest.raises(ModelLoadError, match=r"is a \w*Tracer: must be a concrete jax.Array"):
+        jax.jit(runner.set_params)(new)
 
 
 def test_a_closed_runner_takes_no_weights(old):
