@@ -47,6 +47,24 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _share_programs() -> Iterator[None]:
+    """Share compiled programs among the engines of this process."""
+    from tests.shared_programs import shared_programs
+
+    with shared_programs():
+        yield
+
+
+@pytest.fixture
+def own_programs() -> Iterator[None]:
+    """Compile all programs of the engines that this test creates."""
+    from tests.shared_programs import own_programs
+
+    with own_programs():
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs() -> Iterator[None]:
     """Free what the module's tests have compiled.

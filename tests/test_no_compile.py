@@ -33,6 +33,7 @@ def compiles():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_programs")
 def test_500_fuzzed_requests_compile_nothing(tmp_path, compiles):
     """Random lengths, sampling parameters, bad requests and aborts, with a pool so small that it preempts."""
     write_checkpoint(next(v for v in VARIANTS if v.name == "llama"), 0, tmp_path)
@@ -108,6 +109,7 @@ def cache_events():
     jax.monitoring.unregister_event_listener(listen)
 
 
+@pytest.mark.usefixtures("own_programs")
 def test_a_second_runner_takes_every_program_from_the_cache(tmp_path, cache_events):
     """In one process, with one sampling program; the gate starts two processes."""
     counts = []
