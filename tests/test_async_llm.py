@@ -423,7 +423,10 @@ while not llm.stats().steps:
 """
 
 
-@pytest.mark.parametrize("script", [ENDS_WITH_AN_ASYNC_LLM, ENDS_WITH_AN_LLM], ids=["AsyncLLM", "LLM"])
+@pytest.mark.parametrize("script", [
+    pytest.param(ENDS_WITH_AN_ASYNC_LLM, id="AsyncLLM"),
+    pytest.param(ENDS_WITH_AN_LLM, id="LLM", marks=pytest.mark.slow),
+])
 def test_a_script_that_does_not_close_its_engine_exits_with_0(script: str):
     """A thread inside XLA at the interpreter's end would abort the process, with status 134."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

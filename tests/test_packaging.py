@@ -94,7 +94,13 @@ def expected_files() -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, id=name, marks=[pytest.mark.slow] * (name not in ("links", "text files")))
+        for name, change in CHANGES.items()
+    ],
+)
 def test_wheel_has_all_files_whatever_became_of_the_links(tree, change: Callable[[pathlib.Path], None]):
     for link in LINKS:
         change(tree / link)
@@ -114,7 +120,9 @@ def test_wheel_from_the_source_distribution_has_all_files(tree, tmp_path):
     assert found == expected
 
 
-@pytest.mark.parametrize("target", ["wheel", "wheel:editable", "sdist"])
+@pytest.mark.parametrize(
+    "target", ["wheel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wheel:editable", "sdist"))]
+)
 def test_build_without_a_package_stops_with_one_sentence(tree, target):
     shutil.rmtree(tree / "models")
     done = build(tree, target)

@@ -113,7 +113,7 @@ def test_several_answers_score_the_prompt_once(runner, wanted):
     """Also if there are more answers than rows: the prompt is computed and scored once."""
     prompt = PROMPTS[-1]
     engine = make_engine(runner)
-    several = SamplingParams(max_tokens=4, n=3 * runner.max_num_seqs, seed=1, prompt_logprobs=2, ignore_eos=True)
+    several = SamplingParams(max_tokens=4, n=24, seed=1, prompt_logprobs=2, ignore_eos=True)
     one = run(make_engine(runner), [(prompt, dataclasses.replace(several, n=1))])["0"]
     output = run(engine, [(prompt, several)])["0"]
     assert output.prompt_logprobs == one.prompt_logprobs

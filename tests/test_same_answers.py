@@ -116,7 +116,7 @@ def test_a_cached_prefix_gives_the_same_tokens_and_logprobs(checkpoint, llm):
             assert output.num_cached_tokens == (len(prompt["prompt_token_ids"]) - 1) // 16 * 16
 
 
-@pytest.fixture(scope="module", params=["gemma2", pytest.param("mistral-window", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gemma2", "mistral-window"])
 def windowed(request, tmp_path_factory):
     """A checkpoint with layers of two kinds, and one whose layers all have a window of 20 tokens.
 
@@ -136,7 +136,8 @@ def tight_options(llm):
     return {"kv_cache_memory_bytes": plan.request_bytes, "max_model_len": 256}
 
 
-@pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("caching", [False, True])
 def test_a_pool_that_is_only_large_enough_with_freed_window_blocks(windowed, caching):
     """Chunked prompts, preemption and prefix hits. All free blocks without a name are filled with NaN."""
     folder, llm = windowed

@@ -8,18 +8,18 @@ import pytest
 from jpaged import SamplingParams
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.params.sampling import RequestOutputKind
-from tests.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, run
+from tests.tiny_engine import HOST_SLOTS, MAX_ROWS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, run
 
 pytestmark = pytest.mark.codegen
 
-ROWS = 32
+ROWS = MAX_ROWS
 LENGTHS = (3, 8, 17, 24, 33, 40, 12, 21, 35, 16, 9, 38)
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
 
 @pytest.fixture(scope="module")
 def runner():
-    runner = make_runner(SPECS["full"], max_num_seqs=ROWS, row_buckets=(8, ROWS))
+    runner = make_runner(SPECS["full"])
     yield runner
     assert runner.compiles_after_ready == 0
     runner.close()
@@ -56,7 +56,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def wanted(runner):
-    return alone(make_engine(runner), requests())
+    return alone(make_engine(runner, rows=ROWS), requests())
 
 
 def answers(engine, work):
@@ -77,28 +77,29 @@ def test_the_parameters_have_an_effect(wanted):
 @pytest.mark.parametrize(
     ("budget", "caching"),
     [
-        (64, True), (41, False),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((64, False), (41, True), (ROWS, True), (ROWS, False))),
+        (41, True),
+        *(pytest.param(budget, caching, marks=pytest.mark.slow)
+          for budget, caching in ((64, True), (64, False), (41, False), (ROWS, True), (ROWS, False))),
     ],
 )  # fmt: skip
 def test_in_a_batch_cached_or_not_in_chunks_of_any_size(runner, wanted, caching, budget):
-    engine = make_engine(runner, caching=caching, budget=budget)
+    engine = make_engine(runner, rows=ROWS, caching=caching, budget=budget)
     assert answers(engine, requests()) == wanted
     assert answers(engine, requests()[::-1])[::-1] == wanted  # with caching, all prompts are cached now
     assert (engine.stats().prefix_hit_tokens > 0) == caching
 
 
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_preempted(runner, wanted, host):
     options = {"host_slots": HOST_SLOTS, "costs": FETCH} if host else {}
-    engine = make_engine(runner, num_blocks=20, **options)
+    engine = make_engine(runner, rows=ROWS, num_blocks=20, **options)
     assert answers(engine, requests()) == wanted
     assert engine.stats().preemptions > 0
 
 
 def test_streamed(runner, wanted):
     """The deltas of all outputs add up to the answer. Every second request gets a delta every two tokens."""
-    engine, parts = make_engine(runner), {}
+    engine, parts = make_engine(runner, rows=ROWS), {}
     for number, (prompt, params) in enumerate(requests()):
         asked = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA, stream_interval=1 + number % 2)
         engine.add_request(str(number), {"prompt_token_ids": prompt}, asked, stream=True)
@@ -117,8 +118,8 @@ def test_streamed(runner, wanted):
 
 def test_sample_0_of_4_is_the_answer_with_n_1(runner):
     prompt, params = requests()[7]
-    [several] = alone(make_engine(runner), [(prompt, SamplingParams(**_fields(params) | {"n": 4}))])
-    [one] = alone(make_engine(runner), [(prompt, SamplingParams(**_fields(params) | {"n": 1}))])
+    [several] = alone(make_engine(runner, rows=ROWS), [(prompt, SamplingParams(**_fields(params) | {"n": 4}))])
+    [one] = alone(make_engine(runner, rows=ROWS), [(prompt, SamplingParams(**_fields(params) | {"n": 1}))])
     assert several[0] == one[0]
     assert len({tuple(answer[0]) for answer in several}) > 1
 

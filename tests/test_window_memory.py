@@ -9,6 +9,8 @@ from jpaged.models.spec import DecoderSpec, Rope
 from tests.runtime.test_runner import dense_continuation, random_params
 from tests.tiny_engine import sampling_programs
 
+pytestmark = pytest.mark.slow
+
 WINDOW, LENGTH, BLOCK, CHUNK = 64, 4096, 16, 128
 SPEC = DecoderSpec(
     vocab_size=256, hidden_size=64, intermediate_size=96, num_layers=6, num_heads=4, num_kv_heads=1, head_dim=16,

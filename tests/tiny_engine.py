@@ -24,6 +24,7 @@ BLOCK_SIZE = 8
 MAX_MODEL_LEN = 128
 MAX_BLOCKS = 160  # of the roomy pool
 HOST_SLOTS = 48
+MAX_ROWS = 32  # of a runner; engines have 8 unless a test asks for more
 FULL = DecoderSpec(
     vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
     max_position=2048, rope=Rope(), tie_embeddings=True,
@@ -57,7 +58,7 @@ def make_runner(spec, **options):
     params = jax.tree_util.tree_map_with_path(leaf, param_shapes(spec, jnp.float32))
     block_bytes = 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * 4 * len(params_layers(spec))
     config = {
-        "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
+        "max_num_seqs": MAX_ROWS, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
         "block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": MAX_BLOCKS * block_bytes,
         "swap_space": HOST_SLOTS * block_bytes / 2**30,
     }  # fmt: skip
@@ -81,9 +82,10 @@ class View:
         return getattr(self._runner, name)
 
 
-def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=True, budget=64, **scheduling):
+def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=True, budget=64, rows=8, **scheduling):
     """An engine over a runner that others have used; num_blocks None: the roomy pool. costs: TransferCosts."""
     limits = {"host_slots": host_slots, "transfer_costs": costs, "max_num_batched_tokens": budget}
+    limits["max_num_seqs"] = rows
     if num_blocks is not None:
         limits["num_blocks"] = num_blocks
     options = EngineOptions(enable_prefix_caching=caching, scheduling=SchedulingOptions(**scheduling))

@@ -158,6 +158,7 @@ def test_help_suffices_and_imports_no_jax():
         assert word in done.stdout
 
 
+@pytest.mark.slow
 def test_bench_steps_writes_what_simulate_reads(tmp_path, capsys):
     path = tmp_path / "model.json"
     words = ["demo", "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]

@@ -142,9 +142,8 @@ BATCHED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "window")) for name in BATCHED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BATCHED)
 def test_bits_of_a_query_do_not_depend_on_the_batch(name):
     """On CPU the bits are the same for a whole prompt, in chunks, token by token, and with other rows."""
     shape, length = BATCHED[name], 150

@@ -170,6 +170,7 @@ def test_experts_of_mixtral(tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.array(name), tensors[name])
 
 
+@pytest.mark.slow
 def test_the_demo_model_with_its_tokenizer(tmp_path: Path) -> None:
     """A whole model with bfloat16 weights and a tokenizer gives the same text as the folder it was made from."""
     demo = Path(__file__).parents[2] / "jpaged" / "demo_model"

@@ -72,6 +72,7 @@ def test_only_needed_files_are_fetched_and_the_cache_serves_without_network(hub:
     assert find(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9") == first  # a closed port
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_continues_where_it_stopped(hub: Hub, tmp_path: Path) -> None:
     weights = os.urandom(_BIG)
     hub.files["model.safetensors"] = weights
@@ -94,6 +95,7 @@ def test_after_a_failed_download_only_missing_files_are_fetched(hub: Hub, tmp_pa
     assert hub.downloads("generation_config.json") == []
 
 
+@pytest.mark.slow
 def test_token(hub: Hub, tmp_path: Path) -> None:
     hub.token = "hf_secret"
     assert "if it is private, set HF_TOKEN" in find(hub, tmp_path)

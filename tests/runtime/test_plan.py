@@ -293,6 +293,7 @@ def leaves(tree):
     return jax.tree.leaves(tree)
 
 
+@pytest.mark.slow
 def test_engine_and_plan_refuse_the_same_options():
     options = OPTIONS | {"kv_cache_memory_bytes": 2**20}
     longest = planning.plan("demo", options).largest_max_model_len

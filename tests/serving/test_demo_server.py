@@ -228,7 +228,13 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral", "pythonic", "json"])
+@pytest.mark.parametrize(
+    "parser",
+    [
+        "hermes", "pythonic",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3_json", "mistral", "json")),
+    ],
+)
 def test_forced_calls_always_parse(engine, idle, parser):
     """A forced call is valid even from a model without tool training: named, or one of several; also streamed."""
 

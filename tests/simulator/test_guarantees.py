@@ -210,6 +210,7 @@ def test_waste_of_mixed_lengths_is_under_four_percent():
     assert 0 < result.kv_waste < 0.04
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_run():
     """Compare Python's allocated memory blocks after 4,000 and after 20,000 requests."""
     held = []
