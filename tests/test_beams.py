@@ -15,7 +15,7 @@ FEW_BLOCKS = {"llama": 34}
 # Fewer rows than the widest search has beams.
 FEW_ROWS = {"gpt2": {"row_buckets": (8,), "max_num_seqs": 8}}
 # The usual run takes three: few blocks, few rows, layers of two kinds.
-SLOW = ("qwen3", "gemma2", "mistral-window", "qwen3-moe")
+SLOW = ("gpt2", "gemma3", "qwen3", "gemma2", "mistral-window", "qwen3-moe")
 VARIANTS = [pytest.param(v, marks=[pytest.mark.slow] * (v in SLOW)) for v in dict.fromkeys(c.variant for c in cases())]
 
 

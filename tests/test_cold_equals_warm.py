@@ -24,11 +24,14 @@ from tests.tiny_engine import (
     run,
 )
 
+pytestmark = pytest.mark.codegen
+
 STEM = 72  # tokens; longer than a step's budget, so that stems are computed in chunks
 SPLITS = sorted({edge + off for edge in range(BLOCK_SIZE, STEM + 1, BLOCK_SIZE) for off in (-1, 0, 1)} | {1, STEM})
 
 
-@pytest.fixture(scope="module", params=SPECS)
+# layers of one kind by default, both kinds of models in .ci/run
+@pytest.fixture(scope="module", params=["full", pytest.param("windows", marks=pytest.mark.slow)])
 def runner(request):
     runner = make_runner(SPECS[request.param])
     yield runner

@@ -98,6 +98,7 @@ def workload(count: int, seed: int) -> tuple[list[dict[str, list[int]]], list[Sa
 
 
 @pytest.mark.parametrize("implementation", ["triton", pytest.param("mosaic_tpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_kernels_give_the_answers_of_xla(llm: LLM, params: Any, implementation: str):
     """The kernels run in the engine, in interpret mode on CPU: chunks and decodes in one step, and preemptions."""
     prompts, _ = workload(12, seed=7)

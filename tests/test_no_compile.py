@@ -32,6 +32,7 @@ def compiles():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.slow
 def test_500_fuzzed_requests_compile_nothing(tmp_path, compiles):
     """Random lengths, sampling parameters, bad requests and aborts, with a pool so small that it preempts."""
     write_checkpoint(next(v for v in VARIANTS if v.name == "llama"), 0, tmp_path)

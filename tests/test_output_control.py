@@ -53,6 +53,7 @@ def answers(llm: LLM, *params: SamplingParams) -> list[RequestOutput]:
     return llm.generate([PROMPT] * len(params), list(params), use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_jump_forward_does_not_change_answers(llm: LLM):
     params = [
         SamplingParams(max_tokens=120, temperature=t, seed=i, structured_outputs=StructuredOutputsParams(json=SCHEMA))

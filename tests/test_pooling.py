@@ -21,6 +21,8 @@ from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, CLASSIFIERS, EMBEDDERS, QWEN3_CLASSIFIER, SEED, recorded, sha256_of
 from tests.tiny_engine import sampling_programs
 
+pytestmark = pytest.mark.codegen
+
 TOLERANCE = 1e-4
 OPTIONS = {"dtype": "float32", "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
 SCORES = PoolingParams(activation=False)
@@ -161,6 +163,7 @@ def test_a_score_does_not_depend_on_the_row(labels, dtype):
             assert (scores == scores[0]).all()
 
 
+@pytest.mark.slow
 def test_a_pooling_engine_has_one_program_per_token_bucket_and_one_pool_program(bare):
     with LLM(bare, runner="pooling", dtype="float32", max_num_seqs=64, max_num_batched_tokens=512) as llm:
         names = [str(program.shape) for program in llm._engine.runner.programs.programs]
@@ -208,6 +211,7 @@ def test_dimensions_and_length_of_an_embedding(embedder):
     assert np.allclose(short.outputs.embedding, state[:5] / np.linalg.norm(state[:5]), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_probabilities_follow_problem_type(classifier, tmp_path):
     """Softmax of several labels and sigmoid of one, as in Transformers' pipeline, unless problem_type is set."""
     prompt, rows = {"prompt_token_ids": prompts(320)[3]}, {}

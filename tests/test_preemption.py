@@ -10,6 +10,8 @@ from jpaged.errors import ModelLoadError
 from jpaged.runtime.block_moves import PINNED, host_slots
 from tests.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, run
 
+pytestmark = pytest.mark.codegen
+
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 COMPUTE = TransferCosts(seconds_per_move=1.0, seconds_per_token=1e-9)
 # Moving a block pays, but a batch of moves does not: blocks go to the host, and are not fetched.
@@ -41,7 +43,7 @@ def requests_of(kind):
     ]
 
 
-KINDS = ("one answer", "samples", "beams")
+KINDS = ("one answer", pytest.param("samples", marks=pytest.mark.slow), "beams")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -100,7 +102,7 @@ def test_metrics_count_preemptions(runner):
     assert done["0"].metrics.preemptions == 0  # the oldest
 
 
-@pytest.mark.parametrize("policy", ["priority", "shortest_first"])
+@pytest.mark.parametrize("policy", ["priority", pytest.param("shortest_first", marks=pytest.mark.slow)])
 def test_preemption_by_any_policy_changes_no_answer(runner, policy):
     requests = requests_of("samples")
     wanted = alone(make_engine(runner), requests)

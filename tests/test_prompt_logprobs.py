@@ -13,6 +13,8 @@ from jpaged.errors import RequestError
 from jpaged.models import decoder
 from tests.tiny_engine import SPECS, VOCAB_SIZE, alone, make_engine, make_runner, run, sampling_programs
 
+pytestmark = pytest.mark.codegen
+
 TOLERANCE = 1e-4  # float32, over logits of some tens
 
 

@@ -10,6 +10,8 @@ import pytest
 from jpaged import LLM, SamplingParams
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 
+pytestmark = pytest.mark.codegen
+
 OPTIONS = {
     "dtype": "float32",
     "row_buckets": (8,),

@@ -10,6 +10,8 @@ from jpaged.engine.step_plan import TransferCosts
 from jpaged.params.sampling import RequestOutputKind
 from tests.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, run
 
+pytestmark = pytest.mark.codegen
+
 ROWS = 32
 LENGTHS = (3, 8, 17, 24, 33, 40, 12, 21, 35, 16, 9, 38)
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)

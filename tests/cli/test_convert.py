@@ -20,7 +20,15 @@ def run(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_convert_use_and_restore(tmp_path: Path) -> None:
+def run_here(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Run a command in this process, which saves the start of Python; return what it prints."""
+    status = cli.main(args)
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    return said.out
+
+
+def test_convert_use_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, back = str(tmp_path / "demo.jpaged"), str(tmp_path / "back")
     done = run("convert", "demo", out)
     assert done.returncode == 0, done.stderr
@@ -29,11 +37,10 @@ def test_convert_use_and_restore(tmp_path: Path) -> None:
     assert f"jpaged generate {out}" in done.stdout
 
     prompt = ["def read_json(path):", "--max-tokens", "12", "--temperature", "0", *SMALL]
-    here, there = run("generate", out, *prompt), run("generate", "demo", *prompt)
-    assert here.returncode == 0, here.stderr
-    assert here.stdout.splitlines()[:2] == there.stdout.splitlines()[:2]
+    here, there = (run_here(capsys, "generate", model, *prompt) for model in (out, "demo"))
+    assert here.splitlines()[:2] == there.splitlines()[:2]
 
-    assert "byte for byte" in run("convert", out, back, "--to", "hf").stdout
+    assert "byte for byte" in run_here(capsys, "convert", out, back, "--to", "hf")
     names = [path.name for path in Path(back).iterdir()]
     assert {"model.safetensors", "tokenizer.json", "config.json"} <= set(names)
     assert filecmp.cmpfiles(DEMO, back, names, shallow=False)[1:] == ([], [])

@@ -20,11 +20,10 @@ write_kv, write_qkv = (importlib.import_module(f"pallas_kernels.{name}") for nam
 @pytest.mark.parametrize(
     ("implementation", "kv_dtype"),
     [
-        ("xla_loop", None),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("triton", None), ("triton", "int8"))),
-        pytest.param("mosaic_tpu", None, marks=pytest.mark.slow),
+        ("xla_loop", None), ("triton", None), ("triton", "int8"), ("mosaic_tpu", None),
     ],
-)
+)  # fmt: skip
+@pytest.mark.slow
 def test_self_check_finds_agreement(implementation, kv_dtype):
     errors = self_check(implementation=implementation, dtype=jnp.float32, kv_dtype=kv_dtype, head_dim=16, q_heads=4)
     assert set(errors) == {"decode", "chunks", "mixed"}

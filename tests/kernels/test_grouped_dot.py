@@ -11,6 +11,8 @@ from pallas_kernels import grouped_dot
 from pallas_kernels.grouped_dot import IMPLEMENTATIONS
 from tests.kernels.test_lowering import lower_for
 
+pytestmark = pytest.mark.codegen
+
 # blocks, rows, in, out, matrices, used blocks: sizes that are not multiples of the tiles, and unused blocks
 SHAPES = {"small": (5, 8, 72, 40, 3, 4), "tiles": (4, 16, 256, 200, 4, 4), "one": (3, 8, 16, 16, 2, 1)}
 

@@ -16,6 +16,8 @@ from pallas_kernels.write_kv import mosaic_tpu as mosaic_tpu_write
 from tests.kernels.oracle import TOLERANCE, Shape, attend, expected, make_case
 from tests.kernels.test_choice import device_like
 
+pytestmark = pytest.mark.codegen
+
 # Rows of several steps of 256 keys with empty rows in between, where the next tile's first pages are not fetched ahead.
 MANY_STEPS = ((1, 600), (0, 0), (1, 256), (1, 1), (0, 0), (0, 0), (1, 513))
 LONG = Shape(kv_heads=4, block_size=32, tokens=0, rows=7)

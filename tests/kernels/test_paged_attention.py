@@ -14,6 +14,8 @@ from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.tiling import Tiling
 from tests.kernels.oracle import DECODES, RAGGED, TOLERANCE, Shape, attend, expected, make_case
 
+pytestmark = pytest.mark.codegen
+
 # At most 30 shapes: each one needs a program per implementation, and compiling in interpret mode takes seconds.
 SHAPES = {
     "ragged": Shape(),

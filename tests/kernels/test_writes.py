@@ -85,12 +85,12 @@ def numpy_qkv(qkv, *, bias=None, cos=None, sin=None, q_norm=None, k_norm=None, e
     [
         pytest.param(1, 8, 4, (), "float32", id="rotation"),
         pytest.param(7, 20, 10, ("bias",), "float32", id="bias-gqa-7"),
-        pytest.param(4, 64, 32, ("norm",), "float32", id="norm"),
+        pytest.param(4, 64, 32, ("norm",), "float32", id="norm", marks=pytest.mark.slow),
         pytest.param(2, 80, 10, ("norm", "bias"), "float32", id="partial"),
-        pytest.param(3, 16, 0, (), "float32", id="no-rotation"),
-        pytest.param(2, 128, 64, ("norm",), "bfloat16", id="bf16"),
+        pytest.param(3, 16, 0, (), "float32", id="no-rotation", marks=pytest.mark.slow),
+        pytest.param(2, 128, 64, ("norm",), "bfloat16", id="bf16", marks=pytest.mark.slow),
         pytest.param(2, 64, 32, ("norm",), "int8", id="int8-pages"),
-        pytest.param(2, 64, 32, (), "float8_e4m3fn", id="fp8-pages"),
+        pytest.param(2, 64, 32, (), "float8_e4m3fn", id="fp8-pages", marks=pytest.mark.slow),
     ],
 )
 def test_write_qkv_matches_float64(q_per_kv, dim, half, options, dtype, implementation):

@@ -319,6 +319,7 @@ print(peak - sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_peak_host_memory(tmp_path: Path) -> None:
     """The model has 460 MB. convert and export have one array of 34 MB in memory at a time, loading has a few."""
     source = tmp_path / "source"

@@ -321,6 +321,7 @@ print(status("VmHWM") - before, sum(a.nbytes for a in leaves), max(a.nbytes for 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_peak_host_memory(tmp_path: Path) -> None:
     """In addition to the parameters, loading needs less memory than one fused tensor plus 200 MB.
 

@@ -16,6 +16,8 @@ from jpaged.models.spec import DecoderSpec, Experts, Params, Scoring, WeightLayo
 from tests.golden.checkpoints import BY_NAME, write_checkpoint, write_safetensors
 from tests.loading.test_load_model import tensors_of
 
+pytestmark = pytest.mark.codegen
+
 HIDDEN, INTER = 32, 16
 COUNTS = (8, 32, 64, 512)  # tokens of programs
 

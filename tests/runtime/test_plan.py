@@ -18,6 +18,8 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS
 from tests.deviceless import H200, V5E, marks
 
+pytestmark = pytest.mark.codegen
+
 GIB = 2**30
 
 # The config.json files as they are published: meta-llama/Llama-3.1-8B, google/gemma-3-1b-pt, Qwen/Qwen3-30B-A3B.
@@ -252,7 +254,7 @@ OPTIONS = {
     pytest.param({"kv_cache_memory_bytes": 32 * 2**20}, marks=pytest.mark.slow),
     pytest.param({"kv_cache_memory_bytes": 2**20}, marks=pytest.mark.slow),
     {"kv_cache_memory_bytes": 2**21, "max_model_len": 48, "block_size": 8, "mask_unknown_tokens": False},
-    {},
+    pytest.param({}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_an_engine_agrees_with_its_plan(options, caplog):
     caplog.set_level(logging.WARNING, "jpaged")

@@ -180,6 +180,7 @@ def test_likeliest_agrees_with_a_sort():
     np.testing.assert_array_equal(jax.jit(vocab_search.argmax)(jnp.asarray(x)), x.argmax(axis=1))
 
 
+@pytest.mark.slow
 def test_a_draw_depends_only_on_seed_sample_index_and_position():
     logits = random_logits(8)
     rows = [{"seed": i, "top_p": 0.9} for i in range(8)]
@@ -195,6 +196,7 @@ def test_a_draw_depends_only_on_seed_sample_index_and_position():
         assert (first != np.asarray(draw(flat, [other] * 64, np.arange(64)).token_ids)).mean() > 0.9
 
 
+@pytest.mark.slow
 def test_masked_ids_are_never_sampled_and_logprobs_are_the_models():
     logits = random_logits(8)
     allowed = np.ones(VOCAB, bool)

@@ -110,8 +110,10 @@ def test_an_embedding_model_is_served(tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "says"),
-    [(BY_NAME["qwen3"], "the engine generates"), (QWEN3_CLASSIFIER, "the model is a sequence classifier")],
-    ids=["generates", "classifies"],
+    [
+        pytest.param(BY_NAME["qwen3"], "the engine generates", id="generates", marks=pytest.mark.slow),
+        pytest.param(QWEN3_CLASSIFIER, "the model is a sequence classifier", id="classifies"),
+    ],
 )
 def test_other_engines_refuse(variant, says, tmp_path):
     write_checkpoint(variant, SEED, tmp_path)

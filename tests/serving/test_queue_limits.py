@@ -52,7 +52,9 @@ def at_once(url: str, bodies: list[dict]) -> list[httpx.Response]:
         return list(pool.map(ask, bodies))
 
 
-@pytest.mark.parametrize("limit", [{"max_queued_requests": 1}, {"max_queued_tokens": 5}])
+@pytest.mark.parametrize(
+    "limit", [{"max_queued_requests": 1}, pytest.param({"max_queued_tokens": 5}, marks=pytest.mark.slow)]
+)
 def test_some_requests_are_served_and_others_refused(checkpoint, limit):
     engine = jpaged.AsyncLLM(checkpoint, **SIZES, **limit)
     with running(create_app(Server(engine=engine, model_names=("tiny",)))) as url:
@@ -87,6 +89,7 @@ def test_free_rows_do_not_count_as_queue(checkpoint):
             assert engine.stats().used_blocks == 0
 
 
+@pytest.mark.slow
 def test_a_batch_of_llm_has_no_limit(checkpoint):
     params = SamplingParams(temperature=0, max_tokens=4)
     with jpaged.LLM(checkpoint, **SIZES, max_queued_requests=1, max_queued_tokens=1) as llm:
