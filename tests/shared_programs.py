@@ -1,7 +1,7 @@
 """Engines of one test process share compiled programs.
 
-Without this, an engine whose programs are all in the disk cache takes 2.7 s of CPU time to start: it traces and lowers each
-program to find it there.
+Without this, an engine whose programs are all in the disk cache takes 2.7 s of CPU time to start, because it traces and
+lowers each program to find it there.
 """
 
 import collections

@@ -12,8 +12,8 @@ from tests.tiny_engine import sampling_programs
 TOLERANCE = 1e-4  # on natural logarithms
 
 
-# Latent pages and experts, and a rotation that depends on the request's length. .ci/run takes all variants. tests/models
-# compares the models without the engine.
+# Latent pages and experts, and a rotation that depends on the request's length. .ci/run takes all variants.
+# tests/models compares the models without the engine.
 FIRST = ("deepseek-v3", "phi3-longrope")
 
 

@@ -254,7 +254,7 @@ def test_a_bad_word_may_be_a_line_break(llm: LLM):
 def test_processed_logprobs_are_those_of_the_sampled_distribution():
     with pytest.raises(ModelLoadError, match="logprobs_mode='all': must be one of raw_logprobs, processed_logprobs"):
         LLM("demo", logprobs_mode="all", **SIZES)
-    full = sampling_programs(SamplerVariant.FULL)
+    full = sampling_programs(SamplerVariant.FULL)  # log-probabilities need it
     with full, LLM("demo", logprobs_mode="processed_logprobs", max_logprobs=5, **SIZES) as llm:
         params = SamplingParams(max_tokens=10, temperature=2.0, top_k=3, seed=4, logprobs=5)
         for entries in answers(llm, params)[0].outputs[0].logprobs:
