@@ -15,7 +15,7 @@ import jax
 
 from jpaged.runtime import blueprint
 
-CAPACITY = 96  # programs: those of about 16 engines
+CAPACITY = 48  # programs: those of about eight engines
 
 _programs: collections.OrderedDict[Any, jax.stages.Compiled] = collections.OrderedDict()
 _lock = threading.Lock()  # an engine compiles in several threads

@@ -283,5 +283,5 @@ def test_without_a_bug_nothing_is_found_and_all_is_reached():
             super().teardown()
             reached.update({name: 1 for name, count in self.reached.items() if count})
 
-    run_state_machine_as_test(Counting, settings=settings(SEARCH, max_examples=60))
+    run_state_machine_as_test(Counting, settings=settings(SEARCH, max_examples=80))
     assert {*COUNTERS, "new weights while requests live"} <= {name for name, times in reached.items() if times}
