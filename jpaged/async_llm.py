@@ -1,6 +1,7 @@
 """`AsyncLLM`: runs requests that arrive at any time, on asyncio. The server uses it.
 
-1. `generate` tokenises and checks the prompt in a worker thread, so that a long prompt delays no stream.
+1. `generate` tokenises and checks the prompt in a thread (`frontend/tokenising.py`). A long prompt delays no stream and
+   no short prompt.
 2. It hands the request to the engine's thread (`frontend/engine_thread.py`), which runs all requests together.
 3. Each output reaches the generator through an `OutputStream`. An output contains all output before it, so a slow
    reader skips outputs and none pile up. With output_kind DELTA, unread outputs are joined.
@@ -9,19 +10,20 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
 from jpaged.engine.engine import Output
 from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.request_group import RequestGroup
-from jpaged.errors import JPagedError, RequestError
+from jpaged.errors import EngineError, JPagedError, RequestError
 from jpaged.frontend.build import build_engine
 from jpaged.frontend.engine_access import EngineAccess
 from jpaged.frontend.engine_thread import EngineThread
 from jpaged.frontend.output_stream import OutputStream
+from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
 from jpaged.outputs import PoolingRequestOutput, RequestOutput
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
@@ -38,8 +40,7 @@ class AsyncLLM(EngineAccess):
         built = build_engine(model, params, engine_options, layout=layout, progress=True)
         super().__init__(built)
         built.engine.inputs.prepare_grammars()
-        # One worker: it keeps the order in which prompts arrived, and no two threads share the tokenizer.
-        self._tokenising = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-tokenise")
+        self._tokenising = TokeniserThreads()
         self._streams: dict[str, OutputStream] = {}  # by request id, of all running generators
         self._engine_thread = EngineThread(built.engine)
 
@@ -50,6 +51,7 @@ class AsyncLLM(EngineAccess):
         request_id: str | None = None,
         *,
         priority: int = 0,
+        refuse_cut: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt as they come. Each contains all before it, or only what is new, as
         `output_kind` says. The last one is `finished`.
@@ -58,13 +60,16 @@ class AsyncLLM(EngineAccess):
         sampling_params: None: the model's generation_config.json.
         request_id:      generated if None; must not be in use.
         priority:        lower ones start first, with scheduling_policy="priority".
+        refuse_cut:      raise RequestError if prompt and max_tokens exceed max_model_len. Otherwise the answer ends
+            at max_model_len, with finish_reason 'length'.
 
         A beam search, and `best_of`, yield one output, at the end. Raises RequestError for a bad request,
         CapacityError if the queue is full (both before the first output), and EngineError when the device fails.
         Closing or cancelling the generator aborts the request.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        return cast(AsyncGenerator[RequestOutput, None], self._outputs(prompt, params, request_id, priority))
+        outputs = self._outputs(prompt, params, request_id, priority, refuse_cut)
+        return cast(AsyncGenerator[RequestOutput, None], outputs)
 
     def encode(
         self,
@@ -83,7 +88,12 @@ class AsyncLLM(EngineAccess):
         return cast(AsyncGenerator[PoolingRequestOutput[Any], None], outputs)
 
     async def _outputs(
-        self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str | None, priority: int
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        request_id: str | None,
+        priority: int,
+        refuse_cut: bool = False,
     ) -> AsyncGenerator[Output, None]:
         request_id = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if request_id in self._streams:
@@ -94,9 +104,8 @@ class AsyncLLM(EngineAccess):
         in_engine = False
         try:
             self._engine_thread.check_open()
-            request_group = await loop.run_in_executor(
-                self._tokenising, self._process, request_id, prompt, params, priority
-            )
+            work = partial(self._process, request_id, prompt, params, priority, refuse_cut)
+            request_group = await self._tokenising.run(prompt_length(prompt), work)
             if request_group.grammar is not None:
                 await asyncio.wrap_future(request_group.grammar, loop=loop)
             self._engine_thread.add(request_group, stream)
@@ -119,9 +128,21 @@ class AsyncLLM(EngineAccess):
                 self._engine_thread.abort(request_id)
 
     def _process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, priority: int
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        refuse_cut: bool,
+        cancelled: Callable[[], bool],
     ) -> RequestGroup:
-        return self._live_engine.inputs.process(request_id, prompt, params, stream=True, priority=priority)
+        process = partial(self._live_engine.inputs.process, request_id, prompt, params, stream=True, priority=priority)
+        try:
+            return process(refuse_cut=refuse_cut, cancelled=cancelled)
+        except Exception:
+            raise
+        except BaseException as error:  # the tokenizer panicked (Rust). Only this request fails
+            raise EngineError(f"reading the prompt failed: {type(error).__name__}: {error}") from error
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their generators yield a last output, finish_reason 'abort'. Unknown ids are ignored."""
@@ -161,4 +182,4 @@ class AsyncLLM(EngineAccess):
     def close(self) -> None:
         """Abort running requests (last outputs with finish_reason 'abort') and free the device memory."""
         self._engine_thread.close()
-        self._tokenising.shutdown(wait=False, cancel_futures=True)
+        self._tokenising.close()

@@ -5,6 +5,8 @@ import reprlib
 from collections.abc import Iterable
 
 SHOWN = 200  # characters of a value that a message repeats
+LONGEST = 2000  # characters of the message of a ModelLoadError
+MAX_INTEGER = 2**31 - 1  # largest integer of any parameter but seed: larger ones do not fit into the device's int32
 
 
 class _Shortened(reprlib.Repr):
@@ -22,6 +24,15 @@ class _Shortened(reprlib.Repr):
 _shortened = _Shortened()
 
 
+def shown(value: object) -> str:
+    """Return the `repr` of a value for a message, cut to SHOWN characters."""
+    return _cut(_shortened.repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+
+
 class JPagedError(Exception):
     """Base of all errors that jpaged raises on purpose."""
 
@@ -31,17 +42,16 @@ class RequestError(JPagedError, ValueError):
 
     parameter: name of the field, as the caller wrote it.
     value:     the invalid value.
-    accepted:  the accepted values, or what to change. It ends the message.
+    accepted:  the reason: what is wrong, which values are accepted, or what to change.
+
+    The message is "reason (parameter=value)". The value comes last, because it may be long.
     """
 
     def __init__(self, parameter: str, value: object, accepted: str):
-        self.parameter = parameter
+        self.parameter = _cut(parameter)  # a request may have a field with a name of megabytes
         self.value = value
         self.accepted = accepted
-        shown = _shortened.repr(value)
-        if len(shown) > SHOWN:
-            shown = shown[:SHOWN] + "…"
-        super().__init__(f"{parameter}={shown}: {accepted}")
+        super().__init__(f"{accepted} ({self.parameter}={shown(value)})")
 
     def __reduce__(self) -> tuple[type["RequestError"], tuple[str, object, str]]:
         """Copying and pickling call the constructor again."""
@@ -57,16 +67,36 @@ class CapacityError(JPagedError):
 
 
 class ModelLoadError(JPagedError):
-    """A model cannot be loaded. The message names the file, the tensor or key, and what to change."""
+    """A model cannot be loaded. The message names the file, the tensor or key, and what to change.
+
+    The middle of a long message is left out: the names and values of a hostile checkpoint may have megabytes.
+    """
+
+    def __init__(self, message: str):
+        if len(message) > LONGEST:
+            message = f"{message[: LONGEST // 2]} … {message[-LONGEST // 2 :]}"
+        super().__init__(message)
 
 
 class EngineError(JPagedError):
     """The engine failed: a bug in jpaged, or a device error."""
 
 
+class LogitsError(EngineError):
+    """The model returned NaN or infinite logits for a request."""
+
+    message = (
+        "the model's logits are not finite (NaN or infinity): its weights are damaged, or too large for their dtype. "
+        "Fetch the model again, or use dtype=bfloat16 or float32"
+    )
+
+    def __init__(self) -> None:
+        super().__init__(self.message)
+
+
 def unknown_field(parameter: str, name: object, value: object, known: Iterable[str]) -> RequestError:
     """Make the error for a field that the mapping `parameter` does not have. It suggests the most similar field."""
     known = list(known)
-    close = difflib.get_close_matches(str(name), known, n=1)
+    close = difflib.get_close_matches(str(name)[:SHOWN], known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(known)
     return RequestError(f"{parameter}.{name}", value, f"unknown field; {hint}")

@@ -1,10 +1,11 @@
 """`LLM`: runs batches of prompts. `generate`: one batch in one call, for use from JAX code."""
 
 import atexit
+import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, cast
@@ -56,7 +57,7 @@ class LLM(EngineAccess):
     def __init__(self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Any):
         super().__init__(build_engine(model, params, engine_options, layout=layout, progress=True))
         self._lock = threading.Lock()
-        self._caller: int | None = None  # the thread that made the last call
+        self._caller: int | None = None  # the thread whose call holds the lock
         self._inspections: deque[Future[EngineCapture]] = deque()  # requested by other threads while a call runs
         self._num_requests = 0
         self._interpreter_ends = False
@@ -198,8 +199,7 @@ class LLM(EngineAccess):
         Another thread may call this while a call runs: it sees that call's requests and does not wait for its end.
         The snapshot contains no prompts. Raises EngineError when the LLM is closed.
         """
-        if self._lock.locked() and self._caller == threading.get_ident():
-            raise EngineError("inspect was called from inside a call of this LLM: call it from another thread")
+        self._refuse_nested("inspect")
         answer: Future[EngineCapture] = Future()
         self._inspections.append(answer)
         while not answer.done():
@@ -212,13 +212,13 @@ class LLM(EngineAccess):
 
     def reset_prefix_cache(self) -> bool:
         """Forget all KV kept for reuse. Waits until no call runs; returns True."""
-        with self._lock:
+        with self._exclusive("reset_prefix_cache"):
             return self._live_engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the device memory. The LLM cannot be used afterwards; a second `close` does nothing."""
-        atexit.unregister(self._exit_hook)
-        with self._lock:
+        with self._exclusive("close"):
+            atexit.unregister(self._exit_hook)
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
@@ -230,6 +230,25 @@ class LLM(EngineAccess):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _exclusive(self, method: str) -> Iterator[None]:
+        """Hold the lock, for one call at a time. Raises EngineError inside a call of the same thread."""
+        self._refuse_nested(method)
+        with self._lock:
+            self._caller = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._caller = None
+
+    def _refuse_nested(self, method: str) -> None:
+        """Raise EngineError inside a call of this thread, such as in a callback: the lock would never be free."""
+        if self._caller == threading.get_ident():
+            raise EngineError(
+                f"{method} was called from inside a call of this LLM, which would wait forever: call it when that call "
+                "has returned, or from another thread"
+            )
 
     def _pool(
         self,
@@ -262,8 +281,7 @@ class LLM(EngineAccess):
         each = prompt_list(prompts)
         params = one_each(name, params, len(each))
         priorities = one_each("priority", 0 if priority is None else priority, len(each))
-        with self._lock, DeferredInterrupt() as interrupt:
-            self._caller = threading.get_ident()
+        with self._exclusive("generate"), DeferredInterrupt() as interrupt:
             engine = self._live_engine
             for one in params[:1]:
                 check_task(engine.inputs.limits.pooling, one)  # once: the error would name every prompt

@@ -23,7 +23,8 @@ class CompletionOutput:
     finish_reason: None while it runs, then 'stop', 'length', 'repetition', 'abort', or 'error'. 'error' means that its
                    text or its grammar failed.
     stop_reason:   the string of `stop`, or the id of `stop_token_ids`, that ended the answer. None at the model's own
-                   end-of-sequence id and at a grammar's end. If the request's grammar failed: the error.
+                   end-of-sequence id and at a grammar's end. If the request's grammar or the model's logits failed:
+                   the error.
     logprobs:      one dict per token, from token id to Logprob: the token itself, and the requested most likely tokens.
     text_offsets:  with logprobs: number of characters of the answer before each token. A token that begins inside a
                    character has that character's offset. Offsets count a stop string even where it is cut off.

@@ -1,5 +1,6 @@
 """The ASGI application: its routes, and the keys that they require."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -12,11 +13,13 @@ from starlette.routing import Route
 from jpaged.errors import JPagedError
 from jpaged.serving import routes_admin, routes_service
 from jpaged.serving.auth import ADMIN, OPEN_PATHS, RequireKey
+from jpaged.serving.body_process import kill_children
 from jpaged.serving.error_responses import ClientDisconnected, handle_error
 from jpaged.serving.generation import Server
 from jpaged.serving.routes_chat import chat_completions
 from jpaged.serving.routes_completions import completions
 from jpaged.serving.routes_embeddings import embeddings
+from jpaged.serving.stats_log import log_stats
 from jpaged.serving.stopping import AnswerWhenStopped
 
 
@@ -35,7 +38,10 @@ def create_app(server: Server, *, api_keys: Sequence[str] = (), admin_keys: Sequ
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        logged = asyncio.create_task(log_stats(server.engine.stats))
         yield
+        logged.cancel()
+        kill_children()
         await run_in_threadpool(server.engine.close)
 
     app = Starlette(

@@ -1,4 +1,8 @@
-"""Reads a request's JSON body into a struct. Errors name the invalid field."""
+"""Reads a request's JSON body into a struct. Errors name the invalid field.
+
+A body of more than `INLINE_BYTES` is checked by a child process first (`body_process.py`), because checking holds the
+interpreter's lock. The server itself only decodes bodies that are within all limits.
+"""
 
 import difflib
 import re
@@ -7,16 +11,25 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from jpaged.errors import RequestError
+from jpaged.errors import SHOWN, RequestError
+from jpaged.serving.body_process import check_in_process
+from jpaged.serving.body_size import count_values
 from jpaged.serving.error_responses import APIError, ClientDisconnected
 from jpaged.serving.request_schema import EmbeddingRequest, GenerationRequest
 
 Body = TypeVar("Body", bound=GenerationRequest | EmbeddingRequest)
 
 MAX_BODY_BYTES = 32 * 2**20
+INLINE_BYTES = 256 * 1024  # decoding this many bytes takes at most 10 ms
+MAX_FIELDS = 1_000  # of the body itself; the API has about 100
+MAX_FIELD_NAME = 64  # characters of a name for which a similar one is suggested
+MAX_SHOWN_BYTES = 65_536  # a longer value is not decoded for an error message
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*?)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(?P<name>[^`]*)`")
+_LENGTH = re.compile(r"^Expected `(?P<type>array|object|str)` of length (?P<sign><=|>=) (?P<limit>\d+)$")
+_UNITS = {"array": "items", "object": "entries", "str": "characters"}
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 async def read_body(request: Request, schema: type[Body]) -> Body:
@@ -25,44 +38,85 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
     Raises RequestError that names the field, APIError with status 413 for a body of more than MAX_BODY_BYTES, and
     ClientDisconnected if the client disconnects before the body's end.
     """
+    too_large = APIError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and (len(announced) > 18 or int(announced) > MAX_BODY_BYTES):
+        raise too_large
     chunks, size = [], 0
     try:
         async for chunk in request.stream():
             size += len(chunk)
             if size > MAX_BODY_BYTES:
-                raise APIError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+                raise too_large
             chunks.append(chunk)
     except ClientDisconnect:
         raise ClientDisconnected from None
-    return decode_body(b"".join(chunks), schema)
+    raw = b"".join(chunks)
+    chunks.clear()
+    if len(raw) <= INLINE_BYTES:
+        return decode_body(raw, schema)
+    await check_in_process(raw, schema.__name__)
+    return msgspec.json.decode(raw, type=schema)
 
 
 def decode_body(raw: bytes, schema: type[Body]) -> Body:
     """Decode JSON bytes as `schema`. null means that the field is absent. Raises RequestError that names the field."""
+    large = len(raw) > INLINE_BYTES
+    if large:
+        _check_counts("body", raw, schema.MAX_BODY_VALUES)
+    fields = _fields(raw)
+    for name, value in fields.items():
+        if name in schema.__struct_fields__:
+            _check_size(name, value, schema, counted=large)
+        elif bytes(value) != b"null":
+            _check_other(name, value, schema)
     try:
-        document = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError("body", _shown(raw[:80]), f"must be JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise RequestError("body", document, "must be a JSON object")
-    known = set(schema.__struct_fields__)
-    fields = {}
-    for name, value in document.items():
-        if value is None:
-            continue
-        if name in known:
-            fields[name] = value
-        elif name in schema.NEUTRAL:
-            _check_neutral(name, value, schema.NEUTRAL[name])
-        else:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise RequestError(name, value, "unknown field" + (f": did you mean {close[0]}?" if close else ""))
-    try:
-        return msgspec.convert(fields, schema)
+        return msgspec.json.decode(raw, type=schema)
     except msgspec.ValidationError as error:
         raise _field_error(str(error), fields) from None
-    except RecursionError:
-        raise RequestError("body", _shown(raw[:80]), "is nested too deeply") from None
+    except _DECODE_ERRORS as error:
+        raise _not_json(raw, error) from None
+
+
+def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
+    """Return the fields of the body with their JSON. Does not decode them, and copies none."""
+    try:
+        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise RequestError("body", _shown(raw), "must be a JSON object") from None
+    except _DECODE_ERRORS as error:
+        raise _not_json(raw, error) from None
+
+
+def _check_counts(name: str, raw: bytes, limit: int) -> None:
+    counts = count_values(raw)
+    if counts.values > limit:
+        raise RequestError(name, f"{len(raw):,} bytes", f"has {counts.values:,} values, at most {limit:,}")
+    if name == "body" and counts.fields > MAX_FIELDS:
+        raise RequestError(name, f"{len(raw):,} bytes", f"has {counts.fields:,} fields, at most {MAX_FIELDS:,}")
+
+
+def _check_size(name: str, raw: msgspec.Raw, schema: type[Body], *, counted: bool) -> None:
+    """Check the size of a known field before it is decoded. counted: the body is so large that values are counted."""
+    view = memoryview(raw)
+    most = schema.MAX_BYTES.get(name, MAX_BODY_BYTES)
+    if len(view) > most:
+        raise RequestError(name, f"{len(view):,} bytes", f"must have at most {most:,} bytes")
+    if counted and len(view) > schema.MAX_VALUES:
+        _check_counts(name, bytes(view), schema.MANY_VALUES.get(name, schema.MAX_VALUES))
+
+
+def _check_other(name: str, raw: msgspec.Raw, schema: type[Body]) -> None:
+    """Refuse an unknown field, and a field that is not supported yet if its value asks for something."""
+    value = _value(raw)
+    if name in schema.NEUTRAL:
+        _check_neutral(name, value, schema.NEUTRAL[name])
+        return
+    if name.startswith("guided_"):  # vLLM's names before 0.12
+        kind = name.removeprefix("guided_")[:MAX_FIELD_NAME]
+        raise RequestError(name, value, f'not a field any more: send structured_outputs: {{"{kind}": ...}}')
+    close = difflib.get_close_matches(name, schema.__struct_fields__, n=1) if len(name) <= MAX_FIELD_NAME else []
+    raise RequestError(name, value, "unknown field" + (f": did you mean {close[0]}?" if close else ""))
 
 
 def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
@@ -73,13 +127,14 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     raise RequestError(name, value, "not supported yet; leave it out" + (f" or send {listed}" if listed else ""))
 
 
-def _field_error(message: str, document: dict[str, Any]) -> RequestError:
+def _field_error(message: str, fields: dict[str, msgspec.Raw]) -> RequestError:
     """Convert msgspec's message ("Expected `int`, got `str` - at `$.a[0].b`") to a RequestError."""
     match = _AT.match(message)
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     path = path.split("[...]")[0]  # msgspec does not name the key of a mapping: name the mapping and show it
-    value: Any = document
-    for key in re.findall(r"[^.\[\]]+", path):
+    first, *keys = re.findall(r"[^.\[\]]+", path) or [""]
+    value: Any = _value(fields[first]) if first in fields else {}
+    for key in keys:
         try:
             value = value[int(key)] if isinstance(value, list) else value[key]
         except (KeyError, ValueError, IndexError, TypeError):
@@ -88,8 +143,28 @@ def _field_error(message: str, document: dict[str, Any]) -> RequestError:
     if field:
         path = f"{path}.{field['name']}" if path else field["name"]
         value = value.get(field["name"]) if isinstance(value, dict) else None
-    return RequestError(path or "body", value, what[0].lower() + what[1:].replace("`", "'"))
+    reason = what[0].lower() + what[1:].replace("`", "'")
+    if length := _LENGTH.match(what):
+        bound = "at most" if length["sign"] == "<=" else "at least"
+        reason = f"must have {bound} {int(length['limit']):,} {_UNITS[length['type']]}"
+    return RequestError(path or "body", value, reason)
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    """Return the value of a field for an error message: decoded, or the beginning of its JSON."""
+    view = memoryview(raw)
+    if len(view) > MAX_SHOWN_BYTES:
+        return _shown(bytes(view[: SHOWN + 1]))
+    try:
+        return msgspec.json.decode(raw)
+    except _DECODE_ERRORS as error:
+        raise _not_json(bytes(view), error) from None
+
+
+def _not_json(raw: bytes, error: Exception) -> RequestError:
+    accepted = "is nested too deeply" if isinstance(error, RecursionError) else f"must be JSON: {error}"
+    return RequestError("body", _shown(raw[:80]), accepted)
 
 
 def _shown(raw: bytes) -> str:
-    return raw.decode("utf-8", errors="replace")
+    return raw[: SHOWN + 1].decode("utf-8", errors="replace")

@@ -8,16 +8,24 @@ from jpaged.answers.definitions import ToolChoice, checked_tools
 from jpaged.chat.prompt import RenderOptions, template_text, template_variables
 from jpaged.chat.turn import ChatTurn, chat_turn
 from jpaged.errors import RequestError
+from jpaged.params.sampling import SamplingParams
 from jpaged.serving.generation import Server
 from jpaged.serving.request_schema import ChatMessage, ChatRequest, NamedToolChoice
+from jpaged.text.encoder import TokenLimit
 
 MAX_KWARG_CHARACTERS = 1_000
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
 
-def turn_of(server: Server, body: ChatRequest) -> ChatTurn:
-    """Render the request's conversation. Raises RequestError that names the field."""
+def turn_of(server: Server, body: ChatRequest, params: SamplingParams) -> ChatTurn:
+    """Render the request's conversation. Raises RequestError that names the field.
+
+    params: say how many tokens of the prompt are kept.
+    """
     tokenizer = server.engine.get_tokenizer()
+    if body.add_special_tokens and tokenizer is not None and len(tokenizer.encode("")):
+        accepted = "the chat template writes the special tokens already: leave it out"
+        raise RequestError("add_special_tokens", True, accepted)
     tools = checked_tools(body.tools or [])
     return chat_turn(
         tokenizer,
@@ -32,6 +40,7 @@ def turn_of(server: Server, body: ChatRequest) -> ChatTurn:
             documents=body.documents,
             chat_template_kwargs=_template_kwargs(server, tokenizer, body, bool(tools)),
         ),
+        limit=TokenLimit.of_prompt(server.engine.max_model_len, params),
     )
 
 

@@ -3,7 +3,8 @@
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from jpaged.outputs import PoolingRequestOutput, RequestOutput
+from jpaged.frontend.prompt_streams import Generates
+from jpaged.outputs import EngineStats, PoolingRequestOutput
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
@@ -11,7 +12,7 @@ from jpaged.snapshot import EngineSnapshot
 Prompt = str | dict[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}; a dict may have a cache_salt
 
 
-class EngineClient(Protocol):
+class EngineClient(Generates, Protocol):
     """An engine with an asyncio interface.
 
     `generate` and `encode` raise RequestError for a bad request and CapacityError for a full queue, before any output.
@@ -27,12 +28,6 @@ class EngineClient(Protocol):
         """Maximum number of tokens of one request, prompt and output together."""
         ...
 
-    def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the output so far, after each step. Closing the generator aborts the request."""
-        ...
-
     def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
@@ -41,6 +36,10 @@ class EngineClient(Protocol):
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer (of transformers), or None."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the engine's statistics. Raises EngineError when the engine is closed."""
         ...
 
     async def check_health(self) -> None:

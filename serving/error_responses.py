@@ -13,6 +13,7 @@ from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 
 logger = logging.getLogger("jpaged.serving")
 
+MAX_LOGGED = 300  # characters of an error
 CLIENT_CLOSED_REQUEST = 499  # for the access log: the client does not receive it
 
 
@@ -45,15 +46,27 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
             status, param, code = error.status_code, None, None
         case _:
             status, param, code = HTTPStatus.INTERNAL_SERVER_ERROR, None, None
+    said: str | None = str(error)
+    if isinstance(error, RequestError):
+        said = f"{error.accepted} ({error.parameter})"  # without the value: logs have no prompts
     if isinstance(error, HTTPException):
-        message = error.detail
+        message = said = error.detail
     elif isinstance(error, JPagedError) and not isinstance(error, EngineError):
         message = str(error)
     else:
         logger.error("a request failed", exc_info=error)
+        said = None
         message = "the server failed on this request; its log says why"
+    if said is not None:
+        level = logging.INFO if status < HTTPStatus.INTERNAL_SERVER_ERROR else logging.WARNING
+        logger.log(level, "refused a request with status %d: %s", status, _one_line(said))
     kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     return int(status), {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _one_line(text: str) -> str:
+    """Return the beginning of a text as one line. Clients choose parts of it, and must not forge lines of the log."""
+    return "".join(char if char.isprintable() else " " for char in text[:MAX_LOGGED])
 
 
 def error_response(error: Exception) -> Response:

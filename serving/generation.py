@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
-from jpaged.errors import RequestError
+from jpaged.errors import MAX_INTEGER, LogitsError, RequestError, shown
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.serving.engine_client import EngineClient, Prompt
@@ -42,7 +42,7 @@ class Server:
             return self.model_names[0]
         if asked not in self.model_names:
             names = ", ".join(self.model_names)
-            message = f"model={asked!r} is not served here; available: {names}"
+            message = f"is not served here; available: {names} (model={shown(asked)})"
             raise APIError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         return asked
 
@@ -54,11 +54,13 @@ class Head:
     id: str
     created: int
     model: str
+    request_id: str  # in the engine: clients may send the same id twice
 
     @classmethod
-    def new(cls, prefix: str, model: str) -> "Head":
-        """Make a head with a new id."""
-        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+    def new(cls, prefix: str, model: str, asked: str | None = None) -> "Head":
+        """Make a head. asked: the id that the request gives; None: a new one."""
+        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        return cls(request_id if asked is None else f"{prefix}-{asked}", int(time.time()), model, request_id)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields as keyword arguments of a response struct."""
@@ -182,6 +184,8 @@ def check_finished_well(output: CompletionOutput) -> None:
     """Raise APIError for an answer that was aborted or failed: OpenAI's API has no such finish reasons."""
     if output.finish_reason == "abort":  # the engine is closing
         raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, ABORTED, code="aborted")
+    if output.finish_reason == "error" and output.stop_reason == LogitsError.message:
+        raise APIError(HTTPStatus.INTERNAL_SERVER_ERROR, LogitsError.message, code="engine_error")
     if output.finish_reason == "error" and output.stop_reason is not None:
         message = f"the grammar of the answer {output.stop_reason}"
         raise APIError(HTTPStatus.BAD_REQUEST, message, param="response_format", code="grammar_error")
@@ -199,6 +203,9 @@ def usage(finals: dict[int, RequestOutput]) -> Usage:
 
 def _token_id(key: str) -> int:
     try:
-        return int(key)
+        token_id = int(key)
     except ValueError:
-        raise RequestError("logit_bias", key, "keys are token ids, as decimal numbers") from None
+        token_id = -1
+    if not 0 <= token_id <= MAX_INTEGER:
+        raise RequestError("logit_bias", key, "keys are token ids, as decimal numbers")
+    return token_id

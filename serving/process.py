@@ -1,14 +1,21 @@
 """The server's process: binds the address before the model loads, and serves until a signal."""
 
+import faulthandler
 import signal
 import socket
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from jpaged.errors import JPagedError
+from jpaged.serving.connection import ConnectionLimits, bounded_connection
+
+MAX_OPEN_FILES = 65_536
+CLOSE_SECONDS = 2  # to answer the last requests and to close the engine, after the shutdown timeout
 
 
 class AddressError(JPagedError):
@@ -52,6 +59,16 @@ class _Server(uvicorn.Server):
             print(f"stopping: waits up to {limit} s for {running} running requests; Ctrl-C ends it now", flush=True)
         await super().shutdown(sockets)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop. If threads keep the process alive beyond its timeout, it ends hard and shows what they do.
+
+        The timer of faulthandler is a thread in C: it ends the process also while Python's global lock is held.
+        """
+        if not self.should_exit:
+            seconds = (self.config.timeout_graceful_shutdown or 0) + CLOSE_SECONDS
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+        super().handle_exit(sig, frame)
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         # A process started with SIGINT ignored keeps ignoring it: a shell ignores SIGINT in background processes.
@@ -65,10 +82,33 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def serve(app: ASGIApp, address: socket.socket, *, shutdown_timeout: int, access_log: bool) -> None:
-    """Serve until SIGINT or SIGTERM. Then refuse new requests, and give running ones `shutdown_timeout` seconds."""
+def _raise_open_files() -> None:
+    """Raise the limit on open files up to the system's maximum. Many systems start with 1,024."""
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def serve(
+    app: ASGIApp,
+    address: socket.socket,
+    *,
+    shutdown_timeout: int,
+    access_log: bool,
+    limits: ConnectionLimits | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM. Then refuse new requests, and give running ones `shutdown_timeout` seconds.
+
+    `CLOSE_SECONDS` later the process ends with status 1, if a thread still parses, tokenises, compiles or renders.
+    """
+    _raise_open_files()
     config = uvicorn.Config(
         app,
+        http=bounded_connection(limits),
         timeout_graceful_shutdown=shutdown_timeout,
         access_log=access_log,
         log_config=None,

@@ -2,11 +2,30 @@
 
 `NEUTRAL` lists fields of OpenAI's and vLLM's API that are not supported yet, each with its neutral values. A neutral
 value asks for nothing and is accepted, because some clients always send the field. Any other value is refused.
+
+Every list, map and label has a limit, so that decoding and checking a body takes at most some 50 ms.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
+
+from jpaged.params.sampling import MAX_STOP_STRINGS
+
+T = TypeVar("T")
+
+MAX_TOKEN_IDS = 2**20    # of all prompts of a request together; decoding them takes 40 ms
+MAX_ALLOWED_IDS = 2**19  # larger than any vocabulary
+MAX_VALUES = 2**17       # of any other field
+
+Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Label = Annotated[str, Meta(max_length=4_096)]
+Short = Annotated[list[T], Meta(max_length=1_024)]
+Long = Annotated[list[T], Meta(max_length=16_384)]
+Many = Annotated[list[T], Meta(max_length=MAX_TOKEN_IDS)]
+Processors = Annotated[dict[str, Annotated[dict[str, float], Meta(max_length=128)]], Meta(max_length=128)]
+TemplateKwargs = Annotated[dict[str, str | Int | float | bool | None], Meta(max_length=128)]
 
 # Fields passed to SamplingParams under the same name. SamplingParams checks them.
 SAMPLING_FIELDS = (
@@ -44,75 +63,106 @@ SAMPLING_FIELDS = (
 )
 
 
+# A label that the client chooses.
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # padding against traffic analysis: not supported
+    continuous_usage_stats: Literal[False] | None = None  # the usage in every chunk: not supported
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class SizeLimits(msgspec.Struct):
+    """Limits of a body that are checked before it is decoded. See `body.decode_body`."""
+
+    MAX_BODY_VALUES: ClassVar[int] = MAX_TOKEN_IDS + MAX_VALUES
+    MAX_VALUES: ClassVar[int] = MAX_VALUES
+    MANY_VALUES: ClassVar[dict[str, int]] = {
+        "prompt": MAX_TOKEN_IDS, "input": MAX_TOKEN_IDS, "allowed_token_ids": MAX_ALLOWED_IDS,
+    }  # fmt: skip
+    # Fields that hold any JSON, with the most bytes they may have. The engine accepts 64 KiB of a schema by default.
+    MAX_BYTES: ClassVar[dict[str, int]] = {
+        "response_format": 2**20, "structured_outputs": 2**20, "tools": 8 * 2**20, "documents": 8 * 2**20,
+        "prediction": 8 * 2**20,
+    }  # fmt: skip
+
+
+class GenerationRequest(SizeLimits, kw_only=True):
     """Fields of both generating routes."""
 
-    model: str | None = None
-    n: int | None = None
+    model: Label | None = None
+    n: Int | None = None
     use_beam_search: bool | None = None
-    beam_width: int | None = None
+    beam_width: Int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     typical_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Short[Int] | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    logits_processors: dict[str, dict[str, float]] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1_024)] | None = None
+    allowed_token_ids: Annotated[list[Int], Meta(max_length=MAX_ALLOWED_IDS)] | None = None
+    bad_words: Short[str] | None = None
+    logits_processors: Processors | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
-    stream_interval: int | None = None
-    repetition_detection: dict[str, int] | None = None
+    stream_interval: Int | None = None
+    repetition_detection: Annotated[dict[str, Int], Meta(max_length=16)] | None = None
     response_format: dict[str, Any] | None = None     # see output_format.py
     structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    # Labels for the client's bookkeeping, without effect on the answer.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    priority: Int | None = None
+    cache_salt: Label | None = None
+    request_id: RequestId | None = None  # the answer's id ends with it
+    # Labels for the client's bookkeeping, without effect on the answer. The server stores nothing.
+    user: Label | None = None
+    metadata: Annotated[dict[Label, Label], Meta(max_length=128)] | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    session_id: Label | None = None
+    store: bool | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "service_tier": ("auto", "default"),
-        "store": (False,),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
         "prompt_logprobs": (),
+        "logprob_token_ids": ([],),
         "echo": (False,),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
+        "return_token_offsets": (False,),
+        "return_weight_versions": (False,),
+        "routed_experts_prompt_start": (0,),
+        "watermarking": (False,),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+        "vllm_xargs": ({},),
     }
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
-    best_of: int | None = None
-    logprobs: int | None = None
+    prompt: str | Many[str | Int | Many[Int]]
+    best_of: Int | None = None
+    logprobs: Int | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
         "suffix": ("",),
@@ -121,16 +171,18 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     }
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
+class EmbeddingRequest(SizeLimits, kw_only=True):
     """Body of POST /v1/embeddings."""
 
-    model: str | None = None
-    input: str | list[str | int | list[int]]
+    model: Label | None = None
+    input: str | Many[str | Int | Many[Int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    user: str | None = None  # a label for the client's bookkeeping
+    dimensions: Int | None = None
+    priority: Int | None = None
+    cache_salt: Label | None = None
+    # Labels for the client's bookkeeping.
+    user: Label | None = None
+    request_id: RequestId | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "embed_dtype": ("float32",),
@@ -162,21 +214,21 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     id: str | None = None
     type: Literal["function"] | None = "function"
     function: CalledFunction
-    index: int | None = None
+    index: Int | None = None
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation. An assistant message of the official client is accepted unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Long[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Short[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
-    annotations: list[Any] | None = None
+    annotations: Short[Any] | None = None
     audio: None = None
     function_call: None = None
 
@@ -197,28 +249,32 @@ class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 class ChatRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Long[ChatMessage]
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: Int | None = None
+    max_completion_tokens: Int | None = None
+    tools: Short[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Int | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    documents: list[dict[str, str]] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    documents: Short[Annotated[dict[str, str], Meta(max_length=1_024)]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    prediction: dict[str, Any] | None = None  # a hint for speed, without effect on the answer
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
-        "verbosity": (),
+        "verbosity": ("medium",),
+        "include_reasoning": (True,),
+        "return_prompt_text": (False,),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
         "web_search_options": (),
         "chat_template": (),
-        "add_special_tokens": (False,),
     }

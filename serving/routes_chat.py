@@ -47,16 +47,20 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _answer(request: Request, server: Server, body: ChatRequest) -> Response:
-    head = Head.new("chatcmpl", server.model_name(body.model))
+    head = Head.new("chatcmpl", server.model_name(body.model), body.request_id)
     with_usage = generation.check_stream_options(body)
     top = _top_logprobs(body)
     defaults = server.engine.default_sampling_params
     params = generation.sampling_params(body, defaults, max_tokens=_max_tokens(body, defaults), logprobs=top)
-    turn = await run_in_threadpool(turn_of, server, body)
+    turn = await run_in_threadpool(turn_of, server, body, params)
     params = turn.sampling_params(params)
     answers = ChatAnswers(turn.reader, named=isinstance(body.tool_choice, NamedToolChoice))
     prompts = generation.salted([turn.prompt], body)
-    outputs = outputs_of(server.engine, prompts, params, head.id, priority=body.priority or 0)
+    # Clients expect an error for a max_tokens that does not fit, as from OpenAI and vLLM.
+    asked = body.max_tokens is not None or body.max_completion_tokens is not None
+    outputs = outputs_of(
+        server.engine, prompts, params, head.request_id, priority=body.priority or 0, refuse_cut=asked
+    )
     if body.stream:
         return await open_stream(request.receive, _events(outputs, params, answers, head, with_usage))
     work = generation.finished(outputs)

@@ -35,13 +35,17 @@ async def completions(request: Request) -> Response:
 
 
 async def _answer(request: Request, server: Server, body: CompletionRequest) -> Response:
-    head = Head.new("cmpl", server.model_name(body.model))
+    head = Head.new("cmpl", server.model_name(body.model), body.request_id)
     with_usage = generation.check_stream_options(body)
     defaults = server.engine.default_sampling_params
     max_tokens = defaults.max_tokens if body.max_tokens is None else body.max_tokens
     params = generation.sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs)
     prompts = generation.salted(prompt_list(body.prompt), body)
-    outputs = outputs_of(server.engine, prompts, params, head.id, priority=body.priority or 0)
+    # Clients expect an error for a max_tokens that does not fit, as from OpenAI and vLLM.
+    asked = body.max_tokens is not None
+    outputs = outputs_of(
+        server.engine, prompts, params, head.request_id, priority=body.priority or 0, refuse_cut=asked
+    )
     if body.stream:
         return await open_stream(request.receive, _events(outputs, params, head, with_usage))
     work = generation.finished(outputs)
@@ -61,13 +65,14 @@ def prompt_list(prompt: str | list[str | int | list[int]], most: int = MAX_PROMP
         return [prompt]
     if not prompt:
         raise RequestError("prompt", prompt, "must not be empty")
-    if all(isinstance(part, int) for part in prompt):
+    kinds = set(map(type, prompt))  # there may be a million
+    if kinds == {int}:
         return [{"prompt_token_ids": cast(list[int], prompt)}]
     if len(prompt) > most:
         raise RequestError("prompt", f"{len(prompt)} prompts", f"at most {most} in one request: send several")
-    if all(isinstance(part, str) for part in prompt):
+    if kinds == {str}:
         return list(cast(list[str], prompt))
-    if all(isinstance(part, list) for part in prompt):
+    if kinds == {list}:
         return [{"prompt_token_ids": ids} for ids in cast(list[list[int]], prompt)]
     raise RequestError("prompt", prompt, "mixes text and token ids: send one kind")
 

@@ -33,7 +33,7 @@ async def embeddings(request: Request) -> Response:
         head = Head.new("embd", server.model_name(body.model))
         params = PoolingParams(dimensions=body.dimensions, task="embed")
         prompts = generation.salted(prompt_list(body.input, MAX_INPUTS), body)
-        work = _embedded(server, prompts, params, head.id, body.priority or 0)
+        work = _embedded(server, prompts, params, head.request_id, body.priority or 0)
         finals = await until_disconnect(request.receive, work)
     data = [Embedding(index, _encoded(final.outputs, body.encoding_format)) for index, final in finals.items()]
     tokens = sum(len(final.prompt_token_ids) for final in finals.values())

@@ -43,6 +43,7 @@ ALLOWED = {
 SHARED = {
     "jpaged.answers",
     "jpaged.chat",
+    "jpaged.child_process",
     "jpaged.config",
     "jpaged.errors",
     "jpaged.kv_groups",
@@ -51,6 +52,7 @@ SHARED = {
     "jpaged.pooling_params",
     "jpaged.sampling_params",
     "jpaged.snapshot",
+    "jpaged.text",
     "jpaged.version",
 }
 PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}

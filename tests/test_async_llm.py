@@ -298,6 +298,77 @@ def test_a_bug_while_adding_fails_all_waiting_requests(engine: AsyncLLM, monkeyp
     assert all("division by zero" in str(error) for error in asyncio.run(main()))
 
 
+class PanicException(BaseException):
+    """Stands for the exception of a Rust extension that panics. It is not an `Exception`."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), PanicException("index out of bounds")], ids=["exit", "panic"])
+@pytest.mark.parametrize("where", ["step", "add", "inspect", "reset"])
+def test_no_error_ends_the_engine_thread_silently(
+    engine: AsyncLLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+):
+    """Python ends a thread silently on SystemExit. All clients get an error, and the engine is unhealthy."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    owner, name = {
+        "step": (engine._engine._outputs, "process"),
+        "add": (engine._engine, "add"),
+        "inspect": (sys.modules["jpaged.engine.engine"], "capture"),
+        "reset": (engine._engine, "reset_prefix_cache"),
+    }[where]
+
+    async def main() -> list[Any]:
+        streams = [engine.generate([i], ENDLESS) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        monkeypatch.setattr(owner, name, fail)
+        asked = [collect(engine, [9], ENDLESS)] if where == "add" else []
+        asked += [engine.inspect()] if where == "inspect" else []
+        asked += [engine.reset_prefix_cache()] if where == "reset" else []
+        rest = [_rest(stream) for stream in streams]
+        ends = await asyncio.wait_for(asyncio.gather(*asked, *rest, return_exceptions=True), 5)
+        with pytest.raises(EngineError, match="has ended"):
+            await engine.check_health()
+        for late in (collect(engine, [1], GREEDY), engine.inspect(), engine.reset_prefix_cache()):
+            with pytest.raises(EngineError, match="has ended"):
+                await asyncio.wait_for(late, 5)
+        return ends
+
+    for end in asyncio.run(main()):
+        assert isinstance(end, EngineError)
+        assert f"has ended: {type(error).__name__}" in str(end)
+    engine.close()
+    assert runner.closed
+
+
+async def _rest(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+def test_a_panic_while_reading_a_prompt_fails_this_request_only(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+    process = engine._engine.inputs.process
+
+    def panicking(request_id: str, prompt: Any, *args: Any, **options: Any) -> Any:
+        if prompt == [13]:
+            raise PanicException("byte index 1 is not a char boundary")
+        return process(request_id, prompt, *args, **options)
+
+    monkeypatch.setattr(engine._engine.inputs, "process", panicking)
+
+    async def main() -> list[Any]:
+        work = (collect(engine, [start], GREEDY) for start in (1, 13, 2))
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    first, failed, second = asyncio.run(main())
+    assert isinstance(failed, EngineError)
+    assert "char boundary" in str(failed)
+    assert first[-1].finished
+    assert second[-1].finished
+
+
 def test_inspect_while_requests_run(engine: AsyncLLM):
     async def main() -> None:
         prefix = list(range(12))

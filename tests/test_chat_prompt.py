@@ -12,6 +12,9 @@ from jpaged.answers.definitions import ToolChoice, checked_tools
 from jpaged.chat.prompt import RenderOptions, chat_prompt, template_variables
 from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.errors import RequestError
+from jpaged.loading import load_tokenizer
+from jpaged.text.encoder import TokenLimit
+from tests.text.corpus import DEMO
 
 FOLDER = pathlib.Path(jpaged.__file__).parent / "demo_model"
 USER = {"role": "user", "content": "def f(x):"}
@@ -251,3 +254,18 @@ def test_unknown_parsers_and_invalid_tags_raise(options, parameter):
     with pytest.raises(RequestError) as caught:
         ChatFormats.named(**options)
     assert caught.value.parameter == parameter
+
+
+def test_a_long_conversation_is_tokenised_as_far_as_needed():
+    tokenizer = load_tokenizer(DEMO)
+    messages = [{"role": "user", "content": "A word, " * 20_000}]
+    whole = chat_prompt(tokenizer, messages)["prompt_token_ids"]
+    assert whole == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    left = chat_prompt(tokenizer, messages, limit=TokenLimit(50, "left"))["prompt_token_ids"]
+    right = chat_prompt(tokenizer, messages, limit=TokenLimit(50, "right"))["prompt_token_ids"]
+    assert 50 < len(left) < len(whole) // 2
+    assert 50 < len(right) < len(whole) // 2
+    assert (left, right) == (whole[-len(left) :], whole[: len(right)])
+    with pytest.raises(RequestError, match="have more than 1,000 tokens, a prompt takes at most 1,000") as caught:
+        chat_prompt(tokenizer, [{"role": "user", "content": "A word, " * 5_000}], limit=TokenLimit(1_000))
+    assert caught.value.parameter == "messages"

@@ -3,7 +3,6 @@
 In float32 on CPU. All free blocks, and all slots that were never written, contain NaN.
 """
 
-import math
 import random
 
 import pytest
@@ -78,7 +77,13 @@ def storm_blocks(runner):
 
 @pytest.mark.parametrize(
     ("caching", "room", "host"),
-    [(True, "roomy", 0), (True, "storm", 0), (True, "storm", HOST_SLOTS), (False, "roomy", 0), (False, "storm", 0)],
+    [
+        pytest.param(True, "roomy", 0, marks=pytest.mark.slow),
+        (True, "storm", HOST_SLOTS),
+        pytest.param(False, "storm", 0, marks=pytest.mark.slow),
+        pytest.param(True, "storm", 0, marks=pytest.mark.slow),
+        pytest.param(False, "roomy", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_tree_of_prompts(runner, tree, caching, room, host):
     requests, wanted = tree
@@ -178,7 +183,7 @@ def test_blocks_are_shared_in_the_step_that_computes_them_with_every_implementat
 
 
 def test_poison_shows(runner):
-    """The tests above can fail: reading a slot that was never written gives NaN."""
+    """The tests above can fail: a request that reads a slot that was never written ends, because its logits are NaN."""
     engine = make_engine(runner)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
     engine.add_request("0", {"prompt_token_ids": list(range(20))}, params)
@@ -188,8 +193,8 @@ def test_poison_shows(runner):
     poison(engine)
     request.schedule.num_computed += 12
     (output,) = drain(engine).values()
-    logprobs = [entry.logprob for entries in output.outputs[0].logprobs for entry in entries.values()]
-    assert any(math.isnan(logprob) for logprob in logprobs)
+    assert output.outputs[0].finish_reason == "error"
+    assert "not finite" in output.outputs[0].stop_reason
 
 
 def test_a_salt_hides_cached_kv(runner):

@@ -134,6 +134,7 @@ def test_recorded_loss_is_the_loss(record, tokenizer):
     assert losses[512:].mean() < losses[:128].mean()  # context helps, also beyond the usual training length
 
 
+@pytest.mark.slow
 def test_writes_python():
     """At least half of the greedy completions of the built-in prompts are valid Python until they are cut off."""
     params = SamplingParams(temperature=0.0, max_tokens=128)
@@ -231,6 +232,7 @@ def test_docstrings_are_left_out_of_the_corpus():
     assert ast.dump(ast.parse(demo_corpus.without_docstrings(source))) == ast.dump(tree)
 
 
+@pytest.mark.slow
 def test_attention_in_training_equals_the_decoders():
     """Attention in blocks of queries, recomputed in the backward pass, gives plain attention and its gradients."""
     with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):

@@ -24,7 +24,7 @@ def test_a_long_value_is_shortened_before_it_is_formatted(value: object):
     Part.shown = 0
     error = RequestError("prompt", value, "is too long")
     assert 0 < Part.shown < 100
-    assert str(error).endswith(": is too long")
+    assert str(error).startswith("is too long (prompt=")
     assert len(str(error)) < 250
     assert error.value is value
 
@@ -40,10 +40,15 @@ def test_values_of_any_size_have_a_short_message(value: object):
 
 @pytest.mark.parametrize("value", [5, -(2**63), 1.5, "a" * 150, "it's", None, True, [1, 2, 3], {"a": [1]}, b"x"])
 def test_a_short_value_is_shown_whole(value: object):
-    assert str(RequestError("n", value, "no")) == f"n={value!r}: no"
+    assert str(RequestError("n", value, "no")) == f"no (n={value!r})"
 
 
 def test_an_error_can_be_copied_and_pickled():
     error = RequestError("n", 3, "must be 1")
     for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):  # noqa: S301 (our own bytes)
         assert (other.parameter, other.value, other.accepted, str(other)) == ("n", 3, "must be 1", str(error))
+
+
+def test_the_reason_comes_first_and_names_are_cut():
+    assert str(RequestError("prompt", "x" * 10**6, "is too long: shorten it")).startswith("is too long: shorten it (p")
+    assert len(str(RequestError("a" * 10**6, 1, "unknown field"))) < 250

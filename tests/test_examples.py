@@ -20,6 +20,7 @@ def example(name: str):
     return module
 
 
+@pytest.mark.slow  # tests/test_beams.py shows the search itself
 def test_beam_search(capsys: pytest.CaptureFixture[str]):
     example("beam_search").main(**SIZES)
     printed = capsys.readouterr().out

@@ -12,14 +12,9 @@ from tests.tiny_engine import sampling_programs
 TOLERANCE = 1e-4  # on natural logarithms
 
 
-# Latent pages and experts, and a rotation that depends on the request's length. .ci/run takes all variants.
-# tests/models compares the models without the engine.
-FIRST = ("deepseek-v3", "phi3-longrope")
-
-
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (v.name not in FIRST)) for v in VARIANTS]
-)
+# Slow: the default run compares the models without the engine (tests/models), and two of them in it (tests/loading).
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [pytest.param(v, id=v.name) for v in VARIANTS])
 def test_one_batch_gives_transformers_answers(variant, tmp_path):
     """Prompts of 1 to 131 tokens, prefilled in chunks in the same steps as decodes, over blocks in any order."""
     golden = json.loads(variant.answers.read_text())

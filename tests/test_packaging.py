@@ -97,7 +97,7 @@ def expected_files() -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(change, id=name, marks=[pytest.mark.slow] * (name not in ("links", "text files")))
+        pytest.param(change, id=name, marks=[pytest.mark.slow] * (name != "text files"))
         for name, change in CHANGES.items()
     ],
 )

@@ -43,7 +43,7 @@ def requests_of(kind):
     ]
 
 
-KINDS = ("one answer", pytest.param("samples", marks=pytest.mark.slow), "beams")
+KINDS = ("one answer", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("samples", "beams")))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -102,7 +102,8 @@ def test_metrics_count_preemptions(runner):
     assert done["0"].metrics.preemptions == 0  # the oldest
 
 
-@pytest.mark.parametrize("policy", ["priority", pytest.param("shortest_first", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["priority", "shortest_first"])
 def test_preemption_by_any_policy_changes_no_answer(runner, policy):
     requests = requests_of("samples")
     wanted = alone(make_engine(runner), requests)

@@ -75,9 +75,12 @@ class Channel:
         self._new: list[str] = []
         self._space: list[str] = []  # held-back white space: a call or a tag may follow
         self._at_edge = False  # a call or a tag came after the last text
+        self._closed = False   # more text is dropped
 
     def append(self, text: str) -> None:
         """Append text."""
+        if self._closed:
+            return
         if self._at_edge:
             text = text.lstrip()
         end = len(text.rstrip())
@@ -96,6 +99,10 @@ class Channel:
         """Note that this channel's text begins here, after a tag. Drops white space before the tag."""
         self._space = []
         self._at_edge = True
+
+    def close(self) -> None:
+        """Drop text that is appended later."""
+        self._closed = True
 
     def end(self) -> None:
         """Note that the text ends here."""

@@ -27,19 +27,20 @@ def tool_grammar(
     tool_format: ToolCallFormat,
     *,
     parallel: bool = True,
-    special_tokens: Mapping[str, int] | None = None,
+    added_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return `{"grammar": ...}` (Lark, for llguidance) for a forced call, or {} if no call is forced.
 
-    tool_format:    an `enforced_format`; the grammar writes calls in this format.
-    parallel:       allow several calls.
-    special_tokens: ids of the tokenizer's special tokens. A tag that is a special token is written as this token.
+    tool_format:  an `enforced_format`; the grammar writes calls in this format.
+    parallel:     allow several calls.
+    added_tokens: ids of the tokenizer's added tokens, special or not. A tag that is one of them is written as this
+                  token, as models were trained to write it.
 
     Raises RequestError for a schema that cannot be enforced.
     """
     if not tool_choice.forced:
         return {}
-    special = special_tokens or {}
+    added = added_tokens or {}
     chosen = [
         (f"tools[{i}].function.parameters", tool)
         for i, tool in enumerate(tools)
@@ -47,16 +48,16 @@ def tool_grammar(
     ]
     several = parallel and tool_choice.mode == "required"
     rules: list[str] = []
-    start = _calls(tool_format, several, special)
+    start = _calls(tool_format, several, added)
     key = "parameters" if tool_format.name == "llama3_json" else "arguments"
-    named = tool_format.name == "mistral" and mistral.ARGUMENTS in special
+    named = tool_format.name == "mistral" and mistral.ARGUMENTS in added
     alternatives = []
     for i, (where, tool) in enumerate(chosen):
         check_enforced(where, tool.parameters)
         schema = json.dumps({**without_annotations(tool.parameters), "x-guidance": SPACING})
         rules.append(f"arguments_{i}: %json {schema}")
         if named:
-            alternatives.append(f"{_text(tool.name)} {_token(mistral.ARGUMENTS, special)} arguments_{i}")
+            alternatives.append(f"{_text(tool.name)} {_token(mistral.ARGUMENTS, added)} arguments_{i}")
         else:
             head = f'{{"name": "{tool.name}", "{key}": '
             alternatives.append(f'{_text(head)} arguments_{i} "}}"')
@@ -65,17 +66,19 @@ def tool_grammar(
     return {"grammar": "\n".join([*lines, *rules]) + "\n"}
 
 
-def _calls(tool_format: ToolCallFormat, several: bool, special: Mapping[str, int]) -> str:
+def _calls(tool_format: ToolCallFormat, several: bool, added: Mapping[str, int]) -> str:
     """Return the rule for one or several calls, with the format's tags around them."""
     match tool_format.name:
         case "hermes":
-            begin, end = (_token(tag, special) for tag in tool_format.markers)
+            begin, end = (_token(tag, added) for tag in tool_format.markers)
             return _repeated(f'{begin} "\\n" call "\\n" {end}', '"\\n"', several)
         case "llama3_json":
-            return _repeated("call", '"; "', several)
+            (begin,) = tool_format.markers  # models write it before calls of some tools, not of all
+            before = f"{_token(begin, added)}? " if begin in added else ""
+            return before + _repeated("call", '"; "', several)
         case "mistral":
-            begin = _token(mistral.BEGIN, special)
-            if mistral.ARGUMENTS in special:
+            begin = _token(mistral.BEGIN, added)
+            if mistral.ARGUMENTS in added:
                 return _repeated(f"{begin} call", "", several)
             return f'{begin} " [" {_repeated("call", LIST_COMMA, several)} "]"'
         case _:
@@ -86,8 +89,8 @@ def _repeated(one: str, between: str, several: bool) -> str:
     return f"{one} ({between} {one})*" if several else one
 
 
-def _token(tag: str, special: Mapping[str, int]) -> str:
-    return f"<[{special[tag]}]>" if tag in special else _text(tag)
+def _token(tag: str, added: Mapping[str, int]) -> str:
+    return f"<[{added[tag]}]>" if tag in added else _text(tag)
 
 
 def _text(literal: str) -> str:

@@ -18,6 +18,7 @@ class AnswerReader:
     tool_format: format of calls; None if the request has no tools. Then there are no calls.
     tool_names:  names of the request's tools. A call of another name is content.
     parallel:    False keeps the first call only.
+    forced:      the answer must be calls. A call that is cut off is then dropped instead of returned as content.
     reasoning:   tags of reasoning; None if the model has none.
     reasoning_opened: the prompt has the start tag of the reasoning.
     new_id:      returns a new id for a call. None: the format's own ids.
@@ -26,6 +27,7 @@ class AnswerReader:
     tool_format: ToolCallFormat | None = None
     tool_names: frozenset[str] = frozenset()
     parallel: bool = True
+    forced: bool = False
     reasoning: ReasoningTags | None = None
     reasoning_opened: bool = False
     new_id: Callable[[], str] | None = None
@@ -50,6 +52,7 @@ class AnswerParser:
         tool_format = reader.tool_format
         new_id = reader.new_id or (tool_format.new_id if tool_format else str)
         self._scanner = Scanner()
+        self._forced = reader.forced
         self._sink = AnswerSink(new_id, parallel=reader.parallel)
         self._steps: Steps[None] | None = self._read(reader)
 
@@ -71,6 +74,8 @@ class AnswerParser:
     def finish(self) -> AnswerDelta:
         """End the answer, and return the delta that was held back."""
         self._scanner.ended = True
+        if self._forced:  # text that is still held back begins a call or a tag: max_tokens has cut it
+            self._sink.content.close()
         self._resume()
         self._sink.reasoning.end()
         self._sink.content.end()

@@ -13,12 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.answers.definitions import Tool
+from jpaged.chat.time_limit import TimeLimitError, time_limit
 from jpaged.errors import RequestError
+from jpaged.text.encoder import TokenLimit, text_encoder
 
 logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '{"role": "user", "content": "Hello."}'
+RENDER_SECONDS = 2.0  # of processor time; a conversation of 1 MB takes milliseconds
 CALL_EXAMPLE = '{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}'
 
 
@@ -88,15 +91,17 @@ def chat_prompt(
     *,
     tools: Sequence[Tool] = (),
     options: RenderOptions | None = None,
+    limit: TokenLimit | None = None,
 ) -> dict[str, list[int]]:
     """Render a conversation as `{"prompt_token_ids": ...}`. It has only the special tokens that the template writes.
 
     messages: dicts with `role` and `content`. The role "developer" is OpenAI's newer name for "system". A message of
         the assistant may have `tool_calls` and `reasoning`. A tool's result has the role "tool" and a `tool_call_id`.
     chat_template: Jinja, or the name of one of the tokenizer's templates. None: the tokenizer's own.
+    limit: tokens that the caller needs. A prompt with more is an error, or is returned in part.
 
-    Raises RequestError for messages that the template rejects. Raises it also for tools, documents and variables that
-    the template does not read, because the model would never see them.
+    Raises RequestError for messages that the template rejects, or does not render in RENDER_SECONDS. Raises it also for
+    tools, documents and variables that the template does not read, because the model would never see them.
     """
     options = options or RenderOptions()
     if not messages:
@@ -116,7 +121,14 @@ def chat_prompt(
 
     try:
         _check_read(tokenizer, template_variables(template), tools, options)
-        ids = _apply_template(tokenizer, checked, chat_template, tools, options)
+        with time_limit(RENDER_SECONDS):
+            text = _apply_template(tokenizer, checked, chat_template, tools, options)
+    except TimeLimitError:
+        accepted = (
+            f"the chat template takes more than {RENDER_SECONDS:g} s to render them: send fewer or shorter messages. A "
+            "template that never ends needs --chat-template FILE"
+        )
+        raise RequestError("messages", f"{len(messages)} messages", accepted) from None
     except RequestError:
         raise
     except TemplateError as error:
@@ -124,6 +136,15 @@ def chat_prompt(
     except Exception as error:  # a template can make Python raise anything
         accepted = f"the chat template fails on them: {type(error).__name__}: {error}"
         raise RequestError("messages", list(messages), accepted) from None
+    encoded = text_encoder(tokenizer).encode("messages", text, limit, special_tokens=False)
+    ids = encoded.token_ids
+    if limit is not None and limit.truncate is None and len(ids) > limit.count:
+        length = f"{len(ids):,}" if encoded.complete else f"more than {limit.count:,}"
+        accepted = (
+            f"have {length} tokens, a prompt takes at most {limit.count:,}: shorten them, or start with a larger "
+            "max_model_len, if the model was trained for more"
+        )
+        raise RequestError("messages", f"{len(messages)} messages", accepted)
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is not None and ids[:2] == [bos, bos]:
         _warn_of_second_bos(template)
@@ -136,20 +157,18 @@ def _apply_template(
     chat_template: str | None,
     tools: Sequence[Tool],
     options: RenderOptions,
-) -> list[int]:
-    """Render and tokenize checked messages. Raises whatever the template raises."""
-    token_ids = tokenizer.apply_chat_template(
+) -> str:
+    """Render checked messages. Raises whatever the template raises."""
+    return tokenizer.apply_chat_template(
         messages,
         chat_template=chat_template,
         tools=[tool.definition for tool in tools] or None,
         documents=[dict(document) for document in options.documents] if options.documents else None,
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
-        tokenize=True,
-        return_dict=False,
+        tokenize=False,
         **(options.chat_template_kwargs or {}),
     )
-    return [int(token_id) for token_id in token_ids]
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from jpaged.chat.prompt import RenderOptions, chat_prompt, template_text
 from jpaged.errors import RequestError
 from jpaged.params.reasoning_tags import PROMPT_END, REASONING_PARSERS, ReasoningTags
 from jpaged.params.sampling import SamplingParams
+from jpaged.text.encoder import TokenLimit
 
 # Variables that templates of Qwen3, DeepSeek V3.1 and gpt-oss offer to callers. Other variables may set things that the
 # operator must control: dates, built-in tools, whole system prompts.
@@ -99,8 +100,9 @@ def chat_turn(
     tool_choice: ToolChoice | None = None,
     parallel_tool_calls: bool = True,
     options: RenderOptions | None = None,
+    limit: TokenLimit | None = None,
 ) -> ChatTurn:
-    """Render a conversation and prepare to read its answers.
+    """Render a conversation and prepare to read its answers. limit: tokens of the prompt that are needed.
 
     If `tool_choice` is none, the template does not receive the tools, so the model cannot call them.
     Raises RequestError.
@@ -112,7 +114,7 @@ def chat_turn(
     if choice.mode == "required" and not tools:
         raise RequestError("tool_choice", "required", "needs tools")
     offered = () if choice.mode == "none" else tools
-    prompt = chat_prompt(tokenizer, messages, formats.chat_template, tools=offered, options=options)
+    prompt = chat_prompt(tokenizer, messages, formats.chat_template, tools=offered, options=options, limit=limit)
     tool_format = _tool_format(tokenizer, formats, choice, offered) if offered else None
     opened = False
     if formats.reasoning is not None:
@@ -121,13 +123,15 @@ def chat_turn(
         tool_format=tool_format,
         tool_names=frozenset(tool.name for tool in offered),
         parallel=parallel_tool_calls,
+        forced=choice.forced,
         reasoning=formats.reasoning,
         reasoning_opened=opened,
     )
     tags = tool_format.markers if tool_format else ()
     if formats.reasoning is not None:
         tags = (*tags, formats.reasoning.start, formats.reasoning.end)
-    special = _special_tokens(tokenizer) if tags else {}
+    added = (getattr(tokenizer, "added_tokens_decoder", None) or {}) if tags else {}
+    special = {str(token) for token in added.values() if getattr(token, "special", False)}
     grammar = {}
     if tool_format is not None:
         grammar = tool_grammar(
@@ -135,7 +139,7 @@ def chat_turn(
             choice,
             tool_format,
             parallel=parallel_tool_calls,
-            special_tokens=special,
+            added_tokens={str(token): token_id for token_id, token in added.items()},
         )
     return ChatTurn(prompt, reader, grammar, any(tag in special for tag in tags))
 
@@ -154,9 +158,3 @@ def _tool_format(
         )
         raise RequestError("tools", f"{len(offered)} tools, tool_choice auto", accepted)
     return found
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of special tokens, which `skip_special_tokens` removes from text."""
-    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return {str(token): int(token_id) for token_id, token in added.items() if getattr(token, "special", False)}

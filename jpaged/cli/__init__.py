@@ -52,7 +52,10 @@ def _log_to_stderr() -> None:
 
 
 def parse(args: Sequence[str]) -> Any:
-    """Return the command of an argument list. Exits with a message, as argparse does, if the arguments are wrong."""
+    """Return the command of an argument list. Exits with a message, as argparse does, if the arguments are wrong.
+
+    Raises RequestError for a flag of vLLM that is not supported yet.
+    """
     import tyro
 
     from jpaged.cli.bench import Bench
@@ -60,6 +63,7 @@ def parse(args: Sequence[str]) -> Any:
     from jpaged.cli.convert import Convert
     from jpaged.cli.generate import Generate
     from jpaged.cli.inspect import Inspect
+    from jpaged.cli.other_engines import without_neutral
     from jpaged.cli.plan import Plan
     from jpaged.cli.serve import Serve
     from jpaged.cli.simulate import Simulate
@@ -81,6 +85,7 @@ def parse(args: Sequence[str]) -> Any:
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
+    args = without_neutral(args)
     # Prompts may come before and after flags (`generate demo --max-tokens 8 "def f"`). After a bare -- they may begin
     # with a dash. A parser like argparse accepts only one run of positional arguments and reports the others as
     # unknown: here the unknown ones become prompts.

@@ -11,6 +11,26 @@ from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, en
 from jpaged.errors import RequestError
 
 
+def _keys(words: list[str]) -> tuple[str, ...]:
+    """Return the keys after a flag. Raises ValueError if there is none: the server would require no key at all."""
+    if not words:
+        raise ValueError("write at least one key after it; leave the flag out for a server without keys")
+    return tuple(words)
+
+
+Keys = Annotated[
+    tuple[str, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="KEY [KEY ...]",
+        instance_from_str=_keys,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=list,
+    ),
+    tyro.conf.arg(help_behavior_hint=""),
+]
+
+
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serve:
@@ -34,10 +54,10 @@ class Serve:
     served_model_name: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="")] = ()
     """Model names that requests may use. Default: the name of the model as given to this command."""
 
-    api_key: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY [KEY ...]", help_behavior_hint="")] = ()
+    api_key: Keys = ()
     """Require one of these keys (Authorization: Bearer KEY) on every route except /health. Default: require no key."""
 
-    admin_key: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY [KEY ...]", help_behavior_hint="")] = ()
+    admin_key: Keys = ()
     """Add the route /admin/inspect, for `jpaged inspect`: the owner of each KV cache block, and the running and waiting
     requests. It requires one of these keys (Authorization: Bearer KEY). Default: no such route."""
 
@@ -64,6 +84,10 @@ class Serve:
     shutdown_timeout: int = 30
     """Seconds that running requests may take to finish after Ctrl-C or SIGTERM."""
 
+    max_connections_per_address: int = 1_024
+    """Maximum number of open connections from one client address. Behind a proxy all clients have the proxy's address:
+    set it higher there."""
+
     access_log: bool = False
     """Log every HTTP request."""
 
@@ -74,10 +98,14 @@ class Serve:
         options = engine_options(self.engine, self.model_argument)
         chat_template = read_text("chat_template", self.chat_template)
         chat = ChatFormats.named(chat_template, self.tool_call_parser, self.reasoning_parser, self.reasoning_tags)
+        from jpaged.serving.connection import ConnectionLimits
         from jpaged.serving.process import serve, take_address
 
         if self.shutdown_timeout < 0:
             raise RequestError("shutdown_timeout", self.shutdown_timeout, "must be at least 0 seconds")
+        if self.max_connections_per_address < 1:
+            value = self.max_connections_per_address
+            raise RequestError("max_connections_per_address", value, "must be at least 1")
         for name in ("api_key", "admin_key"):
             if not all(key.strip() for key in getattr(self, name)):
                 raise RequestError(name, "", "must not be empty: anyone could send an empty key")
@@ -90,5 +118,6 @@ class Serve:
         names = self.served_model_name or (options["model"],)
         server = Server(engine=engine, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
         app = create_app(server, api_keys=self.api_key, admin_keys=self.admin_key)
-        serve(app, address, shutdown_timeout=self.shutdown_timeout, access_log=self.access_log)
+        limits = ConnectionLimits(per_address=self.max_connections_per_address)
+        serve(app, address, shutdown_timeout=self.shutdown_timeout, access_log=self.access_log, limits=limits)
         return 0

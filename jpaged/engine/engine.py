@@ -205,6 +205,9 @@ class Engine:
                 answer.set_result(capture(self._scheduler))
             except Exception as error:  # for the thread that asked: running requests are not affected
                 answer.set_exception(error)
+            except BaseException as error:  # ends the engine. Raised on an event loop, it would end that loop too
+                answer.set_exception(EngineError(f"the engine has ended: {type(error).__name__}: {error}"))
+                raise
 
     def check_integrity(self) -> None:
         """Raise EngineError unless queues, rows, tables and pool agree. Slow: for tests, and for an idle engine."""

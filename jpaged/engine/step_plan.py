@@ -15,6 +15,10 @@ import numpy as np
 
 HandleT = TypeVar("HandleT")
 
+# Results of a row in place of a token id.
+NOTHING_ALLOWED = -1  # no id may be sampled
+NOT_FINITE = -2       # the largest logit is NaN or infinite
+
 
 class SamplerVariant(enum.IntEnum):
     """Features of the sampling program. A step uses the largest variant that one of its sampling rows needs."""

@@ -9,11 +9,12 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.grammar import GrammarLimits
 from jpaged.engine.strategies.pooling import Pooling, activation_of
-from jpaged.errors import RequestError
+from jpaged.errors import LogitsError, ModelLoadError, RequestError
 from jpaged.frontend.engine_options import engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
 from jpaged.frontend.tracing import refuse_tracing
 from jpaged.params.logits_processors import LogitsProcessor, logits_processors
+from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ def build_engine(
         progress=progress,
     )
     engine = _engine(runner, loaded, config, pooling, mask, processors)
+    try:
+        _check_outputs(engine, loaded)
+    except BaseException:
+        engine.close()
+        raise
     return BuiltEngine(engine, config, loaded.spec, loaded.tokenizer, defaults)
 
 
@@ -144,6 +150,35 @@ def _engine(
         seed=config.seed,
     )
     return Engine(runner, loaded.tokenizer, options)
+
+
+def _check_outputs(engine: Engine, loaded: "LoadedModel") -> None:
+    """Run one token through the model. Raises ModelLoadError if its logits, or its pooled vector, are not finite.
+
+    The step uses programs that exist, and leaves no cached KV, no statistics and no drawn seed.
+    """
+    import numpy as np
+
+    known, first = engine.options.known_ids, loaded.generation_config.get("bos_token_id")
+    if type(first) is not int or not 0 <= first < loaded.spec.vocab_size or (known is not None and not known[first]):
+        first = 0 if known is None else int(np.argmax(known))
+    params: SamplingParams | PoolingParams = SamplingParams(temperature=0, max_tokens=1, detokenize=False, seed=0)
+    if engine.options.pooling is not None:
+        params = PoolingParams()
+    engine.add_request("check", [first], params)
+    outputs: list[Any] = []
+    while engine.has_work:
+        outputs += engine.step()
+    [answer] = outputs
+    if engine.options.pooling is None:
+        is_finite = answer.outputs[0].finish_reason != "error"
+    else:
+        pooled = answer.outputs
+        is_finite = np.isfinite(pooled.probs if engine.options.pooling.task == "classify" else pooled.embedding).all()
+    if not is_finite:
+        raise ModelLoadError(f"{loaded.source}: {LogitsError.message}")
+    engine.reset_prefix_cache()
+    engine.reset_stats()
 
 
 def _pooling(loaded: "LoadedModel") -> Pooling | None:

@@ -26,7 +26,9 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",), "load_format": ("auto", "safetensors"), "skip_tokenizer_init": (False,),
     "hf_overrides": (None, {}), "rope_scaling": (None, {}), "task": ("auto", "generate"),
     "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
-    "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,),
+    "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,), "generation_config": ("auto",),
+    "async_scheduling": (True, False, None), "enable_expert_parallel": (False,), "compilation_config": (None, {}),
+    "kv_transfer_config": (None,), "override_generation_config": (None, {}), "num_scheduler_steps": (1,),
 }  # fmt: skip
 
 
@@ -37,7 +39,7 @@ def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
     Raises RequestError for an unknown option, or for a value of the wrong type or out of range.
     """
     options = _without_task(options)
-    options = {name: value for name, value in options.items() if not _is_neutral(name, value)}
+    options = {name: value for name, value in options.items() if not is_neutral(name, value)}
     _check_names(options)
     if isinstance(model, str) and not model:
         raise RequestError("model", model, "name a folder, a hub id, a .gguf file or demo")
@@ -57,16 +59,16 @@ def _without_task(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "task"} | {"runner": "pooling"}
 
 
-def _is_neutral(name: str, value: object) -> bool:
-    """Return True for an option of NOT_YET at a neutral value, which is ignored.
+def is_neutral(name: str, value: object, not_yet: Mapping[str, tuple[Any, ...]] = NOT_YET) -> bool:
+    """Return True for an option of `not_yet` at a neutral value, which is ignored.
 
-    Raises RequestError for an option of NOT_YET at any other value.
+    Raises RequestError for an option of `not_yet` at any other value.
     """
-    if name not in NOT_YET:
+    if name not in not_yet:
         return False
-    if any(type(value) is type(neutral) and value == neutral for neutral in NOT_YET[name]):
+    if any(isinstance(value, bool) == isinstance(neutral, bool) and value == neutral for neutral in not_yet[name]):
         return True
-    others = " or ".join(repr(neutral) for neutral in NOT_YET[name] if neutral is not None)
+    others = " or ".join(repr(neutral) for neutral in not_yet[name] if neutral is not None)
     raise RequestError(name, value, "not supported yet: leave it out" + (f", or {others}" if others else ""))
 
 

@@ -8,6 +8,7 @@
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
 import logging
 import math
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 from jpaged.engine.engine import Engine, Output, StepError
 from jpaged.engine.inspect import EngineCapture
@@ -54,6 +55,7 @@ class _Reset:
 
 
 _Command = _Add | _Abort | _Inspect | _Reset
+_ByLoop = dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, Output | JPagedError]]]
 
 
 class EngineThread:
@@ -138,7 +140,11 @@ class EngineThread:
             self._engine.close()
 
     def _serve(self) -> None:
-        """Carry out commands and step, until `close` or until the engine fails. Then end all requests."""
+        """Carry out commands and step, until `close` or until the engine fails. Then end all requests.
+
+        A BaseException ends the engine like any other error. Python would end this thread silently on SystemExit, and a
+        Rust extension that panics raises a BaseException: the clients would wait forever.
+        """
         try:
             while self._carry_out_commands():
                 if self._engine.has_work:
@@ -146,9 +152,9 @@ class EngineThread:
                 elif self._next_check is not None and time.monotonic() >= self._next_check:
                     self._check_integrity()
             self._post((output.request_id, output) for output in self._engine.abort(tuple(self._live)))
-        except Exception as error:
-            logger.exception("the engine thread ends")
-            self._ended = EngineError(f"the engine has ended: {error}")
+        except BaseException as error:
+            logger.critical("the engine thread ends", exc_info=True)
+            self._ended = EngineError(f"the engine has ended: {type(error).__name__}: {error}")
         with self._wake:
             self._ended = self._ended or EngineError(CLOSED)
             left, self._commands = self._commands, deque()
@@ -156,9 +162,16 @@ class EngineThread:
             match command:
                 case _Add(request_group, stream):
                     self._live[request_group.request_id] = stream
-                case _Inspect(answer) | _Reset(answer) if answer.set_running_or_notify_cancel():
-                    answer.set_exception(self._ended)
-        self._post((request_id, self._ended) for request_id in tuple(self._live))
+                case _Inspect(answer) | _Reset(answer):
+                    with contextlib.suppress(InvalidStateError):  # cancelled, or answered before the engine failed
+                        answer.set_exception(self._ended)
+        streams, self._live = self._live, {}
+        by_loop: _ByLoop = defaultdict(list)
+        for stream in streams.values():
+            by_loop[stream.loop].append((stream, self._ended))
+        for loop, pairs in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_put_all, pairs)
 
     def _carry_out_commands(self) -> bool:
         """Carry out all commands. Returns False after `close`.
@@ -175,7 +188,7 @@ class EngineThread:
             if self._closing:
                 return False
         for _ in range(len(self._commands)):
-            match self._commands.popleft():
+            match self._commands[0]:
                 case _Add(request_group, stream):
                     self._add(request_group, stream)
                 case _Abort(request_id):
@@ -184,6 +197,7 @@ class EngineThread:
                     self._engine.inspect(answer)
                 case _Reset(answer) if answer.set_running_or_notify_cancel():
                     answer.set_result(self._engine.reset_prefix_cache())
+            self._commands.popleft()  # only now: if a command fails, `_serve` still finds it and reports the failure
         return True
 
     def _add(self, request_group: RequestGroup, stream: OutputStream) -> None:
@@ -221,7 +235,7 @@ class EngineThread:
 
     def _post(self, results: Iterable[tuple[str, Output | JPagedError]]) -> None:
         """Send outputs and errors, each with its request id, to their streams. Makes one call per event loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, Output | JPagedError]]] = defaultdict(list)
+        by_loop: _ByLoop = defaultdict(list)
         for request_id, result in results:
             stream = self._live[request_id]
             if isinstance(result, JPagedError) or result.finished:

@@ -12,24 +12,42 @@ OutputT = TypeVar("OutputT")
 
 
 class Generates(Protocol):
-    """The method of `AsyncLLM` that is used here."""
+    """An engine that generates: `AsyncLLM`, or the tests' fake engine."""
 
     def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        refuse_cut: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of one request. Closing the generator aborts the request."""
+        """Yield the output so far, after each step. Closing the generator aborts the request.
+
+        refuse_cut: raise RequestError if prompt and max_tokens exceed max_model_len.
+        """
         ...
 
 
 def outputs_of(
-    engine: Generates, prompts: Sequence[Any], params: SamplingParams, request_id: str, *, priority: int = 0
+    engine: Generates,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    request_id: str,
+    *,
+    priority: int = 0,
+    refuse_cut: bool = False,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (index of the prompt, output) for several prompts, in order of arrival. Closing it aborts all requests.
+
+    refuse_cut: as for `AsyncLLM.generate`.
 
     If one prompt fails, its error is raised and the other requests are aborted.
     """
     streams = [
-        engine.generate(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
+        engine.generate(prompt, params, f"{request_id}-{i}", priority=priority, refuse_cut=refuse_cut)
+        for i, prompt in enumerate(prompts)
     ]
     return merge_streams(streams)
 

@@ -37,4 +37,4 @@ def with_prompt_index(error: RequestError, index: int, count: int) -> RequestErr
     """Add to an error's message which of `count` prompts it is about."""
     if count == 1:
         return error
-    return RequestError(error.parameter, error.value, f"{error.accepted} (prompt {index} of {count})")
+    return RequestError(error.parameter, error.value, f"{error.accepted}, in prompt {index} of {count}")

@@ -9,10 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jpaged.errors import ModelLoadError
+from jpaged.loading.mapped_file import check_file
 from jpaged.loading.safetensors_file import SafetensorsFile, TensorEntry
 
 _SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_JSON = 32 << 20  # bytes. The index of 92,000 tensors (DeepSeek-V3) has 9 MB, Gemma 3's tokenizer_config.json 1.2 MB
+_MAX_NAME = 255  # bytes of a file's name, on common file systems
 CONVERTED = "jpaged.json"  # the manifest of a folder that `jpaged convert` wrote
 
 
@@ -28,8 +31,9 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
             raise ModelLoadError(f"{path} is missing: model must be a folder with a Hugging Face checkpoint")
         return {}
     try:
+        check_file(path, MAX_JSON)
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must contain a JSON object, not a {type(value).__name__}")
@@ -139,8 +143,11 @@ class Checkpoint:
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ModelLoadError(f"{index}: weight_map must map the names of tensors to the names of files")
         for shard in sorted(set(weight_map.values())):
-            if Path(shard).name != shard:
-                raise ModelLoadError(f"{index}: shard {shard!r} must be a file in the same folder")
+            if Path(shard).name != shard or len(shard.encode("utf-8", "replace")) > _MAX_NAME:
+                raise ModelLoadError(
+                    f"{index}: shard {shard!r} must be a file in the same folder, with a name of at most {_MAX_NAME} "
+                    "bytes"
+                )
             if not (self.folder / shard).is_file():
                 name = next(n for n, s in weight_map.items() if s == shard)
                 raise ModelLoadError(

@@ -31,6 +31,7 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+_MAX_STRINGS = 4_000_000  # in all arrays of a header. Gemma 3 has 262,144 tokens and 514,906 merges
 _ALIGNMENT = 32  # bytes, without a key general.alignment
 _CHUNK = 1 << 16  # elements dequantised at once: the temporaries of gguf.quants then fit into the CPU's cache
 
@@ -72,7 +73,7 @@ class GgufFile(MappedFile):
         if version not in _VERSIONS:
             kind = "written for a big-endian machine" if version and version % 65536 == 0 else f"of version {version}"
             raise ModelLoadError(f"{self.path}: the GGUF file is {kind}; supported are versions 2 and 3, little-endian")
-        self._at = 8
+        self._at, self._num_strings = 8, 0
         try:
             count, keys = self._number("<Q"), self._number("<Q")
             for _ in range(keys):
@@ -120,6 +121,9 @@ class GgufFile(MappedFile):
         return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
 
     def _strings(self, count: int) -> Iterator[str]:
+        self._num_strings += count
+        if self._num_strings > _MAX_STRINGS:
+            raise self._damaged(f"its header has more than {_MAX_STRINGS:,} strings")
         data, at, length = self._map, self._at, struct.Struct("<Q").unpack_from
         for _ in range(count):
             (size,) = length(data, at)

@@ -6,6 +6,14 @@ from pathlib import Path
 from jpaged.errors import ModelLoadError
 
 
+def check_file(path: Path, max_bytes: int | None = None) -> None:
+    """Raise ModelLoadError for a path that no reader should open: not a regular file, or larger than `max_bytes`."""
+    if path.exists() and not path.is_file():
+        raise ModelLoadError(f"{path}: is not a regular file")  # opening a FIFO would wait for a writer
+    if max_bytes is not None and path.stat().st_size > max_bytes:
+        raise ModelLoadError(f"{path} is larger than {max_bytes >> 20} MiB: fetch the model again")
+
+
 class MappedFile:
     """A file open for reading. Subclasses check its size, then map it."""
 
@@ -14,6 +22,7 @@ class MappedFile:
     def __init__(self, path: Path):
         """Open the file. Raises ModelLoadError."""
         self.path = path
+        check_file(path)
         try:
             self._file = path.open("rb")
         except OSError as error:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.checkpoint import read_json
+from jpaged.loading.checkpoint import MAX_JSON, read_json
 from jpaged.loading.gguf_file import GgufFile
-from jpaged.loading.hub import is_gguf
+from jpaged.loading.hub import TOKENIZER_FILES, is_gguf
+from jpaged.loading.mapped_file import check_file
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,9 @@ _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
+
+_MAX_TOKENIZER = 256 << 20  # bytes. Gemma 3's tokenizer.json has 33 MB
+_SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -39,6 +43,7 @@ def load_tokenizer(folder: Path) -> Any | None:
     import transformers
     from transformers.utils import logging as transformers_logging
 
+    _check_files(folder)
     if is_gguf(folder):
         from jpaged.loading.gguf_tokenizer import gguf_tokenizer
 
@@ -58,6 +63,14 @@ def load_tokenizer(folder: Path) -> Any | None:
         raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
     finally:
         transformers_logging.set_verbosity(before)
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ModelLoadError for tokenizer files that would take minutes to read, or that no reader should open."""
+    for path in {path for pattern in (*TOKENIZER_FILES, "config.json") for path in folder.glob(pattern)}:
+        if path.is_dir():
+            continue
+        check_file(path, MAX_JSON if path.name in _SMALL else _MAX_TOKENIZER)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

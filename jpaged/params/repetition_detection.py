@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Self
 
-from jpaged.errors import RequestError, unknown_field
+from jpaged.errors import MAX_INTEGER, RequestError, unknown_field
 
 MAX_PATTERN = 1024  # tokens; each new token is compared with this many earlier tokens, in 6 us
 
@@ -44,11 +44,11 @@ class RepetitionDetectionParams:
         if self.max_pattern_size == 0:
             self._check("min_count", 0, 0, " if max_pattern_size is 0")
             return
-        self._check("min_count", 2, None)
+        self._check("min_count", 2, MAX_INTEGER)
         object.__setattr__(self, "min_pattern_size", max(self.min_pattern_size, 1))
 
-    def _check(self, name: str, low: int, high: int | None, where: str = "") -> None:
+    def _check(self, name: str, low: int, high: int, where: str = "") -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-            bounds = f"an integer from {low}" if high is None else f"an integer from {low} to {high}"
-            raise RequestError(f"repetition_detection.{name}", value, f"must be {bounds}{where}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            accepted = f"must be an integer from {low} to {high}{where}"
+            raise RequestError(f"repetition_detection.{name}", value, accepted)

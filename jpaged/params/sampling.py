@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jpaged.errors import RequestError
+from jpaged.errors import MAX_INTEGER, RequestError
 from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.params.repetition_detection import RepetitionDetectionParams
 from jpaged.params.structured_outputs import StructuredOutputsParams
@@ -464,8 +464,10 @@ class SamplingParams:
         object.__setattr__(self, name, float(value))
 
     def _integer(self, name: str, *, low: int, high: int | None = None, accepted: str) -> int:
-        value = getattr(self, name)
-        if not _is_integer(value) or value < low or (high is not None and value > high):
+        value, high = getattr(self, name), MAX_INTEGER if high is None else high
+        if _is_integer(value) and value > high >= MAX_INTEGER:
+            raise RequestError(name, value, f"must be at most {high}: {accepted}")
+        if not _is_integer(value) or not low <= value <= high:
             raise RequestError(name, value, f"must be {accepted}")
         object.__setattr__(self, name, int(value))
         return int(value)
@@ -481,6 +483,9 @@ class SamplingParams:
         if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray, set, frozenset, type(None))):
             raise RequestError(name, value, "must be a list of token ids")
         ids = [] if value is None else list(value)
+        if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:  # 30 times as fast: there may be 500,000
+            object.__setattr__(self, name, tuple(ids))
+            return
         for token_id in ids:
             if not _is_integer(token_id) or token_id < 0:
                 raise RequestError(name, token_id, "token ids are integers from 0 to the model's vocab_size - 1")

@@ -18,7 +18,8 @@ _WITH_JSON = ("json", "json_object", "structural_tag")  # kinds with white space
 # White space of JSON, as characters, escapes or classes, with groups, alternatives and repetitions. JSON allows all
 # text that such a pattern matches between any two tokens.
 _BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|0[9aAdD]))"
-_WHITESPACE = re.compile(rf"(?:{_BLANK}|\[{_BLANK}+\]|\(\?:|[()|?*+]|\{{\d*,?\d*\}})*")
+_WHITESPACE = re.compile(rf"(?:{_BLANK}|\[{_BLANK}+\]|\(\?:|[()|?*+]|\{{\d{{0,4}},?\d{{0,4}}\}})*")
+MAX_WHITESPACE_PATTERN = 256  # characters; compiling 60,000 digits takes 33 s
 
 # Keywords of JSON Schema, draft 4 to 2020-12, that restrict the answer and cannot be enforced.
 REFUSED_KEYWORDS = frozenset(
@@ -136,10 +137,13 @@ class StructuredOutputsParams:
             return
         if self.disable_any_whitespace:
             raise _error("whitespace_pattern", self.whitespace_pattern, "contradicts disable_any_whitespace")
+        if len(self.whitespace_pattern) > MAX_WHITESPACE_PATTERN:
+            accepted = f"must have at most {MAX_WHITESPACE_PATTERN} characters"
+            raise _error("whitespace_pattern", self.whitespace_pattern, accepted)
         try:
             re.compile(self.whitespace_pattern)
             blank = _WHITESPACE.fullmatch(self.whitespace_pattern) is not None
-        except (re.error, RecursionError, OverflowError):
+        except (re.error, RecursionError, OverflowError, ValueError):
             blank = False
         if not blank:
             accepted = r"must be a regular expression of blanks, \n, \r, \t and \s, in classes, groups and repetitions"

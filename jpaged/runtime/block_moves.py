@@ -61,7 +61,6 @@ class BlockMover:
 
     def __init__(self, state: DeviceState, placement: Placement, *, host_slots: int):
         """Compile the programs for a state of these shapes. host_slots: 0 = no host tier."""
-        self.num_programs = len(COPY_BUCKETS) + (2 if host_slots else 0)
         self._placement = placement
         self._host_sharding = _pinned_sharding(placement)
         self._host: dict[int, HostBlock] = {}  # by host slot

@@ -19,8 +19,6 @@ MASKS_AT_ONCE = 8
 class ExtrasUploader:
     """Two programs: one sets all extras of a row, one sets masks of up to MASKS_AT_ONCE rows. Both work in place."""
 
-    num_programs = 2
-
     def __init__(self, state: DeviceState, max_model_len: int, placement: Placement):
         """state: arrays or ShapeDtypeStructs. max_model_len: most tokens that penalties count."""
         self._placement = placement

@@ -67,8 +67,8 @@ class ModelRunner:
         self.host_slots = host_slots(blueprint.config.swap_space, build.memory_plan.block_bytes)
         self._mover = BlockMover(state, placement, host_slots=self.host_slots)
         self._uploader = None if spec.pools else ExtrasUploader(state, limits.max_model_len, placement)
-        count = len(self.programs.programs) + 1 + self._mover.num_programs
-        count += 0 if self._uploader is None else self._uploader.num_programs
+        # The count of the progress bar and of the table. The few programs that only copy are not in it.
+        count = len(self.programs.programs)
         logger.info("compiled %d programs in %.1f s:\n%s", count, time.perf_counter() - start, self.programs)
         self.memory_plan = dataclasses.replace(build.memory_plan, temp_bytes=self.programs.temp_bytes)
         logger.info("device memory:\n%s", self.memory_plan)

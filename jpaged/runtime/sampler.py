@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jpaged.engine.step_plan import SamplerVariant
+from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, SamplerVariant
 from jpaged.errors import RequestError
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.params.sampling import GREEDY_BELOW
@@ -31,7 +31,6 @@ from jpaged.runtime.vocab_search import argmax, invert_cdf, kth_largest, likelie
 
 # Most likely ids of a row, which are examined before the whole vocabulary.
 CANDIDATES = 64
-NOT_A_TOKEN = -1
 # Rows of one turn of the search over the whole vocabulary.
 ROWS_PER_SEARCH = 8
 
@@ -103,19 +102,23 @@ def sample_tokens(
     allowed:   ids that may be sampled; None = all.
     extras:    of these rows; only read by SamplerVariant.FULL.
 
+    A row whose largest logit is NaN or infinite gets NOT_FINITE instead of a token. A row that allows no id gets
+    NOTHING_ALLOWED. The host then ends the request.
+
     Log-probabilities are those of `options.logprobs_mode`. Those of a beam are of the ids that it may choose, at its
     temperature.
     """
     work = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
     if variant is SamplerVariant.FULL and extras is not None:
         work = _process(work, fields, extras, options.processors, options.can_skip)
-    greedy = argmax(work)
+    peak, greedy = argmax(work)
+    # XLA's maximum on CPU ignores a NaN next to numbers, and a sum does not. (`isnan` stores its result there: for
+    # 64 x 151,936 it takes 14 ms, the sum 2 ms.)
+    has_nan = jnp.isnan(logits.sum(axis=1)) | jnp.isnan(peak)
+    is_wrong = has_nan | ~jnp.isfinite(peak)
+    error = jnp.where(~has_nan & (peak == -jnp.inf), NOTHING_ALLOWED, NOT_FINITE)
     if variant is SamplerVariant.GREEDY:
-        return Sampled(greedy)
-    peak = jnp.take_along_axis(work, greedy[:, None], axis=1)[:, 0]
-    # A custom processor may leave NaN, infinity, or nothing. The host then ends the request.
-    has_processors = variant is SamplerVariant.FULL and bool(options.processors)
-    is_wrong = ~jnp.isfinite(peak) if has_processors else jnp.zeros(len(greedy), bool)
+        return Sampled(jnp.where(is_wrong, error, greedy))
 
     temperature = _float(fields[:, Field.TEMPERATURE])
     is_random = temperature > GREEDY_BELOW
@@ -142,7 +145,7 @@ def sample_tokens(
     else:
         x = lax.optimization_barrier(less_its_peak())
         token_ids, kept = draw()
-    token_ids = jnp.where(is_wrong, NOT_A_TOKEN, token_ids)
+    token_ids = jnp.where(is_wrong, error, token_ids)
     if variant is SamplerVariant.RANDOM:
         return Sampled(token_ids)
 

@@ -23,6 +23,9 @@ _ACTIVATIONS = {
 CLASSIFIER = "ForSequenceClassification"  # suffix of the architectures of sequence classifiers
 
 _LARGEST = 2**31 - 1  # positions and ids are int32
+# Largest values of keys that count layers or experts. Each one costs time before any weight is read.
+_MOST = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000)
+_MOST |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 10_000)
 
 # Keys of a rope dictionary that each scaling reads. `finetuned` changes nothing.
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "finetuned", "partial_rotary_factor"}
@@ -54,6 +57,9 @@ class CheckpointConfig:
         value = self.get(*names, default=default)
         if value is None:
             raise ModelLoadError(f"config.json: {names[0]} is missing: the checkpoint's config is incomplete")
+        name = next((name for name in names if self.values.get(name) is not None), names[0])
+        if type(value) is int and value > _MOST.get(name, value):
+            raise ModelLoadError(f"config.json: {name}={value} is more than {_MOST[name]:,}: the config is damaged")
         return _integer(f"config.json: {names[0]}", value, minimum)
 
     def with_defaults(self, **defaults: Any) -> "CheckpointConfig":

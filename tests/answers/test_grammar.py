@@ -94,12 +94,16 @@ def test_annotations_are_removed():
     }
 
 
-def test_tags_that_are_special_tokens_are_written_as_tokens():
-    special = {"[TOOL_CALLS]": 5, "[ARGS]": 32}
-    grammar = tool_grammar(TOOLS, REQUIRED, FORMATS["mistral"], special_tokens=special)["grammar"]
+def test_tags_that_are_added_tokens_are_written_as_tokens():
+    added = {"[TOOL_CALLS]": 5, "[ARGS]": 32}
+    grammar = tool_grammar(TOOLS, REQUIRED, FORMATS["mistral"], added_tokens=added)["grammar"]
     assert grammar.startswith("start: <[5]> call")
     assert '"search" <[32]> arguments_0' in grammar
     assert "TOOL_CALLS" not in grammar
+    grammar = tool_grammar(TOOLS, REQUIRED, FORMATS["hermes"], added_tokens={"<tool_call>": 7, "</tool_call>": 8})
+    assert grammar["grammar"].startswith(r'start: <[7]> "\n" call "\n" <[8]> ("\n" <[7]>')
+    grammar = tool_grammar(TOOLS, NAMED, FORMATS["llama3_json"], added_tokens={"<|python_tag|>": 7})
+    assert grammar["grammar"].startswith("start: <[7]>? call\n")
 
 
 def test_the_enforced_format_of_pythonic_and_of_none_is_json():

@@ -266,3 +266,30 @@ def test_hostile_text_costs_a_bounded_number_of_steps(name):
                 assert len(parser._scanner.text) - parser._scanner.pos <= 1_100
             parser.finish()
             assert parser._scanner.pos == len(parser._scanner.text)
+
+
+FORCED = {
+    "hermes": '<tool_call>\n{"name": "find", "arguments": {"text": "a b", "limit": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3_json": '{"name": "find", "parameters": {"text": "a b", "limit": 3}}; {"name": "now", "parameters": {}}',
+    "mistral": '[TOOL_CALLS] [{"name": "find", "arguments": {"text": "a b", "limit": 3}}, '
+    '{"name": "now", "arguments": {}}]',
+    "mistral named": '[TOOL_CALLS]find[ARGS]{"text": "a b", "limit": 3}[TOOL_CALLS]now[ARGS]{}',
+    "json": '[{"name": "find", "arguments": {"text": "a b", "limit": 3}}, {"name": "now", "arguments": {}}]',
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_a_forced_call_that_is_cut_leaves_no_content(name: str):
+    """Cut at every character: the content stays empty, and the arguments are a beginning of the whole ones."""
+    text = FORCED[name]
+    names = frozenset({"find", "now"})
+    reader = AnswerReader(tool_format=FORMATS[name.split()[0]], tool_names=names, forced=True, new_id=str)
+    for end in range(len(text) + 1):
+        for pieces in ([text[:end]], list(text[:end])):
+            answer = reader.parse_pieces(pieces)
+            assert (answer.content, answer.reasoning) == (None, None), text[:end]
+            assert [call.name for call in answer.tool_calls] == ["find", "now"][: len(answer.tool_calls)]
+            for call, whole in zip(answer.tool_calls, ('{"text": "a b", "limit": 3}', "{}"), strict=False):
+                assert whole.startswith(call.arguments)
+    assert [call.arguments for call in reader.parse(text).tool_calls] == ['{"text": "a b", "limit": 3}', "{}"]

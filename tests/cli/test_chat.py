@@ -19,8 +19,11 @@ class Template:
 
     chat_template = "{...}"
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        return [len(messages)]
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        return "." * len(messages)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [len(text)]
 
 
 @dataclasses.dataclass
@@ -37,7 +40,7 @@ class ScriptedEngine:
         return self.tokenizer
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         if prompt == "bad":
             raise RequestError("prompt", prompt, "is bad")

@@ -47,18 +47,19 @@ def test_convert_use_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     done = run("convert", "demo", out)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"jpaged: out={out!r}: there is a folder that is not empty: name a new folder")
+    assert done.stderr.startswith("jpaged: there is a folder that is not empty: name a new folder")
+    assert f"(out={out!r})" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["/nowhere/model", "OUT"], "/nowhere/model"),
-        (["demo", "OUT", "--dtype", "int8"], "dtype='int8': must be auto, bfloat16, float16, float32"),
+        (["demo", "OUT", "--dtype", "int8"], "must be auto, bfloat16, float16, float32 (dtype='int8')"),
         (["demo", "OUT", "--to", "hf"], "has no jpaged.json"),
-        (["demo", "OUT", "--to", "hf", "--dtype", "float32"], "dtype='float32': has no meaning with --to hf"),
-        (["demo", "OUT", "--to", "hf", "--revision", "main"], "revision='main': has no meaning with --to hf"),
-        (["demo", "/dev/null/OUT"], "out='/dev/null/OUT': cannot be written"),
+        (["demo", "OUT", "--to", "hf", "--dtype", "float32"], "--to hf: leave it out (dtype='float32')"),
+        (["demo", "OUT", "--to", "hf", "--revision", "main"], "has no meaning with --to hf: leave it out (r"),
+        (["demo", "/dev/null/OUT"], "cannot be written: File exists (out='/dev/null/OUT')"),
     ],
 )
 def test_refused_in_one_line(words: list[str], says: str, tmp_path: Path, monkeypatch, capsys) -> None:

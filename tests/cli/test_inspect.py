@@ -276,3 +276,20 @@ def test_without_matplotlib_it_says_what_to_install(
 def test_a_server_takes_no_empty_key(flag: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["serve", "demo", flag, "good", ""]) == 2
     assert "must not be empty" in capsys.readouterr().err
+    assert cli.main(["serve", "demo", f"{flag}="]) == 2
+    assert "must not be empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--admin-key", "--api-key"])
+@pytest.mark.parametrize("words", [["FLAG"], ["FLAG", "--port", "0"], ["FLAG", "good", "FLAG"]], ids=" ".join)
+def test_a_key_flag_without_a_key_is_an_error(flag: str, words: list[str], capsys: pytest.CaptureFixture[str]):
+    """Never a server without keys: `--api-key $KEY` with an unset variable ends here."""
+    with pytest.raises(SystemExit) as ended:
+        cli.parse(["serve", "demo", *(flag if word == "FLAG" else word for word in words)])
+    assert ended.value.code == 2
+    assert "at least one key" in capsys.readouterr().err
+
+
+def test_the_word_none_is_a_key():
+    assert cli.parse(["serve", "demo", "--api-key", "None"]).api_key == ("None",)
+    assert cli.parse(["serve", "demo"]).api_key == ()

@@ -113,7 +113,7 @@ def test_the_shipped_model_names_its_engine(capsys):
         ([*HAND, *LOAD, "--output-json", "/nowhere/x.json"], "output_json"),
         ([*HAND, *LOAD, "--plot", "/nowhere/x.png"], "plot="),
         ([*HAND, *LOAD, "--plot", "x.xyz"], "one of"),
-        ([*HAND, *LOAD, "--trace", "x.csv"], "num_requests=50: is for generated loads"),
+        ([*HAND, *LOAD, "--trace", "x.csv"], "is for generated loads: leave it out with --trace (num_requests=50)"),
         ([*HAND, "--trace", "/nowhere/x.csv"], "cannot be read"),
         ([*HAND, *LOAD, "--target-step-ms", "0"], "target_step_ms=0"),
         ([*HAND, *LOAD, "--max-num-partial-prefills", "0"], "max_num_partial_prefills=0"),

@@ -17,7 +17,7 @@ LIMITS = ModelLimits(vocab_size=100, max_model_len=16, max_logprobs=5, eos_token
 class Letters:
     """A tokenizer with one token per letter. The model has no token for `Z`."""
 
-    def encode(self, text: str, *, verbose: bool) -> list[int]:
+    def encode(self, text: str, *, verbose: bool, add_special_tokens: bool = True) -> list[int]:
         assert not verbose, "warns of lengths that are checked here"
         return [ord(letter) - ord("A") if letter != "Z" else 100 for letter in text]
 
@@ -56,8 +56,9 @@ def test_all_kinds_of_prompts(prompt: Any):
 class Framed(Letters):
     """Adds a token before and after every text."""
 
-    def encode(self, text: str, *, verbose: bool) -> list[int]:
-        return [50, *super().encode(text, verbose=verbose), 51]
+    def encode(self, text: str, *, verbose: bool, add_special_tokens: bool = True) -> list[int]:
+        inner = super().encode(text, verbose=verbose)
+        return [50, *inner, 51] if add_special_tokens else inner
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,8 @@ def test_truncation_has_its_limits():
     with pytest.raises(RequestError, match="at most 15 tokens") as caught:
         process([1], truncate_prompt_tokens=16)
     assert caught.value.parameter == "truncate_prompt_tokens"
-    with pytest.raises(RequestError, match="too much to truncate: cut it to 4,000,000"):
-        process("A" * 4_000_001, truncate_prompt_tokens=3)
+    with pytest.raises(RequestError, match="takes at most 524,288 at once: cut it"):
+        process("A" * 524_289, truncate_prompt_tokens=3)
 
 
 def test_a_text_given_with_token_ids_is_kept_for_the_output():
@@ -186,6 +187,18 @@ def test_a_beam_search_needs_enough_candidates():
     assert process("A", use_beam_search=True, beam_width=5, ignore_eos=True).strategy.search.num_candidates == 5
     with pytest.raises(RequestError, match="max_logprobs=7"):
         process("A", use_beam_search=True, beam_width=5, ignore_eos=True, stop_token_ids=[1, 2])
+
+
+def test_more_tokens_than_fit_are_refused_or_logged_once(caplog):
+    inputs, most = InputProcessor(LIMITS, Letters()), LIMITS.max_model_len
+    assert inputs.process("r", "AB", SamplingParams(max_tokens=most - 2), refuse_cut=True)
+    with pytest.raises(RequestError, match=rf"^is more than fits: .* at most {most - 2}.* \(max_tokens={most - 1}\)"):
+        inputs.process("r", "AB", SamplingParams(max_tokens=most - 1), refuse_cut=True)
+    assert not caplog.records
+    for _ in range(2):
+        assert inputs.process("r", "AB", SamplingParams(max_tokens=10**5)).first.max_total_tokens == most
+    assert [record.message for record in caplog.records if "max_tokens=100000 is more than fits" in record.message]
+    assert len(caplog.records) == 1
 
 
 def test_unused_sampling_parameters_of_a_beam_search_are_logged_once(caplog):

@@ -10,6 +10,7 @@ from tests.engine.fake_runner import FakeRunner, next_token
 VOCAB = 97
 # No id may be followed by one of the next forty ids: a mask that changes with every token, and never is empty.
 BAD = [[token, (token + step) % VOCAB] for token in range(VOCAB) for step in range(1, 41)]
+BAD_PAIRS = {tuple(pair) for pair in BAD}
 
 
 def add(engine, request_id, prompt, **fields):
@@ -27,7 +28,7 @@ def wanted(prompt, count=12):
     tokens = list(prompt)
     for number in range(count):
         token = next_token(tokens, VOCAB)
-        while number and (tokens[-1], token) in {tuple(pair) for pair in BAD}:
+        while number and (tokens[-1], token) in BAD_PAIRS:
             token = (token + 1) % VOCAB
         tokens.append(token)
     return tokens[len(prompt) :]

@@ -7,7 +7,7 @@ import collections
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -276,12 +276,16 @@ def test_a_planted_bug_is_found(name, monkeypatch):
 
 
 def test_without_a_bug_nothing_is_found_and_all_is_reached():
-    reached: collections.Counter[str] = collections.Counter()
+    reached: set[str] = set()
 
     class Counting(EngineMachine):
         def teardown(self):
             super().teardown()
-            reached.update({name: 1 for name, count in self.reached.items() if count})
+            reached.update(name for name, count in self.reached.items() if count)
 
-    run_state_machine_as_test(Counting, settings=settings(SEARCH, max_examples=80))
-    assert {*COUNTERS, "new weights while requests live"} <= {name for name, times in reached.items() if times}
+    wanted = {*COUNTERS, "new weights while requests live"}
+    for number in range(1, 6):  # a single search may miss a feature, by chance
+        run_state_machine_as_test(seed(number)(Counting), settings=settings(SEARCH, max_examples=30))
+        if wanted <= reached:
+            return
+    assert wanted <= reached

@@ -21,7 +21,10 @@ def lower_for(platform, call, arguments):
         return jax.jit(call).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("max_query_len", [1, 32], ids=["decode", "mixed"])
+# A mixed step has the kernels of both.
+@pytest.mark.parametrize(
+    "max_query_len", [pytest.param(1, id="decode", marks=pytest.mark.slow), pytest.param(32, id="mixed")]
+)
 @pytest.mark.parametrize("name", lowered.ATTENTION)
 def test_triton_kernels_lower(name, max_query_len):
     text = lower_for("cuda", *lowered.attention(name, max_query_len, "triton"))

@@ -236,8 +236,14 @@ def test_with_dynamic_rope_only_short_prompts_share_kv(params):
     assert runner.prefix_cacheable(2000)
 
 
-def test_a_closed_runner_raises(params):
-    runner = ModelRunner.create(SPEC, params, CONFIG)
+def test_a_start_reports_one_count_of_programs_and_a_closed_runner_raises(params, caplog, capsys):
+    with caplog.at_level("INFO", logger="jpaged"):
+        runner = ModelRunner.create(SPEC, params, CONFIG, progress=True)
+    count = len(runner.programs.programs)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("compiled ")]
+    assert line.startswith(f"compiled {count} programs in ")
+    assert len(line.splitlines()) == 2 + count  # the line, the table's head, and a line for each program
+    assert f"0/{count} " in capsys.readouterr().err  # the progress bar
     runner.close()
     with pytest.raises(EngineError, match="closed"):
         runner.dispatch(plan([0], [1], prompt=[1], inits=[start(0, [1])]))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.step_plan import RowInit, SamplerVariant
+from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, RowInit, SamplerVariant
 from jpaged.runtime import sampler, vocab_search
 from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import row_values
@@ -51,6 +51,17 @@ def kept_ids(logits, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
         p = np.where(keep, p, 0)
         p /= p.sum()
     return keep & (p > 0), p
+
+
+@pytest.mark.parametrize("variant", list(SamplerVariant))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_finite_logits_get_no_token(variant, temperature):
+    logits = np.array(random_logits(6, seed=3))
+    logits[1, 17], logits[2, 3], logits[3], logits[4, 5] = np.nan, np.inf, -np.inf, -np.inf
+    rows = [{"temperature": temperature, "seed": i} for i in range(6)]
+    token_ids = np.asarray(draw(logits, rows, variant=variant).token_ids)
+    assert token_ids[1:4].tolist() == [NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED]
+    assert (token_ids[[0, 4, 5]] >= 0).all()
 
 
 def random_logits(rows, seed=0, scale=3.0):
@@ -177,7 +188,9 @@ def test_likeliest_agrees_with_a_sort():
         order = np.argsort(-x, axis=1, kind="stable")[:, :count]
         np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
         np.testing.assert_array_equal(ids, order)
-    np.testing.assert_array_equal(jax.jit(vocab_search.argmax)(jnp.asarray(x)), x.argmax(axis=1))
+    largest, ids = jax.jit(vocab_search.argmax)(jnp.asarray(x))
+    np.testing.assert_array_equal(ids, x.argmax(axis=1))
+    np.testing.assert_array_equal(largest, x.max(axis=1))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.outputs import (
     CompletionOutput,
     EmbeddingOutput,
+    EngineStats,
     Logprob,
     PoolingRequestOutput,
     RequestMetrics,
@@ -34,18 +35,21 @@ class ByteTokenizer:
     seen_messages: list[dict[str, Any]]
     seen_options: dict[str, Any]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         return list(text.encode())
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): byte for byte in range(VOCAB)}
 
     def decode(self, token_ids: list[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
         if messages[0]["content"] == "refuse me":
             raise ValueError("roles must alternate")
         self.seen_messages, self.seen_options = messages, options
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return self.encode(text + "<assistant>" + self.opening)
+        return text + "<assistant>" + self.opening
 
     opening = ""  # beginning of the answer that the template writes
 
@@ -72,7 +76,13 @@ class FakeEngine:
     closed: bool = False
 
     async def generate(
-        self, prompt: str | dict[str, Any], sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: str | dict[str, Any],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        refuse_cut: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         ids = self._token_ids(prompt, priority)
         if not ids:
@@ -82,6 +92,8 @@ class FakeEngine:
                 raise RequestError("prompt_token_ids", token_id, f"ids run from 0 to {VOCAB - 1}")
         if ids == self.tokenizer.encode("full"):
             raise CapacityError("too many requests wait", retry_after=7)
+        if refuse_cut and len(ids) + (sampling_params.max_tokens or 0) > self.max_model_len:
+            raise RequestError("max_tokens", sampling_params.max_tokens, "is more than fits")
         self.seen_params.append(sampling_params)
         self.seen_prompts.append(ids)
         self.running.add(request_id)
@@ -106,6 +118,17 @@ class FakeEngine:
         self.seen_salts.append(parts.get("cache_salt"))
         self.seen_priorities.append(priority)
         return parts["prompt_token_ids"] if "prompt_token_ids" in parts else self.tokenizer.encode(parts["prompt"])
+
+    def stats(self) -> EngineStats:
+        """Count the steps of all requests as generated tokens."""
+        if self.closed:
+            raise EngineError("closed")
+        return EngineStats(
+            num_blocks=100, block_size=16, used_blocks=len(self.running), peak_used_blocks=0,
+            num_running=len(self.running), num_waiting=0, steps=0, prompt_tokens=sum(map(len, self.seen_prompts)),
+            prefix_hit_tokens=0, generated_tokens=sum(self.steps.values()), finished_requests=0, preemptions=0,
+            recomputed_tokens=0, kv_waste=0.0, compiles_after_ready=0,
+        )  # fmt: skip
 
     async def encode(
         self, prompt: str | dict[str, Any], pooling_params: PoolingParams, request_id: str, *, priority: int = 0

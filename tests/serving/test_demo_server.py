@@ -110,12 +110,15 @@ def test_requests_that_only_the_engine_can_refuse(url, client, idle, body, param
     assert client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=1).usage.completion_tokens == 1
 
 
-def test_the_longest_prompt_and_more_tokens_than_fit(client, idle):
-    answer = client.completions.create(
-        **GREEDY, prompt=[5] * 500, max_tokens=10_000, extra_body={"ignore_eos": True}
-    )
+def test_the_longest_answer_and_more_tokens_than_fit(client, idle):
+    asked = GREEDY | {"prompt": [5] * 500, "extra_body": {"ignore_eos": True}}
+    answer = client.completions.create(**asked, max_tokens=12)
     assert answer.usage.total_tokens == 512
     assert answer.choices[0].finish_reason == "length"
+    assert client.completions.create(**asked).usage.total_tokens == 512  # the default of 16 tokens is cut
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=r"leaves 12 tokens after a prompt of 500 tokens"):
+            client.completions.create(**asked, max_tokens=100_000, stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,6 +16,12 @@ from .conftest import fake_engine, running
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
+BIG = (
+    "n", "best_of", "beam_width", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "truncate_prompt_tokens",
+    "stream_interval", "priority", "presence_penalty",
+)  # fmt: skip
+BLANKS = {"json_object": True, "whitespace_pattern": " {%s}" % ("1" * 5_000)}
+
 BAD_COMPLETIONS = [
     ({}, "prompt"),
     ({"prompt": ""}, "prompt"),
@@ -26,7 +32,7 @@ BAD_COMPLETIONS = [
     ({"prompt": {"text": "a"}}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [256]}, "prompt"),
-    ({"prompt": [2**70]}, "prompt"),
+    ({"prompt": [2**70]}, "prompt[0]"),
     ({"prompt": "a", "temprature": 1}, "temprature"),
     ({"prompt": "a", "temperature": "hot"}, "temperature"),
     ({"prompt": "a", "temperature": -1}, "temperature"),
@@ -38,6 +44,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "min_p": 2}, "min_p"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 4096}, "max_tokens"),
     ({"prompt": "a", "n": 65}, "n"),
     ({"prompt": "a", "n": 10**9}, "n"),
     ({"prompt": "a", "seed": 2**64}, "seed"),
@@ -55,6 +62,11 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     ({"prompt": "a", "prompt_embeds": "AAAA"}, "prompt_embeds"),
+    *(({"prompt": "a", name: 10**30}, name) for name in BIG),
+    ({"prompt": "a", "stop_token_ids": [2**31]}, "stop_token_ids[0]"),
+    ({"prompt": "a", "logit_bias": {str(10**30): 1}}, "logit_bias"),
+    ({"prompt": "a", "repetition_detection": {"max_pattern_size": 4, "min_count": 10**30}}, "repetition_detection"),
+    ({"prompt": "a", "structured_outputs": BLANKS}, "structured_outputs.whitespace_pattern"),
 ]
 BAD_CHATS = [
     ({}, "messages"),
@@ -67,6 +79,8 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
+    ({"messages": MESSAGES, "max_tokens": 100_000}, "max_tokens"),
+    ({"messages": MESSAGES, "max_completion_tokens": 100_000}, "max_completion_tokens"),
     ({"messages": MESSAGES, "logprobs": 3}, "logprobs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
@@ -158,7 +172,7 @@ def test_body_too_large(url):
 )
 def test_full_engine(url, engine, monkeypatch, path, body):
     if "messages" in body:
-        monkeypatch.setattr(engine.tokenizer, "apply_chat_template", lambda *args, **kwargs: list(b"full"))
+        monkeypatch.setattr(engine.tokenizer, "apply_chat_template", lambda *args, **kwargs: "full")
     response = httpx.post(f"{url}{path}", json=body)
     error = error_of(response, 503)
     assert (error["type"], error["code"], error["param"]) == ("server_error", "engine_full", None)

@@ -1,5 +1,6 @@
 """The server as a process: the address, the line "ready", signals, and the exit."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -7,23 +8,43 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
 
 from jpaged.errors import JPagedError
-from jpaged.serving.process import AddressError, take_address
+from jpaged.serving.process import CLOSE_SECONDS, AddressError, take_address
 
+MESSAGE = {"role": "user", "content": "a"}
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = """
-import sys
+import asyncio, sys, time
 sys.path[:0] = [sys.argv[1]]
 import fake_engine
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.serving.process import serve, take_address
 
-engine = fake_engine.FakeEngine(step_seconds=0.05)
+
+class Stuck(fake_engine.FakeEngine):
+    # its calls take ten minutes, and nothing interrupts them
+
+    async def generate(self, *args, **kwargs):
+        if "tokenising" in sys.argv:
+            await asyncio.to_thread(time.sleep, 600)
+        yield
+
+    def close(self):
+        if "compiling" in sys.argv:
+            time.sleep(600)
+
+def render(*args, **kwargs):
+    time.sleep(600)
+
+engine = fake_engine.FakeEngine(step_seconds=0.05) if len(sys.argv) == 3 else Stuck()
+if "rendering" in sys.argv:
+    engine.tokenizer.apply_chat_template = render
 app = create_app(Server(engine=engine, model_names=("echo",)))
 serve(app, take_address("127.0.0.1", 0), shutdown_timeout=int(sys.argv[2]), access_log=False)
 print("closed", engine.closed)
@@ -35,8 +56,8 @@ def start():
     """Return a function that starts a server and returns its process and base URL."""
     started = []
 
-    def make(shutdown_timeout: int) -> tuple[subprocess.Popen, str]:
-        command = [sys.executable, "-c", SCRIPT, str(pathlib.Path(__file__).parent), str(shutdown_timeout)]
+    def make(shutdown_timeout: int, *stuck: str) -> tuple[subprocess.Popen, str]:
+        command = [sys.executable, "-c", SCRIPT, str(pathlib.Path(__file__).parent), str(shutdown_timeout), *stuck]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
         started.append(process)
         line = process.stdout.readline()
@@ -51,7 +72,7 @@ def start():
 
 
 @pytest.mark.usefixtures("default_sigint")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_running_requests_finish_before_it_stops(start, number):
     process, url = start(20)
     answers = []
@@ -120,6 +141,39 @@ def test_requests_that_outlast_the_timeout_are_ended(start):
     assert "Traceback" not in said
 
 
+STUCK = ("tokenising", "rendering", "compiling")
+
+
+@pytest.mark.parametrize("stuck", [STUCK, *(pytest.param((one,), marks=pytest.mark.slow) for one in STUCK)])
+def test_a_stuck_server_ends_within_its_timeout(start, stuck):
+    process, url = start(1, *stuck)
+    streams = [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [MESSAGE]})]
+    with httpx.Client(base_url=url, timeout=20) as client:
+        asking = [
+            threading.Thread(target=ask_until_the_end, args=(client, path, {**body, "stream": True}))
+            for path, body in streams
+        ]
+        for thread in asking:
+            thread.start()
+        time.sleep(0.5)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 1
+        assert time.monotonic() - began < 1 + CLOSE_SECONDS + 2
+        for thread in asking:
+            thread.join(5)
+    said = process.stdout.read()
+    assert "most recent call first" in said  # what the threads did
+    assert ("in render" in said) == ("rendering" in stuck)
+    if stuck == ("compiling",):
+        assert "in close" in said
+
+
+def ask_until_the_end(client: httpx.Client, path: str, body: dict) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        client.post(path, json=body)
+
+
 def test_a_port_in_use_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -135,7 +189,7 @@ def test_both_ways_to_start_take_the_same_flags(program):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}  # a script has its own folder on the path, not the checkout
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
-    assert done.stderr.startswith("jpaged: model=None: name a model")
+    assert done.stderr.startswith("jpaged: name a model")
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])

@@ -15,7 +15,6 @@ from jpaged.serving.chat_answers import ChatAnswers
 from jpaged.serving.generation import Server
 
 from ..answers.test_parsers import RECORDED, TOOLS, reader
-from .conftest import running
 from .test_openai_client import events
 
 TEMPLATES = {
@@ -34,11 +33,11 @@ def formats(request) -> ChatFormats:
 
 
 @pytest.fixture
-def url(engine, formats):
+def url(engine, formats, host):
     engine.step_seconds = 0
     engine.tokenizer.chat_template = TEMPLATES["hermes"]
-    with running(create_app(Server(engine=engine, model_names=("echo",), chat=formats))) as base:
-        yield base
+    host[0].app = create_app(Server(engine=engine, model_names=("echo",), chat=formats))
+    return host[1]
 
 
 def strict(model, raw: str):
@@ -257,6 +256,14 @@ def test_forced_calls_reach_the_engine_as_a_grammar(url, engine, choice):
     grammar = engine.seen_params[-1].structured_outputs.grammar
     assert ("search" in grammar) == (choice == "required")
     assert answer.json()["choices"][0]["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+
+
+def test_a_forced_call_that_is_cut_has_no_content(url, engine):
+    engine.says = '<tool_call>\n{"name": "search", "arguments": {"q": "a b"}}\n</tool_call>'
+    for ask in (whole, streamed):
+        for cut, calls in ((18, []), (45, [("search", "{")]), (56, [("search", '{"q": "a b"}')])):
+            said = ask(url, tools=OFFERED, tool_choice="required", max_tokens=cut)
+            assert (said[1] or None, said[2], said[3]) == (None, calls, "length"), (cut, said)
 
 
 def test_template_variables_that_a_request_may_set(url, client, engine):

@@ -24,12 +24,12 @@ PROMPT = [3, 10, 17]
 
 
 class Chatty(SmallTokenizer):
-    """Takes a conversation as tokens."""
+    """Takes a conversation as its text."""
 
     chat_template = "{...}"
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        return [self.ids[letter] for message in messages for letter in message["content"]]
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        return "".join(message["content"] for message in messages)
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_priorities_come_in_their_shares():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: LengthDistribution("prompt_tokens", "many"), "prompt_tokens='many': 'many' is not a number"),
+        (lambda: LengthDistribution("prompt_tokens", "many"), "'many' is not a number (prompt_tokens='many')"),
         (lambda: LengthDistribution("prompt_tokens", "0"), "at least 1 token"),
         (lambda: LengthDistribution("prompt_tokens", "1.5"), "whole numbers"),
         (lambda: LengthDistribution("output_tokens", "uniform:9:3"), "highest must not be below"),

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,8 +23,9 @@ from jpaged.engine.grammar.limits import GRAMMAR_STEP_LIMITS, STEP_LIMITS, Gramm
 from jpaged.engine.grammar.matcher import GrammarMatcher, first_line
 from jpaged.engine.grammar.probe_process import ProbeProcess, ProbeTimeout
 from jpaged.engine.grammar.reasoning_prefix import ReasoningPrefix
+from jpaged.engine.grammar.special_text import SpecialTokens
 from jpaged.engine.grammar.translate import Source
-from jpaged.engine.grammar.vocabulary import grammar_tokenizer
+from jpaged.engine.grammar.vocabulary import grammar_tokenizer, special_tokens
 from jpaged.engine.step_plan import mask_words
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.params.structured_outputs import StructuredOutputsParams
@@ -50,9 +51,12 @@ class _Job:
 class Grammar:
     """A compiled grammar, shared by all requests with the same parameters."""
 
-    def __init__(self, compile_matcher: Callable[[], LLMatcher], vocab_size: int, source: Source):
+    def __init__(
+        self, compile_matcher: Callable[[], LLMatcher], vocab_size: int, source: Source, end_ids: Set[int] = frozenset()
+    ):
         """Compile the grammar with `compile_matcher`. Raises RequestError if that fails."""
         self._compile_matcher, self._vocab_size, self._source = compile_matcher, vocab_size, source
+        self._end_ids = end_ids  # end-of-sequence tokens of the model
         began = time.monotonic()
         self._matcher = compile_matcher()
         self._seconds = time.monotonic() - began
@@ -62,7 +66,9 @@ class Grammar:
         """Return a matcher for a new answer. The copy takes 42 us and shares the lexer states computed so far."""
         parameter, value = self._source.parameter, self._source.value
         copied = self._matcher.deep_copy()
-        return GrammarMatcher(copied, self._vocab_size, parameter, value, self._renew, self._generation)
+        return GrammarMatcher(
+            copied, self._vocab_size, parameter, value, self._renew, self._generation, self._end_ids
+        )
 
     @property
     def is_stale(self) -> bool:
@@ -87,8 +93,8 @@ class Grammar:
 class _Lane:
     """One worker thread with its child process."""
 
-    def __init__(self, name: str):
-        self.probe = ProbeProcess()
+    def __init__(self, name: str, probe: ProbeProcess):
+        self.probe = probe
         self.executor = ThreadPoolExecutor(1, f"jpaged-grammar-{name}")
 
     def close(self) -> None:
@@ -111,7 +117,7 @@ class GrammarCompiler:
         self._tokenizer_of_model = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
-        self._special_ids: dict[str, int] = {}
+        self._special = SpecialTokens(special_tokens(tokenizer, vocab_size), frozenset(eos_token_ids))
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
         self._cache: collections.OrderedDict[_Key, Grammar] = collections.OrderedDict()
@@ -178,7 +184,7 @@ class GrammarCompiler:
 
     def _lane(self, name: str) -> _Lane:
         if name not in self._lanes:
-            self._lanes[name] = _Lane(name)
+            self._lanes[name] = _Lane(name, ProbeProcess(self.vocab_size, list(self._special.ids)))
         return self._lanes[name]
 
     def _start(self, name: str, job: _Job) -> None:
@@ -233,15 +239,14 @@ class GrammarCompiler:
     def _compile(self, probe: ProbeProcess, source: Source, seconds: float) -> Grammar:
         limits = GRAMMAR_STEP_LIMITS if source.is_context_free else STEP_LIMITS
         text, error = probe.compile(
-            source.text(), context_free=source.is_context_free, limits=limits, seconds=seconds
+            source.text(self._special), context_free=source.is_context_free, limits=limits, seconds=seconds
         )
         if error:
             raise _compile_error(source, error)
-        if not source.is_context_free:
-            text = source.text(self._special_ids.get)
         if source.reasoning is not None:
-            text = source.reasoning.prepend_to(text, self._special_ids.get)
-        return Grammar(functools.partial(self._compile_matcher, source, text, limits), self.vocab_size, source)
+            text = source.reasoning.prepend_to(text, self._special)
+        compile_matcher = functools.partial(self._compile_matcher, source, text, limits)
+        return Grammar(compile_matcher, self.vocab_size, source, self._special.end_ids)
 
     def _compile_matcher(self, source: Source, text: str, limits: dict[str, Any]) -> LLMatcher:
         assert self._tokenizer is not None
@@ -259,12 +264,6 @@ class GrammarCompiler:
                 return
             began = time.monotonic()
             self._tokenizer = grammar_tokenizer(self._tokenizer_of_model, self.vocab_size, self._eos_token_ids)
-            added = self._tokenizer_of_model.backend_tokenizer.get_added_tokens_decoder()
-            self._special_ids = {
-                token.content: token_id
-                for token_id, token in added.items()
-                if token.special and token_id < self.vocab_size
-            }
             logger.info("read the tokenizer for grammars in %.1f s", time.monotonic() - began)
 
 

@@ -6,7 +6,7 @@ an engine that appends all of them at once and one that samples them one by one 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
@@ -46,10 +46,14 @@ class GrammarMatcher:
         value: object,
         renew: Renew = lambda generation: None,
         generation: int = 0,
+        end_ids: Set[int] = frozenset(),
     ):
+        """end_ids: end-of-sequence tokens of the model."""
         self._matcher = matcher
         self._renew = renew
         self._generation = generation
+        self._end_ids = end_ids
+        self._ended = False           # the last accepted token is an end that llguidance has not consumed
         self._renewed_at = -1         # number of accepted tokens at the last replacement
         self._tokens: list[int] = []  # accepted tokens
         self._vocab_size = vocab_size
@@ -67,18 +71,22 @@ class GrammarMatcher:
     @property
     def is_finished(self) -> bool:
         """True if the grammar is satisfied and allows no more text. The answer ends with finish_reason "stop"."""
+        if self._ended:
+            return True
         return self._forced_index == len(self._forced) and self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def is_accepting(self) -> bool:
         """True if the answer may end here. Exactly then the mask allows the end-of-sequence tokens."""
-        return self._forced_index == len(self._forced) and self._matcher.is_accepting()
+        return self._ended or (self._forced_index == len(self._forced) and self._matcher.is_accepting())
 
     def forced_tokens(self) -> list[int]:
         """Return the tokens that must come next, in order; [] if there is a choice, or the grammar is finished.
 
         Any number of them, from the first, may be accepted without sampling. Raises RequestError like `mask_into`.
         """
+        if self._ended:
+            return []
         if self._forced_index == len(self._forced) and not self._forced_known:
             forced = self._query(lambda matcher: [] if matcher.is_stopped() else matcher.compute_ff_tokens())
             self._forced_known = True
@@ -96,6 +104,10 @@ class GrammarMatcher:
             raise ValueError(f"expected 32-bit words[{mask_words(self._vocab_size)}], got {words.dtype}{words.shape}")
         forced = self.forced_tokens()
         words[:] = 0
+        if self._ended:
+            for token_id in self._end_ids:
+                words.view(np.uint32)[token_id // 32] |= np.uint32(1 << (token_id % 32))
+            return
         if forced:
             words.view(np.uint32)[forced[0] // 32] = np.uint32(1 << (forced[0] % 32))
             return
@@ -112,7 +124,9 @@ class GrammarMatcher:
         if self.is_finished or (forced and token_id != forced[0]):
             return False
         if self._query(lambda matcher: matcher.try_consume_tokens([token_id])) != 1:
-            return False
+            if not self._is_named_end(token_id):
+                return False
+            self._ended = True
         self._tokens.append(token_id)
         self._history.append((self._forced, self._forced_index))
         if forced:
@@ -125,7 +139,8 @@ class GrammarMatcher:
         if not 0 <= num_tokens <= len(self._history):
             raise ValueError(f"num_tokens is {num_tokens}, must be from 0 to {len(self._history)}")
         if num_tokens:
-            self._matcher.rollback(num_tokens)
+            self._matcher.rollback(num_tokens - self._ended)
+            self._ended = False
             if self._matcher.is_error():
                 raise self._cannot_continue(first_line(self._matcher.get_error()))
             self._forced, self._forced_index = self._history[-num_tokens]
@@ -136,13 +151,25 @@ class GrammarMatcher:
         """Return an independent copy, for an answer that forks here."""
         matcher = self._matcher.deep_copy()
         other = GrammarMatcher(
-            matcher, self._vocab_size, self._parameter, self._value, self._renew, self._generation
+            matcher, self._vocab_size, self._parameter, self._value, self._renew, self._generation, self._end_ids
         )
+        other._ended = self._ended
         other._tokens = list(self._tokens)
         other._forced, other._forced_index = self._forced, self._forced_index
         other._forced_known = self._forced_known
         other._history = list(self._history)
         return other
+
+    def _is_named_end(self, token_id: int) -> bool:
+        """True if the grammar names this end-of-sequence token here, such as gpt-oss's <|call|> after a call.
+
+        llguidance allows the token in the mask, but consumes it only where the answer may end.
+        """
+        if token_id not in self._end_ids:
+            return False
+        words = np.zeros(mask_words(self._vocab_size), np.uint32)
+        self._query(lambda matcher: matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
+        return bool(words[token_id // 32] >> (token_id % 32) & 1)
 
     def _query(self, query: Callable[[LLMatcher], Any]) -> Any:
         """Return `query(matcher)`. If the matcher fails, replace it and query the new one."""

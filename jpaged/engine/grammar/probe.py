@@ -3,8 +3,10 @@
 llguidance cannot be interrupted while it compiles, and its fuel does not bound all of the work. These compiled for
 minutes, each within every limit on size: 200 patterns under allOf, multipleOf 1000003, 300 patternProperties.
 
-Each line of input is a request, each line of output its answer:
+The first line of input is the vocabulary of the model: its size, and the names of its special tokens. The other tokens
+do not matter for a compile. Each further line is a request, each line of output its answer:
 
+    {"vocab_size": number, "special_tokens": [text, ...]}
     {"grammar": text, "context_free": bool, "limits": {...}, "seconds": number}
     {"grammar": text, "error": text}
 
@@ -27,9 +29,9 @@ def main() -> None:
     # Other systems ignore this limit, or count memory that the interpreter has only reserved.
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-    tokenizer = LLTokenizer("byte")
+    tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(**json.loads(sys.stdin.readline()))))
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -47,6 +49,21 @@ def main() -> None:
             answer["error"] = f"{error or type(error).__name__}"
         signal.alarm(0)
         print(json.dumps(answer), flush=True)
+
+
+class _Tokens:
+    """A vocabulary of single bytes, special tokens, and empty tokens up to the model's size."""
+
+    def __init__(self, vocab_size: int, special_tokens: list[str]):
+        names = [name.encode() for name in special_tokens] or [b"<|end|>"]
+        padding = [b""] * (vocab_size - 256 - len(names))
+        self.tokens = [bytes([byte]) for byte in range(256)] + names + padding
+        self.special_token_ids = list(range(256, 256 + len(names)))
+        self.eos_token_id = 256
+        self.bos_token_id = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
 
 
 def _lark(text: str) -> str:

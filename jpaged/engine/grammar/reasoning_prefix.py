@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+
+from jpaged.engine.grammar.special_text import SpecialTokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,19 +17,14 @@ class ReasoningPrefix:
     end: str
     opened: bool
 
-    def prepend_to(self, grammar: str, special_id: Callable[[str], int | None]) -> str:
+    def prepend_to(self, grammar: str, special: SpecialTokens) -> str:
         """Return a grammar of llguidance (Lark or JSON text) with the reasoning before it.
 
-        special_id: see `Source.text`.
+        A tag that is a special token is the token, not its text.
         """
-
-        def tag(text: str) -> str:
-            token_id = special_id(text)
-            return json.dumps(text) if token_id is None else f"<[{token_id}]>"
-
-        end_is_token = special_id(self.end) is not None
-        rule = f"reasoning: TEXT {tag(self.end)}" if end_is_token else f"reasoning[lazy]: TEXT {tag(self.end)}"
-        before = f"reasoning {_BREAKS}" if self.opened else f"({tag(self.start)} reasoning {_BREAKS})?"
+        start, end = (special.lark(tag) if tag in special.ids else json.dumps(tag) for tag in (self.start, self.end))
+        rule = f"reasoning: TEXT {end}" if self.end in special.ids else f"reasoning[lazy]: TEXT {end}"
+        before = f"reasoning {_BREAKS}" if self.opened else f"({start} reasoning {_BREAKS})?"
         lines = [f"start: {before} @answer", rule, r"TEXT: /(.|\n)*/"]
         parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
         parts[0]["name"] = "answer"

@@ -1,7 +1,6 @@
 """Translates a request's `StructuredOutputsParams` to the text of a grammar for llguidance."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from llguidance import LLMatcher
@@ -10,6 +9,7 @@ from jpaged.engine.grammar import json_schema
 from jpaged.engine.grammar.limits import GrammarLimits
 from jpaged.engine.grammar.reasoning_prefix import ReasoningPrefix
 from jpaged.engine.grammar.regex_dialect import literal, to_rust
+from jpaged.engine.grammar.special_text import SpecialTokens
 from jpaged.errors import RequestError
 from jpaged.params.structured_outputs import StructuredOutputsParams
 
@@ -57,12 +57,9 @@ class Source:
                 self._tags = _StructuralTags(params, limits, self.parameter)
         self._whitespace(params, limits)
 
-    def text(self, special_id: Callable[[str], int | None] = lambda token: None) -> str:
-        """Return the grammar.
-
-        special_id: maps the name of a special token to its id. In structural tags these are tokens, not text.
-        """
-        return self._text if self._tags is None else LLMatcher.grammar_from_lark(self._tags.lark(special_id))
+    def text(self, special: SpecialTokens) -> str:
+        """Return the grammar. The names of special tokens in structural tags are tokens, not text."""
+        return self._text if self._tags is None else LLMatcher.grammar_from_lark(self._tags.lark(special))
 
     def _whitespace(self, params: StructuredOutputsParams, limits: GrammarLimits) -> None:
         if params.whitespace_pattern is not None:
@@ -144,24 +141,48 @@ class _StructuralTags:
         body = json.dumps({"x-guidance": _json_options(params)} | schema, ensure_ascii=False)
         self._tags.setdefault(trigger, []).append((begin[len(trigger) :], body, end))
 
-    def lark(self, special_id: Callable[[str], int | None]) -> str:
-        """Return the tags as a Lark grammar."""
-
-        def text(value: str) -> str:
-            token_id = special_id(value)
-            return json.dumps(value) if token_id is None else f"<[{token_id}]>"
-
-        lines = ["start: (" + " | ".join(f"tag_{i}" for i in range(len(self._tags))) + ")* rest"]
-        lines += ["rest: TEXT", r"TEXT: /(.|\n)*/"]
-        for i, (trigger, tags) in enumerate(self._tags.items()):
-            if special_id(trigger) is None:
-                lines.append(f"head_{i}[lazy]: TEXT {text(trigger)}")
-            else:
-                lines.append(f"head_{i}: TEXT {text(trigger)}")
+    def lark(self, special: SpecialTokens) -> str:
+        """Return the tags as a Lark grammar. Free text may have special tokens, as it does without a grammar."""
+        triggers = [special.split(trigger) for trigger in self._tags]
+        lines = [r"TEXT: /(.|\n)*/"]
+        for i, tags in enumerate(self._tags.values()):
             lines.append(f"tag_{i}: head_{i} (" + " | ".join(f"body_{i}_{j}" for j in range(len(tags))) + ")")
             for j, (rest, schema, end) in enumerate(tags):
-                lines.append(f"body_{i}_{j}: {text(rest) if rest else ''} %json {schema} {text(end) if end else ''}")
-        return "%llguidance {}\n" + "\n".join(lines)
+                lines.append(f"body_{i}_{j}: {special.lark(rest)} %json {schema} {special.lark(end)}")
+        tags = [f"tag_{i}" for i in range(len(triggers))]
+        free = special.free({part for parts in triggers for part in parts})
+        if all(parts[0] in special.ids for parts in triggers):
+            lines += [f"head_{i}: {special.lark(trigger)}" for i, trigger in enumerate(self._tags)]
+            pieces = [f"{tag} TEXT" for tag in tags] + ([f"{free} TEXT"] if free else [])
+            return _grammar(f"start: TEXT ({' | '.join([*pieces, *_other_uses(triggers, special, lines)])})*", lines)
+        for i, (first, *after) in enumerate(triggers):
+            if first in special.ids:
+                lines.append(f"head_{i}: TEXT {special.lark(''.join([first, *after]))}")
+            elif after:
+                lines.append(f"BEFORE_{i}: TEXT {special.lark(first)}")
+                lines.append(f"head_{i}: BEFORE_{i} {special.lark(''.join(after))}")
+            else:
+                lines.append(f"head_{i}[lazy]: TEXT {special.lark(first)}")
+        pieces = tags + ([f"TEXT {free}"] if free else [])
+        return _grammar(f"start: ({' | '.join(pieces)})* rest", ["rest: TEXT", *lines])
+
+
+def _other_uses(triggers: list[list[str]], special: SpecialTokens, lines: list[str]) -> list[str]:
+    """Return Lark for the special tokens that begin triggers, with text that does not go on like one of them.
+
+    So gpt-oss may write `<|channel|>analysis` where `<|channel|>commentary to=` is a trigger. Appends to `lines`.
+    """
+    pieces = []
+    for i, begin in enumerate(sorted({parts[0] for parts in triggers})):
+        after = [parts[1] if len(parts) > 1 else "" for parts in triggers if parts[0] == begin]
+        if all(text and text not in special.ids for text in after):
+            lines.append(rf"OTHER_{i}: TEXT & ~/({'|'.join(map(literal, after))})(.|\n)*/")
+            pieces.append(f"{special.lark(begin)} OTHER_{i}")
+    return pieces
+
+
+def _grammar(start: str, lines: list[str]) -> str:
+    return "%llguidance {}\n" + "\n".join([start, *lines])
 
 
 def _are_strings(value: Any) -> bool:

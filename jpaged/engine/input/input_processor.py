@@ -13,7 +13,7 @@ import numpy as np
 from jpaged.engine.engine_options import EngineOptions
 from jpaged.engine.grammar import Grammar, GrammarCompiler, ReasoningPrefix
 from jpaged.engine.input.model_limits import ModelLimits
-from jpaged.engine.input.prompt_reader import Prompt, PromptReader
+from jpaged.engine.input.prompt_reader import Cancelled, Prompt, PromptReader
 from jpaged.engine.output.reasoning_budget import EncodedReasoningTags, ReasoningBudget
 from jpaged.engine.output.stop_strings import stop_automaton
 from jpaged.engine.request import Request
@@ -51,6 +51,7 @@ class InputProcessor:
         self._compiler = compiler
         self._tokenizer = tokenizer
         self._logged_unused = False  # a beam search with sampling parameters was logged
+        self._logged_cut = False  # a max_tokens beyond max_model_len was logged
         self._eos_token_ids = frozenset(limits.eos_token_ids)
         if limits.eos_token_id is not None:
             self._eos_token_ids |= {limits.eos_token_id}
@@ -84,10 +85,14 @@ class InputProcessor:
         *,
         stream: bool = False,
         priority: int = 0,
+        refuse_cut: bool = False,
+        cancelled: Cancelled = lambda: False,
     ) -> RequestGroup:
         """Check a prompt with its parameters, and make a request group of them. Raises RequestError.
 
-        stream: emit every new token, if the parameters allow it.
+        stream:     emit every new token, if the parameters allow it.
+        refuse_cut: raise RequestError if prompt and max_tokens exceed max_model_len, instead of a warning.
+        cancelled:  asked while a long text is tokenised; True ends that with TokenisingCancelled.
         """
         metrics = RequestMetrics(arrival_time=time.monotonic())
         check_task(self.limits.pooling, params)
@@ -95,13 +100,14 @@ class InputProcessor:
         params = POOLED if isinstance(params, PoolingParams) else params
         self._check_params(params)
         self._check_priority(priority)
-        checked = self._prompts.read(prompt, params)
+        checked = self._prompts.read(prompt, params, cancelled)
         token_ids = checked.token_ids
         self._check_prompt_logprobs(params, len(token_ids))
         max_total_tokens = self.limits.max_model_len
         if pooling_params is not None:
             max_total_tokens = len(token_ids) + 1  # the prompt may fill the model: no token is sampled
         elif params.max_tokens is not None:
+            self._check_max_tokens(params.max_tokens, len(token_ids), refuse=refuse_cut)
             max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
         end_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
         extras = self._extras(params, end_token_ids)
@@ -163,6 +169,23 @@ class InputProcessor:
             return None
         reasoning = None if tags is None else ReasoningPrefix(tags.start, tags.end, opened)
         return self._grammar(params, reasoning)
+
+    def _check_max_tokens(self, max_tokens: int, prompt_len: int, *, refuse: bool) -> None:
+        """Refuse, or log once, a max_tokens that the model cannot reach after the prompt."""
+        max_model_len = self.limits.max_model_len
+        room = max_model_len - prompt_len
+        if max_tokens <= room:
+            return
+        reason = (
+            f"is more than fits: max_model_len={max_model_len:,} leaves {room:,} tokens after a prompt of "
+            f"{prompt_len:,} tokens"
+        )
+        if refuse:
+            raise RequestError("max_tokens", max_tokens, f"{reason}; ask for at most {room:,}, or leave it out")
+        if not self._logged_cut and max_tokens != _DEFAULTS.max_tokens:
+            self._logged_cut = True
+            logger.warning("max_tokens=%d %s; answers end there with finish_reason 'length' (logged once)",
+                           max_tokens, reason)  # fmt: skip
 
     def _check_prompt_logprobs(self, params: SamplingParams, prompt_len: int) -> None:
         asked = params.prompt_logprobs

@@ -4,8 +4,7 @@ Checks the length of a prompt before it does anything that takes long: there may
 """
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,12 @@ import numpy as np
 from jpaged.engine.input.model_limits import ModelLimits
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
+from jpaged.text.encoder import TokenLimit, text_encoder
 
+Cancelled = Callable[[], bool]
 Prompt = str | Mapping[str, Any] | Sequence[int] | np.ndarray
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 ACCEPTED = "must be a string, a list of token ids, or a dict with prompt or prompt_token_ids"
-MAX_TRUNCATED = 4_000_000  # characters of a text that is to be truncated: about a second of tokenising
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,69 +37,38 @@ class PromptReader:
         self._limits = limits
         self._tokenizer = tokenizer
 
-    def read(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
-        """Check and tokenise a prompt, and truncate it to truncate_prompt_tokens. Raises RequestError."""
+    def read(self, prompt: Prompt, params: SamplingParams, cancelled: Cancelled = lambda: False) -> CheckedPrompt:
+        """Check and tokenise a prompt, and truncate it to truncate_prompt_tokens.
+
+        cancelled: asked while a long text is tokenised. Raises RequestError, and TokenisingCancelled.
+        """
         parts = _parts(prompt)
         text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
-        token_ids = self._encode(text or "", params) if ids is None else self._checked_ids(ids, params)
+        token_ids = self._encode(text or "", params, cancelled) if ids is None else self._checked_ids(ids, params)
         return CheckedPrompt(text, token_ids, parts.get("cache_salt") or "")
 
-    def _max_tokens(self, params: SamplingParams) -> int | None:
-        """Number of prompt tokens to keep; None: all. Raises RequestError if a prompt can never have as many."""
-        keep, limit = params.truncate_prompt_tokens, self._limits.max_model_len - 1
-        if keep is not None and keep > limit:
-            raise RequestError("truncate_prompt_tokens", keep, f"a prompt takes at most {limit:,} tokens, of "
-                               f"max_model_len={limit + 1:,}: give a smaller one, or -1")  # fmt: skip
-        return max(limit + 1 - (params.max_tokens or 1), 1) if keep == -1 else keep
+    def _limit(self, params: SamplingParams) -> TokenLimit:
+        pooling = self._limits.pooling is not None
+        return TokenLimit.of_prompt(self._limits.max_model_len, params, pooling=pooling)
 
-    def _encode(self, text: str, params: SamplingParams) -> list[int]:
+    def _encode(self, text: str, params: SamplingParams, cancelled: Cancelled) -> list[int]:
         if self._tokenizer is None:
             accepted = "the model has no tokenizer: give prompt_token_ids, or start with the option tokenizer"
             raise RequestError("prompt", text, accepted)
         if not text:
             raise RequestError("prompt", text, "must not be empty")
-        max_model_len = self._limits.max_model_len
-        keep, longest = self._max_tokens(params), max_model_len * self._longest_token
-        if keep is not None:
-            longest = max(longest, MAX_TRUNCATED)
-        if len(text) > longest:
-            # Tokenising a few million characters takes about a second, so it is not done for a prompt that cannot fit.
-            accepted = f"has {len(text):,} characters, {max_model_len:,} tokens are at most {longest:,}"
-            if keep is not None:
-                accepted = f"has {len(text):,} characters, which is too much to truncate: cut it to {longest:,}"
-            raise RequestError("prompt", text, accepted)
-        token_ids = self._tokenizer.encode(text, verbose=False)  # verbose warns of lengths, which are checked here
-        if keep is not None and len(token_ids) > keep:
-            token_ids = self._truncated(token_ids, keep, right=params.truncation_side == "right")
-        self._check_length("prompt", text, len(token_ids))
+        limit, encoder = self._limit(params), text_encoder(self._tokenizer)
+        encoded = encoder.encode("prompt", text, limit, cancelled=cancelled)
+        token_ids = encoded.token_ids
+        if limit.truncate is not None and len(token_ids) > limit.count:
+            token_ids = _truncated(token_ids, limit, encoder.ends or ([], []))
+        self._check_length("prompt", text, len(token_ids), complete=encoded.complete or limit.truncate is not None)
         return self._checked_ids(token_ids)
 
-    def _truncated(self, token_ids: list[int], keep: int, *, right: bool) -> list[int]:
-        """The tokens of a text, truncated. Keeps the tokens that the tokenizer adds to every text, if they fit."""
-        before, after = self._special_ends
-        if token_ids[: len(before)] != before or token_ids[len(token_ids) - len(after) :] != after:
-            before, after = [], []
-        room = keep - len(before) - len(after)
-        if room < 1:
-            before, after, room = [], [], keep
-        inner = token_ids[len(before) : len(token_ids) - len(after)]
-        return before + (inner[:room] if right else inner[-room:]) + after
-
-    @functools.cached_property
-    def _special_ends(self) -> tuple[list[int], list[int]]:
-        """Tokens that the tokenizer adds before and after every text, found by encoding an empty one."""
-        ends = self._tokenizer.encode("", verbose=False)
-        some = self._tokenizer.encode("a", verbose=False)
-        for count in range(len(ends), -1, -1):
-            before, after = ends[:count], ends[count:]
-            if some[:count] == before and some[len(some) - len(after) :] == after:
-                return before, after
-        return [], []
-
-    @functools.cached_property
-    def _longest_token(self) -> int:
-        """Characters of the tokenizer's longest token."""
-        return max(map(len, self._tokenizer.get_vocab()), default=1)
+    @property
+    def _most(self) -> int:
+        """Number of tokens of the longest prompt."""
+        return self._limits.max_model_len - (self._limits.pooling is None)
 
     def _checked_ids(self, ids: Any, params: SamplingParams | None = None) -> list[int]:
         """params: truncate as they say; None: the ids are truncated already."""
@@ -110,9 +79,9 @@ class PromptReader:
                 raise RequestError(name, ids, f"must be a list of token ids, or an array of one axis, not {ids.ndim}")
         elif isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
             raise RequestError(name, ids, "must be a list of token ids")
-        keep = None if params is None else self._max_tokens(params)
-        if params is not None and keep is not None:
-            ids = ids[:keep] if params.truncation_side == "right" else ids[-keep:]
+        limit = None if params is None else self._limit(params)
+        if limit is not None and limit.truncate is not None:
+            ids = ids[: limit.count] if limit.truncate == "right" else ids[-limit.count :]
         self._check_length(name, ids, len(ids))
         token_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         for position, token_id in enumerate(token_ids):
@@ -124,16 +93,17 @@ class PromptReader:
                 raise RequestError(name, token_id, f"token {position}: ids of this model are 0 to {vocab_size - 1}")
         return token_ids
 
-    def _check_length(self, name: str, value: Any, length: int) -> None:
-        max_model_len = self._limits.max_model_len
-        limit = max_model_len if self._limits.pooling is not None else max_model_len - 1
+    def _check_length(self, name: str, value: Any, length: int, *, complete: bool = True) -> None:
+        """complete: False: the prompt has more tokens than `length`."""
+        max_model_len, limit = self._limits.max_model_len, self._most
         if not length:
             raise RequestError(name, value, "must not be empty")
         if length > limit:
+            shown = f"{length:,}" if complete else f"more than {limit:,}"
             raise RequestError(
                 name,
                 value,
-                f"has {length:,} tokens, a prompt takes at most {limit:,}: shorten it, or start with a larger "
+                f"has {shown} tokens, a prompt takes at most {limit:,}: shorten it, or start with a larger "
                 f"max_model_len (now {max_model_len:,}), if the model was trained for more",
             )
 
@@ -163,6 +133,21 @@ def _parts(prompt: Prompt) -> Mapping[str, Any]:
             accepted = f"is not valid Unicode: {error.reason} at character {error.start}"
             raise RequestError(name, text, accepted) from None
     return prompt
+
+
+def _truncated(token_ids: list[int], limit: TokenLimit, ends: tuple[list[int], list[int]]) -> list[int]:
+    """Return `limit.count` tokens of a text. The ends are kept if there is room for one more token.
+
+    ends: tokens that the tokenizer adds before and after every text.
+    """
+    (before, after), keep = ends, limit.count
+    if token_ids[: len(before)] != before or token_ids[len(token_ids) - len(after) :] != after:
+        before, after = [], []
+    room = keep - len(before) - len(after)
+    if room < 1:
+        before, after, room = [], [], keep
+    inner = token_ids[len(before) : len(token_ids) - len(after)]
+    return before + (inner[:room] if limit.truncate == "right" else inner[-room:]) + after
 
 
 def as_array(name: str, value: Any) -> np.ndarray:

@@ -17,7 +17,7 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep
 from jpaged.engine.step_plan import RowMask
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
-from jpaged.errors import EngineError, RequestError
+from jpaged.errors import EngineError, LogitsError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -159,5 +159,8 @@ def _note_failure(request: Request, error: Exception) -> None:
     if isinstance(error, RequestError):  # the caller's grammar or logits processor: report it as the stop reason
         request.output.stop_reason = error.accepted
         logger.warning("request %s ends: %s", request.request_id, error)
+    elif isinstance(error, LogitsError):
+        request.output.stop_reason = error.message
+        logger.error("request %s ends: %s", request.request_id, error)
     else:
         logger.error("request %s ends: its output could not be processed", request.request_id, exc_info=error)

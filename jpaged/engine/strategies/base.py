@@ -18,7 +18,8 @@ from jpaged.engine.output.answer_writer import AnswerWriter
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep
-from jpaged.engine.step_plan import StepResult
+from jpaged.engine.step_plan import NOTHING_ALLOWED, StepResult
+from jpaged.errors import JPagedError, LogitsError, RequestError
 from jpaged.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from jpaged.params.sampling import SamplingParams
 
@@ -91,6 +92,16 @@ class Strategy(abc.ABC):
     def count_parameter(params: SamplingParams) -> str:
         """Name of the parameter that sets the number of requests."""
         return "n" if params.best_of is None else "best_of"
+
+
+def sampling_error(token_id: int, params: SamplingParams) -> JPagedError:
+    """Return the error of a request whose row got NOT_FINITE or NOTHING_ALLOWED in place of a token."""
+    if params.logits_processors:
+        accepted = "leave no token to sample: logits that are not finite, or all -inf"
+        return RequestError("logits_processors", params.logits_processors, accepted)
+    if token_id == NOTHING_ALLOWED:
+        return RequestError("allowed_token_ids", params.allowed_token_ids, "leaves no token to sample")
+    return LogitsError()
 
 
 def request_output(request_group: "RequestGroup", completions: list[CompletionOutput]) -> RequestOutput:

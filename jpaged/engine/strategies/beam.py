@@ -17,7 +17,7 @@ import numpy as np
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.answer_writer import stop_reason
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.strategies.base import CollectedStep, Strategy, StrategyContext, request_output
+from jpaged.engine.strategies.base import CollectedStep, Strategy, StrategyContext, request_output, sampling_error
 from jpaged.engine.strategies.beam_search import BeamSearch, BeamStep, Hypothesis
 from jpaged.errors import EngineError
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
@@ -51,6 +51,8 @@ class BeamStrategy(Strategy):
     def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
         """Store a beam's candidates. With the last beam's candidates the search advances."""
         result = collected.result
+        if collected.token_ids[index] < 0:
+            raise sampling_error(collected.token_ids[index], request.params)
         if result.top_ids is None or result.top_logprobs is None:
             raise EngineError(f"request {request.request_id} is a beam, the step returned no log-probabilities")
         self._candidates[request] = (result.top_ids[index], result.top_logprobs[index])

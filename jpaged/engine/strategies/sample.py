@@ -9,8 +9,7 @@ them. The next step computes them like a chunk of a prompt.
 from typing import TYPE_CHECKING
 
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.strategies.base import CollectedStep, Strategy, StrategyContext, request_output
-from jpaged.errors import RequestError
+from jpaged.engine.strategies.base import CollectedStep, Strategy, StrategyContext, request_output, sampling_error
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.params.sampling import RequestOutputKind
 
@@ -33,11 +32,10 @@ class SampleStrategy(Strategy):
         super().begin(request_group, context)
 
     def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
-        """Append the sampled token, and forced tokens after it. Raises RequestError if no token could be sampled."""
+        """Append the sampled token, and forced tokens after it. Raises an error if no token could be sampled."""
         token_id, params = collected.token_ids[index], request.params
         if token_id < 0:
-            accepted = "leave no token to sample: logits that are not finite, or all -inf"
-            raise RequestError("logits_processors", params.logits_processors, accepted)
+            raise sampling_error(token_id, params)
         writer = self.context.writer
         if params.needs_logprobs:
             writer.append_logprobs(request, token_id, collected.result, index)

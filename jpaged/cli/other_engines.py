@@ -1,0 +1,58 @@
+"""Flags of vLLM that jpaged does not have: dropped where they ask for nothing, otherwise refused by name.
+
+`frontend/engine_options.py` does the same for options in Python.
+"""
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from jpaged.frontend.engine_options import NOT_YET, is_neutral
+
+COMMANDS = ("generate", "chat", "serve", "bench", "plan")  # those with engine options
+SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
+         "-q": "quantization"}  # fmt: skip
+# Flags of `vllm serve` alone, as NOT_YET.
+SERVE: dict[str, tuple[Any, ...]] = {
+    "enable_auto_tool_choice": (True,), "disable_log_requests": (True,), "enable_log_requests": (False,),
+    "enable_prompt_tokens_details": (True,), "disable_frontend_multiprocessing": (False, True),
+    "api_server_count": (1,), "response_role": ("assistant",), "chat_template_content_format": ("auto", "string"),
+}  # fmt: skip
+
+
+def without_neutral(args: Sequence[str]) -> list[str]:
+    """Return a command line without the flags of vLLM that ask for nothing.
+
+    Raises RequestError for a flag of vLLM that asks for something, since jpaged does not do it.
+    """
+    if not args or args[0] not in COMMANDS:
+        return list(args)
+    known = NOT_YET | SERVE if args[0] == "serve" else NOT_YET
+    end = args.index("--") if "--" in args else len(args)
+    flags, kept = list(args[:end]), []
+    while flags:
+        flag, equals, given = flags.pop(0).partition("=")
+        name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else "")
+        negated = name.startswith("no_") and name not in known
+        name = name.removeprefix("no_") if negated else name
+        if name not in known:
+            kept.append(flag + equals + given)
+            continue
+        value: Any = not negated
+        if equals:
+            value = _value(given)
+        elif not any(isinstance(neutral, bool) for neutral in known[name]) and flags and not flags[0].startswith("-"):
+            value = _value(flags.pop(0))
+        is_neutral(name, value, known)
+    return [*kept, *args[end:]]
+
+
+def _value(word: str) -> Any:
+    """Return the Python value of a flag's word: a number, True, None, an empty mapping, or the word itself."""
+    words = {"true": True, "false": False, "null": None, "none": None}
+    if word.lower() in words:
+        return words[word.lower()]
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return word

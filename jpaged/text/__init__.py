@@ -1,0 +1,1 @@
+"""Text to token ids, for texts of any length."""

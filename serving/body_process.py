@@ -1,0 +1,69 @@
+"""Runs `body_worker.py` as a child process, which checks large bodies. It is killed when a check takes too long."""
+
+import asyncio
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from jpaged.child_process import ChildProcess
+from jpaged.errors import RequestError
+
+SHORT_BYTES = 2**21  # of a body that does not wait for longer ones
+SECONDS = 10.0  # of one check; 32 MiB take 0.5 s
+_TOO_MUCH = "takes too much time or memory to read: send less"
+
+
+class BodyProcess(ChildProcess):
+    """Checks bodies in a child process, which starts on first use. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, sys.path))  # jpaged may be on this process's import path only
+        super().__init__(["-m", "jpaged.serving.body_worker"], path, "check large bodies")
+
+    def check(self, raw: bytes, schema: str, seconds: float = SECONDS) -> None:
+        """Check a body. Raises the RequestError that `decode_body` raises for it, or one after `seconds`.
+
+        schema: name of the struct in `request_schema`. Raises CapacityError if a process cannot be started now,
+        EngineError if it never can.
+        """
+        try:
+            answer = json.loads(self.ask(f"{schema} {len(raw)}\n".encode(), raw, seconds=seconds))
+        except (OSError, EOFError):  # TimeoutError is an OSError
+            raise RequestError("body", f"{len(raw):,} bytes", _TOO_MUCH) from None
+        if answer is not None:
+            raise RequestError(answer["parameter"], _AsShown(answer["value"]), answer["accepted"])
+
+
+class _AsShown:
+    """A value that the child process has shortened for the error message."""
+
+    def __init__(self, shown: str):
+        self._shown = shown
+
+    def __repr__(self) -> str:
+        return self._shown
+
+
+class _Lane:
+    """A child process with its thread, which only waits for the child."""
+
+    def __init__(self) -> None:
+        self.process = BodyProcess()
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-body")
+
+
+# Two lanes, so that bodies of a few hundred kilobytes do not wait for those of 30 MB.
+_LANES = {"short": _Lane(), "long": _Lane()}
+
+
+async def check_in_process(raw: bytes, schema: str) -> None:
+    """Check a body in a child process, after the bodies that came before. Errors as `BodyProcess.check`."""
+    lane = _LANES["short" if len(raw) <= SHORT_BYTES else "long"]
+    await asyncio.get_running_loop().run_in_executor(lane.thread, lane.process.check, raw, schema)
+
+
+def kill_children() -> None:
+    """End the checks that still run, and the child processes. The next check starts another."""
+    for lane in _LANES.values():
+        lane.process.kill()

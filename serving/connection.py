@@ -1,0 +1,194 @@
+"""One HTTP connection: uvicorn's, with limits on bytes, on time and on connections, and with half-closed clients.
+
+httptools has no limit on a header: it copies a header that grows with each piece, which takes quadratic time.
+"""
+
+import asyncio
+import dataclasses
+import ipaddress
+import select
+from collections import Counter
+from http import HTTPStatus
+from typing import Any, cast
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 65_536  # of a request line with its headers; and between two pieces of a body, for chunk headers
+PIECE = 16_384  # bytes parsed before they are counted
+PROBE_SECONDS = 0.05  # between two looks at a client that has closed its sending side
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits of connections. Beyond them a connection is closed.
+
+    head_seconds: from the connection, or from the first byte of a request, to the end of its headers.
+    body_seconds: from there to the end of the request's body.
+    per_address:  open connections of one client address: IPv4, or the first 64 bits of IPv6.
+    """
+
+    head_seconds: float = 20.0
+    body_seconds: float = 120.0
+    per_address: int = 1_024
+
+
+def bounded_connection(limits: ConnectionLimits | None = None) -> type[asyncio.Protocol]:
+    """Return the protocol class for `uvicorn.Config(http=...)`. Its connections share one count for each address."""
+    limits, counts = limits or ConnectionLimits(), Counter()
+
+    def make(*args: Any, **kwargs: Any) -> BoundedConnection:
+        return BoundedConnection(limits, counts, *args, **kwargs)
+
+    return cast(type[asyncio.Protocol], make)
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """A connection that closes itself when its client is too slow, sends too much, or opens too many.
+
+    A client that closes its sending side after a request still gets the answer. TCP does not say whether such a client
+    also reads. So the server sends `100 Continue`, which clients ignore: a client that has closed the connection
+    refuses it, and its request is aborted.
+    """
+
+    def __init__(self, limits: ConnectionLimits, counts: Counter[str], *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._counts = counts
+        self._address: str | None = None  # counted in `counts`
+        self._in_head = True
+        self._bytes_without_body = 0      # received since the request began, or since the last piece of its body
+        self._deadline: asyncio.TimerHandle | None = None
+        self._probe: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._set_deadline(self._limits.head_seconds)
+        if self.client is None:
+            return
+        address = address_key(self.client[0])
+        if self._counts[address] >= self._limits.per_address:
+            self._refuse(503, "too many connections from this address: close some")
+            return
+        self._counts[address] += 1
+        self._address = address
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_deadline()
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
+        if self._address is not None:
+            self._counts[self._address] -= 1
+            if not self._counts[self._address]:
+                del self._counts[self._address]
+            self._address = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), PIECE):
+            if self.transport.is_closing():
+                return
+            piece = data[start : start + PIECE]
+            self._bytes_without_body += len(piece)
+            super().data_received(piece)
+            if self._bytes_without_body > MAX_HEAD_BYTES:
+                self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES:,} bytes")
+                return
+        if self._in_head and self._deadline is None:  # bytes after a request, which do not begin another yet
+            self._set_deadline(self._limits.head_seconds)
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._set_deadline(self._limits.head_seconds)
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # not a trailer of a chunked body
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._set_deadline(self._limits.body_seconds)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes_without_body = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        self._bytes_without_body = 0
+        self._clear_deadline()
+        super().on_message_complete()
+
+    def eof_received(self) -> Any:
+        """Keep a half-closed connection open while its request is answered."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scope["http_version"] != "1.1":
+            return None
+        cycle.keep_alive = False
+        if not cycle.response_started and not self.pipeline:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe = self.loop.call_later(PROBE_SECONDS, self._check_half_closed)
+        return True
+
+    def _check_half_closed(self) -> None:
+        """Close the connection if the client has refused what was sent to it."""
+        self._probe = None
+        if self.transport.is_closing():
+            return
+        watch = select.poll()
+        watch.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if watch.poll(0):  # an error or a hang-up of both sides: these need not be asked for
+            self.transport.abort()
+            return
+        self._probe = self.loop.call_later(PROBE_SECONDS, self._check_half_closed)
+
+    def on_response_complete(self) -> None:
+        if not self._in_head:  # an error was answered before the end of the body, which is not read
+            self._set_deadline(self._limits.head_seconds)
+        super().on_response_complete()
+
+    def _set_deadline(self, seconds: float) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(seconds, self._too_slow)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        cycle = self.cycle
+        if self.pipeline or (cycle is not None and not cycle.response_complete and not cycle.more_body):
+            self._set_deadline(self._limits.head_seconds)  # an earlier request of the connection still runs
+            return
+        self._refuse(408, "the request took too long to arrive")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer with an error, if no answer has begun, and close the connection."""
+        if self.transport.is_closing():
+            return
+        if self._in_head or not self.cycle.response_started:
+            self.transport.write(_error(status, message))
+        self.transport.close()
+
+
+def _error(status: int, message: str) -> bytes:
+    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": None}})
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
+
+
+def address_key(host: str) -> str:
+    """Return the part of an address that one client cannot change: IPv4, or the first 64 bits of IPv6."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+        return str(mapped) if mapped is not None else address.packed[:8].hex()
+    return host

@@ -1,0 +1,61 @@
+"""Flags of vLLM's command line: accepted where they ask for nothing, otherwise "not supported yet"."""
+
+import itertools
+
+import pytest
+
+from jpaged import LLM, cli
+from jpaged.cli.other_engines import without_neutral
+from jpaged.errors import RequestError
+
+ACCEPTED = [
+    ["--tensor-parallel-size", "1"], ["--tensor-parallel-size=1"], ["-tp", "1"], ["--enforce-eager"],
+    ["--no-enforce-eager"], ["--pipeline_parallel_size", "1"], ["--kv-cache-dtype", "auto"], ["--load-format", "auto"],
+    ["--enable-chunked-prefill"], ["--cpu-offload-gb", "0.0"], ["--quantization", "None"],
+]  # fmt: skip
+REFUSED = [
+    (["--tensor-parallel-size", "2"], "leave it out, or 1 (tensor_parallel_size=2)"),
+    (["--tensor-parallel-size"], "(tensor_parallel_size=True)"),
+    (["-tp", "8"], "(tensor_parallel_size=8)"),
+    (["--quantization", "fp8"], "(quantization='fp8')"),
+    (["--quantization=fp8"], "(quantization='fp8')"),
+    (["--no-enable-chunked-prefill"], "(enable_chunked_prefill=False)"),
+    (["--enable-lora"], "(enable_lora=True)"),
+    (["--speculative-config", '{"method": "ngram"}'], "(speculative_config={'method': 'ngram'})"),
+]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench throughput", "plan"])
+def test_flags_that_ask_for_nothing(command):
+    line = [*command.split(), "demo"]
+    for words in ACCEPTED:
+        assert without_neutral([*line, *words]) == without_neutral([*line[:-1], *words, "demo"]) == line
+    assert cli.parse([*line, *itertools.chain(*ACCEPTED)]) == cli.parse(line)
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED)
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_flags_that_ask_for_more_are_not_supported_yet(command, words, says, capsys):
+    assert cli.main([command, "demo", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jpaged: not supported yet")
+    assert says in error
+
+
+def test_flags_of_the_server():
+    assert cli.parse(["serve", "demo", "--enable-auto-tool-choice"]) == cli.parse(["serve", "demo"])
+    with pytest.raises(RequestError, match=r"^not supported yet.* \(enable_auto_tool_choice=False\)"):
+        cli.parse(["serve", "demo", "--no-enable-auto-tool-choice"])
+    with pytest.raises(SystemExit):
+        cli.parse(["chat", "demo", "--enable-auto-tool-choice"])
+
+
+def test_words_after_two_dashes_and_other_commands_are_kept():
+    for line in (["generate", "demo", "--", "--enforce-eager"], ["convert", "demo", "--enforce-eager"], []):
+        assert without_neutral(line) == line
+
+
+def test_python_agrees():
+    for options in ({"tensor_parallel_size": 2}, {"quantization": "fp8"}):
+        with pytest.raises(RequestError, match=r"^not supported yet"):
+            LLM("nowhere", **options)

@@ -1,0 +1,145 @@
+"""Limits of one connection: bytes and seconds of a request, connections of an address, and half-closed clients."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from jpaged.serving.application import create_app
+from jpaged.serving.connection import ConnectionLimits, address_key
+from jpaged.serving.generation import Server
+
+from .conftest import fake_engine, running
+from .test_disconnect import BODIES, request_bytes, wait_for
+
+LIMITS = ConnectionLimits(head_seconds=0.5, body_seconds=0.7, per_address=3)
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[str]:
+    """The base URL of a server with small limits and a key."""
+    engine = fake_engine.FakeEngine(step_seconds=0.005)
+    app = create_app(Server(engine=engine, model_names=("echo",)), api_keys=("right",))
+    with running(app, LIMITS) as base:
+        yield base
+
+
+def connected(url: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=10)
+
+
+def received(raw: socket.socket) -> bytes:
+    """Everything until the server closes the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := raw.recv(65_536):
+            answer += piece
+    return answer
+
+
+def flood(raw: socket.socket, piece: bytes, most: int) -> int:
+    """Send a piece again and again. Returns the bytes sent until the server closes the connection, at most `most`."""
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < most:
+            sent += raw.send(piece)
+    return sent
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"GET /",
+        b"GET / HTTP/1.1\r\nX: ",
+        b"GET / HTTP/1.1\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1;",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: ",
+    ],
+    ids=["path", "header", "headers", "chunk extension", "trailer"],
+)
+def test_an_endless_head_is_cut(url, begin):
+    with connected(url) as raw:
+        raw.sendall(begin)
+        piece = b"a: b\r\n" * 10_000 if begin.endswith(b"1.1\r\n") else b"a" * 60_000
+        assert flood(raw, piece, 2**27) < 2**27
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_long_head_is_answered(url):
+    with connected(url) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nX: " + b"a" * 70_000)
+        answer = received(raw)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["message"] == "the headers have more than 65,536 bytes"
+    assert httpx.get(f"{url}/health", headers={"x": "a" * 50_000}).status_code == 200
+
+
+@pytest.mark.parametrize("begin", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nX: "])
+def test_a_slow_head_is_cut(strict, begin):
+    with connected(strict) as raw:
+        raw.sendall(begin)
+        start = time.monotonic()
+        assert received(raw).startswith(b"HTTP/1.1 408 ")
+        assert time.monotonic() - start < 5
+
+
+def test_a_slow_body_is_cut(strict):
+    with connected(strict) as raw:
+        raw.sendall(POST + b"Authorization: Bearer right\r\nContent-Length: 100\r\n\r\n{")
+        assert received(raw).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_request_without_the_key_is_answered_before_its_body(strict):
+    with connected(strict) as raw:
+        raw.sendall(POST + b"Content-Length: 30000000\r\n\r\n")
+        answer = received(raw)  # ends when the body does not come
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"408" not in answer
+
+
+def test_connections_of_one_address(strict):
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connected(strict)) for _ in range(LIMITS.per_address)]
+        for one in held:  # accepted
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert one.recv(12) == b"HTTP/1.1 200"
+        assert received(stack.enter_context(connected(strict))).startswith(b"HTTP/1.1 503 ")
+
+    def accepted() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{strict}/health").status_code == 200
+        return False
+
+    wait_for(accepted)
+
+
+def test_addresses():
+    assert address_key("10.0.0.1") == address_key("::ffff:10.0.0.1") == "10.0.0.1"
+    assert address_key("2001:db8:1:2::1") == address_key("2001:db8:1:2:3:4:5:6") != address_key("2001:db8:1:3::1")
+    assert address_key("fe80::1%eth0") == address_key("fe80::2")
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_closed_client_gets_its_answer(url, engine, path, stream):
+    engine.step_seconds = 0.05
+    with connected(url) as raw:
+        raw.sendall(request_bytes(path, BODIES[path] | {"stream": stream, "max_tokens": 5}))
+        raw.shutdown(socket.SHUT_WR)
+        answer = received(raw)
+    assert answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+    assert b"length" in answer
+    assert not engine.running
+
+
+def test_a_long_stream_outlives_the_limits(strict):
+    body = {"prompt": "abc", "max_tokens": 200, "stream": True}
+    with httpx.Client(base_url=strict, headers={"Authorization": "Bearer right"}, timeout=20) as http:
+        start = time.monotonic()
+        assert http.post("/v1/completions", json=body).text.endswith("[DONE]\n\n")
+        assert time.monotonic() - start > LIMITS.body_seconds

@@ -1,0 +1,77 @@
+"""Fields that clients always send: accepted where they ask for nothing, refused by name where they do."""
+
+import httpx
+import pytest
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+PATHS = {
+    "/v1/completions": {"prompt": "ab", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/embeddings": {"input": "ab"},
+}
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+CHAT = ("/v1/chat/completions",)
+HARMLESS = [
+    (GENERATING, {"store": False}),
+    (GENERATING, {"store": True}),  # a bookkeeping field, as `metadata`: the answer is the same
+    (GENERATING, {"vllm_xargs": {}}),
+    (GENERATING, {"kv_transfer_params": {}, "logprob_token_ids": [], "watermarking": False, "session_id": "s"}),
+    (GENERATING, {"return_token_offsets": False, "return_weight_versions": False, "routed_experts_prompt_start": 0}),
+    (GENERATING, {"prompt_cache_retention": "in_memory", "service_tier": "auto"}),
+    (GENERATING, {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": False}}),
+    (PATHS, {"request_id": "mine-1"}),
+    (PATHS, {"add_special_tokens": True}),
+    (CHAT, {"add_special_tokens": False}),
+    (CHAT, {"verbosity": "medium"}),
+    (CHAT, {"prediction": {"type": "content", "content": "a guess"}}),
+    (CHAT, {"include_reasoning": True, "mm_processor_kwargs": {}, "media_io_kwargs": {}, "return_prompt_text": False}),
+]
+ASKING = [
+    (GENERATING, {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    (GENERATING, {"watermarking": True}, "watermarking"),
+    (GENERATING, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+     "stream_options.continuous_usage_stats"),
+    (GENERATING, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    (PATHS, {"request_id": "x" * 300}, "request_id"),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"prediction": "a guess"}, "prediction"),
+    (CHAT, {"include_reasoning": False}, "include_reasoning"),
+    (("/v1/completions", "/v1/embeddings"), {"add_special_tokens": False}, "add_special_tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("paths", "fields"), HARMLESS, ids=[" ".join(fields) for _, fields in HARMLESS])
+def test_a_field_that_asks_for_nothing_is_accepted(url, paths, fields):
+    for path in paths:
+        answer = httpx.post(url + path, json=PATHS[path] | fields)
+        assert answer.status_code == 200, (path, answer.text)
+
+
+@pytest.mark.parametrize(("paths", "fields", "param"), ASKING, ids=[f"{param}" for *_, param in ASKING])
+def test_a_field_that_asks_for_more_is_refused_by_name(url, paths, fields, param):
+    for path in paths:
+        answer = httpx.post(url + path, json=PATHS[path] | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_special_tokens_that_the_chat_template_writes_already(url, engine, monkeypatch):
+    encode = engine.tokenizer.encode
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text: [1, *encode(text)])
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES, "add_special_tokens": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "add_special_tokens")
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_the_answer_has_the_id_that_the_request_gives(url, path):
+    for _ in range(2):
+        answer = httpx.post(url + path, json=PATHS[path] | {"request_id": "mine"})
+        assert answer.json()["id"] in ("cmpl-mine", "chatcmpl-mine")
+
+
+@pytest.mark.parametrize("name", ["json", "regex", "choice", "grammar", "whitespace_pattern"])
+@pytest.mark.parametrize("path", GENERATING)
+def test_old_names_of_structured_outputs(url, path, name):
+    answer = httpx.post(url + path, json=PATHS[path] | {f"guided_{name}": "x"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, f"guided_{name}")
+    assert f'send structured_outputs: {{"{name}": ...}}' in error["message"]
