@@ -25,19 +25,18 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # saves 6% of the time of tests that trace and lower
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach no network; those of the hub start one on loopback
 
-import jaxtyping
 import platformdirs
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.array_types import CheckArrays
 
 # Compiled programs are kept between test runs: most of a run's time is compiling. An environment variable, so that
 # workers and the child processes of tests share one folder.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(platformdirs.user_cache_path("jpaged") / "test-programs")
 
-# Annotated shapes and dtypes hold, or the test fails. Only in tests: an eager call costs about 0.1 ms more. Only where
-# arrays are: the host side is plain Python (beartype cannot read all of its annotations: typing.Self in __new__).
-ARRAY_MODULES = ["jpaged.loading", "jpaged.models", "jpaged.runtime", "pallas_kernels"]
-jaxtyping.install_import_hook(ARRAY_MODULES, "beartype.beartype")
+# Annotated shapes and dtypes hold, or the test fails. Only in tests: an eager call costs about 0.1 ms more.
+CheckArrays(["jpaged.loading", "jpaged.models", "jpaged.runtime", "pallas_kernels"]).install()
 
 # Shared machines are slow at times: no deadline per example, and the same examples on every run.
 settings.register_profile(

@@ -20,7 +20,7 @@ SPEC = dataclasses.replace(FULL, tie_embeddings=False)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("runner", ["generate", "pooling"])
+@pytest.mark.parametrize("runner", ["generate", pytest.param("pooling", marks=pytest.mark.slow)])
 def test_weights_that_are_not_finite_are_refused_at_the_start(runner: str, value: float):
     def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.full(shape.shape, value if "norm" in str(path[-1]) else 0.1, shape.dtype)

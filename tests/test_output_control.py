@@ -83,7 +83,9 @@ def test_jump_forward_does_not_change_answers(llm: LLM):
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ '<think>\n' }}"
 
 
-@pytest.mark.parametrize("budget", [0, 5, None])
+@pytest.mark.parametrize(
+    "budget", [pytest.param(0, marks=pytest.mark.slow), 5, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_reasoning_before_a_grammar_is_limited_by_its_budget(llm: LLM, budget: int | None):
     """The answer after the reasoning matches the schema. The demo model was trained on neither."""
     params = [

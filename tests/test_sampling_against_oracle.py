@@ -88,8 +88,8 @@ class DeviceRow:
     logprobs: Mapping[str, Mapping[int, tuple[float, int]]]
 
 
-def device_distribution(rows: Sequence[Row], num_draws: int) -> list[DeviceRow]:
-    """Run SamplerVariant.FULL, which serves any mix of requests, on the device.
+def device_distribution(rows: Sequence[Row], num_draws: int, modes: Sequence[str] = ()) -> list[DeviceRow]:
+    """Run SamplerVariant.FULL, which serves any mix of requests, on the device. modes: other logprobs_modes to report.
 
     Rows are cut into batches in their order, so that a batch has rows with and without each parameter. Counts of prompt
     and output tokens are uploaded as a running engine does. `scale` is registered as a custom processor. All draws of a
@@ -102,7 +102,7 @@ def device_distribution(rows: Sequence[Row], num_draws: int) -> list[DeviceRow]:
     for group in groups.values():
         for start in range(0, len(group), BATCH):
             part = group[start : start + BATCH]
-            answers |= dict(zip(part, _ask([rows[i] for i in part], num_draws), strict=True))
+            answers |= dict(zip(part, _ask([rows[i] for i in part], num_draws, modes), strict=True))
     return [answers[i] for i in range(len(rows))]
 
 
@@ -158,14 +158,14 @@ def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
     return fields, state.sampling
 
 
-def _ask(rows: Sequence[Row], num_draws: int) -> list[DeviceRow]:
+def _ask(rows: Sequence[Row], num_draws: int, modes: Sequence[str]) -> list[DeviceRow]:
     """Results for the rows of one batch, which have the same known ids."""
     fields, sampling = _started(rows)
     vocab = len(rows[0].logits)
     known = np.ones(vocab, bool) if rows[0].known_ids is None else rows[0].known_ids
     logits = np.zeros((BATCH, vocab), np.float32)
     logits[: len(rows)] = [row.logits for row in rows]
-    modes = MODES if num_draws == 1 else ("processed_logprobs",)
+    modes = ["processed_logprobs", *modes]
     positions = np.zeros(BATCH, np.int32)
     results = {mode: _sampler(mode, vocab)(logits, fields, positions, known, sampling) for mode in modes}
     answers = []
@@ -313,7 +313,14 @@ def mixed(demo_logits: list[tuple[list[int], np.ndarray]]) -> list[Row]:
 @pytest.fixture(scope="module")
 def answers(alone: list[Row], mixed: list[Row]) -> list[tuple[Row, DeviceRow]]:
     """Results of all rows, with one draw each."""
-    return list(zip(alone + mixed, device_distribution(alone + mixed, 1), strict=True))
+    return list(zip(alone + mixed, device_distribution(alone + mixed, 1, ["raw_logprobs"]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def with_logits(alone: list[Row], mixed: list[Row]) -> list[tuple[Row, DeviceRow]]:
+    """Results of all rows, with logits in place of log-probabilities."""
+    modes = ["raw_logits", "processed_logits"]
+    return list(zip(alone + mixed, device_distribution(alone + mixed, 1, modes), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -394,9 +401,15 @@ def test_rows_draw_independently(drawn: list[tuple[Row, DeviceRow]]):
         assert abs(np.corrcoef(uniforms)[0, 1]) < 5 / math.sqrt(NUM_DRAWS)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_log_probabilities(answers: list[tuple[Row, DeviceRow]], mode: str):
-    for row, answer in answers:
+@pytest.mark.parametrize(
+    ("mode", "fixture"),
+    [
+        (mode, "answers") if mode.endswith("logprobs") else pytest.param(mode, "with_logits", marks=pytest.mark.slow)
+        for mode in MODES
+    ],
+)
+def test_log_probabilities(request: pytest.FixtureRequest, mode: str, fixture: str):
+    for row, answer in request.getfixturevalue(fixture):
         want = logprobs(mode, row.oracle)
         if mode.startswith("processed") and (answer.kept != row.oracle.kept).any():
             continue  # rounding kept other ids, so the processed values differ

@@ -97,6 +97,7 @@ def test_preempted(runner, wanted, host):
     assert engine.stats().preemptions > 0
 
 
+@pytest.mark.slow
 def test_streamed(runner, wanted):
     """The deltas of all outputs add up to the answer. Every second request gets a delta every two tokens."""
     engine, parts = make_engine(runner, rows=ROWS), {}

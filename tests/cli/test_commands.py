@@ -53,6 +53,7 @@ def test_generate(tmp_path):
     assert report["machine"]["jax"]
 
 
+@pytest.mark.slow
 def test_generate_several_answers(tmp_path, jpaged):
     path = tmp_path / "answers.json"
     words = ["generate", "demo", "def f(x):", "import os\n", "--max-tokens", "6", "--output-json", str(path)]

@@ -82,6 +82,7 @@ def test_an_interrupted_download_continues_where_it_stopped(hub: Hub, tmp_path: 
     assert hub.downloads("model.safetensors") == ["", f"bytes={10 * 1024 * 1024}-"]
 
 
+@pytest.mark.slow
 def test_after_a_failed_download_only_missing_files_are_fetched(hub: Hub, tmp_path: Path) -> None:
     hub.broken.add("model.safetensors")
     message = find(hub, tmp_path)

@@ -136,6 +136,7 @@ def test_gaps_between_tokens():
     assert sum(map(len, times.values())) == result.output_tokens
 
 
+@pytest.mark.slow
 def test_queues_have_the_lengths_of_theory():
     """One row and one step per request make an M/D/1 queue. Its mean wait is rho / (2 mu (1 - rho)).
 
