@@ -19,11 +19,12 @@ from jpaged.serving.request_schema import EmbeddingRequest, GenerationRequest
 
 Body = TypeVar("Body", bound=GenerationRequest | EmbeddingRequest)
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 16 * 2**20  # decoding that many bytes takes at most 60 ms
 INLINE_BYTES = 256 * 1024  # decoding this many bytes takes at most 10 ms
 MAX_FIELDS = 1_000  # of the body itself; the API has about 100
 MAX_FIELD_NAME = 64  # characters of a name for which a similar one is suggested
 MAX_SHOWN_BYTES = 65_536  # a longer value is not decoded for an error message
+MAX_MESSAGE = 4_096  # characters at each end of msgspec's message that are read: it contains the whole wrong value
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*?)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(?P<name>[^`]*)`")
@@ -129,6 +130,8 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 
 def _field_error(message: str, fields: dict[str, msgspec.Raw]) -> RequestError:
     """Convert msgspec's message ("Expected `int`, got `str` - at `$.a[0].b`") to a RequestError."""
+    if len(message) > 2 * MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]}...{message[-MAX_MESSAGE:]}"
     match = _AT.match(message)
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     path = path.split("[...]")[0]  # msgspec does not name the key of a mapping: name the mapping and show it

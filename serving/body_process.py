@@ -10,7 +10,7 @@ from jpaged.child_process import ChildProcess
 from jpaged.errors import RequestError
 
 SHORT_BYTES = 2**21  # of a body that does not wait for longer ones
-SECONDS = 10.0  # of one check; 32 MiB take 0.5 s
+SECONDS = 10.0  # of one check; 16 MiB take 0.3 s
 _TOO_MUCH = "takes too much time or memory to read: send less"
 
 

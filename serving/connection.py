@@ -15,8 +15,10 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers; and between two pieces of a body, for chunk headers
+MAX_PIPELINED = 16  # requests of a connection that wait for the answers to earlier ones
 PIECE = 16_384  # bytes parsed before they are counted
 PROBE_SECONDS = 0.05  # between two looks at a client that has closed its sending side
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionLimits:
@@ -24,11 +26,13 @@ class ConnectionLimits:
 
     head_seconds: from the connection, or from the first byte of a request, to the end of its headers.
     body_seconds: from there to the end of the request's body.
+    read_seconds: until a client that has stopped reading its answer goes on.
     per_address:  open connections of one client address: IPv4, or the first 64 bits of IPv6.
     """
 
     head_seconds: float = 20.0
     body_seconds: float = 120.0
+    read_seconds: float = 120.0
     per_address: int = 1_024
 
 
@@ -57,8 +61,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._address: str | None = None  # counted in `counts`
         self._in_head = True
         self._bytes_without_body = 0      # received since the request began, or since the last piece of its body
+        self._body: list[bytes] = []      # chunks that the application has not been given
         self._deadline: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -74,9 +80,10 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_deadline()
-        if self._probe is not None:
-            self._probe.cancel()
-            self._probe = None
+        for timer in (self._probe, self._unread):
+            if timer is not None:
+                timer.cancel()
+        self._probe = self._unread = None
         if self._address is not None:
             self._counts[self._address] -= 1
             if not self._counts[self._address]:
@@ -91,6 +98,10 @@ class BoundedConnection(HttpToolsProtocol):
             piece = data[start : start + PIECE]
             self._bytes_without_body += len(piece)
             super().data_received(piece)
+            self._pass_body()
+            if len(self.pipeline) > MAX_PIPELINED:
+                self._refuse(400, f"more than {MAX_PIPELINED} requests of this connection wait for their answers")
+                return
             if self._bytes_without_body > MAX_HEAD_BYTES:
                 self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES:,} bytes")
                 return
@@ -109,13 +120,22 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._set_deadline(self._limits.body_seconds)
-        super().on_headers_complete()
+        if len(self.pipeline) <= MAX_PIPELINED:  # later ones of the same piece get no answer
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._bytes_without_body = 0
-        super().on_body(body)
+        self._body.append(body)
+
+    def _pass_body(self) -> None:
+        """Give the chunks that have arrived to the application, at once: a million chunks of one byte took seconds."""
+        if self._body:
+            body = b"".join(self._body)
+            self._body.clear()
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._pass_body()
         self._in_head = True
         self._bytes_without_body = 0
         self._clear_deadline()
@@ -143,6 +163,18 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.abort()
             return
         self._probe = self.loop.call_later(PROBE_SECONDS, self._check_half_closed)
+
+    def pause_writing(self) -> None:
+        """Called by the transport when its buffer is full, because the client does not read."""
+        self._unread = self.loop.call_later(self._limits.read_seconds, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Called by the transport when its buffer has room again."""
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        super().resume_writing()
 
     def on_response_complete(self) -> None:
         if not self._in_head:  # an error was answered before the end of the body, which is not read

@@ -1,6 +1,7 @@
 """The server's process: binds the address before the model loads, and serves until a signal."""
 
 import faulthandler
+import gc
 import signal
 import socket
 import sys
@@ -50,6 +51,10 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            # The garbage collector need not visit again what lives as long as the server: modules, the model, programs.
+            # Its full collections stopped every request for 180 ms, and take 1 ms without those objects.
+            gc.collect()
+            gc.freeze()
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -48,7 +48,7 @@ class SamplingExtras:
         self._always = np.ones(vocab_size, bool)
         if params.allowed_token_ids is not None:
             self._always[:] = False
-            self._always[list(params.allowed_token_ids)] = True
+            self._always[np.array(params.allowed_token_ids, np.intp)] = True
         self._forbidden_after: dict[tuple[int, ...], list[int]] = {}  # last tokens of bad words, by the tokens before
         for *before, last in bad_words:
             if before:

@@ -16,7 +16,7 @@ from jpaged.serving.generation import Server
 from .conftest import fake_engine, running
 from .test_disconnect import BODIES, request_bytes, wait_for
 
-LIMITS = ConnectionLimits(head_seconds=0.5, body_seconds=0.7, per_address=3)
+LIMITS = ConnectionLimits(head_seconds=0.5, body_seconds=0.7, read_seconds=0.5, per_address=3)
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -116,6 +116,50 @@ def test_connections_of_one_address(strict):
         return False
 
     wait_for(accepted)
+
+
+def test_pipelined_requests_are_limited(url):
+    """20,000 of them in one piece had stopped the event loop for 0.5 s."""
+    one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with connected(url) as raw:
+        raw.sendall(one * 10 + one.replace(b"Host", b"Connection: close\r\nHost"))
+        assert received(raw).count(b"HTTP/1.1 200 ") == 11
+    with connected(url) as raw:
+        assert flood(raw, one * 1_000, 2**27) < 2**27
+        assert b"HTTP/1.1 400 " in received(raw)
+
+
+def test_a_body_in_chunks_of_one_byte(url):
+    body = b'{"prompt":"a",' + b" " * 100_000 + b'"max_tokens":1}'
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    with connected(url) as raw:
+        raw.sendall(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        assert received(raw).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_does_not_read_is_cut():
+    """The answer is larger than the buffers of both ends."""
+    ended = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(512):
+            await send({"type": "http.response.body", "body": b"a" * 65_536, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        ended.append((await receive())["type"])
+
+    def started(url: str) -> socket.socket:
+        raw = connected(url)
+        raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert raw.recv(12) == b"HTTP/1.1 200"
+        return raw
+
+    with running(app, LIMITS) as url:
+        with started(url) as raw:
+            wait_for(lambda: ended)
+            assert len(received(raw)) < 512 * 65_536
+        with started(url) as raw:
+            assert len(received(raw)) > 512 * 65_536
 
 
 def test_addresses():
