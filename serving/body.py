@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from jpaged.errors import SHOWN, RequestError
+from jpaged.errors import SHOWN, CapacityError, RequestError
 from jpaged.serving.body_process import check_in_process
 from jpaged.serving.body_size import count_values
 from jpaged.serving.error_responses import APIError, ClientDisconnected
@@ -21,6 +21,7 @@ Body = TypeVar("Body", bound=GenerationRequest | EmbeddingRequest)
 
 MAX_BODY_BYTES = 16 * 2**20  # decoding that many bytes takes at most 60 ms
 INLINE_BYTES = 256 * 1024  # decoding this many bytes takes at most 10 ms
+MAX_WAITING_BYTES = 512 * 2**20  # of all bodies above INLINE_BYTES that are being received or checked
 MAX_FIELDS = 1_000  # of the body itself; the API has about 100
 MAX_FIELD_NAME = 64  # characters of a name for which a similar one is suggested
 MAX_SHOWN_BYTES = 65_536  # a longer value is not decoded for an error message
@@ -36,28 +37,54 @@ _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 async def read_body(request: Request, schema: type[Body]) -> Body:
     """Read the body of a request as `schema`.
 
-    Raises RequestError that names the field, APIError with status 413 for a body of more than MAX_BODY_BYTES, and
-    ClientDisconnected if the client disconnects before the body's end.
+    Raises RequestError that names the field, APIError with status 413 for a body of more than MAX_BODY_BYTES. Raises
+    CapacityError if other requests have too many large bodies, and ClientDisconnected if the client has left.
     """
     too_large = APIError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and (len(announced) > 18 or int(announced) > MAX_BODY_BYTES):
         raise too_large
     chunks, size = [], 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                raise too_large
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise ClientDisconnected from None
-    raw = b"".join(chunks)
-    chunks.clear()
-    if len(raw) <= INLINE_BYTES:
-        return decode_body(raw, schema)
-    await check_in_process(raw, schema.__name__)
-    return msgspec.json.decode(raw, type=schema)
+    with _LargeBody() as large:
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    raise too_large
+                if size > INLINE_BYTES:
+                    large.grow(size)
+                chunks.append(chunk)
+        except ClientDisconnect:
+            raise ClientDisconnected from None
+        raw = b"".join(chunks)
+        chunks.clear()
+        if len(raw) <= INLINE_BYTES:
+            return decode_body(raw, schema)
+        await check_in_process(raw, schema.__name__)
+        return msgspec.json.decode(raw, type=schema)
+
+
+class _LargeBody:
+    """Counts the bytes of a large body until it is decoded. Small bodies are never refused for them."""
+
+    total = 0  # of all large bodies
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    def grow(self, size: int) -> None:
+        """Count the body with `size` bytes. Raises CapacityError if all bodies have more than MAX_WAITING_BYTES."""
+        _LargeBody.total += size - self._size
+        self._size = size
+        if _LargeBody.total > MAX_WAITING_BYTES:
+            held = f"other requests have bodies of {MAX_WAITING_BYTES:,} bytes"
+            raise CapacityError(f"{held}: send a smaller body, or send it later")
+
+    def __enter__(self) -> "_LargeBody":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _LargeBody.total -= self._size
 
 
 def decode_body(raw: bytes, schema: type[Body]) -> Body:
@@ -74,7 +101,7 @@ def decode_body(raw: bytes, schema: type[Body]) -> Body:
     try:
         return msgspec.json.decode(raw, type=schema)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), fields) from None
+        raise _field_error(str(error), fields, schema) from None
     except _DECODE_ERRORS as error:
         raise _not_json(raw, error) from None
 
@@ -128,7 +155,7 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     raise RequestError(name, value, "not supported yet; leave it out" + (f" or send {listed}" if listed else ""))
 
 
-def _field_error(message: str, fields: dict[str, msgspec.Raw]) -> RequestError:
+def _field_error(message: str, fields: dict[str, msgspec.Raw], schema: type[Body]) -> RequestError:
     """Convert msgspec's message ("Expected `int`, got `str` - at `$.a[0].b`") to a RequestError."""
     if len(message) > 2 * MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}...{message[-MAX_MESSAGE:]}"
@@ -147,10 +174,32 @@ def _field_error(message: str, fields: dict[str, msgspec.Raw]) -> RequestError:
         path = f"{path}.{field['name']}" if path else field["name"]
         value = value.get(field["name"]) if isinstance(value, dict) else None
     reason = what[0].lower() + what[1:].replace("`", "'")
+    if what.startswith("Invalid enum value"):
+        choices = [repr(choice) for choice in _choices(msgspec.inspect.type_info(schema), [first, *keys])]
+        reason = f"must be {'one of ' * (len(choices) > 1)}{', '.join(choices)}"
     if length := _LENGTH.match(what):
         bound = "at most" if length["sign"] == "<=" else "at least"
         reason = f"must have {bound} {int(length['limit']):,} {_UNITS[length['type']]}"
     return RequestError(path or "body", value, reason)
+
+
+def _choices(found: msgspec.inspect.Type, path: list[str]) -> list[Any]:
+    """Return the values that a field accepts, if it is a choice. path: its name, and the keys that lead to it."""
+    match found:
+        case msgspec.inspect.UnionType():
+            return [value for each in found.types for value in _choices(each, path)]
+        case msgspec.inspect.Metadata():
+            return _choices(found.type, path)
+        case msgspec.inspect.LiteralType() if not path:
+            return list(found.values)
+        case msgspec.inspect.BoolType() if not path:
+            return [True, False]
+        case msgspec.inspect.ListType() if path:
+            return _choices(found.item_type, path[1:] if path[0].isdigit() else path)
+        case msgspec.inspect.StructType() if path:
+            types = [each.type for each in found.fields if each.encode_name == path[0]]
+            return [value for each in types for value in _choices(each, path[1:])]
+    return []
 
 
 def _value(raw: msgspec.Raw) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-ARRAY_TYPES = {"Bool", "Float", "Int", "UInt"}  # of jaxtyping, as far as the project uses them
+ARRAY_TYPES = {"Bool", "Float", "Int", "UInt"}  # of jaxtyping: those that the project uses
 _CHECK = "@__import__('jaxtyping').jaxtyped(typechecker=__import__('beartype').beartype)\ndef _(): ..."
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 PIECE = 16_384  # characters: 5 to 15 ms. The tokenizer needs about 200 bytes of memory for each
 WHOLE = 2 * PIECE  # a text up to this length is tokenised in one call
-MAX_PIECE = 524_288  # longest text between two cut points: 0.4 s, 100 MiB. More if the model takes longer prompts
+MAX_PIECE = 131_072  # longest text between two cut points: 0.1 s, 25 MiB. More if the model takes longer prompts
 
 _SAMPLE = "one two, three. 4 five\nsix 7 eight, nine ten.\nEleven 12 twelve"
 

@@ -89,8 +89,8 @@ def test_truncation_has_its_limits():
     with pytest.raises(RequestError, match="at most 15 tokens") as caught:
         process([1], truncate_prompt_tokens=16)
     assert caught.value.parameter == "truncate_prompt_tokens"
-    with pytest.raises(RequestError, match="takes at most 524,288 at once: cut it"):
-        process("A" * 524_289, truncate_prompt_tokens=3)
+    with pytest.raises(RequestError, match="takes at most 131,072 at once: cut it"):
+        process("A" * 131_073, truncate_prompt_tokens=3)
 
 
 def test_a_text_given_with_token_ids_is_kept_for_the_output():

@@ -138,6 +138,25 @@ def test_bodies_that_are_not_a_json_object(url, raw):
     error_of(httpx.post(f"{url}/v1/completions", content=raw), 400)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("completions", {"prompt": "a", "truncation_side": "x" * 9_000}, "one of 'left', 'right' (truncation_side="),
+        ("completions", {"prompt": "a", "early_stopping": "x"}, "one of True, False, 'never' (early_stopping='x')"),
+        ("chat/completions", {"messages": [{"role": "x"}]},
+         "one of 'assistant', 'developer', 'system', 'tool', 'user' (messages[0].role='x')"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]},
+         "'text' (messages[0].content[0].type='image')"),
+        ("chat/completions", {"messages": MESSAGES, "tool_choice": {"type": "x", "function": {"name": "f"}}},
+         "'function' (tool_choice.type='x')"),
+    ],
+)  # fmt: skip
+def test_errors_list_the_choices(url, path, body, message):
+    error = error_of(httpx.post(f"{url}/v1/{path}", json=body), 400)
+    assert error["message"].startswith(f"must be {message}")
+    assert len(error["message"]) < 500
+
+
 def test_null_is_absent(client):
     body = {"prompt": "ab", "max_tokens": 2, "temperature": None, "stop": None, "suffix": None, "stream_options": None}
     assert client.completions.create(model="echo", **{k: v for k, v in body.items() if v is not None}, extra_body=body)

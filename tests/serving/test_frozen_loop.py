@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 
-from jpaged.errors import RequestError
+from jpaged.errors import CapacityError, RequestError
 from jpaged.serving import body, body_process
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
@@ -214,6 +214,32 @@ def test_the_child_process_answers_as_the_server_does(monkeypatch):
             assert (results[0].prompt, results[0].seed) == (fields["prompt"], 2**63)
         else:
             assert results[0][0] == parameter
+
+
+def test_large_bodies_have_a_limit_together(monkeypatch):
+    """Beyond it a large body gets 503, and a small one is read."""
+    monkeypatch.setattr(body, "MAX_WAITING_BYTES", 1_000_000)
+    large = b'{"prompt":"%b"}' % (b"a" * 900_000)
+    waiting = asyncio.Event()
+
+    class Held(Posted):
+        async def stream(self):
+            yield large[:800_000]
+            await waiting.wait()
+            yield large[800_000:]
+
+    async def read_all() -> None:
+        first = asyncio.create_task(body.read_body(Held(b""), CompletionRequest))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="send a smaller body"):
+                await body.read_body(Posted(large), CompletionRequest)
+        assert (await body.read_body(Posted(b'{"prompt":"small"}'), CompletionRequest)).prompt == "small"
+        waiting.set()
+        assert len((await first).prompt) == 900_000
+        assert len((await body.read_body(Posted(large), CompletionRequest)).prompt) == 900_000
+
+    asyncio.run(read_all())
 
 
 def test_a_check_that_takes_too_long_is_killed():

@@ -109,7 +109,7 @@ def test_a_tokenizer_that_cannot_be_cut_takes_long_texts_in_one_piece(framed: An
     tokenizer = Backwards(tokenizer_object=framed.backend_tokenizer)
     encoded = text_encoder(tokenizer).encode("prompt", TEXT, special_tokens=False)
     assert encoded.token_ids == tokenizer.encode(TEXT, add_special_tokens=False)
-    with pytest.raises(RequestError, match="takes at most 524,288 at once"):
+    with pytest.raises(RequestError, match="takes at most 131,072 at once"):
         text_encoder(tokenizer).encode("prompt", TEXT * 20)
 
 
