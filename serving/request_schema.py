@@ -114,7 +114,8 @@ class GenerationRequest(SizeLimits, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1_024)] | None = None
-    allowed_token_ids: Annotated[list[Int], Meta(max_length=MAX_ALLOWED_IDS)] | None = None
+    # A tuple: SamplingParams keeps it without a copy.
+    allowed_token_ids: Annotated[tuple[Int, ...], Meta(max_length=MAX_ALLOWED_IDS)] | None = None
     bad_words: Short[str] | None = None
     logits_processors: Processors | None = None
     skip_special_tokens: bool | None = None
