@@ -264,7 +264,7 @@ CONNECTIONS: dict[str, Callable[[int], bytes]] = {
 
 
 def hundred(output: Path) -> None:
-    """Send the hostile requests beside the streams, and write the figures."""
+    """Send the hostile requests while the streams run, and write the figures."""
     with server() as (process, port):
         wanted = [streamed(port, number) for number in range(NUM_STREAMS)]
         requests = list(hostile_bodies())
@@ -337,7 +337,7 @@ def _status(answer: bytes) -> tuple[int, bytes]:
 
 
 def drawn(output: Path, count: int, seed: int, clients: int) -> None:
-    """Send drawn requests with several clients beside four streams, and write what is wrong."""
+    """Send drawn requests with several clients while four streams run, and write what is wrong."""
     statuses: collections.Counter[str] = collections.Counter()
     findings: list[dict[str, Any]] = []
     slow: list[tuple[float, int]] = []

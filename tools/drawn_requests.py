@@ -31,7 +31,7 @@ def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[i
 
 
 def raw(port: int, data: bytes, *, seconds: float = 3.0, piece: int = 65_536, pause: float = 0.0) -> bytes:
-    """Send bytes in pieces, and return what comes back until the connection is closed or `seconds` are over."""
+    """Send bytes in pieces, and return the answer until the connection is closed or `seconds` are over."""
     answer, end = b"", time.monotonic() + seconds
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
         with contextlib.suppress(OSError):
@@ -234,7 +234,7 @@ def sent(port: int, method: str, path: str, body: bytes, kind: str, rng: random.
 
 
 def fault_of(path: str, body: bytes, status: int, answer: bytes, seconds: float) -> str | None:
-    """What is wrong with an answer, if anything is."""
+    """The fault of an answer, or None."""
     if status >= 500 and status != 503:
         return f"status {status}"
     if 400 <= status < 500 and path.startswith("/v1/") and status not in (404, 405):
