@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers; and between two pieces of a body, for chunk headers
 MAX_PIPELINED = 16  # requests of a connection that wait for the answers to earlier ones
@@ -62,6 +62,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head = True
         self._bytes_without_body = 0      # received since the request began, or since the last piece of its body
         self._body: list[bytes] = []      # chunks that the application has not been given
+        self._open: list[RequestResponseCycle] = []  # requests without a whole answer, in their order
         self._deadline: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -79,6 +80,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._address = address
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._disconnect()
         self._clear_deadline()
         for timer in (self._probe, self._unread):
             if timer is not None:
@@ -120,8 +122,12 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._set_deadline(self._limits.body_seconds)
-        if len(self.pipeline) <= MAX_PIPELINED:  # later ones of the same piece get no answer
-            super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINED:
+            return  # the connection is closed after this piece
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not None and self.cycle is not before:
+            self._open.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._bytes_without_body = 0
@@ -179,6 +185,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if not self._in_head:  # an error was answered before the end of the body, which is not read
             self._set_deadline(self._limits.head_seconds)
+        self._open = [cycle for cycle in self._open if not cycle.response_complete]
         super().on_response_complete()
 
     def _set_deadline(self, seconds: float) -> None:
@@ -199,12 +206,21 @@ class BoundedConnection(HttpToolsProtocol):
         self._refuse(408, "the request took too long to arrive")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer with an error, if no answer has begun, and close the connection."""
+        """Close the connection. Answer with an error before, unless the client would take it for another's answer."""
         if self.transport.is_closing():
             return
-        if self._in_head or not self.cycle.response_started:
+        earlier = [cycle for cycle in self._open if self._in_head or cycle is not self.cycle]
+        if not earlier and (self._in_head or not self.cycle.response_started):
             self.transport.write(_error(status, message))
+        self._disconnect()
         self.transport.close()
+
+    def _disconnect(self) -> None:
+        """Tell every request that its client is gone. uvicorn tells the last one of the connection only."""
+        for cycle in self._open:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._open.clear()
 
 
 def _error(status: int, message: str) -> bytes:
