@@ -172,6 +172,28 @@ def test_a_stuck_server_ends_within_its_timeout(start, stuck):
         assert "in close" in said
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the child process in /proc")
+def test_a_body_that_is_never_checked_does_not_delay_the_end(start):
+    """The child process that checks large bodies is stopped, as by a check without end."""
+    process, url = start(1)
+    body = {"prompt": "a" * 300_000, "max_tokens": 1}
+    with httpx.Client(base_url=url, timeout=20) as client:
+        assert client.post("/v1/completions", json=body).status_code == 400  # starts the child
+        tasks = pathlib.Path(f"/proc/{process.pid}/task")
+        children = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+        (child,) = [pid for pid in children if b"body_worker" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(child, signal.SIGSTOP)
+        asking = threading.Thread(target=ask_until_the_end, args=(client, "/v1/completions", body))
+        asking.start()
+        time.sleep(0.3)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20)
+        assert time.monotonic() - began < 1 + CLOSE_SECONDS + 2
+        asking.join(5)
+    assert not pathlib.Path(f"/proc/{child}").exists()
+
+
 def ask_until_the_end(client: httpx.Client, path: str, body: dict) -> None:
     with contextlib.suppress(httpx.HTTPError):
         client.post(path, json=body)
