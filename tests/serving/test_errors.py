@@ -1,6 +1,7 @@
 """Bad requests get OpenAI's error body with the field's name. Good requests that run at the same time are unchanged."""
 
 import concurrent.futures
+import dataclasses
 import json
 import socket
 
@@ -8,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from jpaged.errors import LogitsError
 from jpaged.serving.application import create_app
 from jpaged.serving.body import MAX_BODY_BYTES
 from jpaged.serving.generation import Server
@@ -176,6 +178,22 @@ def test_unknown_model_path_and_method(url):
 
 def test_body_too_large(url):
     error_of(httpx.post(f"{url}/v1/completions", content=b" " * (MAX_BODY_BYTES + 1), timeout=20), 413)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logits_that_are_not_finite_are_an_error(url, engine, monkeypatch, path, stream):
+    """The engine ends such an answer with finish_reason="error" and this reason."""
+    answer = engine._answer
+
+    def failed(*args):
+        return dataclasses.replace(answer(*args), finish_reason="error", stop_reason=LogitsError.message)
+
+    monkeypatch.setattr(engine, "_answer", failed)
+    body = {"max_tokens": 1, "stream": stream} | ({"messages": MESSAGES} if "chat" in path else {"prompt": "a"})
+    error = error_of(httpx.post(f"{url}/v1/{path}", json=body), 500)
+    assert "not finite" in error["message"]
+    assert error["code"] == "engine_error"
 
 
 @pytest.mark.parametrize(
