@@ -37,13 +37,13 @@ def test_the_shortest_prompt_is_first(threads: TokeniserThreads):
     async def run() -> None:
         first = asyncio.ensure_future(threads.run(1, lambda _: release.wait(20)))
         await asyncio.sleep(0.05)
-        rest = [asyncio.ensure_future(threads.run(n, lambda _, n=n: order.append(n))) for n in (30_000, 9_000, 12, 10)]
+        rest = [asyncio.ensure_future(threads.run(n, lambda _, n=n: order.append(n))) for n in (8_000, 3_000, 12, 10)]
         await asyncio.sleep(0.05)
         release.set()
         await asyncio.gather(first, *rest)
 
     asyncio.run(run())
-    assert order == [12, 10, 9_000, 30_000]
+    assert order == [12, 10, 3_000, 8_000]
 
 
 def test_a_cancelled_call_is_told_or_never_runs(threads: TokeniserThreads):
