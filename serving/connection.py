@@ -107,7 +107,7 @@ class BoundedConnection(HttpToolsProtocol):
             if self._bytes_without_body > MAX_HEAD_BYTES:
                 self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES:,} bytes")
                 return
-        if self._in_head and self._deadline is None:  # bytes after a request, which do not begin another yet
+        if self._in_head and self._bytes_without_body and self._deadline is None:  # line breaks before a request
             self._set_deadline(self._limits.head_seconds)
 
     def on_message_begin(self) -> None:
@@ -147,6 +147,15 @@ class BoundedConnection(HttpToolsProtocol):
         self._clear_deadline()
         super().on_message_complete()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called for a request with an Upgrade header, whose body is not parsed: it must not be taken for a request."""
+        if not {b"content-length", b"transfer-encoding"} & {name for name, _ in self.scope["headers"]}:
+            return
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+        self._open = [cycle for cycle in self._open if cycle is not self.cycle]
+        self._refuse(501, "a request with an Upgrade header and a body is not supported: leave the header out")
+
     def eof_received(self) -> Any:
         """Keep a half-closed connection open while its request is answered."""
         cycle = self.cycle
@@ -183,7 +192,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        if not self._in_head:  # an error was answered before the end of the body, which is not read
+        if not self._in_head and self.cycle.response_complete:  # an error before the end of the body, which is not read
             self._set_deadline(self._limits.head_seconds)
         self._open = [cycle for cycle in self._open if not cycle.response_complete]
         super().on_response_complete()

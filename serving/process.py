@@ -114,6 +114,7 @@ def serve(
     config = uvicorn.Config(
         app,
         http=bounded_connection(limits),
+        ws="none",
         timeout_graceful_shutdown=shutdown_timeout,
         access_log=access_log,
         log_config=None,

@@ -150,6 +150,33 @@ def test_too_many_pipelined_requests_abort_the_running_one(url, engine, caplog):
     assert not caplog.records
 
 
+def test_an_upgrade_with_a_body_is_refused(url):
+    """Its body is not parsed. The next bytes were read as a request."""
+    upgrade = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+    with connected(url) as raw:
+        raw.sendall(POST + upgrade + b"Content-Length: 36\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(b"GET /v1/models HTTP/1.1\r\nhost: y\r\n\r\n")
+        answer = received(raw)
+    assert answer.startswith(b"HTTP/1.1 501 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"leave the header out" in answer
+    with connected(url) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n")
+        assert raw.recv(12) == b"HTTP/1.1 200"
+
+
+def test_an_idle_connection_gets_no_408_after_a_long_answer(strict):
+    """The limit of a head ends during the answer."""
+    body = json.dumps({"prompt": "a", "max_tokens": 90}).encode()
+    with connected(strict) as raw:
+        raw.sendall(POST + b"Authorization: Bearer right\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert raw.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        raw.settimeout(1.0)  # head_seconds is 0.5
+        with pytest.raises(TimeoutError):
+            raw.recv(1)
+
+
 def test_a_body_in_chunks_of_one_byte(url):
     body = b'{"prompt":"a",' + b" " * 100_000 + b'"max_tokens":1}'
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
