@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -65,15 +66,17 @@ async def _answer(request: Request, server: Server, body: ChatRequest) -> Respon
         return await open_stream(request.receive, _events(outputs, params, answers, head, with_usage))
     work = generation.finished(outputs)
     finals = await until_disconnect(request.receive, work)
-    choices = [
-        ChatChoice(
-            index=output.index,
-            message=answers.message(output.index, output.text),
-            logprobs=_logprobs(output, slice(None), top),
-            finish_reason=answers.finish_reason(output.index, output.finish_reason),
+    choices = []
+    for output in finals[0].outputs:
+        choices.append(
+            ChatChoice(
+                index=output.index,
+                message=answers.message(output.index, output.text),
+                logprobs=_logprobs(output, slice(None), top),
+                finish_reason=answers.finish_reason(output.index, output.finish_reason),
+            )
         )
-        for output in finals[0].outputs
-    ]
+        await asyncio.sleep(0)  # one with log-probabilities takes milliseconds: other requests run between two
     answer = ChatCompletion(**head.fields(), choices=choices, usage=generation.usage(finals))
     return Response(msgspec.json.encode(answer), media_type="application/json")
 

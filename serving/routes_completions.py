@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import cast
@@ -50,11 +51,11 @@ async def _answer(request: Request, server: Server, body: CompletionRequest) -> 
         return await open_stream(request.receive, _events(outputs, params, head, with_usage))
     work = generation.finished(outputs)
     finals = await until_disconnect(request.receive, work)
-    choices = [
-        _choice(prompt * params.n + output.index, output, output.text, slice(None))
-        for prompt, final in finals.items()
-        for output in final.outputs
-    ]
+    choices = []
+    for prompt, final in finals.items():
+        for output in final.outputs:
+            choices.append(_choice(prompt * params.n + output.index, output, output.text, slice(None)))
+            await asyncio.sleep(0)  # one with log-probabilities takes milliseconds: other requests run between two
     answer = Completion(**head.fields(), choices=choices, usage=generation.usage(finals))
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
