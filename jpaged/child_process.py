@@ -6,6 +6,7 @@ Work in C that holds Python's global lock, or that cannot be interrupted, delays
 import errno
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -92,9 +93,14 @@ class ChildProcess:
             os.set_blocking(process.stdin.fileno(), False)
             _exchange(process, [self._first_input], _START_SECONDS)
         except (OSError, EOFError) as error:
+            started, reason = self._process, None
             self.close()
-            if isinstance(error, OSError) and error.errno in _BUSY:
-                message = f"no process can be started to {self._purpose} ({_BUSY[error.errno]}): try again later"
+            if isinstance(error, OSError):
+                reason = _BUSY.get(error.errno)
+            if started is not None and started.returncode == -signal.SIGKILL and not isinstance(error, TimeoutError):
+                reason = "it was killed, as by a machine that has no memory left"
+            if reason:
+                message = f"no process can be started to {self._purpose} ({reason}): try again later"
                 raise CapacityError(message) from error
             raise EngineError(f"cannot start a process to {self._purpose}: {error!r}") from error
         return process

@@ -6,14 +6,17 @@ interpreter's lock. The server itself only decodes bodies that are within all li
 
 import difflib
 import re
-from typing import Any, TypeVar
+from collections import Counter
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from jpaged.errors import SHOWN, CapacityError, RequestError
+from jpaged.serving.address import address_key
 from jpaged.serving.body_process import check_in_process
 from jpaged.serving.body_size import count_values
+from jpaged.serving.disconnect import until_disconnect
 from jpaged.serving.error_responses import APIError, ClientDisconnected
 from jpaged.serving.request_schema import EmbeddingRequest, GenerationRequest
 
@@ -45,7 +48,7 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
     if announced.isdecimal() and (len(announced) > 18 or int(announced) > MAX_BODY_BYTES):
         raise too_large
     chunks, size = [], 0
-    with _LargeBody() as large:
+    with _LargeBody(address_key(request.client.host) if request.client else "") as large:
         try:
             async for chunk in request.stream():
                 size += len(chunk)
@@ -60,31 +63,39 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
         chunks.clear()
         if len(raw) <= INLINE_BYTES:
             return decode_body(raw, schema)
-        await check_in_process(raw, schema.__name__)
+        await until_disconnect(request.receive, check_in_process(raw, schema.__name__))
         return msgspec.json.decode(raw, type=schema)
 
 
 class _LargeBody:
-    """Counts the bytes of a large body until it is decoded. Small bodies are never refused for them."""
+    """Counts the bytes of a large body until it is decoded. Small bodies are never refused for them.
 
-    total = 0  # of all large bodies
+    An address may have as many bytes as are still free. So one alone gets a half of them, the next a quarter, and
+    one that comes later always finds some.
+    """
 
-    def __init__(self) -> None:
+    sizes: ClassVar[Counter[str]] = Counter()  # bytes of all large bodies of an address
+
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._size = 0
 
     def grow(self, size: int) -> None:
-        """Count the body with `size` bytes. Raises CapacityError if all bodies have more than MAX_WAITING_BYTES."""
-        _LargeBody.total += size - self._size
+        """Count the body with `size` bytes. Raises CapacityError if the bodies of its address have too many."""
+        self.sizes[self._address] += size - self._size
         self._size = size
-        if _LargeBody.total > MAX_WAITING_BYTES:
-            held = f"other requests have bodies of {MAX_WAITING_BYTES:,} bytes"
+        free = MAX_WAITING_BYTES - self.sizes.total()
+        if self.sizes[self._address] > free:
+            held = f"the large bodies that the server is reading leave {max(free, 0):,} bytes for those of one address"
             raise CapacityError(f"{held}: send a smaller body, or send it later")
 
     def __enter__(self) -> "_LargeBody":
         return self
 
     def __exit__(self, *_: object) -> None:
-        _LargeBody.total -= self._size
+        self.sizes[self._address] -= self._size
+        if not self.sizes[self._address]:
+            del self.sizes[self._address]
 
 
 def decode_body(raw: bytes, schema: type[Body]) -> Body:

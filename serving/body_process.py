@@ -7,11 +7,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from jpaged.child_process import ChildProcess
-from jpaged.errors import RequestError
+from jpaged.errors import CapacityError, RequestError
 
 SHORT_BYTES = 2**21  # of a body that does not wait for longer ones
 SECONDS = 10.0  # of one check; 16 MiB take 0.3 s
-_TOO_MUCH = "takes too much time or memory to read: send less"
 
 
 class BodyProcess(ChildProcess):
@@ -24,15 +23,22 @@ class BodyProcess(ChildProcess):
     def check(self, raw: bytes, schema: str, seconds: float = SECONDS) -> None:
         """Check a body. Raises the RequestError that `decode_body` raises for it, or one after `seconds`.
 
-        schema: name of the struct in `request_schema`. Raises CapacityError if a process cannot be started now,
-        EngineError if it never can.
+        schema: name of the struct in `request_schema`. Raises CapacityError if a process cannot be started now or is
+        killed, EngineError if it never can be started.
         """
-        try:
-            answer = json.loads(self.ask(f"{schema} {len(raw)}\n".encode(), raw, seconds=seconds))
-        except (OSError, EOFError):  # TimeoutError is an OSError
-            raise RequestError("body", f"{len(raw):,} bytes", _TOO_MUCH) from None
+        answer = self._answer(raw, schema, seconds)
         if answer is not None:
             raise RequestError(answer["parameter"], _AsShown(answer["value"]), answer["accepted"])
+
+    def _answer(self, raw: bytes, schema: str, seconds: float) -> dict[str, str] | None:
+        for _ in range(2):  # another process may have killed the child
+            try:
+                return json.loads(self.ask(f"{schema} {len(raw)}\n".encode(), raw, seconds=seconds))
+            except TimeoutError:
+                raise RequestError("body", f"{len(raw):,} bytes", "takes too much time to read: send less") from None
+            except (OSError, EOFError):
+                continue
+        raise CapacityError("the process that checks large bodies was killed twice: try again later")
 
 
 class _AsShown:

@@ -5,19 +5,23 @@ httptools has no limit on a header: it copies a header that grows with each piec
 
 import asyncio
 import dataclasses
-import ipaddress
 import select
-from collections import Counter
+from collections import Counter, deque
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from jpaged.serving.address import address_key
+from jpaged.serving.lingering import LingeringTransport
 
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers; and between two pieces of a body, for chunk headers
 MAX_PIPELINED = 16  # requests of a connection that wait for the answers to earlier ones
 PIECE = 16_384  # bytes parsed before they are counted
-PROBE_SECONDS = 0.05  # between two looks at a client that has closed its sending side
+PROBE_SECONDS = 0.05  # between two looks at a client that may have left
+LEFT = getattr(select, "POLLRDHUP", 0)  # the client has closed its sending side; Linux only
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +56,9 @@ class BoundedConnection(HttpToolsProtocol):
     A client that closes its sending side after a request still gets the answer. TCP does not say whether such a client
     also reads. So the server sends `100 Continue`, which clients ignore: a client that has closed the connection
     refuses it, and its request is aborted.
+
+    While a request waits for the answer to an earlier one, nothing is received, and so no end of the connection. The
+    socket itself is asked then.
     """
 
     def __init__(self, limits: ConnectionLimits, counts: Counter[str], *args: Any, **kwargs: Any):
@@ -63,12 +70,15 @@ class BoundedConnection(HttpToolsProtocol):
         self._bytes_without_body = 0      # received since the request began, or since the last piece of its body
         self._body: list[bytes] = []      # chunks that the application has not been given
         self._open: list[RequestResponseCycle] = []  # requests without a whole answer, in their order
+        self._at_end = False    # no more requests of this connection are read
+        self._replays = False   # the head of a request is parsed again, without its Upgrade header
+        self._continued = False  # `100 Continue` was sent to find out whether the client has left
         self._deadline: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, LingeringTransport(transport, self._in_request)))
         self._set_deadline(self._limits.head_seconds)
         if self.client is None:
             return
@@ -80,8 +90,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._address = address
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disconnect()
+        self._drop(self._open)  # uvicorn tells the last request only
         self._clear_deadline()
+        self._lingering().forget()
         for timer in (self._probe, self._unread):
             if timer is not None:
                 timer.cancel()
@@ -94,12 +105,14 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
         for start in range(0, len(data), PIECE):
-            if self.transport.is_closing():
+            if self.transport.is_closing() or self._at_end:
+                self._lingering().discard(len(data) - start)
                 return
             piece = data[start : start + PIECE]
             self._bytes_without_body += len(piece)
-            super().data_received(piece)
+            self._parse(piece)
             self._pass_body()
             if len(self.pipeline) > MAX_PIPELINED:
                 self._refuse(400, f"more than {MAX_PIPELINED} requests of this connection wait for their answers")
@@ -110,24 +123,56 @@ class BoundedConnection(HttpToolsProtocol):
         if self._in_head and self._bytes_without_body and self._deadline is None:  # line breaks before a request
             self._set_deadline(self._limits.head_seconds)
 
+    def _parse(self, piece: bytes) -> None:
+        assert self.parser is not None
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._has_body():
+                self._parse_again()
+            self._parse(piece[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            if not self._end_requests():
+                self._refuse(400, "invalid HTTP request")
+
+    def _parse_again(self) -> None:
+        """Parse the body of a request with an Upgrade header. The parser skips it, because it expects a new protocol.
+
+        The server upgrades to none. Java's client asks for HTTP/2 with every first request of a connection.
+        """
+        self.parser = httptools.HttpRequestParser(self)
+        framing = {b"content-length", b"transfer-encoding"}
+        lines = [name + b": " + value + b"\r\n" for name, value in self.headers if name in framing]
+        self._replays = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(lines) + b"\r\n")
+        self._replays = False
+
+    def _has_body(self) -> bool:
+        return not {b"content-length", b"transfer-encoding"}.isdisjoint(name for name, _ in self.headers)
+
     def on_message_begin(self) -> None:
+        if self._replays:
+            return
         self._in_head = True
         self._set_deadline(self._limits.head_seconds)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # not a trailer of a chunked body
+        if self._in_head and not self._replays:  # not a trailer of a chunked body
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._set_deadline(self._limits.body_seconds)
+        if self._replays:
+            return
         if len(self.pipeline) > MAX_PIPELINED:
             return  # the connection is closed after this piece
-        before = self.cycle
         super().on_headers_complete()
-        if self.cycle is not None and self.cycle is not before:
-            self._open.append(self.cycle)
+        self._in_head = False
+        self._set_deadline(self._limits.body_seconds)
+        self._open.append(self.cycle)
+        if self.pipeline and self._probe is None:
+            self._probe = self.loop.call_later(PROBE_SECONDS, self._check_client)
 
     def on_body(self, body: bytes) -> None:
         self._bytes_without_body = 0
@@ -141,43 +186,63 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        assert self.parser is not None
+        if self.parser.should_upgrade() and self._has_body():
+            return  # its body is still to come
         self._pass_body()
         self._in_head = True
         self._bytes_without_body = 0
         self._clear_deadline()
         super().on_message_complete()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Called for a request with an Upgrade header, whose body is not parsed: it must not be taken for a request."""
-        if not {b"content-length", b"transfer-encoding"} & {name for name, _ in self.scope["headers"]}:
-            return
-        self.cycle.disconnected = True
-        self.cycle.message_event.set()
-        self._open = [cycle for cycle in self._open if cycle is not self.cycle]
-        self._refuse(501, "a request with an Upgrade header and a body is not supported: leave the header out")
-
     def eof_received(self) -> Any:
-        """Keep a half-closed connection open while its request is answered."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body or self.scope["http_version"] != "1.1":
+        """Keep a half-closed connection open while its requests are answered."""
+        if self._lingering().is_closing() or not self._end_requests():
             return None
-        cycle.keep_alive = False
-        if not cycle.response_started and not self.pipeline:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._probe = self.loop.call_later(PROBE_SECONDS, self._check_half_closed)
+        self._ask_client()
+        if self._probe is None:
+            self._probe = self.loop.call_later(PROBE_SECONDS, self._check_client)
         return True
 
-    def _check_half_closed(self) -> None:
+    def _end_requests(self) -> bool:
+        """Read no further requests. False if there is no whole request without an answer."""
+        whole = [cycle for cycle in self._open if not cycle.more_body and cycle.scope["http_version"] == "1.1"]
+        if not whole:
+            return False
+        self._at_end = True
+        whole[-1].keep_alive = False
+        self._clear_deadline()
+        self._drop([cycle for cycle in self._open if cycle not in whole])
+        return True
+
+    def _drop(self, cycles: list[RequestResponseCycle]) -> None:
+        """Answer these requests no more."""
+        for cycle in cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._open = [cycle for cycle in self._open if cycle not in cycles]
+        self.pipeline = deque(waiting for waiting in self.pipeline if waiting[0] not in cycles)
+
+    def _ask_client(self) -> None:
+        """Send something that a client ignores, and refuses if it has closed the connection."""
+        if not self._continued and not self._open[0].response_started:
+            self._continued = True
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _check_client(self) -> None:
         """Close the connection if the client has refused what was sent to it."""
         self._probe = None
-        if self.transport.is_closing():
+        if self.transport.is_closing() or not (self._at_end or self.pipeline):
             return
         watch = select.poll()
-        watch.register(self.transport.get_extra_info("socket").fileno(), 0)
-        if watch.poll(0):  # an error or a hang-up of both sides: these need not be asked for
-            self.transport.abort()
-            return
-        self._probe = self.loop.call_later(PROBE_SECONDS, self._check_half_closed)
+        watch.register(self.transport.get_extra_info("socket").fileno(), LEFT)
+        for _, event in watch.poll(0):
+            if event & ~LEFT:  # an error or a hang-up of both sides: these need not be asked for
+                self.transport.abort()
+                return
+            if self._open:
+                self._ask_client()
+        self._probe = self.loop.call_later(PROBE_SECONDS, self._check_client)
 
     def pause_writing(self) -> None:
         """Called by the transport when its buffer is full, because the client does not read."""
@@ -191,7 +256,16 @@ class BoundedConnection(HttpToolsProtocol):
             self._unread = None
         super().resume_writing()
 
+    def shutdown(self) -> None:
+        """Called when the server stops. Requests that wait for earlier ones of their connection are not begun."""
+        self._drop([cycle for cycle, _ in self.pipeline])
+        if self._open:
+            self._open[0].keep_alive = False
+        else:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
+        self._continued = False
         if not self._in_head and self.cycle.response_complete:  # an error before the end of the body, which is not read
             self._set_deadline(self._limits.head_seconds)
         self._open = [cycle for cycle in self._open if not cycle.response_complete]
@@ -221,15 +295,14 @@ class BoundedConnection(HttpToolsProtocol):
         earlier = [cycle for cycle in self._open if self._in_head or cycle is not self.cycle]
         if not earlier and (self._in_head or not self.cycle.response_started):
             self.transport.write(_error(status, message))
-        self._disconnect()
-        self.transport.close()
+        self._drop(self._open)
+        self._lingering().linger()
 
-    def _disconnect(self) -> None:
-        """Tell every request that its client is gone. uvicorn tells the last one of the connection only."""
-        for cycle in self._open:
-            cycle.disconnected = True
-            cycle.message_event.set()
-        self._open.clear()
+    def _in_request(self) -> bool:
+        return not self._in_head
+
+    def _lingering(self) -> LingeringTransport:
+        return cast(LingeringTransport, self.transport)
 
 
 def _error(status: int, message: str) -> bytes:
@@ -237,15 +310,3 @@ def _error(status: int, message: str) -> bytes:
     body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": None}})
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
-
-
-def address_key(host: str) -> str:
-    """Return the part of an address that one client cannot change: IPv4, or the first 64 bits of IPv6."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv6Address):
-        mapped = address.ipv4_mapped
-        return str(mapped) if mapped is not None else address.packed[:8].hex()
-    return host

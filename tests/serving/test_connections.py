@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from jpaged.serving.address import address_key
 from jpaged.serving.application import create_app
-from jpaged.serving.connection import ConnectionLimits, address_key
+from jpaged.serving.connection import ConnectionLimits
 from jpaged.serving.generation import Server
 
 from .conftest import fake_engine, running
@@ -150,20 +151,73 @@ def test_too_many_pipelined_requests_abort_the_running_one(url, engine, caplog):
     assert not caplog.records
 
 
-def test_an_upgrade_with_a_body_is_refused(url):
-    """Its body is not parsed. The next bytes were read as a request."""
-    upgrade = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+def test_an_upgrade_is_ignored(url):
+    """Java's client asks for HTTP/2 so. The parser skips the body then, and its bytes were read as a request."""
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
+    body = json.dumps({"prompt": "GET /v1/models HTTP/1.1\r\n\r\n", "max_tokens": 3}).encode()
+    whole = POST + upgrade + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    chunked = POST + upgrade + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    get = b"GET /health HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    stream = whole + chunked + get + last
+    for piece in (len(stream), 1):
+        with connected(url) as raw:
+            for start in range(0, len(stream), piece):
+                raw.sendall(stream[start : start + piece])
+            answer = received(raw)
+        assert answer.count(b"HTTP/1.1 200 ") == 4
+        assert answer.count(b'"text":"GET"') == 2
+
+
+def test_the_end_of_a_connection_behind_a_waiting_request_is_seen(url, engine):
+    """No bytes are received while a request waits. The first request has no answer before its end."""
+    engine.step_seconds = 0.05
+    one = request_bytes("/v1/completions", BODIES["/v1/completions"])
     with connected(url) as raw:
-        raw.sendall(POST + upgrade + b"Content-Length: 36\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            raw.sendall(b"GET /v1/models HTTP/1.1\r\nhost: y\r\n\r\n")
+        raw.sendall(one + one)
+        wait_for(lambda: engine.running)
+    wait_for(lambda: not engine.running)
+
+
+@pytest.mark.parametrize("end", [b"", POST + b"Content-Length: 9\r\n\r\n{", b"\x00\x01 bad\r\n\r\n"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_whole_requests_are_answered(url, engine, end, stream):
+    """Also if the client closes its sending side inside the next request, or if that is not HTTP."""
+    engine.step_seconds = 0.02
+    one = request_bytes("/v1/completions", BODIES["/v1/completions"] | {"stream": stream, "max_tokens": 5})
+    with connected(url) as raw:
+        raw.sendall(one + one + end)
+        if not end.startswith(b"\x00"):
+            raw.shutdown(socket.SHUT_WR)
         answer = received(raw)
-    assert answer.startswith(b"HTTP/1.1 501 ")
-    assert answer.count(b"HTTP/1.1") == 1
-    assert b"leave the header out" in answer
-    with connected(url) as raw:
-        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n")
-        assert raw.recv(12) == b"HTTP/1.1 200"
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert answer.count(b'"finish_reason":"length"') == 2
+    assert b"HTTP/1.1 400" not in answer
+
+
+def test_what_is_not_http_gets_an_error(url):
+    for bad in (b"bad\r\n\r\n", b"POST http://[ HTTP/1.1\r\n\r\n", POST + b"Transfer-Encoding: chunked\r\n\r\nxx\r\n"):
+        with connected(url) as raw:
+            raw.sendall(bad)
+            answer = received(raw)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["message"] == "invalid HTTP request"
+
+
+def test_an_error_before_the_end_of_a_body_arrives(strict):
+    """The server closes, and the client still sends. Without lingering TCP resets the connection."""
+    with connected(strict) as raw:
+        raw.sendall(POST + b"Connection: close\r\nContent-Length: 8000000\r\n\r\n")
+        for _ in range(8):
+            raw.sendall(b"a" * 1_000_000)
+        assert received(raw).startswith(b"HTTP/1.1 401 ")
+        assert raw.recv(1) == b""  # not reset
+
+
+def test_lingering_has_a_limit(strict):
+    with connected(strict) as raw:
+        raw.sendall(POST + b"Connection: close\r\nContent-Length: 800000000\r\n\r\n")
+        assert flood(raw, b"a" * 1_000_000, 2**28) < 2**28
 
 
 def test_an_idle_connection_gets_no_408_after_a_long_answer(strict):

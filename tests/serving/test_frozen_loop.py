@@ -6,16 +6,21 @@ loop, and work of threads that hold the interpreter's lock. Unlike the wall time
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import ClassVar
 
 import pytest
+from starlette.datastructures import Address
 
 from jpaged.errors import CapacityError, RequestError
 from jpaged.serving import body, body_process
 from jpaged.serving.application import create_app
+from jpaged.serving.error_responses import ClientDisconnected
 from jpaged.serving.generation import Server
 from jpaged.serving.request_schema import CompletionRequest
 
@@ -133,11 +138,17 @@ class Posted:
 
     headers: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, raw: bytes):
+    def __init__(self, raw: bytes, address: str = "10.0.0.1"):
         self._raw = raw
+        self.client = Address(address, 1)
+        self.left = asyncio.Event()
 
     async def stream(self):
         yield self._raw
+
+    async def receive(self):
+        await self.left.wait()
+        return {"type": "http.disconnect"}
 
 
 def path_of(body: bytes) -> str:
@@ -217,8 +228,8 @@ def test_the_child_process_answers_as_the_server_does(monkeypatch):
 
 
 def test_large_bodies_have_a_limit_together(monkeypatch):
-    """Beyond it a large body gets 503, and a small one is read."""
-    monkeypatch.setattr(body, "MAX_WAITING_BYTES", 1_000_000)
+    """One address gets a half. Beyond it its large bodies get 503, and small ones and those of others are read."""
+    monkeypatch.setattr(body, "MAX_WAITING_BYTES", 2_000_000)
     large = b'{"prompt":"%b"}' % (b"a" * 900_000)
     waiting = asyncio.Event()
 
@@ -232,14 +243,58 @@ def test_large_bodies_have_a_limit_together(monkeypatch):
         first = asyncio.create_task(body.read_body(Held(b""), CompletionRequest))
         await asyncio.sleep(0)
         for _ in range(2):
-            with pytest.raises(CapacityError, match="send a smaller body"):
+            with pytest.raises(CapacityError, match=r"leave 299,\d+ bytes for those of one address: send a smaller"):
                 await body.read_body(Posted(large), CompletionRequest)
         assert (await body.read_body(Posted(b'{"prompt":"small"}'), CompletionRequest)).prompt == "small"
+        half = b'{"prompt":"%b"}' % (b"a" * 500_000)
+        assert len((await body.read_body(Posted(half, "10.0.0.2"), CompletionRequest)).prompt) == 500_000
         waiting.set()
         assert len((await first).prompt) == 900_000
         assert len((await body.read_body(Posted(large), CompletionRequest)).prompt) == 900_000
 
     asyncio.run(read_all())
+    assert not body._LargeBody.sizes
+
+
+def test_the_body_of_a_client_that_has_left_is_not_checked(monkeypatch):
+    large = b'{"prompt":"%b"}' % (b"a" * 300_000)
+    checked, began, go_on = [], threading.Event(), threading.Event()
+
+    def check(process: body_process.BodyProcess, raw: bytes, schema: str) -> None:
+        checked.append(len(raw))
+        began.set()
+        assert go_on.wait(10)
+
+    async def read_all() -> None:
+        requests = [Posted(large + b" " * number) for number in range(3)]
+        reading = [asyncio.create_task(body.read_body(request, CompletionRequest)) for request in requests]
+        await asyncio.to_thread(began.wait, 10)
+        requests[1].left.set()
+        with pytest.raises(ClientDisconnected):
+            await reading[1]
+        go_on.set()
+        await asyncio.gather(reading[0], reading[2])
+
+    monkeypatch.setattr(body_process.BodyProcess, "check", check)
+    asyncio.run(read_all())
+    assert checked == [len(large), len(large) + 2]
+
+
+def test_a_check_that_is_killed_is_repeated():
+    """As by a machine that has no memory left. The body itself is valid."""
+    process = body_process.BodyProcess()
+    try:
+        process.check(b'{"prompt": "a"}', "CompletionRequest")
+        os.kill(process._process.pid, signal.SIGSTOP)
+        threading.Timer(0.2, process.kill).start()
+        process.check(b'{"prompt": "a"}', "CompletionRequest")
+        process.close()
+        threading.Timer(0.02, process.kill).start()  # it takes longer to start
+        with pytest.raises(CapacityError, match="it was killed, as by a machine that has no memory left"):
+            process.check(b'{"prompt": "a"}', "CompletionRequest")
+        process.check(b'{"prompt": "a"}', "CompletionRequest")
+    finally:
+        process.close()
 
 
 def test_a_check_that_takes_too_long_is_killed():

@@ -144,6 +144,24 @@ def test_requests_that_outlast_the_timeout_are_ended(start):
     assert "Traceback" not in said
 
 
+def test_a_request_that_waits_for_another_one_of_its_connection_is_not_begun(start):
+    """It got 500 and a traceback."""
+    process, url = start(1)
+    raw = b'{"prompt":"a","max_tokens":4000}'
+    one = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw)
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=10) as connection:
+        connection.sendall(one + one)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        pieces = []
+        while piece := connection.recv(65_536):
+            pieces.append(piece)
+    assert b"".join(pieces).startswith(b"HTTP/1.1 503 ")
+    assert b"".join(pieces).count(b"HTTP/1.1 ") == 1
+    assert process.wait(timeout=10) == 0
+    assert "Traceback" not in process.stdout.read()
+
+
 STUCK = ("tokenising", "rendering", "compiling")
 
 
