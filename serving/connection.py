@@ -72,7 +72,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._open: list[RequestResponseCycle] = []  # requests without a whole answer, in their order
         self._at_end = False    # no more requests of this connection are read
         self._replays = False   # the head of a request is parsed again, without its Upgrade header
-        self._continued = False  # `100 Continue` was sent to find out whether the client has left
+        self._questions = 0         # that were sent during this answer, to find out whether the client has left
+        self._next_question = 0.0   # time of the event loop
         self._deadline: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -84,7 +85,7 @@ class BoundedConnection(HttpToolsProtocol):
             return
         address = address_key(self.client[0])
         if self._counts[address] >= self._limits.per_address:
-            self._refuse(503, "too many connections from this address: close some")
+            self._refuse(503, "too many connections from this address: close some", linger=False)
             return
         self._counts[address] += 1
         self._address = address
@@ -124,17 +125,25 @@ class BoundedConnection(HttpToolsProtocol):
             self._set_deadline(self._limits.head_seconds)
 
     def _parse(self, piece: bytes) -> None:
-        assert self.parser is not None
         try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade as upgrade:
-            if self._has_body():
-                self._parse_again()
-            self._parse(piece[upgrade.args[0] :])
+            while piece:
+                piece = self._parse_until_upgrade(piece)
         except httptools.HttpParserError:
             self.logger.warning("Invalid HTTP request received.")
             if not self._end_requests():
                 self._refuse(400, "invalid HTTP request")
+
+    def _parse_until_upgrade(self, piece: bytes) -> bytes:
+        """Parse up to the end of a head with an Upgrade header. Returns the rest."""
+        assert self.parser is not None
+        try:
+            self.parser.feed_data(piece)
+            return b""
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = piece[upgrade.args[0] :]
+        if self._has_body():
+            self._parse_again()
+        return rest
 
     def _parse_again(self) -> None:
         """Parse the body of a request with an Upgrade header. The parser skips it, because it expects a new protocol.
@@ -194,25 +203,28 @@ class BoundedConnection(HttpToolsProtocol):
         self._bytes_without_body = 0
         self._clear_deadline()
         super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():  # an error that came before
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def eof_received(self) -> Any:
-        """Keep a half-closed connection open while its requests are answered."""
-        if self._lingering().is_closing() or not self._end_requests():
+        """Keep a half-closed connection open while its requests are answered. HTTP/1.0 has no `100 Continue`."""
+        old = any(cycle.scope["http_version"] != "1.1" for cycle in self._open)
+        if self._lingering().is_closing() or old or not self._end_requests():
             return None
-        self._ask_client()
-        if self._probe is None:
-            self._probe = self.loop.call_later(PROBE_SECONDS, self._check_client)
+        self._check_client()
         return True
 
     def _end_requests(self) -> bool:
         """Read no further requests. False if there is no whole request without an answer."""
-        whole = [cycle for cycle in self._open if not cycle.more_body and cycle.scope["http_version"] == "1.1"]
+        whole = [cycle for cycle in self._open if not cycle.more_body]
         if not whole:
             return False
         self._at_end = True
         whole[-1].keep_alive = False
         self._clear_deadline()
-        self._drop([cycle for cycle in self._open if cycle not in whole])
+        self._drop([cycle for cycle in self._open if cycle.more_body])
         return True
 
     def _drop(self, cycles: list[RequestResponseCycle]) -> None:
@@ -223,26 +235,34 @@ class BoundedConnection(HttpToolsProtocol):
         self._open = [cycle for cycle in self._open if cycle not in cycles]
         self.pipeline = deque(waiting for waiting in self.pipeline if waiting[0] not in cycles)
 
-    def _ask_client(self) -> None:
-        """Send something that a client ignores, and refuses if it has closed the connection."""
-        if not self._continued and not self._open[0].response_started:
-            self._continued = True
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
     def _check_client(self) -> None:
-        """Close the connection if the client has refused what was sent to it."""
-        self._probe = None
+        """Close the connection if the client has refused what was sent to it. Called again and again."""
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
         if self.transport.is_closing() or not (self._at_end or self.pipeline):
             return
         watch = select.poll()
-        watch.register(self.transport.get_extra_info("socket").fileno(), LEFT)
+        watch.register(self.transport.get_extra_info("socket").fileno(), LEFT | select.POLLIN)
+        unread = False
         for _, event in watch.poll(0):
-            if event & ~LEFT:  # an error or a hang-up of both sides: these need not be asked for
+            if event & ~(LEFT | select.POLLIN):  # an error or a hang-up of both sides: these need not be asked for
                 self.transport.abort()
                 return
-            if self._open:
-                self._ask_client()
+            unread = True  # bytes, or the end of the connection, which may be behind bytes
+        if unread or self._at_end:
+            self._ask_client()
         self._probe = self.loop.call_later(PROBE_SECONDS, self._check_client)
+
+    def _ask_client(self) -> None:
+        """Send something that a client ignores, and refuses if it has closed the connection: at 0, 1, 3, 7 seconds."""
+        first = self._open[0] if self._open else None
+        if first is None or first.response_started or first.scope["http_version"] != "1.1":
+            return
+        if self.loop.time() >= self._next_question:
+            self._next_question = self.loop.time() + 2.0**self._questions
+            self._questions += 1
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def pause_writing(self) -> None:
         """Called by the transport when its buffer is full, because the client does not read."""
@@ -262,10 +282,10 @@ class BoundedConnection(HttpToolsProtocol):
         if self._open:
             self._open[0].keep_alive = False
         else:
-            self.transport.close()
+            self._lingering().close_now()
 
     def on_response_complete(self) -> None:
-        self._continued = False
+        self._questions, self._next_question = 0, 0.0
         if not self._in_head and self.cycle.response_complete:  # an error before the end of the body, which is not read
             self._set_deadline(self._limits.head_seconds)
         self._open = [cycle for cycle in self._open if not cycle.response_complete]
@@ -288,7 +308,7 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._refuse(408, "the request took too long to arrive")
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, *, linger: bool = True) -> None:
         """Close the connection. Answer with an error before, unless the client would take it for another's answer."""
         if self.transport.is_closing():
             return
@@ -296,7 +316,10 @@ class BoundedConnection(HttpToolsProtocol):
         if not earlier and (self._in_head or not self.cycle.response_started):
             self.transport.write(_error(status, message))
         self._drop(self._open)
-        self._lingering().linger()
+        if linger:
+            self._lingering().linger()
+        else:
+            self._lingering().close_now()
 
     def _in_request(self) -> bool:
         return not self._in_head

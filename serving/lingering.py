@@ -51,7 +51,11 @@ class LingeringTransport:
         """Close the connection after what has been written is sent. A second call ends the lingering."""
         if self._end is None and self._sending():
             self.linger()
-            return
+        else:
+            self.close_now()
+
+    def close_now(self) -> None:
+        """Close the connection after what has been written is sent, without lingering."""
         self.forget()
         self._transport.close()
 

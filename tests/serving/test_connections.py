@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -195,8 +196,47 @@ def test_whole_requests_are_answered(url, engine, end, stream):
     assert b"HTTP/1.1 400" not in answer
 
 
+@pytest.mark.parametrize("end", [b"", b"\x00bad\r\n\r\n"])
+def test_answers_have_the_order_of_their_requests(url, engine, end):
+    """Requests of HTTP/1.0 among them. A half-closed client of HTTP/1.0 gets no answer."""
+    engine.step_seconds = 0.02
+    requests = [request_bytes("/v1/completions", {"prompt": name, "max_tokens": 4}) for name in ("AAAA", "BBBB", "CCCC")]
+    for old in range(3):
+        sent = list(requests)
+        sent[old] = sent[old].replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: keep-alive\r\n")
+        with connected(url) as raw:
+            raw.sendall(b"".join(sent) + end)
+            if not end:
+                raw.shutdown(socket.SHUT_WR)
+            texts = re.findall(rb'"text":"(\w+)"', received(raw))
+        assert texts == [b"AAAA", b"BBBB", b"CCCC"][: old + 1 if end else 0]
+    wait_for(lambda: not engine.running)
+
+
+def test_the_end_of_a_connection_behind_unread_bytes_is_seen(url, engine):
+    engine.step_seconds = 0.05
+    with connected(url) as raw:
+        raw.sendall(request_bytes("/v1/completions", BODIES["/v1/completions"]))
+        wait_for(lambda: engine.running)
+        raw.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            raw.sendall(POST + b"Content-Length: 15000000\r\n\r\n" + b" " * 12_000_000)
+    wait_for(lambda: not engine.running)
+
+
+def test_a_connection_is_idle_after_an_early_error(strict):
+    with connected(strict) as raw:
+        raw.sendall(POST + b"Content-Length: 10\r\n\r\n")
+        assert raw.recv(12) == b"HTTP/1.1 401"
+        raw.sendall(b"0123456789")
+        start = time.monotonic()
+        received(raw)  # ends after uvicorn's 5 s
+        assert time.monotonic() - start < 8
+
+
 def test_what_is_not_http_gets_an_error(url):
-    for bad in (b"bad\r\n\r\n", b"POST http://[ HTTP/1.1\r\n\r\n", POST + b"Transfer-Encoding: chunked\r\n\r\nxx\r\n"):
+    gzip = POST + b"Connection: upgrade\r\nUpgrade: x\r\nTransfer-Encoding: gzip\r\n\r\n"
+    for bad in (gzip, b"bad\r\n\r\n", b"POST http://[ HTTP/1.1\r\n\r\n", POST + b"Transfer-Encoding: chunked\r\n\r\nxx\r\n"):
         with connected(url) as raw:
             raw.sendall(bad)
             answer = received(raw)
