@@ -249,7 +249,7 @@ class BoundedConnection(HttpToolsProtocol):
             if event & ~(LEFT | select.POLLIN):  # an error or a hang-up of both sides: these need not be asked for
                 self.transport.abort()
                 return
-            unread = True  # bytes, or the end of the connection, which may be behind bytes
+            unread = True  # bytes, or the end of the connection, which bytes may hide
         if unread or self._at_end:
             self._ask_client()
         self._probe = self.loop.call_later(PROBE_SECONDS, self._check_client)

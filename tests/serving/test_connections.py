@@ -200,7 +200,8 @@ def test_whole_requests_are_answered(url, engine, end, stream):
 def test_answers_have_the_order_of_their_requests(url, engine, end):
     """Requests of HTTP/1.0 among them. A half-closed client of HTTP/1.0 gets no answer."""
     engine.step_seconds = 0.02
-    requests = [request_bytes("/v1/completions", {"prompt": name, "max_tokens": 4}) for name in ("AAAA", "BBBB", "CCCC")]
+    names = ("AAAA", "BBBB", "CCCC")
+    requests = [request_bytes("/v1/completions", {"prompt": name, "max_tokens": 4}) for name in names]
     for old in range(3):
         sent = list(requests)
         sent[old] = sent[old].replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: keep-alive\r\n")
@@ -236,7 +237,8 @@ def test_a_connection_is_idle_after_an_early_error(strict):
 
 def test_what_is_not_http_gets_an_error(url):
     gzip = POST + b"Connection: upgrade\r\nUpgrade: x\r\nTransfer-Encoding: gzip\r\n\r\n"
-    for bad in (gzip, b"bad\r\n\r\n", b"POST http://[ HTTP/1.1\r\n\r\n", POST + b"Transfer-Encoding: chunked\r\n\r\nxx\r\n"):
+    chunk = POST + b"Transfer-Encoding: chunked\r\n\r\nxx\r\n"
+    for bad in (gzip, chunk, b"bad\r\n\r\n", b"POST http://[ HTTP/1.1\r\n\r\n"):
         with connected(url) as raw:
             raw.sendall(bad)
             answer = received(raw)
