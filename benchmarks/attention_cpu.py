@@ -1,11 +1,11 @@
-"""Paged attention on CPU: time by rows per tile, tiles per loop and keys per step.
+"""Paged attention on CPU: the native kernel, and XLA operations by rows per tile, tiles per loop and keys per step.
 
     python benchmarks/attention_cpu.py [--dtype bfloat16]
     python benchmarks/attention_cpu.py --profile     # time of each operation of a decode
     python benchmarks/attention_cpu.py --contexts    # a decode by context length, 64 to 8,192
 
 Interleaved runs in one process; prints minimum and median in milliseconds per call. The shape is a small Llama's: 8
-query heads, 4 KV heads of 64, blocks of 16. `decode` is 32 rows of 60 to 450 keys, `prompt` one prompt of 512 tokens,
+query heads, 4 KV heads of 64, blocks of 16 in a pool of 128 MB. `decode` is 32 rows of 60 to 450 keys, `prompt` one prompt of 512 tokens,
 and `mixed` 16 decodes with a chunk of 112 tokens.
 """
 
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import KVPages
+from pallas_kernels import KVPages, paged_attention
 
 xla = importlib.import_module("pallas_kernels.paged_attention.xla")
 
@@ -33,8 +33,9 @@ OPTIONS = {
     "scale": 0.125, "sliding_window": None, "logit_softcap": None, "sinks": None, "alibi_slopes": None,
     "device_loops": True,
 }  # fmt: skip
+KERNEL = "native kernel"
 SETTINGS = {
-    "as shipped": {},
+    "XLA operations": {},
     "tile of 8 rows": {"TILE_ROWS": 8},
     "tile of 32 rows": {"TILE_ROWS": 32},
     "8 tiles together": {"TILE_GROUP": 8},
@@ -61,7 +62,7 @@ def by_context(dtype: str, repeats: int) -> None:
     """Print a decode's time by context: 8 equal rows, one such row among short ones, and a table 8 times as wide."""
     rows, width = 8, 8192 // BLOCK_SIZE
     rng = np.random.default_rng(0)
-    call = jax.jit(functools.partial(xla.paged_attention, **OPTIONS, max_query_len=1))
+    call = jax.jit(functools.partial(paged_attention, scale=OPTIONS["scale"], max_query_len=1))
     q, pages, _, _, starts = make_case(rng, dtype, rows, [1] * rows, [0] * rows)
     contexts = [2**n for n in range(6, 14)]
     cases = {}
@@ -148,7 +149,11 @@ def main() -> None:
         arguments, longest = cases["decode"]
         profile(functools.partial(xla.paged_attention, **OPTIONS, max_query_len=longest), arguments)
         return
-    programs = {}
+    native = {
+        case: jax.jit(functools.partial(paged_attention, scale=0.125, max_query_len=longest, implementation="cpu"))
+        for case, (_, longest) in cases.items()
+    }
+    programs = {(KERNEL, case): native[case].lower(*cases[case][0]).compile() for case in cases}
     for name, changes in SETTINGS.items():
         before = {constant: getattr(xla, constant) for constant in changes}
         for constant, value in changes.items():
@@ -166,9 +171,12 @@ def main() -> None:
             times[key].append(time.perf_counter() - start)
     print(f"{args.dtype}, JAX {jax.__version__}, Python {platform.python_version()}; ms, minimum (median)")
     print(f"{'':20}" + "".join(f"{case:>16}" for case in cases))
-    for name in SETTINGS:
+    for name in (KERNEL, *SETTINGS):
         cells = [f"{min(times[name, c]) * 1e3:.2f} ({statistics.median(times[name, c]) * 1e3:.2f})" for c in cases]
         print(f"{name:20}" + "".join(f"{cell:>16}" for cell in cells))
+    read = sum(lens) * KV_HEADS * HEAD_DIM * 2 * jnp.dtype(args.dtype).itemsize
+    best = min(times[KERNEL, "decode"])
+    print(f"the decode's keys and values: {read / 1e6:.1f} MB, read at {read / best / 1e9:.1f} GB/s by the native kernel")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecat
 
 
 # Implementations by platform, best first. The first one that exists and accepts the call is chosen, else "xla".
-PREFERRED = {"cpu": ("xla_loop",), "gpu": ("triton",), "tpu": ("mosaic_tpu",)}
+PREFERRED = {"cpu": ("cpu", "xla_loop"), "gpu": ("triton",), "tpu": ("mosaic_tpu",)}
 
 
 class Implementation(NamedTuple):

@@ -18,6 +18,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--attention-implementation")
     args = parser.parse_args()
 
     import jax
@@ -28,6 +29,7 @@ def main() -> None:
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
+        "attention_implementation": args.attention_implementation,
         "mask_unknown_tokens": False,  # random weights choose ids that the tokenizer does not have
     }
 

@@ -135,8 +135,7 @@ class ModelRunner:
         model = ServedModel(spec, params, layout, token_mask is not None, processors)
         blueprint = Blueprint.draw(model, config, placement)
         with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
-            # latent pages (spec.latent) use XLA's operations on every platform
-            if placement.platform != "cpu" and spec.latent is None:
+            if blueprint.has_unchecked_attention:
                 blueprint.check_attention(device)
             return cls(blueprint.fit_device(device, folder), params, token_mask, progress=progress)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_pages, expect_static
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_attention import mosaic_tpu, reference, triton, xla
+from pallas_kernels.paged_attention import cpu, mosaic_tpu, reference, triton, xla
 from pallas_kernels.platforms import Implementation, choose, compiled_on, pick
 
 
@@ -30,6 +30,7 @@ IMPLEMENTATIONS = {
     "reference": Implementation(reference.paged_attention),
     "xla": Implementation(functools.partial(xla.paged_attention, device_loops=False)),
     "xla_loop": Implementation(functools.partial(xla.paged_attention, device_loops=True)),
+    "cpu": Implementation(cpu.paged_attention, cpu.refuse),
     "triton": Implementation(compiled_on("cuda", triton.paged_attention), triton.refuse),
     "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.paged_attention), mosaic_tpu.refuse),
     "mosaic_gpu": Implementation(_mosaic_gpu("paged_attention"), _mosaic_gpu("refuse")),

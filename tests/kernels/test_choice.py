@@ -122,7 +122,7 @@ def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None):
 @pytest.mark.parametrize(
     ("device", "call", "name"),
     [
-        (("cpu",), {}, "xla_loop"),
+        (("cpu",), {}, "cpu"),
         (("tpu",), {}, "mosaic_tpu"),
         (("tpu",), {"kv_dtype": "int8"}, "xla"),
         (("tpu",), {"head_dim": 576, "v_dim": 512}, "xla"),

@@ -51,6 +51,7 @@ IMPLEMENTED = {
     "reference": SOME,
     "xla": SOME,
     "xla_loop": tuple(SHAPES),
+    "cpu": tuple(SHAPES),
     "triton": tuple(name for name, shape in SHAPES.items() if shape.v_dim is None),
     "mosaic_tpu": tuple(
         name for name, shape in SHAPES.items()
@@ -82,6 +83,7 @@ FIRST = {
     "reference": ("ragged",),
     "xla": ("all-options",),
     "xla_loop": ("ragged-all-options", "int8-decodes-bf16", "fp8", "latent", "96-block-128"),
+    "cpu": tuple(SHAPES),  # a second in all
     "triton": ("ragged-all-options", "group-7-64-block-32", "int8", "fp8-decodes-bf16", "256"),
     "mosaic_tpu": ("ragged-all-options", "group-7-64-block-32", "decodes"),
     "triton-splits": ("all-options",),

@@ -1,0 +1,362 @@
+"""Arithmetic on rows of float32 numbers, 16 at a time, as LLVM IR. LLVM splits the vectors for narrower processors.
+
+Every result is one chain of operations in a fixed order. So its bits depend neither on the rows that are computed
+together nor on the vectoriser. Addresses are int64. `chunks` counts vectors of 16 numbers: rows are padded with zeros.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pallas_kernels.native.memory import I8, I32, I64, declared, pointer
+
+LANES = 16
+TILE = 4  # query rows that are computed together
+FLOAT, I16, I1 = ir.FloatType(), ir.IntType(16), ir.IntType(1)
+FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
+LOWEST = -1e30  # maximum of no scores; finite, because -inf - -inf is NaN
+
+
+class Code:
+    """A builder of LLVM IR with the operations that the functions below need."""
+
+    def __init__(self, builder: Any):
+        self.builder = builder
+
+    def number(self, value: int) -> Any:
+        """An int64 constant."""
+        return ir.Constant(I64, value)
+
+    def floats(self, value: float) -> Any:
+        """A vector of equal constants."""
+        return ir.Constant(FLOATS, [value] * LANES)
+
+    def ints(self, values: int | Sequence[int]) -> Any:
+        """A vector of int32 constants."""
+        return ir.Constant(INTS, [values] * LANES if isinstance(values, int) else list(values))
+
+    def at(self, base: Any, *terms: tuple[Any, int]) -> Any:
+        """The address base + the sum of value * factor."""
+        for value, factor in terms:
+            scaled = value if factor == 1 else self.builder.mul(value, self.number(factor))
+            base = self.builder.add(base, scaled)
+        return base
+
+    def load(self, address: Any, kind: Any = FLOATS, align: int = 4) -> Any:
+        """Load a value. Vectors need not be aligned to their size."""
+        value = self.builder.load(pointer(self.builder, address, kind))
+        value.align = align
+        return value
+
+    def store(self, value: Any, address: Any, align: int = 4) -> None:
+        """Store a value."""
+        self.builder.store(value, pointer(self.builder, address, value.type)).align = align
+
+    def splat(self, value: Any) -> Any:
+        """A vector of 16 copies of a value."""
+        kind = ir.VectorType(value.type, LANES)
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(one, one, self.ints(0))
+
+    def pick(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+        """The lanes of a (0 to n - 1) and b (n to 2n - 1) with these numbers."""
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c with one rounding."""
+        return self.call("llvm.fma.v16f32", FLOATS, [a, b, c])
+
+    def largest(self, value: Any) -> Any:
+        """The largest lane. If some are NaN: a lane, or NaN."""
+        b, half = self.builder, LANES // 2
+        while half:
+            other = self.pick(value, value, [(lane + half) % LANES for lane in range(LANES)])
+            value = b.select(b.fcmp_ordered(">", value, other), value, other)
+            half //= 2
+        return b.extract_element(value, ir.Constant(I32, 0))
+
+    def call(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+        """The result of an intrinsic of LLVM."""
+        kind = ir.FunctionType(result, [each.type for each in arguments])
+        return self.builder.call(declared(self.builder.module, name, kind), arguments)
+
+    def sums(self, vectors: Sequence[Any]) -> Any:
+        """A vector with the sums of 16 vectors. Each sum is the same tree: lane i + lane i + 8, then + 4, + 2, + 1."""
+        width = LANES
+        while width > 1:
+            half, paired = width // 2, []
+            groups = LANES // width
+            low = [group * width + lane for group in range(groups) for lane in range(half)]
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True):
+                first = low + [LANES + lane for lane in low]
+                second = [lane + half for lane in first]
+                paired.append(self.builder.fadd(self.pick(a, b, first), self.pick(a, b, second)))
+            vectors, width = paired, half
+        return vectors[0]
+
+    def exp(self, x: Any) -> Any:
+        """exp(x) for x <= 0, with an error of 1 unit in the last place. 0 below -87; NaN stays NaN.
+
+        Range reduction and coefficients: Cephes, expf.
+        """
+        b, floats = self.builder, self.floats
+        shifted = self.fma(x, floats(1.44269504088896341), floats(12582912.0))  # its low bits are round(x / ln 2)
+        n = b.fsub(shifted, floats(12582912.0))
+        r = self.fma(n, floats(-0.693359375), x)
+        r = self.fma(n, floats(2.12194440e-4), r)
+        p = floats(1.9875691500e-4)
+        for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            p = self.fma(p, r, floats(coefficient))
+        p = b.fadd(self.fma(p, b.fmul(r, r), r), floats(1.0))
+        power = b.shl(b.add(b.bitcast(shifted, INTS), self.ints(127)), self.ints(23))
+        return b.select(b.fcmp_ordered("<", x, floats(-87.0)), floats(0.0), b.fmul(p, b.bitcast(power, FLOATS)))
+
+    @contextlib.contextmanager
+    def each(self, count: Any) -> Any:
+        """A loop; gives the index."""
+        with cgutils.for_range(self.builder, count) as loop:
+            yield loop.index
+
+    def variables(self, values: Sequence[Any]) -> list[Any]:
+        """Variables with these first values. LLVM keeps them in registers."""
+        made = [cgutils.alloca_once(self.builder, value.type) for value in values]
+        for each, value in zip(made, values, strict=True):
+            self.builder.store(value, each)
+        return made
+
+
+def _function(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
+    """Make a numba function, without a result, of a function that emits code. arguments: their numba types."""
+
+    def wrap(emit: Callable[..., None]) -> Any:
+        def typed(typing_context: Any, *_: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                emit(Code(builder), *values)
+                return context.get_dummy_value()
+
+            return types.void(*arguments), codegen
+
+        names = ["typing_context", *list(inspect.signature(emit).parameters)[1:]]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        typed.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        typed.__name__, typed.__doc__ = emit.__name__, emit.__doc__
+        return intrinsic(typed)
+
+    return wrap
+
+
+INT, FLOAT32 = types.int64, types.float32
+
+
+def _widen(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
+    """Make a function (to, source, count, scale): count numbers as float32, times scale, in whole vectors."""
+
+    @_function(INT, INT, INT, FLOAT32)
+    def widen(code: Code, to: Any, source: Any, count: Any, scale: Any) -> None:
+        b, size = code.builder, kind.width // 8 if isinstance(kind, ir.IntType) else 4
+        vector = ir.VectorType(kind, LANES)
+        factors = code.splat(scale)
+        with code.each(b.udiv(count, code.number(LANES))) as i:
+            value = code.load(code.at(source, (i, LANES * size)), vector, size)
+            code.store(b.fmul(convert(code, value), factors), code.at(to, (i, LANES * 4)))
+        rest = b.urem(count, code.number(LANES))
+        with b.if_then(b.icmp_unsigned("!=", rest, code.number(0))):
+            done = b.sub(count, rest)
+            lanes = b.icmp_signed("<", code.ints(range(LANES)), code.splat(b.trunc(rest, I32)))
+            pointed = pointer(b, code.at(source, (done, size)), vector)
+            name = f"llvm.masked.load.v16{'f32' if size == 4 else f'i{8 * size}'}.p0"
+            value = code.call(name, vector, [pointed, ir.Constant(I32, size), lanes, ir.Constant(vector, None)])
+            value = b.select(lanes, b.fmul(convert(code, value), factors), code.floats(0.0))
+            code.store(value, code.at(to, (done, 4)))
+
+    return widen
+
+
+def _from_bfloat16(code: Code, value: Any) -> Any:
+    b = code.builder
+    return b.bitcast(b.shl(b.zext(value, INTS), code.ints(16)), FLOATS)
+
+
+def _from_float16(code: Code, value: Any) -> Any:
+    b = code.builder
+    return b.fpext(b.bitcast(value, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+
+
+def _from_int8(code: Code, value: Any) -> Any:
+    return code.builder.sitofp(value, FLOATS)
+
+
+def _from_float8(code: Code, value: Any) -> Any:
+    """float8_e4m3fn: sign, 4 bits of exponent with bias 7, 3 bits of mantissa; no infinity, NaN has all bits set."""
+    b = code.builder
+    wide = b.zext(value, INTS)
+    rest = b.and_(wide, code.ints(0x7F))
+    normal = b.bitcast(b.add(b.shl(rest, code.ints(20)), code.ints(120 << 23)), FLOATS)
+    small = b.fmul(b.sitofp(rest, FLOATS), code.floats(2.0**-9))
+    number = b.select(b.icmp_signed("<", rest, code.ints(8)), small, normal)
+    number = b.select(b.icmp_signed("==", rest, code.ints(0x7F)), code.floats(float("nan")), number)
+    sign = b.shl(b.and_(wide, code.ints(0x80)), code.ints(24))
+    return b.bitcast(b.or_(b.bitcast(number, INTS), sign), FLOATS)
+
+
+widen_float32 = _widen(FLOAT, lambda code, value: value)
+widen_bfloat16 = _widen(I16, _from_bfloat16)
+widen_float16 = _widen(I16, _from_float16)
+widen_int8 = _widen(I8, _from_int8)
+widen_float8 = _widen(I8, _from_float8)
+
+
+def to_bfloat16(code: Code, value: Any) -> Any:
+    """Vector of float32 as bfloat16 bits, rounded to nearest, ties to even. NaN stays NaN."""
+    b = code.builder
+    bits = b.bitcast(value, INTS)
+    odd = b.and_(b.lshr(bits, code.ints(16)), code.ints(1))
+    rounded = b.lshr(b.add(b.add(bits, odd), code.ints(0x7FFF)), code.ints(16))
+    rounded = b.select(b.fcmp_unordered("uno", value, value), code.ints(0x7FC0), rounded)
+    return b.trunc(rounded, ir.VectorType(I16, LANES))
+
+
+def _to_float16(code: Code, value: Any) -> Any:
+    b = code.builder
+    return b.bitcast(b.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), ir.VectorType(I16, LANES))
+
+
+def _narrow(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
+    """Make a function (to, source, count, scale): count float32 numbers times scale in another type."""
+
+    @_function(INT, INT, INT, FLOAT32)
+    def narrow(code: Code, to: Any, source: Any, count: Any, scale: Any) -> None:
+        b, size = code.builder, kind.width // 8 if isinstance(kind, ir.IntType) else 4
+        vector = ir.VectorType(kind, LANES)
+        factors = code.splat(scale)
+        with code.each(b.udiv(count, code.number(LANES))) as i:
+            value = b.fmul(code.load(code.at(source, (i, LANES * 4))), factors)
+            code.store(convert(code, value), code.at(to, (i, LANES * size)), size)
+        rest = b.urem(count, code.number(LANES))
+        with b.if_then(b.icmp_unsigned("!=", rest, code.number(0))):
+            done = b.sub(count, rest)
+            value = convert(code, b.fmul(code.load(code.at(source, (done, 4))), factors))
+            lanes = b.icmp_signed("<", code.ints(range(LANES)), code.splat(b.trunc(rest, I32)))
+            pointed = pointer(b, code.at(to, (done, size)), vector)
+            name = f"llvm.masked.store.v16{'f32' if size == 4 else 'i16'}.p0"
+            code.call(name, ir.VoidType(), [value, pointed, ir.Constant(I32, size), lanes])
+
+    return narrow
+
+
+narrow_float32 = _narrow(FLOAT, lambda code, value: value)
+narrow_bfloat16 = _narrow(I16, to_bfloat16)
+narrow_float16 = _narrow(I16, _to_float16)
+
+
+@_function(INT, INT, INT, INT)
+def score_tile(code: Code, scores: Any, queries: Any, keys: Any, chunks: Any) -> None:
+    """scores[4, 16] = queries[4, chunks * 16] times keys[16, chunks * 16]."""
+    b = code.builder
+    stride = b.mul(chunks, code.number(LANES * 4))
+    parts = []  # of 4 keys each: 4 scores of every query
+    for first in range(0, LANES, TILE):
+        sums = code.variables([code.floats(0.0)] * LANES)
+        with code.each(chunks) as i:
+            q, k = (
+                [code.load(code.at(base, (stride, row), (i, LANES * 4))) for row in range(start, start + TILE)]
+                for base, start in ((queries, 0), (keys, first))
+            )
+            for index, total in enumerate(sums):
+                row, key = divmod(index, TILE)
+                b.store(code.fma(q[row], k[key], b.load(total)), total)
+        parts.append(code.sums([b.load(total) for total in sums]))
+    # whole vectors are stored: reading one that was stored in parts waits for the stores
+    for row in range(TILE):
+        lanes = range(row * TILE, row * TILE + TILE)
+        halves = [code.pick(x, y, [*lanes, *(LANES + lane for lane in lanes)]) for x, y in (parts[:2], parts[2:])]
+        code.store(code.pick(*halves, range(LANES)), code.at(scores, (code.number(row), LANES * 4)))
+
+
+@_function(INT, INT, INT, INT, INT)
+def add_values(code: Code, out: Any, weights: Any, values: Any, value_stride: Any, chunks: Any) -> None:
+    """out[4, chunks * 16] += weights[4, 16] times values[16, chunks * 16], one key after the other.
+
+    value_stride: bytes from a row of `values` to the next.
+    """
+    b = code.builder
+    stride = b.mul(chunks, code.number(LANES * 4))
+    with code.each(chunks) as i:
+        places = [code.at(out, (stride, row), (i, LANES * 4)) for row in range(TILE)]
+        sums = [code.load(place) for place in places]
+        for key in range(LANES):
+            value = code.load(code.at(values, (value_stride, key), (i, LANES * 4)))
+            for row in range(TILE):
+                weight = code.load(code.at(weights, (code.number(1), (row * LANES + key) * 4)), FLOAT)
+                sums[row] = code.fma(code.splat(weight), value, sums[row])
+        for place, total in zip(places, sums, strict=True):
+            code.store(total, place)
+
+
+@_function(INT, INT, INT, INT, INT, FLOAT32, INT, INT)
+def add_scores(
+    code: Code, scores: Any, top: Any, total: Any, out: Any, chunks: Any, scale: Any, low: Any, high: Any
+) -> None:
+    """One step of online softmax (arXiv:1805.02867) for a query and 16 keys.
+
+    The scores of keys low to high - 1, times scale, become weights exp(score - maximum), and the others 0. top: the
+    maximum so far, float32. total: the sum of the weights, a vector of 16 sums. They and out[chunks * 16] are scaled
+    if the maximum grows.
+    """
+    b = code.builder
+    lane, (low, high) = code.ints(range(LANES)), (code.splat(b.trunc(each, I32)) for each in (low, high))
+    seen = b.and_(b.icmp_signed(">=", lane, low), b.icmp_signed("<", lane, high))
+    value = b.fmul(code.load(scores), code.splat(scale))
+    value = b.select(seen, value, code.floats(LOWEST))
+    largest, old = code.largest(value), code.load(top, FLOAT)
+    with b.if_then(b.fcmp_ordered(">", largest, old)):
+        shrink = code.exp(code.splat(b.fsub(old, largest)))
+        code.store(largest, top)
+        code.store(b.fmul(code.load(total), shrink), total)
+        with code.each(chunks) as i:
+            place = code.at(out, (i, LANES * 4))
+            code.store(b.fmul(code.load(place), shrink), place)
+    weights = code.exp(b.fsub(value, code.splat(code.load(top, FLOAT))))
+    weights = b.select(seen, weights, code.floats(0.0))
+    code.store(weights, scores)
+    code.store(b.fadd(code.load(total), weights), total)
+
+
+@_function(INT, FLOAT32, FLOAT32, FLOAT32, FLOAT32)
+def bend_scores(code: Code, scores: Any, scale: Any, cap: Any, slope: Any, distance: Any) -> None:
+    """Scores of 16 keys, times scale, with soft cap and ALiBi, in place.
+
+    cap: 0 for none. slope, distance: of the first key; slope times distance is subtracted.
+    """
+    b, ones = code.builder, code.floats(1.0)
+    value = b.fmul(code.load(scores), code.splat(scale))
+    code.store(value, scores)
+    with b.if_then(b.fcmp_ordered(">", cap, ir.Constant(FLOAT, 0.0))):
+        limit = code.splat(cap)
+        x = b.fdiv(value, limit)
+        negative = b.fcmp_ordered("<", x, code.floats(0.0))
+        size = b.select(negative, b.fneg(x), x)
+        small = code.exp(b.fmul(size, code.floats(-2.0)))
+        tanh = b.fdiv(b.fsub(ones, small), b.fadd(ones, small))
+        code.store(b.fmul(b.select(negative, b.fneg(tanh), tanh), limit), scores)
+    distances = b.fsub(code.splat(distance), ir.Constant(FLOATS, [float(lane) for lane in range(LANES)]))
+    code.store(b.fsub(code.load(scores), b.fmul(code.splat(slope), distances)), scores)
+
+
+@_function(INT)
+def sum_lanes(code: Code, total: Any) -> None:
+    """The sum of 16 numbers, in the first of them."""
+    value = code.load(total)
+    code.store(code.sums([value] * LANES), total)
+
+
+@_function(INT)
+def exp_lanes(code: Code, values: Any) -> None:
+    """exp of 16 numbers that are at most 0, in place."""
+    code.store(code.exp(code.load(values)), values)

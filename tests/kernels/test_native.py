@@ -1,0 +1,290 @@
+"""Native CPU kernels: the offsets of XLA's structs, machine code on disk, threads, and the same bits everywhere."""
+
+import functools
+import importlib
+import logging
+import multiprocessing
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_attention
+from pallas_kernels.native import library
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
+from tests.kernels.oracle import Shape, attend, make_case
+
+HEADER = pathlib.Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
+SIZES = {"size_t": 8, "int64_t": 8, "int32_t": 4, "int": 4}  # enums have 4 bytes, pointers 8
+
+pytestmark = [
+    pytest.mark.codegen,
+    pytest.mark.skipif(library.native(cpu.KERNEL).name is None, reason="native kernels cannot run here"),
+]
+
+
+def offsets(text: str, struct: str) -> tuple[dict[str, int], int]:
+    """Offsets of a struct's fields in a C header, and its size."""
+    found = re.search(rf"struct {struct} {{(.*?)\n}}", text, re.DOTALL) or re.search(
+        rf"typedef struct {struct} {{(.*?)\n}} {struct};", text, re.DOTALL
+    )
+    body = re.sub(r"//[^\n]*", "", found[1])
+    body = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"void* \1", body)
+    fields, offset = {}, 0
+    for line in filter(None, (line.strip() for line in body.split(";"))):
+        kind, name = re.match(r"(?:const )?(.*?)(\w+)(?:\[\d+\])?$", line, re.DOTALL).groups()
+        kind = kind.strip()
+        if kind.endswith("*"):
+            size = align = 8
+        elif kind in SIZES or re.search(rf"}} {kind};", text):  # a number, or an enum
+            size = align = SIZES.get(kind, 4)
+        else:
+            size, align = offsets(text, kind)[1], 8
+        offset = -(-offset // align) * align
+        fields[name] = offset
+        offset += size
+    return fields, -(-offset // 8) * 8
+
+
+def test_offsets_are_those_of_the_header():
+    frame = importlib.import_module("pallas_kernels.native.frame")
+    text = HEADER.read_text()
+    call, _ = offsets(text, "XLA_FFI_CallFrame")
+    args, _ = offsets(text, "XLA_FFI_Args")
+    rets, _ = offsets(text, "XLA_FFI_Rets")
+    buffer, _ = offsets(text, "XLA_FFI_Buffer")
+    api, _ = offsets(text, "XLA_FFI_Api")
+    version, _ = offsets(text, "XLA_FFI_Api_Version")
+    base = re.search(r"(XLA_FFI_\w+)\* extension_start", text)[1]
+    extension, base_size = offsets(text, base)
+    version_type = r"XLA_FFI_Api_Version api_version;"
+    assert re.search(rf"struct XLA_FFI_Metadata {{\s*size_t struct_size;\s*{version_type}", text)
+    schedule, schedule_size = offsets(text, "XLA_FFI_ThreadPool_Schedule_Args")
+    threads, threads_size = offsets(text, "XLA_FFI_ThreadPool_NumThreads_Args")
+    assert (call["extension_start"], call["api"], call["ctx"]) == (
+        frame.FRAME_EXTENSION, frame.FRAME_API, frame.FRAME_CONTEXT
+    )  # fmt: skip
+    assert (call["args"] + args["args"], call["rets"] + rets["rets"]) == (frame.FRAME_ARGS, frame.FRAME_RETS)
+    assert (buffer["data"], buffer["dims"]) == (frame.BUFFER_DATA, frame.BUFFER_DIMS)
+    assert (extension["type"], base_size) == (frame.EXTENSION_TYPE, frame.EXTENSION_METADATA)
+    assert (8, api["api_version"]) == (frame.METADATA_VERSION, frame.API_VERSION)
+    assert version["major_version"] == frame.VERSION_NUMBERS == version["minor_version"] - 4
+    assert (api["XLA_FFI_ThreadPool_Schedule"], api["XLA_FFI_ThreadPool_NumThreads"]) == (
+        frame.API_SCHEDULE, frame.API_NUM_THREADS
+    )  # fmt: skip
+    assert (schedule_size, threads_size) == (frame.SCHEDULE_SIZE, frame.NUM_THREADS_SIZE)
+    assert [schedule[name] for name in ("ctx", "task", "data")] == [16, 24, 32]
+    assert [threads[name] for name in ("ctx", "num_threads")] == [16, 24]
+    assert re.search(r"XLA_FFI_Extension_Metadata = (\d+)", text)[1] == str(frame.METADATA_EXTENSION)
+
+
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+SAME = {
+    "bf16": Shape(heads=8, head_dim=64, dtype="bfloat16", tokens=320, rows=8),
+    "window-softcap": Shape(heads=6, tokens=320, rows=8, window=50, softcap=2.0),
+    "mqa-20-sinks-alibi": Shape(heads=20, kv_heads=1, head_dim=40, tokens=320, rows=8, sinks=True, slopes=True),
+    "int8-block-8": Shape(kv_dtype="int8", block_size=8, width=40, num_blocks=128, tokens=320, rows=8),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_bits_of_a_query_depend_on_its_own_row_only(name):
+    """The same for a whole prompt, in chunks of any size, token by token, and together with other rows."""
+    shape, length = SAME[name], 150
+    whole_case = make_case(shape, ((length, length),))
+    whole = attend(shape, whole_case, "cpu")
+    neighbours = ((1, 300), (40, 41), (1, 1), (1, 7))
+    parts = [(first, 1, ()) for first in (0, 1, 15, 16, 71, 149)]
+    parts += [(100, 50, ()), (0, 7, neighbours), (71, 1, neighbours), (33, 17, neighbours[:1])]
+    for first, count, others in parts:
+        case = make_case(shape, ((count, first + count), *others))
+        q = np.array(case["q"])
+        q[:count] = whole_case["q"][first : first + count]
+        tables = np.array(case["block_tables"])
+        tables[0] = whole_case["block_tables"][0]
+        data = np.array(case["pages"].data)
+        own = tables[0, : -(-length // shape.block_size)]
+        others_own = set(tables[1:].ravel()) - {10**6}
+        if others_own & set(own.tolist()):
+            continue  # the neighbours' blocks would be overwritten
+        data[own] = np.asarray(whole_case["pages"].data)[own]
+        scales = case["pages"].scales
+        if scales is not None:
+            scales = np.array(scales)
+            scales[own] = np.asarray(whole_case["pages"].scales)[own]
+        pages = type(case["pages"])(jnp.asarray(data), None if scales is None else jnp.asarray(scales))
+        case |= {"q": jnp.asarray(q), "pages": pages, "block_tables": jnp.asarray(tables)}
+        np.testing.assert_array_equal(attend(shape, case, "cpu")[:count], whole[first : first + count])
+
+
+def large_call() -> np.ndarray:
+    """Results of a call with enough work for several threads, as bytes."""
+    shape = SAME["bf16"]
+    case = make_case(shape, ((1, 300), (100, 120), (1, 200), (150, 300), (1, 16)))
+    return attend(shape, case, "cpu")
+
+
+def _write_call(path: str) -> None:
+    np.save(path, large_call())
+
+
+@pytest.mark.slow  # three processes that import jax
+def test_bits_are_the_same_with_one_thread_eight_devices_and_in_a_spawned_child(tmp_path):
+    code = "import sys; from tests.kernels.test_native import _write_call; _write_call(sys.argv[1])"
+    root = pathlib.Path(__file__).resolve().parents[2]
+    flags = os.environ.get("XLA_FLAGS", "")
+    for name, environment in (
+        ("one", {"NPROC": "1"}),
+        ("eight", {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=8"}),
+    ):
+        path = tmp_path / f"{name}.npy"
+        subprocess.run([sys.executable, "-c", code, str(path)], env={**os.environ, **environment}, check=True, cwd=root)
+        np.testing.assert_array_equal(np.load(path), large_call())
+    child = multiprocessing.get_context("spawn").Process(target=_write_call, args=(str(tmp_path / "child.npy"),))
+    child.start()
+    child.join(120)
+    np.testing.assert_array_equal(np.load(tmp_path / "child.npy"), large_call())
+
+
+def test_threads_of_one_process_call_it_at_once():
+    expected, wrong = large_call(), []
+
+    def repeat() -> None:
+        wrong.extend(1 for _ in range(50) if not np.array_equal(large_call(), expected))
+
+    threads = [threading.Thread(target=repeat) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_calls_leave_no_memory():
+    def resident() -> int:
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    shape = SAME["bf16"]
+    case = make_case(shape, ((1, 300), (100, 120), (1, 200), (150, 300), (1, 16)))
+    call = jax.jit(lambda *args: paged_attention(*args, scale=0.125, max_query_len=320, implementation="cpu"))
+    for count in (200, 1000):
+        before = resident()
+        for _ in range(count):
+            call(*case.values()).block_until_ready()
+    assert resident() - before < 2**21  # a job or a scratch of each call would be 60 MB
+
+
+def test_padding_tokens_are_zero():
+    shape = SAME["bf16"]
+    case = make_case(shape, ((3, 20),))
+    out = jax.jit(lambda *args: paged_attention(*args, scale=0.125, max_query_len=320, implementation="cpu"))(
+        *case.values()
+    )
+    assert not np.asarray(out, np.float32)[3:].any()
+
+
+# --- machine code on disk --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache folder, and no kernel in this process. Compiling is replaced: it takes seconds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, compiled = b"machine code\n" * 1000, []
+
+    def compile_again(kernel: str) -> bytes:
+        compiled.append(kernel)
+        return code
+
+    monkeypatch.setattr(library, "_compile", compile_again)
+    monkeypatch.setattr(library, "_register", lambda name, code: None)
+
+    def start() -> library.Native:
+        for name in ("_native", "_folder"):  # new caches: XLA does not register a kernel of this process twice
+            monkeypatch.setattr(library, name, functools.cache(getattr(library, name).__wrapped__))
+        return library.native(cpu.KERNEL)
+
+    return start, compiled, tmp_path / "pallas_kernels/native"
+
+
+def test_machine_code_is_kept_in_a_private_folder(fresh):
+    start, compiled, folder = fresh
+    first, second = start(), start()
+    assert (first.is_new, second.is_new) == (True, False)
+    assert first.name == second.name
+    assert compiled == [cpu.KERNEL]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed", "empty", "others can write", "a link"])
+def test_harmed_machine_code_is_compiled_again(fresh, caplog, harm, tmp_path):
+    start, compiled, folder = fresh
+    start()
+    (path,) = folder.iterdir()
+    code = bytearray(path.read_bytes())
+    if harm == "cut":
+        path.write_bytes(code[:-100])
+    elif harm == "changed":
+        code[5000] ^= 1
+        path.write_bytes(code)
+    elif harm == "empty":
+        path.write_bytes(b"")
+    elif harm == "a link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.chmod(0o770)
+    with caplog.at_level(logging.WARNING):
+        assert start().is_new
+    assert len(compiled) == 2
+    assert len(caplog.records) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(fresh, caplog):
+    start, _, folder = fresh
+    folder.parent.write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        assert start().name is not None
+    assert "native kernels compile at every start" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["no numba", "numba fails", "no fma", "other machine"])
+def test_without_numba_the_xla_operations_are_used(fresh, monkeypatch, caplog, fault):
+    start, _, _ = fresh
+    if fault == "no numba":
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "numba" else find(name))
+    elif fault == "numba fails":
+
+        def fail(kernel: str) -> bytes:
+            raise ImportError("numba is broken")
+
+        monkeypatch.setattr(library, "_compile", fail)
+    elif fault == "no fma":
+        monkeypatch.setitem(library.NEEDED, library.platform.machine(), ("a feature",))
+    else:
+        monkeypatch.setattr(library.platform, "machine", lambda: "riscv64")
+    with caplog.at_level(logging.WARNING):
+        assert start().name is None
+    case = make_case(Shape())
+    call = (jax.devices("cpu")[0], case["q"], case["pages"], case["block_tables"], 64)
+    assert choose_implementation(*call) == "xla_loop"
+    expected = {
+        "no numba": "needs numba, which is not installed", "numba fails": "numba is broken",
+        "no fma": "needs a processor with a feature", "other machine": "not on linux riscv64",
+    }  # fmt: skip
+    assert expected[fault] in IMPLEMENTATIONS["cpu"].refuse(*call)
+    assert len(caplog.records) == (fault == "numba fails")
+    with pytest.raises(ValueError, match=r"implementation='cpu' cannot take this: .*Leave it out"):
+        paged_attention(**case, scale=1.0, max_query_len=64, implementation="cpu")
