@@ -98,6 +98,7 @@ def decode(
     layout: WeightLayout = WeightLayout(),
     rope_lens: Int[Array, " tokens"] | None = None,
     real: Bool[Array, " tokens"] | None = None,
+    num_tokens: Int[Array, ""] | None = None,
     places: Sequence[KVPlace] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Pages, ...]]:
     """Hidden states after the last layer, before the final norm, and the pages with the new KV.
@@ -107,9 +108,11 @@ def decode(
     metadata:  a pytree, for `attend`. With `places`: a sequence with one entry per KV group.
     rope_lens: sequence length of each token, which dynamic rope scaling and longrope depend on. Other ropes ignore it.
     real:      False for padding tokens, which go to no expert. None: no token is padding.
+    num_tokens: number of first tokens that are needed. The others are padding, with undefined results. None: all tokens
+               are needed, and every product has a gradient.
     places:    per layer, its KV group and its page array.
     """
-    x = _embed(LayerContext(spec, layout, params), token_ids, positions)
+    x = _embed(LayerContext(spec, layout, params, num_rows=num_tokens), token_ids, positions)
     ropes = {rope for i in range(spec.num_layers) if (rope := spec.layer_rope(i)) is not None}
     angles = {rope: _rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
     if places is None:
@@ -120,8 +123,8 @@ def decode(
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
         x, new_pages[place.page_array] = _layer(
-            x, LayerContext(spec, layout, {**matrices, **vectors}, cos, sin, real), new_pages[place.page_array],
-            metadata[place.kv_group], options=spec.attention(i), attend=attend,
+            x, LayerContext(spec, layout, {**matrices, **vectors}, cos, sin, real, num_tokens),
+            new_pages[place.page_array], metadata[place.kv_group], options=spec.attention(i), attend=attend,
         )  # fmt: skip
     return x, tuple(new_pages)
 
@@ -132,12 +135,14 @@ def lm_head(
     hidden: Float[Array, "rows hidden"],
     *,
     layout: WeightLayout = WeightLayout(),
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows output"]:
     """float32 logits of the hidden states: final norm, then the output matrix.
 
     A model that pools has no output matrix. It gives the hidden states after the final norm, or a classifier's scores.
+    num_rows: number of first rows that are needed; None: all.
     """
-    context = LayerContext(spec, layout, params)
+    context = LayerContext(spec, layout, params, num_rows=num_rows)
     x = normalise("final_norm", hidden, context) if spec.final_norm else hidden
     if "project_out" in params:
         x = linear("project_out", x, context)

@@ -15,11 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
-from pallas_kernels import grouped_dot
+from pallas_kernels import dot, grouped_dot
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["params", "cos", "sin", "real"], meta_fields=["spec", "layout"]
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "cos", "sin", "real", "num_rows"], meta_fields=["spec", "layout"],
 )
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
@@ -34,6 +35,8 @@ class LayerContext:
     cos: Array | None = None    # float32[tokens, half] of the rope angles; None: the layer has no rope. sin likewise
     sin: Array | None = None
     real: Array | None = None   # bool[tokens], False for padding; None: no token is padding
+    # int32[], number of first rows that are needed; None: all, and products have gradients
+    num_rows: Array | None = None
 
 
 def linear(
@@ -52,6 +55,8 @@ def linear(
     outputs = weight.shape[0]
     if outputs < min_outputs:
         weight = jnp.pad(weight, ((0, min_outputs - outputs), (0, 0)))
+    if context.num_rows is not None and not transposed and outputs >= min_outputs:
+        return dot(x, weight, context.num_rows, dtype=dtype)
     dims = (((1,), (0 if transposed else 1,)), ((), ()))
     out = lax.dot_general(x, weight, dims, precision=_precision(x), preferred_element_type=dtype or x.dtype)
     return out if outputs >= min_outputs else out[:, :outputs]

@@ -2,11 +2,13 @@
 
 - `KVPages` owns the layout of the pages.
 - `write_kv` and `write_qkv` store keys and values in the pages; `paged_attention` attends over them.
+- `dot` multiplies rows with a matrix of weights: a kernel on CPU.
 - `grouped_dot` multiplies blocks of rows, each with its own matrix: the products of a mixture of experts.
 - `self_check` compares the implementations chosen for a device with the reference.
 - `rms_norm`, `apply_rope` and `norm_and_rope` are the arithmetic of `write_qkv` in plain jnp.
 """
 
+from pallas_kernels.dot import dot
 from pallas_kernels.grouped_dot import grouped_dot
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import paged_attention
@@ -19,6 +21,7 @@ __all__ = [
     "KVPages",
     "KernelCheckError",
     "apply_rope",
+    "dot",
     "grouped_dot",
     "norm_and_rope",
     "paged_attention",

@@ -154,7 +154,8 @@ def _lm_head(
     spec: DecoderSpec, params: Params, hidden: Float[Array, "tokens hidden"], index: Int[Array, " rows"],
     layout: WeightLayout,
 ) -> Float[Array, "rows output"]:  # fmt: skip
-    return decoder.lm_head(spec, params, jnp.take(hidden, index, axis=0, mode="clip"), layout=layout)
+    rows = jnp.take(hidden, index, axis=0, mode="clip")
+    return decoder.lm_head(spec, params, rows, layout=layout, num_rows=jnp.sum(index >= 0, dtype=jnp.int32))
 
 
 def compile_output(

@@ -224,18 +224,19 @@ def forward(
     host waits for that number in steps that sample nothing.
     """
     state, batch = build_batch(state, packed, shape)
+    num_tokens = jnp.sum(batch.real, dtype=jnp.int32)
     hidden, pages = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
         PagedAttend(1 if shape.is_decode else shape.tokens, implementation),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
-        real=batch.real if spec.experts is not None else None,
+        real=batch.real if spec.experts is not None else None, num_tokens=num_tokens,
     )  # fmt: skip
     state = state.replace(
         pages=pages,
         table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop"),
         hidden=jax.lax.dynamic_update_slice(state.hidden, hidden, (0, 0)),
     )
-    return state, jnp.sum(batch.real, dtype=jnp.int32)
+    return state, num_tokens
 
 
 def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:

@@ -18,6 +18,7 @@ import stat
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,26 +40,46 @@ class Native(NamedTuple):
     is_new: bool = False        # compiled by this process, not loaded from disk
 
 
-def native(kernel: str) -> Native:
+def native(kernel: str, check: Callable[[str], None] | None = None) -> Native:
     """Load or compile a kernel and register it with XLA, at the first call.
 
-    kernel: a module with the numba functions `task` and `handler`: "pallas_kernels.paged_attention.cpu_kernel". Never
-    raises: callers have another way to compute.
+    kernel: a module with the numba functions `task` and `handler`: "pallas_kernels.paged_attention.cpu_kernel".
+    check:  called with the kernel's name after it was compiled; raises an error if its results are wrong.
+
+    Never raises: callers have another way to compute.
     """
     with _lock:  # a kernel is registered once
-        return _native(kernel)
+        return _native(kernel, check)
 
 
 @functools.cache
-def _native(kernel: str) -> Native:
+def _native(kernel: str, check: Callable[[str], None] | None) -> Native:
     reason = _unsupported()
     if reason is not None:
         return Native(None, reason)
     try:
-        return _registered(kernel)
+        made = _registered(kernel)
+        if check is not None and made.is_new and made.name is not None:
+            try:
+                check(made.name)
+            except Exception:
+                discard(kernel)
+                raise
+        return made
     except Exception as error:  # whatever goes wrong inside numba, LLVM or XLA
         logger.warning("native kernels do not work here, so XLA operations are used: %r", error)
-        return Native(None, f"it cannot be compiled: {error!r}")
+        return Native(None, f"it does not work here: {error!r}")
+
+
+@functools.cache
+def has_feature(name: str) -> bool:
+    """Whether this processor has a feature, by LLVM's name. False without llvmlite."""
+    try:
+        from llvmlite import binding
+
+        return bool(binding.get_host_cpu_features().get(name))
+    except Exception:  # a broken installation raises what its loader raises
+        return False
 
 
 def discard(kernel: str) -> None:

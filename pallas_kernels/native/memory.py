@@ -110,15 +110,20 @@ def fill_zeros(typing_context: Any, address: Any, size: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
+def prefetch_line(builder: Any, address: Any) -> None:
+    """Emit `prefetch`."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    read, keep, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+    to = pointer(builder, address, I8)
+    builder.call(declared(builder.module, "llvm.prefetch.p0", kind), [to, read, keep, data])
+
+
 @intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Tell the processor that 64 bytes will be read soon. The address need not be valid."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to = pointer(builder, arguments[0], I8)
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        read, keep, data = (ir.Constant(I32, value) for value in (0, 3, 1))
-        builder.call(declared(builder.module, "llvm.prefetch.p0", kind), [to, read, keep, data])
+        prefetch_line(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

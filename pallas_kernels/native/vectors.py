@@ -9,17 +9,19 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pallas_kernels.native.memory import I8, I32, I64, declared, pointer
+from pallas_kernels.native.memory import I8, I32, I64, declared, pointer, prefetch_line
 
 LANES = 16
 TILE = 4  # query rows that are computed together
 FLOAT, I16, I1 = ir.FloatType(), ir.IntType(16), ir.IntType(1)
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
+ONE = np.float32(1)
 LOWEST = -1e30  # maximum of no scores; finite, because -inf - -inf is NaN
 
 
@@ -277,6 +279,66 @@ def score_tile(code: Code, scores: Any, queries: Any, keys: Any, chunks: Any) ->
         lanes = range(row * TILE, row * TILE + TILE)
         halves = [code.pick(x, y, [*lanes, *(LANES + lane for lane in lanes)]) for x, y in (parts[:2], parts[2:])]
         code.store(code.pick(*halves, range(LANES)), code.at(scores, (code.number(row), LANES * 4)))
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def _dot_tile(vector: Any, step: Callable[[Code, Any, Any, Any], Any], streams: int) -> Any:
+    """Make a function that multiplies 4 rows x with 4 rows w of `steps` vectors, each 64 bytes.
+
+    The 16 sums are stored as 4 rows of 4, `stride` bytes apart. A sum is one chain over the vectors, then the tree of
+    `Code.sums`. early: address of `streams` rows that are requested early.
+    """
+
+    @_function(*[INT] * 12)
+    def dot_tile(
+        code: Code, to: Any, stride: Any, x0: Any, x1: Any, x2: Any, x3: Any, w0: Any, w1: Any, w2: Any, w3: Any,
+        steps: Any, early: Any,
+    ) -> None:  # fmt: skip
+        b, line = code.builder, code.builder.mul(steps, code.number(64))
+        sums = code.variables([code.floats(0.0)] * LANES)
+        with code.each(steps) as i:
+            x, w = (
+                [code.load(code.at(base, (i, 64)), vector, 2) for base in four]
+                for four in ((x0, x1, x2, x3), (w0, w1, w2, w3))
+            )
+            for row in range(streams):
+                prefetch_line(b, code.at(early, (line, row), (i, 64)))
+            for index, total in enumerate(sums):
+                row, output = divmod(index, TILE)
+                b.store(step(code, b.load(total), x[row], w[output]), total)
+        result = code.sums([b.load(total) for total in sums])
+        for row in range(TILE):
+            part = code.pick(result, result, range(row * TILE, row * TILE + TILE))
+            code.store(part, code.at(to, (stride, row)))
+
+    return dot_tile
+
+
+def _add_float32(code: Code, total: Any, x: Any, w: Any) -> Any:
+    return code.fma(x, w, total)
+
+
+def _add_bfloat16(code: Code, total: Any, x: Any, w: Any) -> Any:
+    return code.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, x, w])
+
+
+dot_tile_float32, dot_few_float32 = (_dot_tile(FLOATS, _add_float32, streams) for streams in (1, TILE))
+dot_tile_bfloat16, dot_few_bfloat16 = (_dot_tile(BFLOATS, _add_bfloat16, streams) for streams in (1, TILE))
 
 
 @_function(INT, INT, INT, INT, INT)

@@ -259,6 +259,22 @@ def test_a_folder_that_cannot_be_made_is_no_error(fresh, caplog):
     assert "native kernels compile at every start" in caplog.text
 
 
+def test_a_kernel_with_wrong_results_is_not_used(fresh, caplog):
+    start, _, folder = fresh
+    start()
+
+    def check(name: str) -> None:
+        raise ValueError("differs by 3")
+
+    for path in folder.iterdir():
+        path.unlink()
+    library._native.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert "differs by 3" in library.native(cpu.KERNEL, check).reason
+    assert not list(folder.iterdir())
+    assert "XLA operations are used" in caplog.text
+
+
 @pytest.mark.parametrize("fault", ["no numba", "numba fails", "no fma", "other machine"])
 def test_without_numba_the_xla_operations_are_used(fresh, monkeypatch, caplog, fault):
     start, _, _ = fresh

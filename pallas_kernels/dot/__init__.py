@@ -1,0 +1,55 @@
+"""dot: rows times a matrix of weights [out, in], the product of a linear layer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.checks import expect_floats
+from pallas_kernels.dot import cpu
+from pallas_kernels.platforms import Implementation, pick
+
+
+def _xla(
+    x: Float[Array, "rows in"], weight: Float[Array, "out in"], num_rows: Int[Array, ""], *, dtype: Any
+) -> Float[Array, "rows out"]:
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=exact, preferred_element_type=dtype)
+
+
+# `Implementation.refuse` takes (device, x, weight, dtype)
+IMPLEMENTATIONS = {"xla": Implementation(_xla), "cpu": Implementation(cpu.dot, cpu.refuse)}
+
+
+def dot(
+    x: Float[Array, "rows in"],
+    weight: Float[Array, "out in"],
+    num_rows: Int[Array, ""] | int,
+    *,
+    dtype: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "rows out"]:
+    """x @ weight.T, with sums in float32.
+
+    x, weight:      of the same dtype. Products of float32 numbers are true float32 products.
+    num_rows:       the first rows of x that are needed. The results of the others are undefined, but finite.
+    dtype:          of the result; None: x's dtype.
+    implementation: None: the best one for the platform that the call is lowered for. "xla" is XLA's product. "cpu" is a
+                    native kernel for CPU: each row has the same bits with any number of other rows. It has no gradient.
+
+    Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
+    """
+    expect_floats("x", x, "[rows, in]")
+    expect_floats("weight", weight, "[out, in]")
+    if weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
+        raise ValueError(f"weight {weight.shape} of {weight.dtype}: must be [out, {x.shape[1]}] of {x.dtype}, as x")
+    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    call = (x, weight, jnp.asarray(num_rows, jnp.int32))
+    if implementation is not None:
+        return pick(IMPLEMENTATIONS, implementation, x, weight, dtype)(*call, dtype=dtype)
+    branches = {"default": lambda *arrays: _xla(*arrays, dtype=dtype)}
+    if not (x.size and weight.size) or cpu.refuse(jax.devices("cpu")[0], x, weight, dtype) is not None:
+        return branches["default"](*call)
+    return lax.platform_dependent(*call, cpu=lambda *arrays: cpu.dot(*arrays, dtype=dtype), **branches)

@@ -1,0 +1,133 @@
+"""dot for CPUs in numba: rows times a matrix [out, in]. Imported only to compile.
+
+A unit of work is a block of outputs, for all rows. Every sum is one chain over the inputs, in vectors of 64 bytes, and
+a tree at the end. So a row has the same bits with any number of other rows.
+"""
+
+from numba import njit
+
+from pallas_kernels.dot.cpu import BFLOAT16, OPTION_KIND, OPTION_OUT_KIND
+from pallas_kernels.native import vectors
+from pallas_kernels.native.frame import (
+    ARGUMENTS,
+    DONE,
+    NATIVE,
+    NEXT,
+    UNITS,
+    argument,
+    asks_for_metadata,
+    dimension,
+    make_share,
+    make_task,
+    result,
+)
+from pallas_kernels.native.memory import fetch_add, fill_zeros, free, load_int32, load_int64, malloc, store_int64
+
+TILE = vectors.TILE
+OUTPUTS = 64  # of a unit
+MOST_ROWS = 16  # that are computed together
+FIRST_CACHE = 28_672  # bytes of rows that stay in the first-level cache, next to 4 outputs' weights
+AHEAD = TILE  # outputs whose weights are requested early
+MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
+
+X, WEIGHT, OUT, ROWS, NUM_OUTPUTS, INPUT_BYTES, KIND, OUT_KIND, LAST_FIELD = (ARGUMENTS + 8 * i for i in range(9))
+
+
+@njit(**NATIVE)
+def scratch_bytes(job):
+    """Bytes of a thread's scratch: the sums of a block."""
+    return 4 * MOST_ROWS * OUTPUTS
+
+
+@njit(**NATIVE)
+def dot_tile(kind, few, to, x, last_x, w, last_w, line, early):
+    """4 rows of x times 4 rows of w. Rows after the last one are replaced by the last one.
+
+    early: address of the weights that are requested early, 1 row of them, or 4 if there are few rows of x.
+    """
+    x1, x2, x3 = min(x + line, last_x), min(x + 2 * line, last_x), min(x + 3 * line, last_x)
+    w1, w2, w3 = min(w + line, last_w), min(w + 2 * line, last_w), min(w + 3 * line, last_w)
+    steps = line // 64
+    if kind == BFLOAT16 and few:
+        vectors.dot_few_bfloat16(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
+    elif kind == BFLOAT16:
+        vectors.dot_tile_bfloat16(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
+    elif few:
+        vectors.dot_few_float32(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
+    else:
+        vectors.dot_tile_float32(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
+
+
+@njit(**NATIVE)
+def multiply(job, unit, scratch):
+    """Compute one unit: a block of outputs, for all rows."""
+    x, line, kind = load_int64(job + X), load_int64(job + INPUT_BYTES), load_int64(job + KIND)
+    rows, outputs, out_kind = load_int64(job + ROWS), load_int64(job + NUM_OUTPUTS), load_int64(job + OUT_KIND)
+    size = 2 if out_kind == BFLOAT16 else 4
+    first = unit * OUTPUTS
+    count = min(OUTPUTS, outputs - first)
+    weight = load_int64(job + WEIGHT) + first * line
+    last_x, last_w = x + (rows - 1) * line, weight + (count - 1) * line
+    few = rows <= TILE
+    together = max(TILE, min(MOST_ROWS, FIRST_CACHE // line // TILE * TILE))
+    for start in range(0, rows, together):
+        end = min(start + together, rows)
+        for output in range(0, count, TILE):
+            for row in range(start, end, TILE):
+                to = scratch + 4 * ((row - start) * OUTPUTS + output)
+                # the next 4 outputs' weights, one row of them with each of the first 4 tiles of rows
+                early = weight + (output + AHEAD + min(row // TILE, TILE - 1)) * line if start == 0 else x
+                dot_tile(kind, few, to, x + row * line, last_x, weight + output * line, last_w, line, early)
+        for row in range(start, end):
+            source = scratch + 4 * (row - start) * OUTPUTS
+            target = load_int64(job + OUT) + (row * outputs + first) * size
+            if out_kind == BFLOAT16:
+                vectors.narrow_bfloat16(target, source, count, vectors.ONE)
+            else:
+                vectors.narrow_float32(target, source, count, vectors.ONE)
+
+
+@njit(**NATIVE)
+def work(job, scratch):
+    """Claim units and compute them until none is left."""
+    units = load_int64(job + UNITS)
+    unit = fetch_add(job + NEXT, 1)
+    while unit < units:
+        multiply(job, unit, scratch)
+        fetch_add(job + DONE, 1)
+        unit = fetch_add(job + NEXT, 1)
+
+
+task = make_task(work, scratch_bytes)
+share = make_share(work)
+
+
+@njit(**NATIVE)
+def handler(frame, task):
+    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
+    if asks_for_metadata(frame):
+        return 0
+    options = argument(frame, 0)
+    job = malloc(LAST_FIELD)
+    kind, out_kind = load_int32(options + 4 * OPTION_KIND), load_int32(options + 4 * OPTION_OUT_KIND)
+    all_rows, inputs, outputs = dimension(frame, 2, 0), dimension(frame, 2, 1), dimension(frame, 3, 0)
+    rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
+    store_int64(job + X, argument(frame, 2))
+    store_int64(job + WEIGHT, argument(frame, 3))
+    store_int64(job + OUT, result(frame, 0))
+    store_int64(job + ROWS, rows)
+    store_int64(job + NUM_OUTPUTS, outputs)
+    line = inputs * (2 if kind == BFLOAT16 else 4)
+    store_int64(job + INPUT_BYTES, line)
+    store_int64(job + KIND, kind)
+    store_int64(job + OUT_KIND, out_kind)
+    units = (outputs + OUTPUTS - 1) // OUTPUTS if rows > 0 else 0
+    store_int64(job + NEXT, 0)
+    store_int64(job + DONE, 0)
+    store_int64(job + UNITS, units)
+    out_line = outputs * (2 if out_kind == BFLOAT16 else 4)
+    fill_zeros(result(frame, 0) + rows * out_line, (all_rows - rows) * out_line)
+    scratch = malloc(scratch_bytes(job))
+    share(frame, task, job, scratch, 1024 if outputs * line >= MIN_SHARED_BYTES else 1)
+    free(scratch)
+    return 0

@@ -1,0 +1,101 @@
+"""dot: against float64, and with the same bits in any company."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dot
+from pallas_kernels.dot import cpu
+
+CPU = jax.devices("cpu")[0]
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}  # relative to the largest result
+
+
+def arrays(rows, inputs, outputs, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    x, weight = rng.standard_normal((rows, inputs)), rng.standard_normal((outputs, inputs))
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+
+
+def native(dtype):
+    """Skip a test of the native kernel where it cannot run."""
+    x, weight = arrays(8, 64, 8, dtype)
+    reason = cpu.refuse(CPU, x, weight, dtype)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("result", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [(1, 32, 1), (8, 64, 5), (9, 512, 67), (33, 96, 128), (70, 1536, 300), (16, 2048, 64)],
+)
+def test_matches_float64(rows, inputs, outputs, dtype, result):
+    native(dtype)
+    x, weight = arrays(rows, inputs, outputs, dtype)
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    limit = max(TOLERANCE[dtype] if dtype == "float32" else 2e-6, TOLERANCE[result]) * np.abs(expected).max()
+    for implementation in ("cpu", "xla", None):
+        out = dot(x, weight, rows, dtype=result, implementation=implementation)
+        assert out.dtype == result
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=limit, rtol=0)
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_a_row_do_not_depend_on_the_others(dtype):
+    native(dtype)
+    call = jax.jit(functools.partial(dot, implementation="cpu"))
+    x, weight = arrays(200, 768, 321, dtype)
+    whole = np.asarray(call(x, weight, 200))
+    for rows, count in ((8, 1), (8, 5), (32, 32), (64, 33), (200, 7), (128, 128)):
+        for first in (0, 3, 200 - rows):
+            np.testing.assert_array_equal(
+                np.asarray(call(x[first : first + rows], weight, count))[:count], whole[first : first + count]
+            )
+
+
+def test_rows_that_are_not_needed_are_finite():
+    native("float32")
+    x, weight = arrays(16, 64, 40, "float32")
+    out = np.asarray(dot(x.at[5:].set(jnp.nan), weight, 5, implementation="cpu"))
+    assert np.isfinite(out[:5]).all()
+    assert not out[5:].any()
+    assert not np.asarray(dot(x, weight, 0, implementation="cpu")).any()
+
+
+def test_nan_of_a_row_stays_in_its_row():
+    native("float32")
+    x, weight = arrays(16, 64, 40, "float32")
+    expected = np.asarray(dot(x, weight, 16, implementation="cpu"))
+    out = np.asarray(dot(x.at[3].set(jnp.nan), weight, 16, implementation="cpu"))
+    assert np.isnan(out[3]).all()
+    np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(expected, 3, 0))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options", "message"),
+    [
+        ((8, 40), (16, 40), {"implementation": "cpu"}, "rows of 40 numbers are not a multiple of 64 bytes"),
+        ((8, 64), (16, 32), {}, r"weight \(16, 32\) of float32: must be \[out, 64\] of float32, as x"),
+        ((8, 64), (16,), {}, r"weight \(16,\): must be \[out, in\]"),
+        ((8, 64), (16, 64), {"implementation": "triton"}, "implementation='triton': must be one of xla, cpu"),
+        ((8, 64), (16, 64), {"implementation": "cpu", "dtype": "float16"}, "multiplies bfloat16 or float32"),
+    ],
+)
+@pytest.mark.usefixtures("plain_errors")
+def test_wrong_arguments_are_named(x, weight, options, message):
+    native("float32")
+    with pytest.raises(ValueError, match=message):
+        dot(jnp.zeros(x), jnp.zeros(weight), 8, **options)
+
+
+def test_other_shapes_use_xla():
+    """Sizes that the kernel refuses, and no rows at all."""
+    for rows, inputs in ((8, 40), (0, 64), (8, 0)):
+        x, weight = arrays(rows, inputs, 16, "float32")
+        np.testing.assert_allclose(dot(x, weight, rows), x @ weight.T, atol=1e-5)
