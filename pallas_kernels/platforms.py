@@ -83,6 +83,11 @@ def nvidia_capability(device: Any) -> tuple[int, int] | None:
     return (int(major), int(minor)) if device.platform == "gpu" and major.isdigit() and minor.isdigit() else None
 
 
+def refuse_cpu(device: Any) -> str | None:
+    """Reason why native kernels cannot run on a device; None if its processor can run some."""
+    return None if device.platform == "cpu" else f"it is for CPU, not for {device.device_kind}"
+
+
 def refuse_triton(device: Any) -> str | None:
     """Reason why kernels lowered through Triton cannot run on a device; None if they can. CPU interprets them."""
     capability = nvidia_capability(device)

@@ -8,19 +8,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.native import library
+from pallas_kernels.native.kinds import KINDS
+from pallas_kernels.platforms import refuse_cpu
 
 OPTION_KIND, OPTION_OUT_KIND = range(2)  # indices of the int32 options
-FLOAT32, BFLOAT16 = range(2)
-KINDS = {jnp.dtype(jnp.float32): FLOAT32, jnp.dtype(jnp.bfloat16): BFLOAT16}
+FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 VECTOR_BYTES = 64
 KERNEL = "pallas_kernels.dot.cpu_kernel"
 
 
 def refuse(device: Any, x: Any, weight: Any, dtype: Any) -> str | None:
     """Reason why the kernel cannot run; None if it can."""
-    if device.platform != "cpu":
-        return f"it is for CPU, not for {device.device_kind}"
-    if x.dtype not in KINDS or jnp.dtype(dtype) not in KINDS:
+    if refuse_cpu(device) is not None:
+        return refuse_cpu(device)
+    if x.dtype not in FLOATS or jnp.dtype(dtype) not in FLOATS:
         return f"it multiplies bfloat16 or float32, not {x.dtype} to {jnp.dtype(dtype)}"
     if x.shape[1] * x.dtype.itemsize % VECTOR_BYTES:
         return f"rows of {x.shape[1]} numbers are not a multiple of {VECTOR_BYTES} bytes"

@@ -6,7 +6,7 @@ a tree at the end. So a row has the same bits with any number of other rows.
 
 from numba import njit
 
-from pallas_kernels.dot.cpu import BFLOAT16, OPTION_KIND, OPTION_OUT_KIND
+from pallas_kernels.dot.cpu import OPTION_KIND, OPTION_OUT_KIND
 from pallas_kernels.native import vectors
 from pallas_kernels.native.frame import (
     ARGUMENTS,
@@ -21,6 +21,7 @@ from pallas_kernels.native.frame import (
     make_task,
     result,
 )
+from pallas_kernels.native.kinds import BFLOAT16
 from pallas_kernels.native.memory import fetch_add, fill_zeros, free, load_int32, load_int64, malloc, store_int64
 
 TILE = vectors.TILE

@@ -110,6 +110,20 @@ def fill_zeros(typing_context: Any, address: Any, size: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
+@intrinsic
+def copy_bytes(typing_context: Any, to: Any, source: Any, size: Any) -> Any:
+    """Copy `size` bytes to another place."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I8.as_pointer(), I64, ir.IntType(1)])
+        memcpy = declared(builder.module, "llvm.memcpy.p0.p0.i64", kind)
+        places = [pointer(builder, argument, I8) for argument in arguments[:2]]
+        builder.call(memcpy, [*places, arguments[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
 def prefetch_line(builder: Any, address: Any) -> None:
     """Emit `prefetch`."""
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])

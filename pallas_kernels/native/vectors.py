@@ -18,9 +18,10 @@ from numba.extending import intrinsic
 from pallas_kernels.native.memory import I8, I32, I64, declared, pointer, prefetch_line
 
 LANES = 16
-TILE = 4  # query rows that are computed together
+TILE = 4  # rows that are computed together
+PAIR = 2  # the same, where there are at most 2
 FLOAT, I16, I1 = ir.FloatType(), ir.IntType(16), ir.IntType(1)
-FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
+FLOATS, INTS, I16S = (ir.VectorType(kind, LANES) for kind in (FLOAT, I32, I16))
 ONE = np.float32(1)
 LOWEST = -1e30  # maximum of no scores; finite, because -inf - -inf is NaN
 
@@ -69,6 +70,13 @@ class Code:
     def pick(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
         """The lanes of a (0 to n - 1) and b (n to 2n - 1) with these numbers."""
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
+
+    def join(self, vectors: Sequence[Any]) -> Any:
+        """The lanes of 1, 2, 4, ... vectors of equal width, one after the other."""
+        while len(vectors) > 1:
+            width = 2 * vectors[0].type.count
+            vectors = [self.pick(a, b, range(width)) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c with one rounding."""
@@ -221,12 +229,12 @@ def to_bfloat16(code: Code, value: Any) -> Any:
     odd = b.and_(b.lshr(bits, code.ints(16)), code.ints(1))
     rounded = b.lshr(b.add(b.add(bits, odd), code.ints(0x7FFF)), code.ints(16))
     rounded = b.select(b.fcmp_unordered("uno", value, value), code.ints(0x7FC0), rounded)
-    return b.trunc(rounded, ir.VectorType(I16, LANES))
+    return b.trunc(rounded, I16S)
 
 
 def _to_float16(code: Code, value: Any) -> Any:
     b = code.builder
-    return b.bitcast(b.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), ir.VectorType(I16, LANES))
+    return b.bitcast(b.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), I16S)
 
 
 def _narrow(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
@@ -257,30 +265,6 @@ narrow_bfloat16 = _narrow(I16, to_bfloat16)
 narrow_float16 = _narrow(I16, _to_float16)
 
 
-@_function(INT, INT, INT, INT)
-def score_tile(code: Code, scores: Any, queries: Any, keys: Any, chunks: Any) -> None:
-    """scores[4, 16] = queries[4, chunks * 16] times keys[16, chunks * 16]."""
-    b = code.builder
-    stride = b.mul(chunks, code.number(LANES * 4))
-    parts = []  # of 4 keys each: 4 scores of every query
-    for first in range(0, LANES, TILE):
-        sums = code.variables([code.floats(0.0)] * LANES)
-        with code.each(chunks) as i:
-            q, k = (
-                [code.load(code.at(base, (stride, row), (i, LANES * 4))) for row in range(start, start + TILE)]
-                for base, start in ((queries, 0), (keys, first))
-            )
-            for index, total in enumerate(sums):
-                row, key = divmod(index, TILE)
-                b.store(code.fma(q[row], k[key], b.load(total)), total)
-        parts.append(code.sums([b.load(total) for total in sums]))
-    # whole vectors are stored: reading one that was stored in parts waits for the stores
-    for row in range(TILE):
-        lanes = range(row * TILE, row * TILE + TILE)
-        halves = [code.pick(x, y, [*lanes, *(LANES + lane for lane in lanes)]) for x, y in (parts[:2], parts[2:])]
-        code.store(code.pick(*halves, range(LANES)), code.at(scores, (code.number(row), LANES * 4)))
-
-
 class _BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite does not have."""
 
@@ -295,6 +279,43 @@ class _BFloat(ir.Type):
 
 
 BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def _add_float32(code: Code, total: Any, x: Any, w: Any) -> Any:
+    return code.fma(x, w, total)
+
+
+def _add_bfloat16(code: Code, total: Any, x: Any, w: Any) -> Any:
+    return code.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, x, w])
+
+
+def _score_tile(rows: int, vector: Any, step: Callable[[Code, Any, Any, Any], Any]) -> Any:
+    """Make a function: scores[rows, 16] = queries[rows] times keys[16], each of `steps` vectors of 64 bytes."""
+
+    @_function(INT, INT, INT, INT)
+    def score_tile(code: Code, scores: Any, queries: Any, keys: Any, steps: Any) -> None:
+        b, per_row = code.builder, LANES // rows  # keys that are multiplied together: 16 sums in all
+        stride, parts = b.mul(steps, code.number(64)), []
+        for first in range(0, LANES, per_row):
+            sums = code.variables([code.floats(0.0)] * LANES)
+            with code.each(steps) as i:
+                q = [code.load(code.at(queries, (stride, row), (i, 64)), vector, 2) for row in range(rows)]
+                k = [code.load(code.at(keys, (stride, first + key), (i, 64)), vector, 2) for key in range(per_row)]
+                for index, total in enumerate(sums):
+                    row, key = divmod(index, per_row)
+                    b.store(step(code, b.load(total), q[row], k[key]), total)
+            parts.append(code.sums([b.load(total) for total in sums]))
+        # whole vectors are stored: reading one that was stored in parts waits for the stores
+        for row in range(rows):
+            lanes = range(row * per_row, (row + 1) * per_row)
+            own = code.join([code.pick(part, part, lanes) for part in parts])
+            code.store(own, code.at(scores, (code.number(row), LANES * 4)))
+
+    return score_tile
+
+
+score_tile, score_pair = (_score_tile(rows, FLOATS, _add_float32) for rows in (TILE, PAIR))
+score_tile_bfloat16, score_pair_bfloat16 = (_score_tile(rows, BFLOATS, _add_bfloat16) for rows in (TILE, PAIR))
 
 
 def _dot_tile(vector: Any, step: Callable[[Code, Any, Any, Any], Any], streams: int) -> Any:
@@ -329,36 +350,37 @@ def _dot_tile(vector: Any, step: Callable[[Code, Any, Any, Any], Any], streams: 
     return dot_tile
 
 
-def _add_float32(code: Code, total: Any, x: Any, w: Any) -> Any:
-    return code.fma(x, w, total)
-
-
-def _add_bfloat16(code: Code, total: Any, x: Any, w: Any) -> Any:
-    return code.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, x, w])
-
-
 dot_tile_float32, dot_few_float32 = (_dot_tile(FLOATS, _add_float32, streams) for streams in (1, TILE))
 dot_tile_bfloat16, dot_few_bfloat16 = (_dot_tile(BFLOATS, _add_bfloat16, streams) for streams in (1, TILE))
 
 
-@_function(INT, INT, INT, INT, INT)
-def add_values(code: Code, out: Any, weights: Any, values: Any, value_stride: Any, chunks: Any) -> None:
-    """out[4, chunks * 16] += weights[4, 16] times values[16, chunks * 16], one key after the other.
+def _add_values(rows: int, size: int) -> Any:
+    """Make a function: out[rows, chunks * 16] += weights[rows, 16] times values[16, chunks * 16], key after key.
 
-    value_stride: bytes from a row of `values` to the next.
+    size: bytes of a value: float32 or bfloat16. value_stride: bytes from a row of `values` to the next.
     """
-    b = code.builder
-    stride = b.mul(chunks, code.number(LANES * 4))
-    with code.each(chunks) as i:
-        places = [code.at(out, (stride, row), (i, LANES * 4)) for row in range(TILE)]
-        sums = [code.load(place) for place in places]
-        for key in range(LANES):
-            value = code.load(code.at(values, (value_stride, key), (i, LANES * 4)))
-            for row in range(TILE):
-                weight = code.load(code.at(weights, (code.number(1), (row * LANES + key) * 4)), FLOAT)
-                sums[row] = code.fma(code.splat(weight), value, sums[row])
-        for place, total in zip(places, sums, strict=True):
-            code.store(total, place)
+
+    @_function(INT, INT, INT, INT, INT)
+    def add_values(code: Code, out: Any, weights: Any, values: Any, value_stride: Any, chunks: Any) -> None:
+        b = code.builder
+        stride = b.mul(chunks, code.number(LANES * 4))
+        with code.each(chunks) as i:
+            places = [code.at(out, (stride, row), (i, LANES * 4)) for row in range(rows)]
+            sums = [code.load(place) for place in places]
+            for key in range(LANES):
+                place = code.at(values, (value_stride, key), (i, LANES * size))
+                value = code.load(place) if size == 4 else _from_bfloat16(code, code.load(place, I16S, 2))
+                for row in range(rows):
+                    weight = code.load(code.at(weights, (code.number(1), (row * LANES + key) * 4)), FLOAT)
+                    sums[row] = code.fma(code.splat(weight), value, sums[row])
+            for place, total in zip(places, sums, strict=True):
+                code.store(total, place)
+
+    return add_values
+
+
+add_values, add_pair = (_add_values(rows, 4) for rows in (TILE, PAIR))
+add_values_bfloat16, add_pair_bfloat16 = (_add_values(rows, 2) for rows in (TILE, PAIR))
 
 
 @_function(INT, INT, INT, INT, INT, FLOAT32, INT, INT)
@@ -422,3 +444,45 @@ def sum_lanes(code: Code, total: Any) -> None:
 def exp_lanes(code: Code, values: Any) -> None:
     """exp of 16 numbers that are at most 0, in place."""
     code.store(code.exp(code.load(values)), values)
+
+
+@_function(INT, INT, INT)
+def add_rows(code: Code, to: Any, other: Any, chunks: Any) -> None:
+    """to[chunks * 16] += other."""
+    b = code.builder
+    with code.each(chunks) as i:
+        place = code.at(to, (i, LANES * 4))
+        code.store(b.fadd(code.load(place), code.load(code.at(other, (i, LANES * 4)))), place)
+
+
+@_function(INT, INT, INT)
+def multiply_rows(code: Code, to: Any, other: Any, chunks: Any) -> None:
+    """to[chunks * 16] *= other."""
+    b = code.builder
+    with code.each(chunks) as i:
+        place = code.at(to, (i, LANES * 4))
+        code.store(b.fmul(code.load(place), code.load(code.at(other, (i, LANES * 4)))), place)
+
+
+@_function(INT, INT, INT)
+def sum_squares(code: Code, result: Any, row: Any, chunks: Any) -> None:
+    """The sum of the squares of row[chunks * 16], in the first of 16 numbers."""
+    b = code.builder
+    (total,) = code.variables([code.floats(0.0)])
+    with code.each(chunks) as i:
+        value = code.load(code.at(row, (i, LANES * 4)))
+        b.store(code.fma(value, value, b.load(total)), total)
+    code.store(code.sums([b.load(total)] * LANES), result)
+
+
+@_function(INT, INT, INT, INT)
+def rotate(code: Code, row: Any, cos: Any, sin: Any, chunks: Any) -> None:
+    """Rotary embedding of row[2 * chunks * 16], in place: number i is paired with number i + chunks * 16."""
+    b = code.builder
+    half = b.mul(chunks, code.number(LANES * 4))
+    with code.each(chunks) as i:
+        first, second = code.at(row, (i, LANES * 4)), code.at(row, (half, 1), (i, LANES * 4))
+        x, y = code.load(first), code.load(second)
+        c, s = (code.load(code.at(base, (i, LANES * 4))) for base in (cos, sin))
+        code.store(b.fsub(b.fmul(x, c), b.fmul(y, s)), first)
+        code.store(b.fadd(b.fmul(y, c), b.fmul(x, s)), second)

@@ -7,24 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_pages import FP8, KVPages
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.native import library
+from pallas_kernels.native.kinds import KINDS
+from pallas_kernels.platforms import refuse_cpu
 
 # indices of the int32 options; SCALE and CAP have the bits of a float32
 WINDOW, FLAGS, SCALE, CAP, QUERY_KIND, PAGE_KIND, V_DIM = range(7)
 SINKS, ALIBI = 1, 2  # bits of FLAGS
-FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8 = range(5)
-KINDS = {
-    jnp.dtype(jnp.float32): FLOAT32, jnp.dtype(jnp.bfloat16): BFLOAT16, jnp.dtype(jnp.float16): FLOAT16,
-    jnp.dtype(jnp.int8): INT8, FP8: FLOAT8,
-}  # fmt: skip
 KERNEL = "pallas_kernels.paged_attention.cpu_kernel"
 
 
 def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str | None:
     """Reason why the kernel cannot run; None if it can."""
-    if device.platform != "cpu":
-        return f"it is for CPU, not for {device.device_kind}"
+    if refuse_cpu(device) is not None:
+        return refuse_cpu(device)
     return library.native(KERNEL).reason
 
 

@@ -1,15 +1,16 @@
 """paged_attention for CPUs in numba: one pass over the pages, with online softmax. Imported only to compile.
 
 A unit of work is a tile of query rows of one row of the batch and one KV head. A query row is a pair (token, query head
-of the KV head). A unit reads its keys 16 at a time, counted from position 0, and converts them to float32. All sums of
-a query row are chains of their own, in the order of the keys. So the bits of a query depend neither on the tile, the
-batch, the chunk, the block size nor on the number of threads.
+of the KV head). A unit reads its keys 16 at a time, counted from position 0. It converts them to float32, or multiplies
+bfloat16 keys as they are stored. All sums of a query row are chains of their own, in the order of the keys. So
+the bits of a query depend neither on the tile, the batch, the chunk nor on the number of threads.
 """
 
 import numpy as np
 from numba import njit
 
-from pallas_kernels.native import vectors
+from pallas_kernels.native import library, vectors
+from pallas_kernels.native.convert import narrow, round_up, size_of, widen
 from pallas_kernels.native.frame import (
     ARGUMENTS,
     DONE,
@@ -23,7 +24,9 @@ from pallas_kernels.native.frame import (
     make_task,
     result,
 )
+from pallas_kernels.native.kinds import BFLOAT16, FLOAT8, INT8
 from pallas_kernels.native.memory import (
+    copy_bytes,
     fetch_add,
     fill_zeros,
     free,
@@ -36,31 +39,17 @@ from pallas_kernels.native.memory import (
     store_float32,
     store_int64,
 )
-from pallas_kernels.paged_attention.cpu import (
-    ALIBI,
-    BFLOAT16,
-    CAP,
-    FLAGS,
-    FLOAT8,
-    FLOAT16,
-    FLOAT32,
-    INT8,
-    PAGE_KIND,
-    QUERY_KIND,
-    SCALE,
-    SINKS,
-    V_DIM,
-    WINDOW,
-)
+from pallas_kernels.paged_attention.cpu import ALIBI, CAP, FLAGS, PAGE_KIND, QUERY_KIND, SCALE, SINKS, V_DIM, WINDOW
 
-LANES, TILE = vectors.LANES, vectors.TILE
+LANES, TILE, PAIR = vectors.LANES, vectors.TILE, vectors.PAIR
 ONE = np.float32(1)
 # Query rows of a unit: 32 of up to 128 numbers, with their results, fill half of a first-level cache of 48 KiB.
 MOST_ROWS, MOST_NUMBERS = 32, 4096
 CACHE_LINE = 64
-# Groups of 16 keys that are requested early. 32 rows of 60 to 450 keys, 8 heads over 4 of 64, bf16, one core of Zen 5:
-# 0 takes 2.3 ms, 1 to 4 take 1.7 to 2.2.
-AHEAD = 1
+HAS_BFLOAT16 = library.has_feature("avx512bf16")
+# without the feature the direct functions are never called, and must not be compiled
+score_tile_direct = vectors.score_tile_bfloat16 if HAS_BFLOAT16 else vectors.score_tile
+score_pair_direct = vectors.score_pair_bfloat16 if HAS_BFLOAT16 else vectors.score_pair
 MIN_SHARED_BYTES = 65_536  # of keys and values; below, one thread is faster: waking another takes about 10 us
 
 # the job's words, in the order of the handler's arguments, then the result and sizes
@@ -90,46 +79,6 @@ def page_of(job, table, block):
 
 
 @njit(inline="always", **NATIVE)
-def round_up(number, multiple):
-    """The next multiple."""
-    return (number + multiple - 1) // multiple * multiple
-
-
-@njit(**NATIVE)
-def size_of(kind):
-    """Bytes of a number."""
-    if kind == FLOAT32:
-        return 4
-    return 1 if kind in (INT8, FLOAT8) else 2
-
-
-@njit(**NATIVE)
-def widen(kind, to, source, count, scale):
-    """Convert `count` numbers to float32, times scale, in whole vectors of 16."""
-    if kind == BFLOAT16:
-        vectors.widen_bfloat16(to, source, count, scale)
-    elif kind == FLOAT32:
-        vectors.widen_float32(to, source, count, scale)
-    elif kind == FLOAT16:
-        vectors.widen_float16(to, source, count, scale)
-    elif kind == INT8:
-        vectors.widen_int8(to, source, count, scale)
-    else:
-        vectors.widen_float8(to, source, count, scale)
-
-
-@njit(**NATIVE)
-def narrow(kind, to, source, count, scale):
-    """Convert `count` float32 numbers, times scale, to another type."""
-    if kind == BFLOAT16:
-        vectors.narrow_bfloat16(to, source, count, scale)
-    elif kind == FLOAT32:
-        vectors.narrow_float32(to, source, count, scale)
-    else:
-        vectors.narrow_float16(to, source, count, scale)
-
-
-@njit(inline="always", **NATIVE)
 def value_dim(job):
     """Numbers of a value."""
     latent = option(job, V_DIM)
@@ -141,57 +90,87 @@ def scratch_bytes(job):
     """Bytes of a thread's scratch: see `attend`."""
     rows = load_int64(job + TILE_ROWS)
     wide, wide_values = round_up(load_int64(job + HEAD_DIM), LANES), round_up(value_dim(job), LANES)
-    return 4 * (rows * (wide + wide_values + LANES + 1 + 2) + LANES * (wide + wide_values + TILE + 1) + LANES)
+    return 4 * (rows * (wide + wide_values + LANES + 1 + 2) + LANES * (2 * wide + TILE + 1))
 
 
 @njit(**NATIVE)
-def read_keys(job, table, head, first, low, high, keys, values):
-    """Write the keys first to first + 15 and their values to the scratch; zeros for those not in low to high - 1."""
-    size, dim, parts = load_int64(job + BLOCK_SIZE), load_int64(job + HEAD_DIM), load_int64(job + PARTS)
-    heads, kind = load_int64(job + KV_HEADS), option(job, PAGE_KIND)
-    data, scales, bytes_each = load_int64(job + DATA), load_int64(job + SCALES), size_of(kind)
-    wide = 4 * round_up(dim, LANES)
+def page_line(job, table, head, part, position):
+    """Index of a position's key (part 0) or value (part 1) among all rows of numbers in the pages."""
+    size, heads, parts = load_int64(job + BLOCK_SIZE), load_int64(job + KV_HEADS), load_int64(job + PARTS)
+    block = position // size
+    return ((page_of(job, table, block) * parts + part) * heads + head) * size + position - block * size
+
+
+@njit(**NATIVE)
+def read_part(job, table, head, part, first, low, high, to):
+    """Convert the keys (part 0) or values (part 1) of 16 positions; zeros for those outside low to high - 1."""
+    size, dim, heads = load_int64(job + BLOCK_SIZE), load_int64(job + HEAD_DIM), load_int64(job + KV_HEADS)
+    kind, data, scales = option(job, PAGE_KIND), load_int64(job + DATA), load_int64(job + SCALES)
+    wide, bytes_each = 4 * round_up(dim, LANES), size_of(kind)
     begin, end = max(low - first, 0), min(high - first, LANES)
     if begin > 0 or end < LANES:
-        fill_zeros(keys, wide * LANES)
-        if parts == 2:
-            fill_zeros(values, wide * LANES)
+        fill_zeros(to, wide * LANES)
     while begin < end:
-        block = (first + begin) // size
-        offset = first + begin - block * size
-        count = min(size - offset, end - begin)  # keys of this block
-        page = page_of(job, table, block)
-        for part in range(parts):
-            line = ((page * parts + part) * heads + head) * size + offset
-            to, source = (keys if part == 0 else values) + begin * wide, data + line * dim * bytes_each
-            scale = load_float32(scales + 4 * (part * heads + head)) if kind == FLOAT8 else ONE
-            if kind != INT8 and wide == 4 * dim:
-                widen(kind, to, source, count * dim, scale)
-                continue
+        position = first + begin
+        count = min(size - position % size, end - begin)  # positions in this block
+        line = page_line(job, table, head, part, position)
+        source, target = data + line * dim * bytes_each, to + begin * wide
+        scale = load_float32(scales + 4 * (part * heads + head)) if kind == FLOAT8 else ONE
+        if kind != INT8 and wide == 4 * dim:
+            widen(kind, target, source, count * dim, scale)
+        else:
             for key in range(count):
                 if kind == INT8:
                     scale = load_bfloat16(scales + 2 * (line + key))
-                widen(kind, to + key * wide, source + key * dim * bytes_each, dim, scale)
+                widen(kind, target + key * wide, source + key * dim * bytes_each, dim, scale)
         begin += count
 
 
 @njit(**NATIVE)
-def prefetch_keys(job, table, head, first, high):
-    """Begin to read the keys first to first + 15 below high, and their values."""
-    size, dim, parts = load_int64(job + BLOCK_SIZE), load_int64(job + HEAD_DIM), load_int64(job + PARTS)
-    heads, data = load_int64(job + KV_HEADS), load_int64(job + DATA)
-    line_bytes = dim * size_of(option(job, PAGE_KIND))
+def prefetch_part(job, table, head, part, first, high):
+    """Begin to read the keys (part 0) or values (part 1) of positions first to first + 15 below high."""
+    size, line_bytes = load_int64(job + BLOCK_SIZE), load_int64(job + HEAD_DIM) * size_of(option(job, PAGE_KIND))
     position, end = first, min(first + LANES, high)
     while position < end:
-        block = position // size
-        offset = position - block * size
-        page = page_of(job, table, block)
-        count = min(size - offset, end - position)
-        for part in range(parts):
-            start = data + (((page * parts + part) * heads + head) * size + offset) * line_bytes
-            for byte in range(0, count * line_bytes, CACHE_LINE):
-                prefetch(start + byte)
+        count = min(size - position % size, end - position)
+        start = load_int64(job + DATA) + page_line(job, table, head, part, position) * line_bytes
+        for byte in range(0, count * line_bytes, CACHE_LINE):
+            prefetch(start + byte)
         position += count
+
+
+@njit(inline="always", **NATIVE)
+def is_direct(job):
+    """Whether keys are multiplied as they are stored: bfloat16, with 16 keys in a row."""
+    if not HAS_BFLOAT16 or option(job, QUERY_KIND) != BFLOAT16 or option(job, PAGE_KIND) != BFLOAT16:
+        return False
+    return load_int64(job + HEAD_DIM) % (2 * LANES) == 0 and load_int64(job + BLOCK_SIZE) % LANES == 0
+
+
+@njit(**NATIVE)
+def score(direct, few, scores, queries, keys, line):
+    """Scores of a few query rows and 16 keys. line: bytes of a row."""
+    if direct and few:
+        score_pair_direct(scores, queries, keys, line // 64)
+    elif direct:
+        score_tile_direct(scores, queries, keys, line // 64)
+    elif few:
+        vectors.score_pair(scores, queries, keys, line // 64)
+    else:
+        vectors.score_tile(scores, queries, keys, line // 64)
+
+
+@njit(**NATIVE)
+def accumulate(direct, few, out, weights, values, line, chunks):
+    """Add the weighted values of 16 keys to a few results. line: bytes of a value."""
+    if direct and few:
+        vectors.add_pair_bfloat16(out, weights, values, line, chunks)
+    elif direct:
+        vectors.add_values_bfloat16(out, weights, values, line, chunks)
+    elif few:
+        vectors.add_pair(out, weights, values, line, chunks)
+    else:
+        vectors.add_values(out, weights, values, line, chunks)
 
 
 @njit(**NATIVE)
@@ -206,17 +185,20 @@ def attend(job, row, tile, head, scratch):
     past = load_int32(load_int64(job + LENS) + 4 * row) - count
     begin = tile * load_int64(job + TILE_ROWS)
     rows = min(load_int64(job + TILE_ROWS), count * q_per_kv - begin)
-    padded = round_up(rows, TILE)
+    together = PAIR if rows <= PAIR else TILE
+    padded = round_up(rows, together)
     table = load_int64(job + TABLES) + 4 * row * load_int64(job + WIDTH)
     window, scale, cap = np.int64(option(job, WINDOW)), float_option(job, SCALE), float_option(job, CAP)
     flags = option(job, FLAGS)
-    bent = cap > 0 or flags & ALIBI != 0
+    bent, direct, few = cap > 0 or flags & ALIBI != 0, is_direct(job), together == PAIR
+    data, value_part = load_int64(job + DATA), load_int64(job + PARTS) - 1
+    line = 2 * dim if direct else 4 * wide  # bytes of a query, and of a key
 
     queries = scratch
     outs = queries + 4 * padded * wide
     totals = outs + 4 * padded * wide_values
     keys = totals + 4 * padded * LANES
-    values = keys + 4 * LANES * wide if load_int64(job + PARTS) == 2 else keys
+    values = keys + 4 * LANES * wide
     scores = values + 4 * LANES * wide
     spare = scores + 4 * TILE * LANES
     positions = spare + 4 * LANES
@@ -224,22 +206,37 @@ def attend(job, row, tile, head, scratch):
     fill_zeros(queries, 4 * padded * (wide + wide_values + LANES))
     for i in range(rows):
         token, lane = (begin + i) // q_per_kv, (begin + i) % q_per_kv
-        source = ((start + token) * kv_heads + head) * q_per_kv + lane
-        widen(q_kind, queries + 4 * i * wide, load_int64(job + Q) + source * dim * size_of(q_kind), dim, ONE)
+        source = load_int64(job + Q) + (((start + token) * kv_heads + head) * q_per_kv + lane) * dim * size_of(q_kind)
+        if direct:
+            copy_bytes(queries + i * line, source, line)
+        else:
+            widen(q_kind, queries + i * line, source, dim, ONE)
         store_int64(positions + 8 * i, past + token)
         store_float32(tops + 4 * i, np.float32(vectors.LOWEST))
 
     high = min(past + (begin + rows - 1) // q_per_kv + 1, load_int64(job + WIDTH) * load_int64(job + BLOCK_SIZE))
     low = 0 if window == 0 else max(0, past + begin // q_per_kv + 1 - window)
-    for ahead in range(AHEAD):
-        prefetch_keys(job, table, head, low // LANES * LANES + ahead * LANES, high)
-    for first in range(low // LANES * LANES, high, LANES):
-        prefetch_keys(job, table, head, first + AHEAD * LANES, high)
-        read_keys(job, table, head, first, low, high, keys, values)
-        for quad in range(0, padded, TILE):
-            vectors.score_tile(scores, queries + 4 * quad * wide, keys, wide // LANES)
-            for i in range(quad, quad + TILE):
-                place = scores + 4 * (i - quad) * LANES
+    begin_group = low // LANES * LANES
+    prefetch_part(job, table, head, 0, begin_group, high)
+    prefetch_part(job, table, head, value_part, begin_group, high)
+    for first in range(begin_group, high, LANES):
+        prefetch_part(job, table, head, 0, first + LANES, high)
+        group_keys = keys
+        if direct:
+            group_keys = data + page_line(job, table, head, 0, first) * line
+        else:
+            read_part(job, table, head, 0, first, low, high, keys)
+        # a value that no query sees may be NaN, and 0 * NaN is NaN
+        in_pages = direct and padded <= TILE and first >= low and first + LANES <= high
+        group_values, value_line = values, 4 * wide
+        if in_pages:
+            group_values, value_line = data + page_line(job, table, head, value_part, first) * line, line
+        else:
+            read_part(job, table, head, value_part, first, low, high, values)
+        for start_row in range(0, padded, together):
+            score(direct, few, scores, queries + start_row * line, group_keys, line)
+            for i in range(start_row, start_row + together):
+                place = scores + 4 * (i - start_row) * LANES
                 position = load_int64(positions + 8 * i)
                 end = min(LANES, position + 1 - first)
                 from_ = 0 if window == 0 else max(0, position + 1 - window - first)
@@ -257,7 +254,10 @@ def attend(job, row, tile, head, scratch):
                     place, tops + 4 * i, totals + 4 * i * LANES, outs + 4 * i * wide_values, wide_values // LANES,
                     factor, from_, end,
                 )  # fmt: skip
-            vectors.add_values(outs + 4 * quad * wide_values, scores, values, 4 * wide, wide_values // LANES)
+            if start_row == 0:
+                prefetch_part(job, table, head, value_part, first + LANES, high)
+            out = outs + 4 * start_row * wide_values
+            accumulate(in_pages, few, out, scores, group_values, value_line, wide_values // LANES)
 
     for i in range(rows):
         token, lane = (begin + i) // q_per_kv, (begin + i) % q_per_kv

@@ -9,13 +9,16 @@ from pallas_kernels.checks import expect_floats, expect_integers, expect_number,
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.platforms import Implementation, compiled_on, pick
 from pallas_kernels.write_kv import IMPLEMENTATIONS as WRITES
-from pallas_kernels.write_qkv import triton, xla
+from pallas_kernels.write_qkv import cpu, triton, xla
 
-# The implementations of write_kv, after the arithmetic in XLA operations. Only Triton's does both in one kernel.
+# The implementations of write_kv, after the arithmetic in XLA operations. "triton" and "cpu" do both in one kernel.
 IMPLEMENTATIONS = {
     name: Implementation(functools.partial(xla.write_qkv, write=write.call), write.refuse)
     for name, write in WRITES.items()
-} | {"triton": Implementation(compiled_on("cuda", triton.write_qkv), WRITES["triton"].refuse)}
+} | {
+    "triton": Implementation(compiled_on("cuda", triton.write_qkv), WRITES["triton"].refuse),
+    "cpu": Implementation(cpu.write_qkv, WRITES["cpu"].refuse),
+}
 
 
 def write_qkv(
@@ -37,11 +40,11 @@ def write_qkv(
     k (arXiv:2104.09864). A step is skipped if its arguments are None.
 
     qkv:            per KV head: its query heads, then its key, then its value.
-    slot_mapping:   as in `write_kv`.
+    slot_mapping:   as in `write_kv`. The queries of padding are undefined, but finite if qkv is.
     cos, sin:       float32, of each token's angles, in the rotate-half form: dimension i is paired with i + half.
                     Dimensions from 2 * half on are not rotated.
     q_norm, k_norm: weights of the norms; both or neither.
-    implementation: as in `write_kv`. "triton" is one kernel.
+    implementation: as in `write_kv`. "triton" and "cpu" are one kernel.
 
     Returns q in qkv's dtype, with heads in the order of the KV heads. The write is in place if the pages are donated.
     Raises ValueError, which names the argument.
