@@ -6,6 +6,7 @@ Names are vLLM's where vLLM has one. The command line flags are made from these 
 import dataclasses
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+QUANTIZATIONS = ("int8", "int4")
 RUNNERS = ("auto", "generate", "pooling")
 SCHEDULING_POLICIES = ("fcfs", "priority", "shortest_first")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -27,6 +28,11 @@ class EngineConfig:
     dtype: str = "auto"
     """Type of weights and activations: auto, bfloat16, float16 or float32. auto is the checkpoint's type; on CPU with
     JAX 0.10 it is float32."""
+
+    quantization: str | None = None
+    """int8 or int4: round the weights to 8 or 4 bits while they are loaded, and activations to 8 bits. int8: one scale
+    per output. int4: groups of 64 inputs; embeddings and the output matrix keep 8 bits. CPU only. Default: the weights
+    keep their type."""
 
     seed: int = 0
     """Seed of the engine. Requests without a seed of their own get theirs from it."""

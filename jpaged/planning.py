@@ -173,6 +173,7 @@ def _plan(
 ) -> EnginePlan:
     import jax
 
+    from jpaged.models.quantization import quantized_shapes
     from jpaged.models.spec import param_shapes
     from jpaged.runtime import memory
     from jpaged.runtime.blueprint import Blueprint, ServedModel
@@ -184,7 +185,7 @@ def _plan(
         placement = Placement.single(device)
     else:
         device, placement = None, Placement.for_target(target)
-    params = param_shapes(described.spec, described.dtype)
+    params = quantized_shapes(described.spec, param_shapes(described.spec, described.dtype), config.quantization)
     blueprint = Blueprint.draw(ServedModel(described.spec, params, masked=described.masked), config, placement)
     device_bytes, taken = _memory_of(device, target)
     usable = None

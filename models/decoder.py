@@ -23,7 +23,7 @@ from jpaged.models import rope as rotary
 from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layers import feed_forward, normalise, softcap
-from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
+from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
 from jpaged.models.spec import (
     AttentionOptions,
     DecoderSpec,
@@ -205,7 +205,7 @@ def _embed(
 ) -> Float[Array, "tokens hidden"]:
     """Input of the first layer."""
     spec, params = context.spec, context.params
-    x = jnp.take(params["embed"], token_ids, axis=0, mode="clip")
+    x = take_rows("embed", token_ids, context)
     if spec.embed_scale != 1:
         x *= jnp.asarray(spec.embed_scale, x.dtype)
     if "project_in" in params:

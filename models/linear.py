@@ -1,8 +1,9 @@
 """Products with weight matrices. Every weight product of the decoder is made here, by the name of its leaf,
 except the row sum of a shared expert's gate (`experts`).
 
-`linear` is the plain product, and `linear_with_bias` adds the leaf's bias. `linear_per_head` multiplies every attention
-head by its own matrix. `linear_per_expert` multiplies every block of rows by the matrix of its expert.
+`linear` is the plain product, and `linear_with_bias` adds the leaf's bias. `take_rows` is an embedding.
+`linear_per_head` multiplies every attention head by its own matrix. `linear_per_expert` multiplies every block of rows
+by the matrix of its expert.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
-from pallas_kernels import dot, grouped_dot
+from pallas_kernels import QuantizedWeight, dot, grouped_dot, quantized_dot
 
 
 @functools.partial(
@@ -48,8 +49,12 @@ def linear(
     dtype:       of the result; None = x's dtype. float32 operands give true float32 products on every platform.
     min_outputs: compute at least this many outputs of a matrix [out, in], which is padded with rows of zeros. The
                  result has the matrix's own outputs only.
+
+    A `QuantizedWeight` is multiplied by x rounded to 8 bits, with sums that are exact within a group of inputs.
     """
     weight = context.params[name]
+    if isinstance(weight, QuantizedWeight):
+        return quantized_dot(x, weight, x.shape[0] if context.num_rows is None else context.num_rows, dtype=dtype)
     transposed = name in context.layout.transposed
     weight = weight.reshape(-1, weight.shape[-1])
     outputs = weight.shape[0]
@@ -65,6 +70,14 @@ def linear(
 def linear_with_bias(name: str, x: Float[Array, "rows in"], context: LayerContext) -> Float[Array, "rows out"]:
     """`linear`, plus the leaf NAME_bias if the model has it."""
     return add(linear(name, x, context), context.params.get(f"{name}_bias"))
+
+
+def take_rows(
+    name: str, indices: Int[Array, " tokens"], context: LayerContext
+) -> Float[Array, "tokens width"]:
+    """The rows of the matrix `name` with these indices: an embedding. Indices out of range are clipped."""
+    weight = context.params[name]
+    return weight.rows(indices) if isinstance(weight, QuantizedWeight) else jnp.take(weight, indices, 0, mode="clip")
 
 
 def linear_per_head(

@@ -3,6 +3,7 @@
 - `KVPages` owns the layout of the pages.
 - `write_kv` and `write_qkv` store keys and values in the pages; `paged_attention` attends over them.
 - `dot` multiplies rows with a matrix of weights: a kernel on CPU.
+- `quantized_dot` multiplies rows with a `QuantizedWeight`: weights in 8 or 4 bits, made by `quantize`.
 - `grouped_dot` multiplies blocks of rows, each with its own matrix: the products of a mixture of experts.
 - `self_check` compares the implementations chosen for a device with the reference.
 - `rms_norm`, `apply_rope` and `norm_and_rope` are the arithmetic of `write_qkv` in plain jnp.
@@ -12,6 +13,7 @@ from pallas_kernels.dot import dot
 from pallas_kernels.grouped_dot import grouped_dot
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.quantized_dot import QuantizedWeight, quantize, quantized_dot
 from pallas_kernels.self_check import KernelCheckError, self_check
 from pallas_kernels.write_kv import write_kv
 from pallas_kernels.write_qkv import write_qkv
@@ -20,11 +22,14 @@ from pallas_kernels.write_qkv.reference import apply_rope, norm_and_rope, rms_no
 __all__ = [
     "KVPages",
     "KernelCheckError",
+    "QuantizedWeight",
     "apply_rope",
     "dot",
     "grouped_dot",
     "norm_and_rope",
     "paged_attention",
+    "quantize",
+    "quantized_dot",
     "rms_norm",
     "self_check",
     "write_kv",

@@ -106,7 +106,7 @@ def test_neutral_values_of_unsupported_options_are_accepted(options: dict[str, A
 
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
-    [("tensor_parallel_size", 2, "or 1"), ("quantization", "awq", "leave it out")],
+    [("tensor_parallel_size", 2, "or 1"), ("speculative_config", {}, "leave it out")],
 )
 def test_other_values_of_unsupported_options_are_refused(name: str, value: Any, instead: str):
     with pytest.raises(RequestError, match=rf"^not supported yet: .*{instead}.* \({name}="):

@@ -54,7 +54,7 @@ def tokenizer():
 
 def test_folder_is_small_and_complete():
     assert {f.name for f in FOLDER.iterdir()} == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "README.md", "config.json", "generation_config.json", "held_out.txt", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json", "training_curve.json",
     }  # fmt: skip
     assert sum(f.stat().st_size for f in FOLDER.iterdir()) <= 12_000_000

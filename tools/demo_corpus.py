@@ -80,6 +80,12 @@ def read_corpus(root: pathlib.Path) -> Corpus:
     return Corpus(tuple(train), tuple(held_out), digest.hexdigest())
 
 
+def held_out_sample(corpus: Corpus) -> str:
+    """Return the beginnings of all held-out files, up to 4,096 characters and whole lines each."""
+    begins = [text if len(text) <= 4096 else text[: text.rindex("\n", 0, 4096) + 1] for text in corpus.held_out]
+    return "".join(begins)
+
+
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     """Train byte-level BPE (a tokenizers.Tokenizer) on `texts`.
 

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from complete_python import complete_python
-from demo_corpus import END_OF_TEXT, Stream, read_corpus, train_tokenizer
+from demo_corpus import END_OF_TEXT, Stream, held_out_sample, read_corpus, train_tokenizer
 from demo_folder import write_folder
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -359,6 +359,8 @@ def export(work: pathlib.Path, out: pathlib.Path, check_text: pathlib.Path) -> N
     loss = mean_loss(params, windows)
     held_out_bytes = len(tokenizer.decode(windows[:, 1:].reshape(-1).tolist()).encode())
 
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "held_out.txt").write_text(held_out_sample(corpus), "utf-8")
     text = check_text.read_text("utf-8")
     check_ids = np.array([tokenizer.encode(text).ids], np.int32)
     check_tokens = (check_ids.shape[1] - 1) // LOGITS_CHUNK * LOGITS_CHUNK

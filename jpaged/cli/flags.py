@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from jpaged.config import DTYPES, LOGPROBS_MODES, RUNNERS, SCHEDULING_POLICIES, EngineConfig
+from jpaged.config import DTYPES, LOGPROBS_MODES, QUANTIZATIONS, RUNNERS, SCHEDULING_POLICIES, EngineConfig
 from jpaged.errors import RequestError
 
 T = TypeVar("T")
@@ -22,6 +22,7 @@ CHOICES = {
     "runner": RUNNERS,
     "scheduling_policy": SCHEDULING_POLICIES,
     "dtype": DTYPES,
+    "quantization": QUANTIZATIONS,
     "logprobs_mode": LOGPROBS_MODES,
 }
 

@@ -10,8 +10,9 @@ from typing import Any
 from jpaged.frontend.engine_options import NOT_YET, is_neutral
 
 COMMANDS = ("generate", "chat", "serve", "bench", "plan")  # those with engine options
+QUANTIZATION = "quantization"  # an option that jpaged has; its value may be the word None, and -q is its short form
 SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
-         "-q": "quantization"}  # fmt: skip
+         "-q": QUANTIZATION}  # fmt: skip
 # Flags of `vllm serve` alone, as NOT_YET.
 SERVE: dict[str, tuple[Any, ...]] = {
     "enable_auto_tool_choice": (True,), "disable_log_requests": (True,), "enable_log_requests": (False,),
@@ -35,6 +36,10 @@ def without_neutral(args: Sequence[str]) -> list[str]:
         name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else "")
         negated = name.startswith("no_") and name not in known
         name = name.removeprefix("no_") if negated else name
+        if name == QUANTIZATION and (equals or flags):
+            word = given if equals else flags.pop(0)
+            kept += [] if _value(word) is None else [f"--{QUANTIZATION}", word]
+            continue
         if name not in known:
             kept.append(flag + equals + given)
             continue

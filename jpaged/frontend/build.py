@@ -1,5 +1,6 @@
 """Builds an engine: loads the model, compiles the programs, allocates the KV cache. `LLM` and `AsyncLLM` call it."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -62,12 +63,15 @@ def build_engine(
     import jax
 
     from jpaged.loading import valid_token_mask
+    from jpaged.runtime.compile_cache import persistent_cache
     from jpaged.runtime.memory import claim_gpu_memory
     from jpaged.runtime.runner import ModelRunner
 
     claim_gpu_memory(config)  # before the first use of a device, which refuse_tracing makes
     refuse_tracing(*jax.tree.leaves(params))
-    loaded = _load(model, params, layout, config, processors)
+    # quantising compiles small programs
+    with persistent_cache(config.compilation_cache_dir) if config.quantization else contextlib.nullcontext():
+        loaded = _load(model, params, layout, config, processors)
     pooling = _pooling(loaded)
     has_mask = config.mask_unknown_tokens and pooling is None
     mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if has_mask else None

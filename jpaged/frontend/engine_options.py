@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.config import RUNNERS, SCHEDULING_POLICIES, EngineConfig
+from jpaged.config import QUANTIZATIONS, RUNNERS, SCHEDULING_POLICIES, EngineConfig
 from jpaged.errors import RequestError
 from jpaged.params.pooling import TASKS
 
@@ -19,7 +19,7 @@ LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays a
 # what jpaged does. A script that sets a neutral value runs; any other value is refused.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
-    "distributed_executor_backend": (None,), "quantization": (None,), "kv_cache_dtype": ("auto",),
+    "distributed_executor_backend": (None,), "kv_cache_dtype": ("auto",),
     "cpu_offload_gb": (0,), "enforce_eager": (False, True), "enable_chunked_prefill": (True, None),
     "max_seq_len_to_capture": (), "disable_log_stats": (False, True), "enable_lora": (False, None),
     "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
@@ -87,6 +87,8 @@ def _check_values(config: EngineConfig) -> None:
         raise RequestError("runner", config.runner, f"must be {', '.join(RUNNERS)}")
     if config.scheduling_policy not in SCHEDULING_POLICIES:
         raise RequestError("scheduling_policy", config.scheduling_policy, f"must be {', '.join(SCHEDULING_POLICIES)}")
+    if config.quantization not in (None, *QUANTIZATIONS):
+        raise RequestError("quantization", config.quantization, f"must be {' or '.join(QUANTIZATIONS)}, or left out")
     for name in ("max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens"):
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):

@@ -20,7 +20,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import CONVERTED, read_json
 from jpaged.loading.dtypes import BY_NAME
 from jpaged.loading.orbax_tree import check_tree, leaf_name, load_tree
-from jpaged.loading.weights import StoredWeights, check_depth
+from jpaged.loading.weights import ChangeLeaf, StoredWeights, check_depth
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, param_shapes
 from jpaged.version import __version__
@@ -102,10 +102,14 @@ def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -
     return ConvertedTree(spec, shapes, tree.num_bytes)
 
 
-def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype) -> dict[str, Any]:
+def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype, change: ChangeLeaf) -> dict[str, Any]:
     target = param_shapes(spec, dtype)
     with tqdm(total=len(jax.tree.leaves(target)), unit="arrays", desc="loading weights", delay=2) as progress:
-        return load_tree(folder, target, lambda _: progress.update())
+        tree = load_tree(folder, target, lambda _: progress.update())
+    for leaves in (tree, *tree["layers"]):
+        for name in leaves.keys() - {"layers"}:
+            leaves[name] = change(name, leaves[name])
+    return tree
 
 
 def _show(leaf: jax.ShapeDtypeStruct | None) -> str:

@@ -31,9 +31,10 @@ from jpaged.loading.hub import POOLING, find_model, find_tokenizer, is_gguf
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
-from jpaged.loading.weights import StoredWeights, check_depth, load_weights, plan_weights
+from jpaged.loading.weights import ChangeLeaf, StoredWeights, check_depth, load_weights, plan_weights
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.quantization import SCHEMES, quantize_leaf
 from jpaged.models.spec import DecoderSpec, WeightLayout
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class LoadedModel:
     """A loaded model: everything that an engine needs."""
 
     spec: DecoderSpec
-    params: dict[str, Any]             # on the device: the tree of `param_shapes(spec, dtype)`, in `layout`
+    # on the device: the tree of `param_shapes(spec, dtype)`, in `layout`. Matrices may be a QuantizedWeight
+    params: dict[str, Any]
     layout: WeightLayout               # differences between live arrays and that tree
     dtype: np.dtype                    # dtype of params
     config: dict[str, Any]             # config.json; {} for live arrays with a DecoderSpec
@@ -93,7 +95,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
         if check is not None:
             check(weights.spec, dtype)
         tokenizer = _tokenizer(config, path, weights.spec.vocab_size)
-        params = weights.load(dtype)
+        params = weights.load(dtype, _change(config))
     seconds, size = time.perf_counter() - started, weights.num_bytes / 1e6
     logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", size, path, dtype.name, seconds)
     return LoadedModel(
@@ -106,6 +108,13 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
         tokenizer=tokenizer,
         source=str(path),
     )
+
+
+def _change(config: EngineConfig) -> ChangeLeaf:
+    """The function that each leaf goes through when it is on the device: it is quantised if the options say so."""
+    if config.quantization is None:
+        return lambda _, leaf: leaf
+    return functools.partial(quantize_leaf, SCHEMES[config.quantization])
 
 
 @contextlib.contextmanager
@@ -154,6 +163,11 @@ def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:
 def _from_live(
     config: EngineConfig, params: Any, model_config: Any, layout: WeightLayout | None
 ) -> LoadedModel:
+    if config.quantization is not None:
+        raise ModelLoadError(
+            f"quantization={config.quantization!r}: live arrays are used without a copy, so they are not quantised: "
+            "leave it out, or load a checkpoint"
+        )
     folder = find_model(config.model, config.revision) if model_config is None else None
     if folder is not None:
         model_config = _config_of(folder)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -30,6 +30,9 @@ HEAD = "lm_head.weight"
 _EMBED = "embed"
 _BEYOND_MEMORY = 2**48  # elements of one leaf; numpy cannot address 2**61 of them
 _ALIGNMENT = 64  # bytes; JAX on CPU uses a buffer with this alignment without a copy
+
+
+ChangeLeaf: TypeAlias = Callable[[str, jax.Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,9 @@ class StoredWeights:
     spec: DecoderSpec
     dtype: np.dtype | None  # the checkpoint's dtype; None: unknown
     num_bytes: int          # size of its files
-    load: Callable[[np.dtype], dict[str, Any]]  # loads the tree of `param_shapes(spec, dtype)` to the default device
+    # load(dtype, change) loads the tree of `param_shapes(spec, dtype)` to the default device. Each leaf becomes
+    # change(name, leaf) as soon as it is there
+    load: Callable[[np.dtype, ChangeLeaf], dict[str, Any]]
 
 
 def check_depth(config: CheckpointConfig, tensors: int) -> None:
@@ -124,15 +129,17 @@ def plan_weights(
     return WeightPlan(spec, tuple(leaves), copies)
 
 
-def load_weights(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype) -> dict[str, Any]:
-    """Load the parameter tree of `param_shapes(plan.spec, dtype)` to the default device."""
+def load_weights(
+    plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, change: ChangeLeaf = lambda _, leaf: leaf
+) -> dict[str, Any]:
+    """Load the parameter tree of `param_shapes(plan.spec, dtype)` to the default device. change: of `StoredWeights`."""
     tree: dict[str, Any] = {"layers": [{} for _ in range(plan.spec.num_layers)]}
     with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", delay=2) as progress:
         for leaf_plan in plan.leaves:
             leaf = leaf_plan.leaf
             host = assemble(leaf_plan, checkpoint, dtype, progress.update)
             place = tree["layers"][leaf.layer] if leaf.layer is not None else tree
-            place[leaf.leaf] = jax.block_until_ready(jax.device_put(host))
+            place[leaf.leaf] = change(leaf.leaf, jax.block_until_ready(jax.device_put(host)))
             del host
     tree["layers"] = tuple(tree["layers"])
     return tree

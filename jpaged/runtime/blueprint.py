@@ -63,6 +63,11 @@ class Blueprint:
 
         Raises ModelLoadError for an option that does not fit the model or the device.
         """
+        if config.quantization is not None and placement.platform != "cpu":
+            raise ModelLoadError(
+                f"quantization={config.quantization!r} runs on CPU only so far, not on {placement.platform}: "
+                "leave it out"
+            )
         limits = memory.decide_limits(model.spec, config, placement.platform)
         custom = sum(len(processor.parameters) for processor in model.processors)
         limits = dataclasses.replace(limits, custom=custom)

@@ -153,7 +153,8 @@ def weight_parts(params: Params) -> dict[str, int]:
     """Bytes of the parameter tree (arrays or ShapeDtypeStructs) by part; empty parts are left out."""
     sizes = dict.fromkeys(_PARTS, 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        sizes[_part_of(path[-1].key)] += tree_bytes(leaf)
+        name = next(key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey))
+        sizes[_part_of(name)] += tree_bytes(leaf)
     return {part: size for part, size in sizes.items() if size}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowMask, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
+from jpaged.models.quantization import quantized_shapes
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout, param_shapes
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.runtime.block_moves import BlockMover, host_slots
@@ -104,7 +105,7 @@ class ModelRunner:
         `create` raises the same errors, but only after the weights are on the device. This allocates nothing.
         """
         device = jax.devices()[0]
-        model = ServedModel(spec, param_shapes(spec, dtype))
+        model = ServedModel(spec, quantized_shapes(spec, param_shapes(spec, dtype), config.quantization))
         Blueprint.draw(model, config, Placement.single(device)).check_memory(device)
 
     @classmethod

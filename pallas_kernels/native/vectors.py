@@ -141,7 +141,7 @@ class Code:
         return made
 
 
-def _function(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
+def vector_function(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
     """Make a numba function, without a result, of a function that emits code. arguments: their numba types."""
 
     def wrap(emit: Callable[..., None]) -> Any:
@@ -167,7 +167,7 @@ INT, FLOAT32 = types.int64, types.float32
 def _widen(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
     """Make a function (to, source, count, scale): count numbers as float32, times scale, in whole vectors."""
 
-    @_function(INT, INT, INT, FLOAT32)
+    @vector_function(INT, INT, INT, FLOAT32)
     def widen(code: Code, to: Any, source: Any, count: Any, scale: Any) -> None:
         b, size = code.builder, kind.width // 8 if isinstance(kind, ir.IntType) else 4
         vector = ir.VectorType(kind, LANES)
@@ -188,7 +188,7 @@ def _widen(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
     return widen
 
 
-def _from_bfloat16(code: Code, value: Any) -> Any:
+def from_bfloat16(code: Code, value: Any) -> Any:
     b = code.builder
     return b.bitcast(b.shl(b.zext(value, INTS), code.ints(16)), FLOATS)
 
@@ -216,7 +216,7 @@ def _from_float8(code: Code, value: Any) -> Any:
 
 
 widen_float32 = _widen(FLOAT, lambda code, value: value)
-widen_bfloat16 = _widen(I16, _from_bfloat16)
+widen_bfloat16 = _widen(I16, from_bfloat16)
 widen_float16 = _widen(I16, _from_float16)
 widen_int8 = _widen(I8, _from_int8)
 widen_float8 = _widen(I8, _from_float8)
@@ -240,7 +240,7 @@ def _to_float16(code: Code, value: Any) -> Any:
 def _narrow(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
     """Make a function (to, source, count, scale): count float32 numbers times scale in another type."""
 
-    @_function(INT, INT, INT, FLOAT32)
+    @vector_function(INT, INT, INT, FLOAT32)
     def narrow(code: Code, to: Any, source: Any, count: Any, scale: Any) -> None:
         b, size = code.builder, kind.width // 8 if isinstance(kind, ir.IntType) else 4
         vector = ir.VectorType(kind, LANES)
@@ -292,7 +292,7 @@ def _add_bfloat16(code: Code, total: Any, x: Any, w: Any) -> Any:
 def _score_tile(rows: int, vector: Any, step: Callable[[Code, Any, Any, Any], Any]) -> Any:
     """Make a function: scores[rows, 16] = queries[rows] times keys[16], each of `steps` vectors of 64 bytes."""
 
-    @_function(INT, INT, INT, INT)
+    @vector_function(INT, INT, INT, INT)
     def score_tile(code: Code, scores: Any, queries: Any, keys: Any, steps: Any) -> None:
         b, per_row = code.builder, LANES // rows  # keys that are multiplied together: 16 sums in all
         stride, parts = b.mul(steps, code.number(64)), []
@@ -325,7 +325,7 @@ def _dot_tile(vector: Any, step: Callable[[Code, Any, Any, Any], Any], streams: 
     `Code.sums`. early: address of `streams` rows that are requested early.
     """
 
-    @_function(*[INT] * 12)
+    @vector_function(*[INT] * 12)
     def dot_tile(
         code: Code, to: Any, stride: Any, x0: Any, x1: Any, x2: Any, x3: Any, w0: Any, w1: Any, w2: Any, w3: Any,
         steps: Any, early: Any,
@@ -360,7 +360,7 @@ def _add_values(rows: int, size: int) -> Any:
     size: bytes of a value: float32 or bfloat16. value_stride: bytes from a row of `values` to the next.
     """
 
-    @_function(INT, INT, INT, INT, INT)
+    @vector_function(INT, INT, INT, INT, INT)
     def add_values(code: Code, out: Any, weights: Any, values: Any, value_stride: Any, chunks: Any) -> None:
         b = code.builder
         stride = b.mul(chunks, code.number(LANES * 4))
@@ -369,7 +369,7 @@ def _add_values(rows: int, size: int) -> Any:
             sums = [code.load(place) for place in places]
             for key in range(LANES):
                 place = code.at(values, (value_stride, key), (i, LANES * size))
-                value = code.load(place) if size == 4 else _from_bfloat16(code, code.load(place, I16S, 2))
+                value = code.load(place) if size == 4 else from_bfloat16(code, code.load(place, I16S, 2))
                 for row in range(rows):
                     weight = code.load(code.at(weights, (code.number(1), (row * LANES + key) * 4)), FLOAT)
                     sums[row] = code.fma(code.splat(weight), value, sums[row])
@@ -383,7 +383,7 @@ add_values, add_pair = (_add_values(rows, 4) for rows in (TILE, PAIR))
 add_values_bfloat16, add_pair_bfloat16 = (_add_values(rows, 2) for rows in (TILE, PAIR))
 
 
-@_function(INT, INT, INT, INT, INT, FLOAT32, INT, INT)
+@vector_function(INT, INT, INT, INT, INT, FLOAT32, INT, INT)
 def add_scores(
     code: Code, scores: Any, top: Any, total: Any, out: Any, chunks: Any, scale: Any, low: Any, high: Any
 ) -> None:
@@ -412,7 +412,7 @@ def add_scores(
     code.store(b.fadd(code.load(total), weights), total)
 
 
-@_function(INT, FLOAT32, FLOAT32, FLOAT32, FLOAT32)
+@vector_function(INT, FLOAT32, FLOAT32, FLOAT32, FLOAT32)
 def bend_scores(code: Code, scores: Any, scale: Any, cap: Any, slope: Any, distance: Any) -> None:
     """Scores of 16 keys, times scale, with soft cap and ALiBi, in place.
 
@@ -433,20 +433,20 @@ def bend_scores(code: Code, scores: Any, scale: Any, cap: Any, slope: Any, dista
     code.store(b.fsub(code.load(scores), b.fmul(code.splat(slope), distances)), scores)
 
 
-@_function(INT)
+@vector_function(INT)
 def sum_lanes(code: Code, total: Any) -> None:
     """The sum of 16 numbers, in the first of them."""
     value = code.load(total)
     code.store(code.sums([value] * LANES), total)
 
 
-@_function(INT)
+@vector_function(INT)
 def exp_lanes(code: Code, values: Any) -> None:
     """exp of 16 numbers that are at most 0, in place."""
     code.store(code.exp(code.load(values)), values)
 
 
-@_function(INT, INT, INT)
+@vector_function(INT, INT, INT)
 def add_rows(code: Code, to: Any, other: Any, chunks: Any) -> None:
     """to[chunks * 16] += other."""
     b = code.builder
@@ -455,7 +455,7 @@ def add_rows(code: Code, to: Any, other: Any, chunks: Any) -> None:
         code.store(b.fadd(code.load(place), code.load(code.at(other, (i, LANES * 4)))), place)
 
 
-@_function(INT, INT, INT)
+@vector_function(INT, INT, INT)
 def multiply_rows(code: Code, to: Any, other: Any, chunks: Any) -> None:
     """to[chunks * 16] *= other."""
     b = code.builder
@@ -464,7 +464,7 @@ def multiply_rows(code: Code, to: Any, other: Any, chunks: Any) -> None:
         code.store(b.fmul(code.load(place), code.load(code.at(other, (i, LANES * 4)))), place)
 
 
-@_function(INT, INT, INT)
+@vector_function(INT, INT, INT)
 def sum_squares(code: Code, result: Any, row: Any, chunks: Any) -> None:
     """The sum of the squares of row[chunks * 16], in the first of 16 numbers."""
     b = code.builder
@@ -475,7 +475,7 @@ def sum_squares(code: Code, result: Any, row: Any, chunks: Any) -> None:
     code.store(code.sums([b.load(total)] * LANES), result)
 
 
-@_function(INT, INT, INT, INT)
+@vector_function(INT, INT, INT, INT)
 def rotate(code: Code, row: Any, cos: Any, sin: Any, chunks: Any) -> None:
     """Rotary embedding of row[2 * chunks * 16], in place: number i is paired with number i + chunks * 16."""
     b = code.builder

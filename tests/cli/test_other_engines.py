@@ -17,8 +17,6 @@ REFUSED = [
     (["--tensor-parallel-size", "2"], "leave it out, or 1 (tensor_parallel_size=2)"),
     (["--tensor-parallel-size"], "(tensor_parallel_size=True)"),
     (["-tp", "8"], "(tensor_parallel_size=8)"),
-    (["--quantization", "fp8"], "(quantization='fp8')"),
-    (["--quantization=fp8"], "(quantization='fp8')"),
     (["--no-enable-chunked-prefill"], "(enable_chunked_prefill=False)"),
     (["--enable-lora"], "(enable_lora=True)"),
     (["--speculative-config", '{"method": "ngram"}'], "(speculative_config={'method': 'ngram'})"),
@@ -56,6 +54,15 @@ def test_words_after_two_dashes_and_other_commands_are_kept():
 
 
 def test_python_agrees():
-    for options in ({"tensor_parallel_size": 2}, {"quantization": "fp8"}):
-        with pytest.raises(RequestError, match=r"^not supported yet"):
-            LLM("nowhere", **options)
+    with pytest.raises(RequestError, match=r"^not supported yet"):
+        LLM("nowhere", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("words", [["--quantization", "int8"], ["--quantization=int8"], ["-q", "int8"]])
+def test_quantization(words):
+    assert cli.parse(["generate", "demo", *words]).engine.quantization == "int8"
+
+
+def test_unknown_quantization(capsys):
+    assert cli.main(["generate", "demo", "-q", "fp8"]) == 2
+    assert "must be int8 or int4, or left out (quantization='fp8')" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""`jpaged bench quality`: measures how well a model predicts a text, for example after quantising it."""
+
+import dataclasses
+import math
+import pathlib
+from typing import Any
+
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help, read_text
+from jpaged.cli.results import OutputJson, check_writable, machine, write_json
+from jpaged.errors import RequestError
+
+HELD_OUT = pathlib.Path(__file__).parents[1] / "demo_model" / "held_out.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """How well a model predicts a text."""
+
+    tokens: int  # that were predicted
+    loss: float  # mean negative log-likelihood of a token, in nats
+    perplexity: float  # exp(loss)
+    bits_per_byte: float
+
+
+@one_line_help
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QualityCommand:
+    """Measure the perplexity of a text under a model: exp of the mean negative log-likelihood of its tokens.
+
+    The text is cut into windows that are scored independently. The first token of a window is not predicted.
+
+    Example: jpaged bench quality demo --quantization int8 --against demo
+    """
+
+    model_argument: ModelArgument = None
+    """Folder, Hugging Face hub id, .gguf file, or demo."""
+
+    against: str | None = None
+    """A second model, loaded without --quantization, whose perplexity on the same text is printed too."""
+
+    text: pathlib.Path | None = None
+    """File with the text, UTF-8. Default: Python source that the demo model was not trained on."""
+
+    window: int = 1024
+    """Tokens of a window; at most --max-model-len - 1."""
+
+    output_json: OutputJson = None
+    """Write the results to this file, as JSON."""
+
+    engine: EngineArguments = ENGINE_DEFAULTS
+
+    def run(self) -> int:
+        """Score the text with each model and print the results."""
+        options = engine_options(self.engine, self.model_argument)
+        if self.window < 2:
+            raise RequestError("window", self.window, "must be at least 2 tokens")
+        text = read_text("text", self.text or HELD_OUT) or ""
+        check_writable(self.output_json)
+        results = {self._name(options): self._measure(options, text)}
+        if self.against is not None:
+            other = options | {"model": self.against, "quantization": None}
+            results[self._name(other)] = self._measure(other, text)
+        width = max(map(len, results))
+        print(f"{'model':{width}}  {'tokens':>8}  {'loss':>7}  {'perplexity':>10}  {'bits/byte':>9}")
+        for name, found in results.items():
+            figures = f"{found.loss:7.4f}  {found.perplexity:10.3f}  {found.bits_per_byte:9.4f}"
+            print(f"{name:{width}}  {found.tokens:8,}  {figures}")
+        if len(results) == 2:
+            first, second = results.values()
+            print(f"Perplexity ratio: {first.perplexity / second.perplexity:.4f}")
+        written = {name: dataclasses.asdict(found) for name, found in results.items()}
+        write_json(
+            self.output_json, {"text": str(self.text or HELD_OUT.name), "results": written, "machine": machine()}
+        )
+        return 0
+
+    def _name(self, options: dict[str, Any]) -> str:
+        return options["model"] + (f" ({options['quantization']})" if options["quantization"] else "")
+
+    def _measure(self, options: dict[str, Any], text: str) -> Quality:
+        from jpaged import LLM
+
+        with LLM(**options) as llm:
+            tokenizer = llm.get_tokenizer()
+            if tokenizer is None:
+                raise RequestError("model", options["model"], "has no tokenizer: name one with --tokenizer")
+            if self.window > llm.max_model_len - 1:
+                raise RequestError("window", self.window, f"must be at most {llm.max_model_len - 1} with this model")
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            windows = [ids[i : i + self.window] for i in range(0, len(ids), self.window)]
+            windows = [{"prompt_token_ids": window} for window in windows if len(window) > 1]
+            if not windows:
+                raise RequestError("text", str(self.text), "has fewer than 2 tokens: name a longer text")
+            scores = llm.score(windows)
+            predicted = b"".join(tokenizer.decode(window["prompt_token_ids"][1:]).encode() for window in windows)
+        tokens = sum(len(score.logprobs) for score in scores)
+        loss = -math.fsum(score.cumulative_logprob for score in scores) / tokens
+        return Quality(tokens, loss, math.exp(loss), loss * tokens / math.log(2) / len(predicted))

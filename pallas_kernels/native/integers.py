@@ -1,0 +1,153 @@
+"""Products of 8-bit integers, as LLVM IR. Sums of integers are exact, so their order does not matter.
+
+Processors multiply uint8 with int8. So weights are uint8 here, code = number + zero point, and x is int8. The product
+with the codes is too large by the zero point times the sum of x, which is subtracted.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from pallas_kernels.native import library
+from pallas_kernels.native.memory import I8, I32, prefetch_line
+from pallas_kernels.native.vectors import FLOAT, FLOATS, INT, INTS, LANES, Code, vector_function
+
+LINE = 64  # bytes of a vector: 4 neighbouring inputs of 16 outputs
+INPUTS = 4  # of a vector
+LARGEST = 127  # magnitude of a quantised number of x
+MAGIC = 12582912.0  # 1.5 * 2**23: the low bits of x + MAGIC are x, rounded to nearest, ties to even
+SMALLEST = 1e-30  # a row with no larger number is quantised to zeros
+WIDE, ROWS = 2, 8  # a tile: vectors of 16 outputs, and rows of x
+EARLY = 1024  # bytes: distance to the weights that are requested early
+
+BYTES, SHORT = ir.VectorType(I8, LINE), ir.VectorType(I8, LANES)
+
+
+def _multiply_add(code: Code, total: Any, w: Any, x: Any) -> Any:
+    """total[16] + the sums of 4 neighbouring products of w, 64 uint8, and x, 64 int8."""
+    b = code.builder
+    if library.has_feature("avx512vnni"):
+        parts = [b.bitcast(each, INTS) for each in (w, x)]
+        return code.call("llvm.x86.avx512.vpdpbusd.512", INTS, [total, *parts])
+    for first in range(INPUTS):
+        lanes = range(first, LINE, INPUTS)
+        total = b.add(total, b.mul(b.zext(code.pick(w, w, lanes), INTS), b.sext(code.pick(x, x, lanes), INTS)))
+    return total
+
+
+@vector_function(INT, INT, INT, INT)
+def quantise_row(code: Code, to: Any, scale: Any, row: Any, chunks: Any) -> None:
+    """Store row[chunks * 16], float32, as int8: round(number / scale).
+
+    scale: address of the result: the largest magnitude / 127. NaN or infinity if the row has one.
+    """
+    b = code.builder
+    (most,) = code.variables([code.ints(0)])  # magnitudes as int32: in their order, and NaN is above infinity
+    with code.each(chunks) as i:
+        magnitude = b.and_(code.load(code.at(row, (i, LANES * 4)), INTS), code.ints(0x7FFFFFFF))
+        old = b.load(most)
+        b.store(b.select(b.icmp_signed(">", magnitude, old), magnitude, old), most)
+    largest, half = b.load(most), LANES // 2
+    while half:
+        other = code.pick(largest, largest, [(lane + half) % LANES for lane in range(LANES)])
+        largest = b.select(b.icmp_signed(">", largest, other), largest, other)
+        half //= 2
+    top = b.bitcast(b.extract_element(largest, ir.Constant(I32, 0)), FLOAT)
+    code.store(b.fmul(top, ir.Constant(FLOAT, float(np.float32(1 / LARGEST)))), scale)  # XLA divides in this way
+    is_normal = b.fcmp_ordered(">", top, ir.Constant(FLOAT, SMALLEST))
+    inverse = b.select(is_normal, b.fdiv(ir.Constant(FLOAT, LARGEST), top), ir.Constant(FLOAT, 0))
+    factors = code.splat(inverse)
+    with code.each(chunks) as i:
+        shifted = b.fadd(b.fmul(code.load(code.at(row, (i, LANES * 4))), factors), code.floats(MAGIC))
+        code.store(b.trunc(b.bitcast(shifted, INTS), SHORT), code.at(to, (i, LANES)), 1)
+
+
+@vector_function(INT, INT, INT)
+def sum_bytes(code: Code, to: Any, row: Any, vectors: Any) -> None:
+    """Store the sum of row[vectors * 4], int8, as int32."""
+    b = code.builder
+    total = code.variables([ir.Constant(I32, 0)])[0]
+    with code.each(b.mul(vectors, code.number(INPUTS))) as i:
+        b.store(b.add(b.load(total), b.sext(code.load(code.at(row, (i, 1)), I8, 1), I32)), total)
+    code.store(b.load(total), to)
+
+
+def _multiply(bits: int, rows: int, wide: int) -> Any:
+    """Make a function that multiplies rows of x, int8, with blocks of 16 outputs.
+
+    to:      float32[rows, 2 * 16]: the sum over the groups, in their order, of the group's exact sum times its scale.
+    x:       address of the first row; `line` bytes from row to row. Rows after `last` are replaced by it.
+    x_sums:  int32[all rows, groups], sums of x; the same rows.
+    codes:   of the first block. block: bytes from block to block; 0: the second block is the first one again.
+    scales:  float32[blocks, groups, 16]. zeros: uint8[blocks, groups, 16], or 0: the zero point is 2 ** (bits - 1).
+    vectors: of 4 inputs, in a group.
+    """
+
+    @vector_function(*[INT] * 11)
+    def multiply(
+        code: Code, to: Any, x: Any, line: Any, last: Any, x_sums: Any, codes: Any, block: Any, scales: Any,
+        zeros: Any, groups: Any, vectors: Any,
+    ) -> None:  # fmt: skip
+        b, step = code.builder, 8 // bits  # vectors of 4 inputs in 64 bytes
+        chains = step if rows == 1 else 1  # of sums: one chain alone would wait for its own results
+        row_at, sums_at, is_single = [x], [x_sums], b.icmp_unsigned("==", block, code.number(0))
+        for _ in range(rows - 1):
+            is_last = b.icmp_signed(">=", row_at[-1], last)
+            row_at.append(b.select(is_last, row_at[-1], code.at(row_at[-1], (line, 1))))
+            sums_at.append(b.select(is_last, sums_at[-1], code.at(sums_at[-1], (groups, 4))))
+        results = code.variables([code.floats(0.0)] * (rows * wide))
+        loads = b.udiv(vectors, code.number(step))
+        with code.each(groups) as group:
+            totals = code.variables([code.ints(0)] * (rows * wide * chains))
+            with code.each(loads) as i:
+                index = b.add(b.mul(group, loads), i)
+                for j in range(wide):
+                    place = code.at(codes, (block, j), (index, LINE))
+                    prefetch_line(b, code.at(place, (code.number(EARLY), 1)))
+                    value = code.load(place, BYTES, 1)
+                    parts = [b.xor(value, _bytes(0x80))] if bits == 8 else [
+                        b.and_(value, _bytes(15)), b.lshr(value, _bytes(4))
+                    ]  # fmt: skip
+                    for row in range(rows):
+                        for part in range(step):
+                            at = code.at(row_at[row], (index, INPUTS * step), (code.number(part), INPUTS))
+                            four = code.load(at, I32, 1)
+                            total = totals[(row * wide + j) * chains + part % chains]
+                            x_part = b.bitcast(code.splat(four), BYTES)
+                            b.store(_multiply_add(code, b.load(total), parts[part], x_part), total)
+            for j in range(wide):
+                at = group if j == 0 else b.add(b.select(is_single, code.number(0), groups), group)
+                zero = _zero_points(code, zeros, at, 1 << (bits - 1))
+                scale = code.load(code.at(scales, (at, LANES * 4)))
+                for row in range(rows):
+                    each = (row * wide + j) * chains
+                    total = b.load(totals[each])
+                    for other in totals[each + 1 : each + chains]:
+                        total = b.add(total, b.load(other))
+                    x_sum = code.splat(code.load(code.at(sums_at[row], (group, 4)), I32))
+                    total = b.sub(total, b.mul(zero, x_sum))
+                    result = results[row * wide + j]
+                    b.store(code.fma(b.sitofp(total, FLOATS), scale, b.load(result)), result)
+        for place, result in enumerate(results):
+            row, j = divmod(place, wide)
+            code.store(b.load(result), code.at(to, (code.number(row), 4 * LANES * WIDE), (code.number(j), 4 * LANES)))
+
+    return multiply
+
+
+def _bytes(value: int) -> Any:
+    return ir.Constant(BYTES, [value] * LINE)
+
+
+def _zero_points(code: Code, zeros: Any, index: Any, default: int) -> Any:
+    """Zero points of 16 outputs, int32."""
+    b = code.builder
+    (found,) = code.variables([code.ints(default)])
+    with b.if_then(b.icmp_unsigned("!=", zeros, code.number(0))):
+        b.store(b.zext(code.load(code.at(zeros, (index, LANES)), SHORT, 1), INTS), found)
+    return b.load(found)
+
+
+multiply_int8, multiply_row_int8 = _multiply(8, ROWS, WIDE), _multiply(8, 1, WIDE)
+multiply_int4, multiply_row_int4 = _multiply(4, ROWS, WIDE), _multiply(4, 1, WIDE)

@@ -1,0 +1,174 @@
+"""quantized_dot for CPUs in numba. Imported only to compile.
+
+The first units of work round rows of x to 8 bits. Each of the others is a block of outputs, for all rows.
+"""
+
+from numba import njit
+
+from pallas_kernels.native import integers, vectors
+from pallas_kernels.native.convert import narrow, round_up, size_of, widen
+from pallas_kernels.native.frame import (
+    ARGUMENTS,
+    DONE,
+    NATIVE,
+    NEXT,
+    SPINS,
+    UNITS,
+    argument,
+    asks_for_metadata,
+    dimension,
+    make_share,
+    make_task,
+    result,
+)
+from pallas_kernels.native.memory import (
+    fetch_add,
+    fill_zeros,
+    free,
+    load_float32,
+    load_int32,
+    load_int64,
+    malloc,
+    pause,
+    store_int64,
+    yield_processor,
+)
+from pallas_kernels.quantized_dot.cpu import OPTION_BITS, OPTION_KIND, OPTION_OUT_KIND, OPTION_OUTPUTS
+
+LANES, ROWS, WIDE = vectors.LANES, integers.ROWS, integers.WIDE
+OUTPUTS = LANES * WIDE  # of a tile
+TILES = 2  # of outputs, in a unit
+MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
+ALIGNMENT = 64
+
+(
+    X, CODES, SCALES, ZEROS, OUT, ROW_COUNT, INPUTS, NUM_OUTPUTS, GROUPS, KIND, OUT_KIND, BITS,
+    QUANTISED, ROW_SCALES, ROW_SUMS, LAST_FIELD,
+) = (ARGUMENTS + 8 * i for i in range(16))  # fmt: skip
+
+
+@njit(**NATIVE)
+def scratch_bytes(job):
+    """Bytes of a thread's scratch: a row of x in float32, or the results of a tile."""
+    return 4 * max(round_up(load_int64(job + INPUTS), LANES), ROWS * OUTPUTS)
+
+
+@njit(**NATIVE)
+def quantise(job, unit, scratch):
+    """Compute one unit: up to 8 rows of x as int8, their scales, and the sums of their groups."""
+    inputs, groups, kind = load_int64(job + INPUTS), load_int64(job + GROUPS), load_int64(job + KIND)
+    for row in range(unit * ROWS, min(unit * ROWS + ROWS, load_int64(job + ROW_COUNT))):
+        widen(kind, scratch, load_int64(job + X) + row * inputs * size_of(kind), inputs, vectors.ONE)
+        to = load_int64(job + QUANTISED) + row * inputs
+        integers.quantise_row(to, load_int64(job + ROW_SCALES) + 4 * row, scratch, inputs // LANES)
+        for group in range(groups):
+            sums = load_int64(job + ROW_SUMS) + 4 * (row * groups + group)
+            integers.sum_bytes(sums, to + group * (inputs // groups), inputs // groups // integers.INPUTS)
+
+
+@njit(**NATIVE)
+def multiply(job, tile, scratch):
+    """Compute one tile of outputs, for all rows."""
+    inputs, outputs, rows = load_int64(job + INPUTS), load_int64(job + NUM_OUTPUTS), load_int64(job + ROW_COUNT)
+    groups, bits, out_kind = load_int64(job + GROUPS), load_int64(job + BITS), load_int64(job + OUT_KIND)
+    first, block_bytes = tile * OUTPUTS, LANES * inputs * bits // 8
+    count, vectors_in_group = min(OUTPUTS, outputs - first), inputs // groups // integers.INPUTS
+    codes = load_int64(job + CODES) + tile * WIDE * block_bytes
+    scales = load_int64(job + SCALES) + tile * WIDE * groups * LANES * 4
+    zeros = load_int64(job + ZEROS)
+    if zeros != 0:
+        zeros += tile * WIDE * groups * LANES
+    step = block_bytes if count > LANES else 0  # the last tile may be one block only
+    x, sums = load_int64(job + QUANTISED), load_int64(job + ROW_SUMS)
+    last = x + (rows - 1) * inputs
+    for row in range(0, rows, ROWS):
+        x_row, sums_row, is_one = x + row * inputs, sums + 4 * row * groups, rows - row == 1
+        if bits == 8 and is_one:
+            integers.multiply_row_int8(
+                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, groups, vectors_in_group
+            )
+        elif bits == 8:
+            integers.multiply_int8(
+                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, groups, vectors_in_group
+            )
+        elif is_one:
+            integers.multiply_row_int4(
+                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, groups, vectors_in_group
+            )
+        else:
+            integers.multiply_int4(
+                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, groups, vectors_in_group
+            )
+        for i in range(min(ROWS, rows - row)):
+            target = load_int64(job + OUT) + ((row + i) * outputs + first) * size_of(out_kind)
+            scale = load_float32(load_int64(job + ROW_SCALES) + 4 * (row + i))
+            narrow(out_kind, target, scratch + 4 * i * OUTPUTS, count, scale)
+
+
+@njit(**NATIVE)
+def work(job, scratch):
+    """Claim units and compute them until none is left."""
+    units, first = load_int64(job + UNITS), (load_int64(job + ROW_COUNT) + ROWS - 1) // ROWS
+    tiles = (load_int64(job + NUM_OUTPUTS) + OUTPUTS - 1) // OUTPUTS
+    unit = fetch_add(job + NEXT, 1)
+    while unit < min(first, units):
+        quantise(job, unit, scratch)
+        fetch_add(job + DONE, 1)
+        unit = fetch_add(job + NEXT, 1)
+    spins = 0
+    while unit < units and fetch_add(job + DONE, 0) < first:  # each of those units has been begun by a thread
+        spins += 1
+        pause()
+        if spins % SPINS == 0:
+            yield_processor(0)
+    while unit < units:
+        start = (unit - first) * TILES
+        for tile in range(start, min(start + TILES, tiles)):
+            multiply(job, tile, scratch)
+        fetch_add(job + DONE, 1)
+        unit = fetch_add(job + NEXT, 1)
+
+
+task = make_task(work, scratch_bytes)
+share = make_share(work)
+
+
+@njit(**NATIVE)
+def handler(frame, task):
+    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
+    if asks_for_metadata(frame):
+        return 0
+    options = argument(frame, 0)
+    all_rows, inputs = dimension(frame, 2, 0), dimension(frame, 2, 1)
+    outputs = load_int32(options + 4 * OPTION_OUTPUTS)
+    rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
+    groups = dimension(frame, 4, 1)
+    start, scales_size = round_up(LAST_FIELD, ALIGNMENT), round_up(4 * rows, ALIGNMENT)
+    sums_size = round_up(4 * rows * groups, ALIGNMENT)
+    job = malloc(start + scales_size + sums_size + rows * inputs)
+    out_kind = load_int32(options + 4 * OPTION_OUT_KIND)
+    store_int64(job + X, argument(frame, 2))
+    store_int64(job + CODES, argument(frame, 3))
+    store_int64(job + SCALES, argument(frame, 4))
+    store_int64(job + ZEROS, argument(frame, 5) if dimension(frame, 5, 0) != 0 else 0)
+    store_int64(job + OUT, result(frame, 0))
+    store_int64(job + ROW_COUNT, rows)
+    store_int64(job + INPUTS, inputs)
+    store_int64(job + NUM_OUTPUTS, outputs)
+    store_int64(job + GROUPS, groups)
+    store_int64(job + KIND, load_int32(options + 4 * OPTION_KIND))
+    store_int64(job + OUT_KIND, out_kind)
+    store_int64(job + BITS, load_int32(options + 4 * OPTION_BITS))
+    store_int64(job + ROW_SCALES, job + start)
+    store_int64(job + ROW_SUMS, job + start + scales_size)
+    store_int64(job + QUANTISED, job + start + scales_size + sums_size)
+    blocks = OUTPUTS * TILES
+    units = (outputs + blocks - 1) // blocks + (rows + ROWS - 1) // ROWS if rows > 0 else 0
+    store_int64(job + NEXT, 0)
+    store_int64(job + DONE, 0)
+    store_int64(job + UNITS, units)
+    fill_zeros(result(frame, 0) + rows * outputs * size_of(out_kind), (all_rows - rows) * outputs * size_of(out_kind))
+    scratch = malloc(scratch_bytes(job))
+    share(frame, task, job, scratch, 1024 if inputs * outputs >= MIN_SHARED_BYTES else 1)
+    free(scratch)
+    return 0

@@ -1,0 +1,39 @@
+"""quantized_dot as XLA operations, for every platform."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.quantized_dot.weight import LARGEST, QuantizedWeight
+
+SMALLEST = 1e-30  # a row with no larger number is quantised to zeros; see `native.integers`
+
+
+def quantise_rows(x: Float[Array, "rows in"]) -> tuple[Int[Array, "rows in"], Float[Array, " rows"]]:
+    """int8 codes and scales: x is about codes * scale. A row with NaN or infinity has such a scale."""
+    x = x.astype(jnp.float32)
+    most = jnp.abs(x).max(-1)
+    inverse = jnp.where((most > SMALLEST) & jnp.isfinite(most), LARGEST / most, 0)
+    # multiplying NaN or infinity by 0 gives NaN, whose conversion to int8 is undefined
+    codes = jnp.where(jnp.isfinite(x), jnp.round(x * inverse[:, None]), 0)
+    return codes.astype(jnp.int8), most / LARGEST
+
+
+def quantized_dot(
+    x: Float[Array, "rows in"], weight: QuantizedWeight, num_rows: Int[Array, ""], *, dtype: Any
+) -> Float[Array, "rows out"]:
+    """See `pallas_kernels.quantized_dot`."""
+    codes, row_scales = quantise_rows(x)
+    size, integers, scales = weight.group_size, weight.integers(), weight.scales_by_group()
+
+    def add_group(group: Array, total: Array) -> Array:
+        start = group * size
+        ours, theirs = (lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in (codes, integers))
+        product = lax.dot_general(ours, theirs, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        return total + product.astype(jnp.float32) * scales[group]
+
+    total = jnp.zeros((x.shape[0], weight.num_outputs), jnp.float32)
+    total = lax.fori_loop(0, scales.shape[0], add_group, total)
+    return (total * row_scales[:, None]).astype(dtype)

@@ -1,0 +1,168 @@
+"""quantized_dot: against int64 and float64, with the same bits in every implementation and in any company."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QuantizedWeight, quantize, quantized_dot
+from pallas_kernels.native import library
+from pallas_kernels.quantized_dot import cpu
+
+CPU = jax.devices("cpu")[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _native():
+    """Skip the module where the native kernel cannot run."""
+    reason = cpu.refuse(CPU, jnp.zeros((8, 64)), quantize(jnp.ones((8, 64)), 8), jnp.float32)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def arrays(rows, inputs, outputs, bits, group_size=None, dtype="float32"):
+    rng = np.random.default_rng(rows + inputs)
+    x, numbers = rng.standard_normal((rows, inputs)), rng.standard_normal((outputs, inputs))
+    return jnp.asarray(x, dtype), quantize(jnp.asarray(numbers, dtype), bits, group_size)
+
+
+def oracle(x, weight: QuantizedWeight):
+    """The product with rows of x rounded to 8 bits, in float64. Reads the weights through `dequantize`."""
+    x = np.asarray(x, np.float32)
+    largest = np.abs(x).max(1, keepdims=True)
+    codes = np.round(x * (np.float32(127) / largest)).astype(np.int64)
+    weight = np.asarray(QuantizedWeight(weight.codes, weight.scales, weight.zeros, weight.bits, weight.shape,
+                                        np.dtype(np.float32)).dequantize(), np.float64)  # fmt: skip
+    return (codes @ weight.T) * (largest.astype(np.float64) / 127)
+
+
+SHAPES = [
+    (1, 64, 1, 8, None), (8, 48, 5, 8, None), (9, 704, 67, 4, 64), (33, 96, 128, 4, 16), (70, 1536, 300, 8, 128),
+    (16, 2048, 33, 4, 128), (1, 2048, 40, 4, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "bits", "group_size"), SHAPES)
+def test_matches_the_oracle(rows, inputs, outputs, bits, group_size, dtype):
+    x, weight = arrays(rows, inputs, outputs, bits, group_size, dtype)
+    expected = oracle(x, weight)
+    for result, limit in (("float32", 2e-6), ("bfloat16", 4e-3)):
+        native, xla, chosen = (
+            np.asarray(quantized_dot(x, weight, rows, dtype=result, implementation=name))
+            for name in ("cpu", "xla", None)
+        )
+        np.testing.assert_array_equal(native, xla)
+        np.testing.assert_array_equal(native, chosen)
+        np.testing.assert_allclose(native.astype(np.float64), expected, atol=limit * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 64)])
+def test_bits_of_a_row_do_not_depend_on_the_others(bits, group_size):
+    call = jax.jit(functools.partial(quantized_dot, implementation="cpu"))
+    x, weight = arrays(200, 768, 321, bits, group_size, "bfloat16")
+    whole = np.asarray(call(x, weight, 200))
+    for rows, count in ((8, 1), (8, 5), (32, 32), (64, 33), (200, 7), (128, 128)):
+        for first in (0, 3, 200 - rows):
+            np.testing.assert_array_equal(
+                np.asarray(call(x[first : first + rows], weight, count))[:count], whole[first : first + count]
+            )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("implementation", ["cpu", "xla"])
+def test_a_row_that_is_not_finite_stays_so_and_stays_alone(bad, implementation):
+    x, weight = arrays(16, 64, 40, 8)
+    expected = np.asarray(quantized_dot(x, weight, 16, implementation=implementation))
+    out = np.asarray(quantized_dot(x.at[3, 5].set(bad), weight, 16, implementation=implementation))
+    assert not np.isfinite(out[3]).any()
+    np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(expected, 3, 0))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-31, 1e30])
+def test_rows_of_extreme_numbers(size):
+    x, weight = arrays(8, 64, 40, 8)
+    outs = [np.asarray(quantized_dot(x * size, weight, 8, implementation=name)) for name in ("cpu", "xla")]
+    np.testing.assert_array_equal(*outs)
+    assert np.isfinite(outs[0]).all()
+    assert outs[0].any() == (size == 1e30)
+
+
+def test_rows_that_are_not_needed_are_finite():
+    x, weight = arrays(16, 64, 40, 4, 64)
+    out = np.asarray(quantized_dot(x.at[5:].set(jnp.nan), weight, 5, implementation="cpu"))
+    assert out[:5].any(1).all()
+    assert not out[5:].any()
+    assert not np.asarray(quantized_dot(x, weight, 0, implementation="cpu")).any()
+
+
+@pytest.mark.slow
+@pytest.mark.codegen
+def test_processors_without_vnni(monkeypatch, tmp_path):
+    """The kernel's other form, compiled for this processor."""
+    has_feature, asked = library.has_feature, []
+
+    def without_vnni(name):
+        asked.append(name)
+        return name != "avx512vnni" and has_feature(name)
+
+    monkeypatch.setattr(library, "has_feature", without_vnni)
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(library, "_digest", lambda: "without-vnni-0123456")
+    name = library._native.__wrapped__(cpu.KERNEL, cpu._check).name
+    assert name is not None
+    assert "avx512vnni" in asked
+    for shape in SHAPES:
+        x, weight = arrays(*shape)
+        out = cpu._call(name, x, weight, jnp.int32(shape[0]), jnp.dtype(jnp.float32))
+        np.testing.assert_array_equal(out, quantized_dot(x, weight, shape[0], implementation="xla"))
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (8, 16), (4, 64)])
+def test_quantize_rounds_to_nearest(bits, group_size):
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal((2, 21, 128)).astype(np.float32)
+    numbers[1, 3] = 0
+    weight = quantize(jnp.asarray(numbers), bits, group_size)
+    found = np.asarray(weight.dequantize())
+    assert weight.shape == found.shape == numbers.shape
+    assert not found[1, 3].any()
+    groups = (numbers - found).reshape(2, 21, -1, weight.group_size)
+    largest = np.abs(numbers).reshape(groups.shape).max(-1, keepdims=True)
+    if bits == 8:
+        assert (np.abs(groups) <= largest / 127 / 2 * 1.001).all()
+    else:  # no share of the range does better on any group
+
+        def error(values, share):
+            low, high = np.minimum(values.min(), 0), np.maximum(values.max(), 0)
+            scale = share * (high - low) / 15
+            zero = np.clip(np.round(-share * low / scale), 0, 15)
+            return ((scale * (np.clip(np.round(values / scale) + zero, 0, 15) - zero) - values) ** 2).sum()
+
+        for row, left in zip(numbers[0], groups[0], strict=True):
+            for values, errors in zip(row.reshape(-1, 64), left, strict=True):
+                assert (errors**2).sum() <= min(error(values, share) for share in (1, 0.9375, 0.875)) * 1.001
+    ids = jnp.array([0, 7, 41, 20, 999])
+    np.testing.assert_array_equal(weight.rows(ids), found.reshape(-1, 128)[[0, 7, 41, 20, 41]])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, w: quantized_dot(x[:, :32], w, 8), r"weight \(16, 64\): must be \[\.\.\., 32\]"),
+        (
+            lambda x, w: quantized_dot(x, w, 8, implementation="triton"),
+            "implementation='triton': must be one of xla, cpu",
+        ),
+        (lambda x, w: quantized_dot(x, w, 8, dtype="float16", implementation="cpu"), "multiplies bfloat16 or float32"),
+        (lambda x, w: quantize(x, 3), "bits=3: must be 4 or 8"),
+        (lambda x, w: quantize(x, 4, 24), "group_size=24: must divide the 64 inputs, be a multiple of 16"),
+    ],
+)
+@pytest.mark.usefixtures("plain_errors")
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((8, 64)), quantize(jnp.ones((16, 64)), 8))
