@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
 from jpaged.models.spec import Activation, DecoderSpec, Norm
-from pallas_kernels import rms_norm
+from pallas_kernels import rms_norm, rms_norm_rows, silu_and_mul
 
 
 def softcap(x: Array, cap: float | None) -> Array:
@@ -18,6 +18,8 @@ def softcap(x: Array, cap: float | None) -> Array:
 def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) -> Float[Array, "*lead width"]:
     """The model's norm over the last axis, with the leaf `name` as its weights."""
     spec, weight, bias = context.spec, context.params[name], context.params.get(f"{name}_bias")
+    if spec.norm is Norm.RMS and context.num_rows is not None:
+        return rms_norm_rows(x, weight, spec.norm_eps, context.num_rows)
     if spec.norm is Norm.RMS:
         return rms_norm(x, weight, spec.norm_eps)
     y = x.astype(jnp.float32)
@@ -61,6 +63,10 @@ def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Flo
     spec = context.spec
     if not spec.gated:
         return linear_with_bias("down", activate(spec, linear_with_bias("up", x, context)), context)
+    is_plain_silu = spec.activation is Activation.SILU and spec.swiglu_limit is None and "up_bias" not in context.params
+    if context.num_rows is not None and is_plain_silu and not context.layout.split_gate_up:
+        gated = silu_and_mul(linear("gate_up", x, context), context.num_rows)
+        return linear_with_bias("down", gated, context)
     if context.layout.split_gate_up:
         gated, up = linear("gate", x, context), linear("up", x, context)
     else:

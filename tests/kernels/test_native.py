@@ -177,11 +177,15 @@ def test_calls_leave_no_memory():
     shape = SAME["bf16"]
     case = make_case(shape, ((1, 300), (100, 120), (1, 200), (150, 300), (1, 16)))
     call = jax.jit(lambda *args: paged_attention(*args, scale=0.125, max_query_len=320, implementation="cpu"))
-    for count in (200, 1000):
+    growth = []
+    for _ in range(5):  # the heap may still settle: 9 MB in 1,000 calls, then nothing
         before = resident()
-        for _ in range(count):
+        for _ in range(300):
             call(*case.values()).block_until_ready()
-    assert resident() - before < 2**21  # a job or a scratch of each call would be 60 MB
+        growth.append(resident() - before)
+        if growth[-1] < 2**18:
+            break
+    assert growth[-1] < 2**18  # a job or a scratch of each call would be 18 MB
 
 
 def test_padding_tokens_are_zero():

@@ -1,0 +1,110 @@
+"""Operations on rows for CPUs in numba. Imported only to compile. A unit of work is a few rows."""
+
+import numpy as np
+from numba import njit
+
+from pallas_kernels.native import row_functions, vectors
+from pallas_kernels.native.convert import size_of
+from pallas_kernels.native.frame import (
+    ARGUMENTS,
+    DONE,
+    NATIVE,
+    NEXT,
+    UNITS,
+    argument,
+    asks_for_metadata,
+    dimension,
+    make_share,
+    make_task,
+    result,
+)
+from pallas_kernels.native.kinds import BFLOAT16
+from pallas_kernels.native.memory import (
+    fetch_add,
+    fill_zeros,
+    free,
+    load_float32,
+    load_int32,
+    load_int64,
+    malloc,
+    store_int64,
+)
+from pallas_kernels.row_ops.cpu import OPTION_EPS, OPTION_KIND, OPTION_OPERATION, RMS_NORM
+
+LANES = vectors.LANES
+UNIT = 8  # rows
+MIN_SHARED_NUMBERS = 65_536  # of the input; below, one thread is faster
+
+OPTIONS, X, WEIGHT, OUT, ROWS, INPUTS, LAST_FIELD = (ARGUMENTS + 8 * i for i in range(7))
+
+
+@njit(**NATIVE)
+def scratch_bytes(job):
+    """Bytes of a thread's scratch: `share` needs some."""
+    return 256
+
+
+@njit(**NATIVE)
+def compute(job, row):
+    """Compute one row."""
+    options, inputs = load_int64(job + OPTIONS), load_int64(job + INPUTS)
+    is_bfloat16 = load_int32(options + 4 * OPTION_KIND) == BFLOAT16
+    size = size_of(load_int32(options + 4 * OPTION_KIND))
+    x, weight = load_int64(job + X) + row * inputs * size, load_int64(job + WEIGHT)
+    if load_int32(options + 4 * OPTION_OPERATION) == RMS_NORM:
+        out, share = load_int64(job + OUT) + row * inputs * size, np.float32(1) / np.float32(inputs)
+        eps = load_float32(options + 4 * OPTION_EPS)
+        if is_bfloat16:
+            row_functions.rms_norm_bfloat16(out, x, weight, inputs // LANES, share, eps)
+        else:
+            row_functions.rms_norm_float32(out, x, weight, inputs // LANES, share, eps)
+        return
+    half = inputs // 2
+    out = load_int64(job + OUT) + row * half * size
+    if is_bfloat16:
+        row_functions.silu_and_mul_bfloat16(out, x, x + half * size, half // LANES)
+    else:
+        row_functions.silu_and_mul_float32(out, x, x + half * size, half // LANES)
+
+
+@njit(**NATIVE)
+def work(job, scratch):
+    """Claim units and compute them until none is left."""
+    units, rows = load_int64(job + UNITS), load_int64(job + ROWS)
+    unit = fetch_add(job + NEXT, 1)
+    while unit < units:
+        for row in range(unit * UNIT, min((unit + 1) * UNIT, rows)):
+            compute(job, row)
+        fetch_add(job + DONE, 1)
+        unit = fetch_add(job + NEXT, 1)
+
+
+task = make_task(work, scratch_bytes)
+share = make_share(work)
+
+
+@njit(**NATIVE)
+def handler(frame, task):
+    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
+    if asks_for_metadata(frame):
+        return 0
+    job = malloc(LAST_FIELD)
+    options = argument(frame, 0)
+    all_rows, inputs = dimension(frame, 2, 0), dimension(frame, 2, 1)
+    rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
+    store_int64(job + OPTIONS, options)
+    store_int64(job + X, argument(frame, 2))
+    store_int64(job + WEIGHT, argument(frame, 3))
+    store_int64(job + OUT, result(frame, 0))
+    store_int64(job + ROWS, rows)
+    store_int64(job + INPUTS, inputs)
+    store_int64(job + NEXT, 0)
+    store_int64(job + DONE, 0)
+    store_int64(job + UNITS, (rows + UNIT - 1) // UNIT)
+    width = inputs if load_int32(options + 4 * OPTION_OPERATION) == RMS_NORM else inputs // 2
+    line = width * size_of(load_int32(options + 4 * OPTION_KIND))
+    fill_zeros(result(frame, 0) + rows * line, (all_rows - rows) * line)
+    scratch = malloc(scratch_bytes(job))
+    share(frame, task, job, scratch, 1024 if rows * inputs >= MIN_SHARED_NUMBERS else 1)
+    free(scratch)
+    return 0
