@@ -27,7 +27,7 @@ class EngineConfig:
 
     dtype: str = "auto"
     """Type of weights and activations: auto, bfloat16, float16 or float32. auto is the checkpoint's type; on CPU with
-    JAX 0.10 it is float32."""
+    JAX 0.10 it is float32, unless native kernels compute all products."""
 
     quantization: str | None = None
     """int8 or int4: round the weights to 8 or 4 bits while they are loaded, and activations to 8 bits. int8: one scale

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from pallas_kernels import QuantizedWeight, dot, grouped_dot, quantized_dot
+from pallas_kernels.dot.cpu import refuse as refuse_cpu_dot
 
 
 @functools.partial(
@@ -119,6 +120,18 @@ def linear_per_expert(
     weight = context.params[name]
     weight = weight.reshape(weight.shape[0], -1, weight.shape[-1])
     return grouped_dot(x, weight, expert_of_block, num_blocks_used)
+
+
+def has_native_products(spec: DecoderSpec, dtype: DTypeLike) -> bool:
+    """True if a native kernel for CPU computes the products of a model with weights of this dtype, when serving."""
+    if spec.experts is not None or spec.latent is not None:
+        return False
+    hidden = spec.hidden_size
+    for inputs in {hidden, spec.embed_size or hidden, spec.intermediate_size, spec.num_heads * spec.head_dim}:
+        row = jax.ShapeDtypeStruct((1, inputs), dtype)
+        if refuse_cpu_dot(jax.devices("cpu")[0], row, row, dtype) is not None:
+            return False
+    return True
 
 
 def add(x: Array, bias: Array | None) -> Array:

@@ -49,7 +49,7 @@ def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
         with open_weights(config, folder) as (values, weights):
             spec, stored = weights.spec, weights.dtype
     architecture = (values.get("architectures") or [values.get("model_type")])[0]
-    dtype = resolve_dtype(config.dtype, stored, platform or jax.default_backend())
+    dtype = resolve_dtype(config.dtype, stored, spec, platform or jax.default_backend())
     return DescribedModel(f"{config.model} ({architecture})", spec, dtype, _masked(config, spec, folder))
 
 

@@ -9,6 +9,8 @@ import numpy as np
 from jpaged.errors import RequestError
 from jpaged.loading.checkpoint import TensorSource
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.linear import has_native_products
+from jpaged.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +39,12 @@ def main_dtype(checkpoint: TensorSource) -> np.dtype:
     return _FORMAT_NAMES[max(sizes, key=lambda name: sizes[name])]
 
 
-def resolve_dtype(requested: str, checkpoint: np.dtype | None, platform: str | None = None) -> np.dtype:
+def resolve_dtype(
+    requested: str, checkpoint: np.dtype | None, spec: DecoderSpec, platform: str | None = None
+) -> np.dtype:
     """Choose the dtype of the weights: the requested one, or for "auto" the checkpoint's (float32 if unknown).
 
-    On CPU before JAX 0.11, auto stores 16-bit weights as float32, and logs why.
+    On CPU before JAX 0.11, auto stores 16-bit weights as float32, and logs why, if a product needs XLA.
     platform: platform of the device that the weights are for; None: JAX's default.
     Raises RequestError for an unknown dtype.
     """
@@ -50,10 +54,12 @@ def resolve_dtype(requested: str, checkpoint: np.dtype | None, platform: str | N
         return BY_NAME[requested]
     if checkpoint is None or checkpoint not in BY_NAME.values():
         return BY_NAME["float32"]
-    if checkpoint.itemsize == 2 and (platform or jax.default_backend()) == "cpu" and jax.__version_info__ < (0, 11):
+    is_slow = checkpoint.itemsize == 2 and (platform or jax.default_backend()) == "cpu"
+    if is_slow and jax.__version_info__ < (0, 11) and not has_native_products(spec, checkpoint):
         logger.info(
             "dtype=auto: the checkpoint's %s weights are held in float32, because JAX %s on CPU converts every 16-bit "
-            "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) keeps their dtype.",
+            "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) keeps their dtype, and "
+            "so does a processor with AVX-512 bf16, for bfloat16 models without experts.",
             checkpoint.name, jax.__version__,
         )  # fmt: skip
         return BY_NAME["float32"]

@@ -89,7 +89,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
     started = time.perf_counter()
     with open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
-        dtype = resolve_dtype(config.dtype, weights.dtype)
+        dtype = resolve_dtype(config.dtype, weights.dtype, weights.spec)
         if weights.spec.pools and weights.spec.num_labels is None:
             _check_pooling(path)
         if check is not None:
@@ -183,7 +183,7 @@ def _from_live(
     spec = for_runner(spec, config.runner)
     live = check_live(spec, params, layout)
     if config.dtype not in ("auto", live.dtype.name):
-        resolve_dtype(config.dtype, None)
+        resolve_dtype(config.dtype, None, spec)
         raise ModelLoadError(
             f"dtype={config.dtype!r}, but the arrays are {live.dtype.name}: live arrays are not converted, "
             "convert them first or leave dtype at auto"

@@ -16,7 +16,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
-from jpaged.loading import load_model
+from jpaged.loading import dtypes, load_model
 from jpaged.loading.checkpoint import Checkpoint
 from jpaged.models.families import family_of
 from jpaged.models.spec import param_shapes
@@ -263,14 +263,21 @@ def test_dtypes(llama: Path, stored: str, asked: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype", None])
-def test_dtype_auto(llama: Path, key: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    """auto is the config's dtype, under either key, else the weights'. On CPU before JAX 0.11 it is float32, logged."""
+@pytest.mark.parametrize("native", [True, False])
+def test_dtype_auto(
+    llama: Path, key: str | None, native: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """auto is the config's dtype, under either key, else the weights'.
+
+    On CPU before JAX 0.11 it is float32, logged, unless native kernels compute all products.
+    """
     bf16 = np.dtype(ml_dtypes.bfloat16)
     write_safetensors(llama / "model.safetensors", {n: t.astype(bf16) for n, t in tensors_of(llama).items()})
     change_config(llama, **{"torch_dtype": None, "dtype": None} | ({key: "bfloat16"} if key else {}))
+    monkeypatch.setattr(dtypes, "has_native_products", lambda spec, dtype: native)
     with caplog.at_level(logging.INFO, "jpaged"):
         dtype = load(llama, dtype="auto").dtype
-    old = jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu"
+    old = jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu" and not native
     assert dtype == (np.dtype(np.float32) if old else bf16)
     assert ("converts every 16-bit matrix" in caplog.text) == old
 
