@@ -11,18 +11,20 @@ from pallas_kernels.native import vectors
 from pallas_kernels.native.frame import (
     ARGUMENTS,
     DONE,
+    MOST_THREADS,
     NATIVE,
     NEXT,
     UNITS,
     argument,
     asks_for_metadata,
     dimension,
-    make_share,
+    make_run,
     make_task,
+    out_of_memory,
     result,
 )
 from pallas_kernels.native.kinds import BFLOAT16
-from pallas_kernels.native.memory import fetch_add, fill_zeros, free, load_int32, load_int64, malloc, store_int64
+from pallas_kernels.native.memory import fetch_add, fill_zeros, load_int32, load_int64, malloc, store_int64
 
 TILE = vectors.TILE
 OUTPUTS = 64  # of a unit
@@ -100,7 +102,7 @@ def work(job, scratch):
 
 
 task = make_task(work, scratch_bytes)
-share = make_share(work)
+run = make_run(work, scratch_bytes)
 
 
 @njit(**NATIVE)
@@ -110,6 +112,8 @@ def handler(frame, task):
         return 0
     options = argument(frame, 0)
     job = malloc(LAST_FIELD)
+    if job == 0:
+        return out_of_memory(frame)
     kind, out_kind = load_int32(options + 4 * OPTION_KIND), load_int32(options + 4 * OPTION_OUT_KIND)
     all_rows, inputs, outputs = dimension(frame, 2, 0), dimension(frame, 2, 1), dimension(frame, 3, 0)
     rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
@@ -123,12 +127,6 @@ def handler(frame, task):
     store_int64(job + KIND, kind)
     store_int64(job + OUT_KIND, out_kind)
     units = (outputs + OUTPUTS - 1) // OUTPUTS if rows > 0 else 0
-    store_int64(job + NEXT, 0)
-    store_int64(job + DONE, 0)
-    store_int64(job + UNITS, units)
     out_line = outputs * (2 if out_kind == BFLOAT16 else 4)
     fill_zeros(result(frame, 0) + rows * out_line, (all_rows - rows) * out_line)
-    scratch = malloc(scratch_bytes(job))
-    share(frame, task, job, scratch, 1024 if outputs * line >= MIN_SHARED_BYTES else 1)
-    free(scratch)
-    return 0
+    return run(frame, task, job, units, MOST_THREADS if outputs * line >= MIN_SHARED_BYTES else 1)

@@ -1,6 +1,7 @@
 """A call from XLA's foreign function interface: its arrays, and the threads that share its work.
 
-The offsets are those of `xla/ffi/api/c_api.h`, which jaxlib ships. `tests/kernels/test_native.py` compares them.
+The offsets are those of `xla/ffi/api/c_api.h`, which jaxlib ships. `tests/kernels/test_native.py` compares them. When a
+kernel is registered, it checks the sizes of XLA's structs and answers with its own version. XLA refuses other versions.
 
 A call is a *job*: an array of int64 in memory from malloc. The job is divided into units. Threads claim units one by
 one until none is left. The calling thread works too, and waits only for units that another thread has begun. So a call
@@ -15,6 +16,7 @@ from numba import njit
 
 from pallas_kernels.native.memory import (
     call,
+    error,
     fetch_add,
     free,
     load_int32,
@@ -23,21 +25,32 @@ from pallas_kernels.native.memory import (
     pause,
     store_int32,
     store_int64,
+    thread_limit,
     yield_processor,
 )
 
 NATIVE = {"nogil": True, "error_model": "numpy", "boundscheck": False}  # options of numba
 
+# The version of the interface that this module is written for: that of jaxlib 0.10.2. XLA accepts kernels of earlier
+# minor versions.
+MAJOR_VERSION, MINOR_VERSION = 0, 3
+NO_VERSION = -1
+
 # struct sizes and offsets in bytes
 FRAME_SIZE, FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGS, FRAME_RETS = 0, 8, 16, 24, 72, 112
 EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
 METADATA_VERSION, API_VERSION, VERSION_NUMBERS = 8, 16, 16
-API_SCHEDULE, API_NUM_THREADS = 136, 144
+API_ERROR_CREATE, API_SCHEDULE, API_NUM_THREADS = 48, 136, 144
+# sizes of the structs up to the last field that this module reads; XLA's may be larger
+LEAST_FRAME, LEAST_API, LEAST_METADATA = FRAME_RETS + 8, API_NUM_THREADS + 8, METADATA_VERSION + VERSION_NUMBERS + 8
 BUFFER_DATA, BUFFER_DIMS = 24, 40
 SCHEDULE_SIZE, NUM_THREADS_SIZE = 40, 32  # their fields: size, extension, context, then those of `_run`
 METADATA_EXTENSION = 1
+RESOURCE_EXHAUSTED = 8  # of XLA_FFI_Error_Code
 
 NEXT, DONE, USERS, UNITS, ARGUMENTS = 0, 8, 16, 24, 32  # offsets in a job; the kernel's own words follow
+MOST_THREADS = 1024  # of a call that is worth sharing; `thread_limit` and the pool have fewer
+POOL_REQUEST = 64  # bytes of memory for the arguments of a call of the pool
 SPINS = 4096  # looks at the other threads before the processor is offered to them
 
 
@@ -61,15 +74,34 @@ def dimension(frame: int, index: int, axis: int) -> int:
 
 @njit(**NATIVE)
 def asks_for_metadata(frame: int) -> bool:
-    """Whether XLA only asks for the version of the interface. Answers with its own version."""
+    """Whether XLA only asks for the version of the interface. Answers with `NO_VERSION` if XLA's structs are too small.
+
+    XLA refuses to register a kernel without a version that it knows.
+    """
     extension = load_int64(frame + FRAME_EXTENSION)
     if extension == 0 or load_int32(extension + EXTENSION_TYPE) != METADATA_EXTENSION:
         return False
-    theirs = load_int64(frame + FRAME_API) + API_VERSION + VERSION_NUMBERS
-    ours = load_int64(extension + EXTENSION_METADATA) + METADATA_VERSION + VERSION_NUMBERS
-    store_int32(ours, load_int32(theirs))
-    store_int32(ours + 4, load_int32(theirs + 4))
+    metadata = load_int64(extension + EXTENSION_METADATA)
+    fits = (
+        load_int64(frame) >= LEAST_FRAME
+        and load_int64(load_int64(frame + FRAME_API)) >= LEAST_API
+        and load_int64(metadata) >= LEAST_METADATA
+    )
+    version = metadata + METADATA_VERSION + VERSION_NUMBERS
+    store_int32(version, MAJOR_VERSION if fits else NO_VERSION)
+    store_int32(version + 4, MINOR_VERSION)
     return True
+
+
+_no_memory = error(
+    RESOURCE_EXHAUSTED, "a native kernel for CPU got no working memory from malloc: free memory on this machine"
+)
+
+
+@njit(**NATIVE)
+def out_of_memory(frame: int) -> int:
+    """The error that a handler returns if malloc has returned 0."""
+    return _no_memory(load_int64(load_int64(frame + FRAME_API) + API_ERROR_CREATE))
 
 
 @njit(**NATIVE)
@@ -102,7 +134,7 @@ def make_share(work: Callable[[int, int], None]) -> Any:
     def share(frame: int, task: int, job: int, scratch: int, most_threads: int) -> None:
         api, units = load_int64(frame + FRAME_API), load_int64(job + UNITS)
         request = scratch  # memory for the arguments of the pool; free again before the work begins
-        helpers = min(most_threads, units) - 1
+        helpers = min(most_threads, units, thread_limit()) - 1
         if helpers > 0:
             store_int64(request, NUM_THREADS_SIZE)
             store_int64(request + 8, 0)
@@ -129,3 +161,26 @@ def make_share(work: Callable[[int, int], None]) -> Any:
         leave(job)
 
     return share
+
+
+def make_run(work: Callable[[int, int], None], scratch_bytes: Callable[[int], int]) -> Any:
+    """A function that runs a job whose units are counted, and frees it. It returns the handler's result.
+
+    work, scratch_bytes: as in `make_task`. task: as in `make_share`.
+    """
+    share = make_share(work)
+
+    @njit(**NATIVE)
+    def run(frame: int, task: int, job: int, units: int, most_threads: int) -> int:
+        store_int64(job + NEXT, 0)
+        store_int64(job + DONE, 0)
+        store_int64(job + UNITS, units)
+        scratch = malloc(max(scratch_bytes(job), POOL_REQUEST))
+        if scratch == 0:
+            free(job)
+            return out_of_memory(frame)
+        share(frame, task, job, scratch, most_threads)
+        free(scratch)
+        return 0
+
+    return run

@@ -3,6 +3,7 @@
 Compiling needs numba and takes seconds. Loading machine code from disk needs llvmlite only, and takes milliseconds.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -11,24 +12,23 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import os
 import pathlib
 import platform
-import stat
 import sys
-import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import platformdirs
+
+from pallas_kernels.native import disk, processors
 
 logger = logging.getLogger(__name__)
 
 PACKAGE = pathlib.Path(__file__).parents[1]
 NEEDED = {"x86_64": ("fma", "avx2", "f16c"), "AMD64": ("fma", "avx2", "f16c"), "aarch64": (), "arm64": ()}
 HANDLER, TASK = "handle_call", "help_with_job"  # C functions of every kernel
+THREAD_LIMIT = "thread_limit"  # variable of every kernel, int64: the most threads of a call
 _lock = threading.RLock()
 
 
@@ -58,17 +58,15 @@ def _native(kernel: str, check: Callable[[str], None] | None) -> Native:
     if reason is not None:
         return Native(None, reason)
     try:
-        made = _registered(kernel)
-        if check is not None and made.is_new and made.name is not None:
-            try:
-                check(made.name)
-            except Exception:
-                discard(kernel)
-                raise
-        return made
+        return _registered(kernel, check)
     except Exception as error:  # whatever goes wrong inside numba, LLVM or XLA
-        logger.warning("native kernels do not work here, so XLA operations are used: %r", error)
+        _warn(repr(error))
         return Native(None, f"it does not work here: {error!r}")
+
+
+@functools.cache  # one line, not one for each kernel
+def _warn(reason: str) -> None:
+    logger.warning("native kernels do not work here, so XLA operations are used: %s", reason)
 
 
 @functools.cache
@@ -84,7 +82,7 @@ def has_feature(name: str) -> bool:
 
 def discard(kernel: str) -> None:
     """Remove a kernel's machine code from disk: its results are wrong."""
-    folder = _folder()
+    folder = disk.folder()
     for path in folder.glob(f"{kernel}.*") if folder else ():
         path.unlink(missing_ok=True)
 
@@ -98,7 +96,7 @@ def _unsupported() -> str | None:
     return None
 
 
-def _registered(kernel: str) -> Native:
+def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
     from llvmlite import binding
 
     features = binding.get_host_cpu_features()
@@ -107,26 +105,39 @@ def _registered(kernel: str) -> Native:
         return Native(None, f"it needs a processor with {', '.join(lacking)}")
     digest = _digest()
     name = f"{kernel}.{digest[:16]}"  # a program that XLA has stored calls the kernel that it was compiled with
-    folder = _folder()
+    folder = disk.folder()
     path = folder / f"{kernel}.{digest}" if folder else None
-    code = _read(path)
-    is_new = code is None
-    if code is None:
-        logger.info("compiling %s for this processor: about 10 s, once", kernel)
-        code = _compile(kernel)
-        _write(path, code)
-    _register(name, code)
+    code = disk.read(path)
+    if code is not None:
+        _register(name, code)
+        return Native(name, None)
+    with disk.only_one(path):
+        code = disk.read(path)  # of the process that had the lock
+        is_new = code is None
+        if code is None:
+            logger.info("compiling %s for this processor: about 5 s, once", kernel)
+            code = _compile(kernel)
+        _register(name, code)
+        if is_new:
+            if check is not None:
+                check(name)
+            disk.write(path, code)
     return Native(name, None, is_new)
 
 
 def _register(name: str, code: bytes) -> None:
-    """Load machine code into this process, and tell XLA of its handler."""
+    """Load machine code into this process, and register its handler with XLA."""
     from llvmlite import binding
 
-    engine = _engine()
+    engine = _engine(name)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
+    limit = ctypes.c_int64.from_address(engine.get_global_value_address(THREAD_LIMIT))
+    limit.value = processors.usable()
     function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(engine.get_function_address(HANDLER))
+    # Before the platform is initialised, JAX keeps the kernel for later. A kernel that XLA refuses then would end the
+    # initialisation, and with it the process.
+    jax.devices("cpu")
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
 
 
@@ -137,7 +148,8 @@ def _digest() -> str:
     whole = hashlib.sha256()
     for path in sorted([*PACKAGE.glob("native/*.py"), *PACKAGE.glob("*/cpu*.py")]):
         whole.update(path.read_bytes())
-    versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
+    # jaxlib: a new version of XLA's interface is compared with the reference again
+    versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite", "jaxlib")]
     features = binding.get_host_cpu_features().flatten()
     parts = [versions, sys.version_info[:2], platform.machine(), binding.get_host_cpu_name(), features]
     whole.update(json.dumps(parts).encode())
@@ -150,11 +162,12 @@ def _compile(kernel: str) -> bytes:
 
     module = importlib.import_module(kernel)
     whole, names = binding.parse_assembly(""), []
-    for function, signature in ((module.task, "int64(int64)"), (module.handler, "int64(int64, int64)")):
-        function.compile(signature)
-        (made,) = function.overloads.values()
-        whole.link_in(binding.parse_assembly(made.library.get_llvm_str()))
-        names.append(made.fndesc.llvm_func_name)
+    with _without_optimisation():
+        for function, signature in ((module.task, "int64(int64)"), (module.handler, "int64(int64, int64)")):
+            function.compile(signature)
+            (made,) = function.overloads.values()
+            whole.link_in(binding.parse_assembly(made.library.get_llvm_str()))
+            names.append(made.fndesc.llvm_func_name)
     whole.link_in(binding.parse_assembly(_ENTRIES.format(*names, task_entry=TASK, handler_entry=HANDLER)))
     for function in whole.functions:
         if function.name not in (HANDLER, TASK) and not function.is_declaration:
@@ -164,6 +177,21 @@ def _compile(kernel: str) -> bytes:
     passes.getModulePassManager().run(whole, passes)
     whole.verify()
     return machine.emit_object(whole)
+
+
+@contextlib.contextmanager
+def _without_optimisation() -> Iterator[None]:
+    """Keep numba from optimising: LLVM optimises the whole kernel afterwards. Halves the time of compiling."""
+    from numba.core import config
+    from numba.core.compiler_lock import global_compiler_lock
+
+    with global_compiler_lock:  # other threads compile before or after, with their own level
+        level = config.OPT
+        config.OPT = type(level)(0)
+        try:
+            yield
+        finally:
+            config.OPT = level
 
 
 # C functions that call numba's, which return their results through a pointer. The status is always 0: native kernels
@@ -201,59 +229,11 @@ def _machine() -> Any:
 
 
 @functools.cache
-def _engine() -> Any:
-    """The engine that holds all machine code, for the life of the process."""
+def _engine(name: str) -> Any:
+    """The engine that holds a kernel's machine code, for the life of the process. All kernels use the same symbols."""
     from llvmlite import binding
 
     machine = _machine()
     empty = binding.parse_assembly("")
     empty.triple = machine.triple
     return binding.create_mcjit_compiler(empty, machine)
-
-
-@functools.cache
-def _folder() -> pathlib.Path | None:
-    """The folder of machine code, which only this user can write; None if there is no such folder.
-
-    Machine code of another user would run with this user's rights.
-    """
-    folder = pathlib.Path(platformdirs.user_cache_dir("pallas_kernels")) / "native"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.lstat()
-    except OSError as error:
-        logger.warning("%s cannot be used (%s): native kernels compile at every start", folder, error)
-        return None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        logger.warning("%s is not a private folder of this user: native kernels compile at every start", folder)
-        return None
-    return folder
-
-
-def _read(path: pathlib.Path | None) -> bytes | None:
-    """The machine code in a file; None if there is no whole one."""
-    if path is None:
-        return None
-    try:
-        checksum, _, code = path.read_bytes().partition(b"\n")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("%s cannot be read (%s): the native kernel compiles again", path, error)
-        return None
-    if checksum != hashlib.sha256(code).hexdigest().encode():
-        logger.warning("%s is damaged: the native kernel compiles again", path)
-        return None
-    return code
-
-
-def _write(path: pathlib.Path | None, code: bytes) -> None:
-    """Store machine code, whole or not at all."""
-    if path is None:
-        return
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
-        pathlib.Path(file.name).replace(path)
-    except OSError as error:
-        logger.warning("%s cannot be written (%s): the native kernel compiles at the next start", path, error)

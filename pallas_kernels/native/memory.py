@@ -6,7 +6,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from pallas_kernels.native.library import THREAD_LIMIT
+
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+ERROR_CREATE_SIZE = 28  # of XLA_FFI_Error_Create_Args: size, extension, message, code
 
 
 def pointer(builder: Any, address: Any, kind: Any) -> Any:
@@ -152,3 +155,36 @@ def pause(typing_context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+@intrinsic
+def thread_limit(typing_context: Any) -> Any:
+    """The most threads of a call: a variable of the machine code, which `library.py` sets when it loads the code."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        variable = builder.module.globals.get(THREAD_LIMIT)
+        if variable is None:
+            variable = ir.GlobalVariable(builder.module, I64, THREAD_LIMIT)
+            variable.linkage, variable.initializer = "weak", ir.Constant(I64, 1)
+        return builder.load(variable)
+
+    return types.int64(), codegen
+
+
+def error(code: int, message: str) -> Any:
+    """A function (create): an error of XLA. create: address of `XLA_FFI_Error_Create`. code: `XLA_FFI_Error_Code`."""
+
+    @intrinsic
+    def make(typing_context: Any, create: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            text = builder.ptrtoint(context.insert_const_string(builder.module, message), I64)
+            fields = [ir.Constant(I64, ERROR_CREATE_SIZE), ir.Constant(I64, 0), text, ir.Constant(I64, code)]
+            request = builder.alloca(I64, len(fields))
+            for index, field in enumerate(fields):
+                builder.store(field, builder.gep(request, [ir.Constant(I64, index)]))
+            kind = ir.FunctionType(I64, [I64])
+            return builder.call(pointer(builder, arguments[0], kind), [builder.ptrtoint(request, I64)])
+
+        return types.int64(types.int64), codegen
+
+    return make

@@ -14,14 +14,16 @@ from pallas_kernels.native.convert import narrow, round_up, size_of, widen
 from pallas_kernels.native.frame import (
     ARGUMENTS,
     DONE,
+    MOST_THREADS,
     NATIVE,
     NEXT,
     UNITS,
     argument,
     asks_for_metadata,
     dimension,
-    make_share,
+    make_run,
     make_task,
+    out_of_memory,
     result,
 )
 from pallas_kernels.native.kinds import BFLOAT16, FLOAT8, INT8
@@ -29,7 +31,6 @@ from pallas_kernels.native.memory import (
     copy_bytes,
     fetch_add,
     fill_zeros,
-    free,
     load_bfloat16,
     load_float32,
     load_int32,
@@ -299,9 +300,7 @@ def work(job, scratch):
 
 
 task = make_task(work, scratch_bytes)
-
-
-share = make_share(work)
+run = make_run(work, scratch_bytes)
 
 
 @njit(**NATIVE)
@@ -311,6 +310,8 @@ def handler(frame, task):
         return 0
     rows = dimension(frame, 3, 0)
     job = malloc(JOB_BYTES + 8 * (rows + 1))
+    if job == 0:
+        return out_of_memory(frame)
     for i in range(9):
         store_int64(job + OPTIONS + 8 * i, argument(frame, i))
     store_int64(job + OUT, result(frame, 0))
@@ -339,14 +340,8 @@ def handler(frame, task):
         units += tiles * kv_heads
         keys += tiles * load_int32(lens + 4 * row)
     store_int64(job + JOB_BYTES + 8 * rows, units)
-    store_int64(job + NEXT, 0)
-    store_int64(job + DONE, 0)
-    store_int64(job + UNITS, units)
     used = np.int64(load_int32(starts + 4 * rows))
     line = heads * value_dim(job) * size_of(option(job, QUERY_KIND))
     fill_zeros(load_int64(job + OUT) + used * line, (tokens - used) * line)  # padding tokens
-    scratch = malloc(scratch_bytes(job))
     shared = keys * kv_heads * dim * 4 >= MIN_SHARED_BYTES
-    share(frame, task, job, scratch, 1024 if shared else 1)
-    free(scratch)
-    return 0
+    return run(frame, task, job, units, MOST_THREADS if shared else 1)

@@ -14,21 +14,22 @@ from pallas_kernels.native.convert import narrow, round_up, size_of, widen
 from pallas_kernels.native.frame import (
     ARGUMENTS,
     DONE,
+    MOST_THREADS,
     NATIVE,
     NEXT,
     UNITS,
     argument,
     asks_for_metadata,
     dimension,
-    make_share,
+    make_run,
     make_task,
+    out_of_memory,
     result,
 )
 from pallas_kernels.native.kinds import FLOAT32
 from pallas_kernels.native.memory import (
     fetch_add,
     fill_zeros,
-    free,
     load_float32,
     load_int32,
     load_int64,
@@ -148,7 +149,7 @@ def work(job, scratch):
 
 
 task = make_task(work, scratch_bytes)
-share = make_share(work)
+run = make_run(work, scratch_bytes)
 
 
 @njit(**NATIVE)
@@ -157,6 +158,8 @@ def handler(frame, task):
     if asks_for_metadata(frame):
         return 0
     job = malloc(LAST_FIELD)
+    if job == 0:
+        return out_of_memory(frame)
     for i in range(9):
         store_int64(job + OPTIONS + 8 * i, argument(frame, i))
     store_int64(job + Q, result(frame, 0))
@@ -172,10 +175,4 @@ def handler(frame, task):
     store_int64(job + NUM_SLOTS, dimension(frame, 8, 0) * dimension(frame, 8, 3))
     store_int64(job + BLOCK_SIZE, dimension(frame, 8, 3))
     units = (tokens + UNIT - 1) // UNIT
-    store_int64(job + NEXT, 0)
-    store_int64(job + DONE, 0)
-    store_int64(job + UNITS, units)
-    scratch = malloc(max(scratch_bytes(job), 256))
-    share(frame, task, job, scratch, 1024 if tokens * heads * lanes * dim >= MIN_SHARED_NUMBERS else 1)
-    free(scratch)
-    return 0
+    return run(frame, task, job, units, MOST_THREADS if tokens * heads * lanes * dim >= MIN_SHARED_NUMBERS else 1)

@@ -1,5 +1,6 @@
 """Native CPU kernels: the offsets of XLA's structs, machine code on disk, threads, and the same bits everywhere."""
 
+import errno
 import functools
 import importlib
 import logging
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_attention
-from pallas_kernels.native import library
+from pallas_kernels.native import disk, library
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 from tests.kernels.oracle import Shape, attend, make_case
 
@@ -80,6 +81,14 @@ def test_offsets_are_those_of_the_header():
     assert (api["XLA_FFI_ThreadPool_Schedule"], api["XLA_FFI_ThreadPool_NumThreads"]) == (
         frame.API_SCHEDULE, frame.API_NUM_THREADS
     )  # fmt: skip
+    assert api["XLA_FFI_Error_Create"] == frame.API_ERROR_CREATE
+    memory = importlib.import_module("pallas_kernels.native.memory")
+    error, _ = offsets(text, "XLA_FFI_Error_Create_Args")
+    assert [error[name] for name in ("message", "errc")] == [16, 24]
+    assert error["errc"] + 4 == memory.ERROR_CREATE_SIZE
+    assert re.search(r"XLA_FFI_Error_Code_RESOURCE_EXHAUSTED = (\d+)", text)[1] == str(frame.RESOURCE_EXHAUSTED)
+    assert int(re.search(r"define XLA_FFI_API_MAJOR (\d+)", text)[1]) == frame.MAJOR_VERSION
+    assert int(re.search(r"define XLA_FFI_API_MINOR (\d+)", text)[1]) >= frame.MINOR_VERSION
     assert (schedule_size, threads_size) == (frame.SCHEDULE_SIZE, frame.NUM_THREADS_SIZE)
     assert [schedule[name] for name in ("ctx", "task", "data")] == [16, 24, 32]
     assert [threads[name] for name in ("ctx", "num_threads")] == [16, 24]
@@ -214,8 +223,9 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "_register", lambda name, code: None)
 
     def start() -> library.Native:
-        for name in ("_native", "_folder"):  # new caches: XLA does not register a kernel of this process twice
-            monkeypatch.setattr(library, name, functools.cache(getattr(library, name).__wrapped__))
+        # new caches: XLA does not register a kernel of this process twice
+        for module, name in ((library, "_native"), (library, "_warn"), (disk, "folder"), (disk, "_warn")):
+            monkeypatch.setattr(module, name, functools.cache(getattr(module, name).__wrapped__))
         return library.native(cpu.KERNEL)
 
     return start, compiled, tmp_path / "pallas_kernels/native"
@@ -228,14 +238,14 @@ def test_machine_code_is_kept_in_a_private_folder(fresh):
     assert first.name == second.name
     assert compiled == [cpu.KERNEL]
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert len(list(folder.iterdir())) == 1
+    assert {path.name.partition(".cpu_kernel.")[2] for path in folder.iterdir()} == {library._digest(), "lock"}
 
 
-@pytest.mark.parametrize("harm", ["cut", "changed", "empty", "others can write", "a link"])
-def test_harmed_machine_code_is_compiled_again(fresh, caplog, harm, tmp_path):
+@pytest.mark.parametrize("harm", ["cut", "changed", "empty", "others can write", "a link", "another user's"])
+def test_harmed_machine_code_is_compiled_again(fresh, caplog, harm, tmp_path, monkeypatch):
     start, compiled, folder = fresh
     start()
-    (path,) = folder.iterdir()
+    path = folder / f"{cpu.KERNEL}.{library._digest()}"
     code = bytearray(path.read_bytes())
     if harm == "cut":
         path.write_bytes(code[:-100])
@@ -247,6 +257,9 @@ def test_harmed_machine_code_is_compiled_again(fresh, caplog, harm, tmp_path):
     elif harm == "a link":
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
+    elif harm == "another user's":
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
     else:
         folder.chmod(0o770)
     with caplog.at_level(logging.WARNING):
@@ -263,6 +276,74 @@ def test_a_folder_that_cannot_be_made_is_no_error(fresh, caplog):
     assert "native kernels compile at every start" in caplog.text
 
 
+def test_a_folder_that_cannot_be_written_is_one_log_line(fresh, caplog, monkeypatch):
+    start, compiled, folder = fresh
+    folder.mkdir(parents=True, mode=0o700)
+
+    disk_lock = disk._lock
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(disk.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(disk, "_lock", lambda stack, path: disk_lock(stack, folder))  # a folder cannot be opened either
+    with caplog.at_level(logging.WARNING):
+        assert start().is_new
+        assert library.native("pallas_kernels.dot.cpu_kernel").is_new
+    assert len(compiled) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder} cannot be written (Read-only file system): native kernels compile at every start"
+    ]
+
+
+def test_a_user_without_a_home_has_no_folder(fresh, caplog, monkeypatch):
+    start, _, _ = fresh
+    monkeypatch.setattr(disk.platformdirs, "user_cache_dir", lambda name: f"~/.cache/{name}")
+    with caplog.at_level(logging.WARNING):
+        assert start().is_new
+    assert "not an absolute path" in caplog.text
+    assert not pathlib.Path("~").exists()
+
+
+# A process that locks a file, says so, and waits.
+LOCK = """
+import fcntl, sys, time
+file = open(sys.argv[1], "ab")
+fcntl.flock(file, fcntl.LOCK_EX)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["stores its code", "dies", "takes too long"])
+def test_only_one_process_compiles_a_kernel(fresh, caplog, monkeypatch, end):
+    start, compiled, folder = fresh
+    made = start()
+    path = folder / f"{cpu.KERNEL}.{library._digest()}"
+    code = path.read_bytes()
+    path.unlink()
+    if end == "takes too long":
+        monkeypatch.setattr(disk, "LOCK_SECONDS", 0.2)
+    command = [sys.executable, "-c", LOCK, str(folder / f"{cpu.KERNEL}.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other, caplog.at_level(logging.WARNING):
+        assert other.stdout.readline() == b"\n"
+        found: list[library.Native] = []
+        thread = threading.Thread(target=lambda: found.append(start()))
+        thread.start()
+        if end != "takes too long":
+            thread.join(0.3)
+            assert thread.is_alive()
+            assert len(compiled) == 1
+            if end == "stores its code":
+                path.write_bytes(code)
+            other.kill()
+        thread.join(30)
+        other.kill()
+    assert found[0] == made._replace(is_new=end != "stores its code")
+    assert len(compiled) == (1 if end == "stores its code" else 2)
+    assert len(caplog.records) == (end == "takes too long")
+
+
 def test_a_kernel_with_wrong_results_is_not_used(fresh, caplog):
     start, _, folder = fresh
     start()
@@ -275,7 +356,7 @@ def test_a_kernel_with_wrong_results_is_not_used(fresh, caplog):
     library._native.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert "differs by 3" in library.native(cpu.KERNEL, check).reason
-    assert not list(folder.iterdir())
+    assert not list(folder.glob(f"*.{library._digest()}"))
     assert "XLA operations are used" in caplog.text
 
 
