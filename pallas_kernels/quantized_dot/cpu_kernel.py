@@ -10,6 +10,7 @@ from pallas_kernels.native.convert import narrow, round_up, size_of, widen
 from pallas_kernels.native.frame import (
     ARGUMENTS,
     DONE,
+    MOST_THREADS,
     NATIVE,
     NEXT,
     SPINS,
@@ -17,14 +18,14 @@ from pallas_kernels.native.frame import (
     argument,
     asks_for_metadata,
     dimension,
-    make_share,
+    make_run,
     make_task,
+    out_of_memory,
     result,
 )
 from pallas_kernels.native.memory import (
     fetch_add,
     fill_zeros,
-    free,
     load_float32,
     load_int32,
     load_int64,
@@ -130,7 +131,7 @@ def work(job, scratch):
 
 
 task = make_task(work, scratch_bytes)
-share = make_share(work)
+run = make_run(work, scratch_bytes)
 
 
 @njit(**NATIVE)
@@ -146,6 +147,8 @@ def handler(frame, task):
     start, scales_size = round_up(LAST_FIELD, ALIGNMENT), round_up(4 * rows, ALIGNMENT)
     sums_size = round_up(4 * rows * groups, ALIGNMENT)
     job = malloc(start + scales_size + sums_size + rows * inputs)
+    if job == 0:
+        return out_of_memory(frame)
     out_kind = load_int32(options + 4 * OPTION_OUT_KIND)
     store_int64(job + X, argument(frame, 2))
     store_int64(job + CODES, argument(frame, 3))
@@ -164,11 +167,5 @@ def handler(frame, task):
     store_int64(job + QUANTISED, job + start + scales_size + sums_size)
     blocks = OUTPUTS * TILES
     units = (outputs + blocks - 1) // blocks + (rows + ROWS - 1) // ROWS if rows > 0 else 0
-    store_int64(job + NEXT, 0)
-    store_int64(job + DONE, 0)
-    store_int64(job + UNITS, units)
     fill_zeros(result(frame, 0) + rows * outputs * size_of(out_kind), (all_rows - rows) * outputs * size_of(out_kind))
-    scratch = malloc(scratch_bytes(job))
-    share(frame, task, job, scratch, 1024 if inputs * outputs >= MIN_SHARED_BYTES else 1)
-    free(scratch)
-    return 0
+    return run(frame, task, job, units, MOST_THREADS if inputs * outputs >= MIN_SHARED_BYTES else 1)

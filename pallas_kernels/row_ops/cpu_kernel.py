@@ -8,21 +8,22 @@ from pallas_kernels.native.convert import size_of
 from pallas_kernels.native.frame import (
     ARGUMENTS,
     DONE,
+    MOST_THREADS,
     NATIVE,
     NEXT,
     UNITS,
     argument,
     asks_for_metadata,
     dimension,
-    make_share,
+    make_run,
     make_task,
+    out_of_memory,
     result,
 )
 from pallas_kernels.native.kinds import BFLOAT16
 from pallas_kernels.native.memory import (
     fetch_add,
     fill_zeros,
-    free,
     load_float32,
     load_int32,
     load_int64,
@@ -80,7 +81,7 @@ def work(job, scratch):
 
 
 task = make_task(work, scratch_bytes)
-share = make_share(work)
+run = make_run(work, scratch_bytes)
 
 
 @njit(**NATIVE)
@@ -89,6 +90,8 @@ def handler(frame, task):
     if asks_for_metadata(frame):
         return 0
     job = malloc(LAST_FIELD)
+    if job == 0:
+        return out_of_memory(frame)
     options = argument(frame, 0)
     all_rows, inputs = dimension(frame, 2, 0), dimension(frame, 2, 1)
     rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
@@ -98,13 +101,8 @@ def handler(frame, task):
     store_int64(job + OUT, result(frame, 0))
     store_int64(job + ROWS, rows)
     store_int64(job + INPUTS, inputs)
-    store_int64(job + NEXT, 0)
-    store_int64(job + DONE, 0)
-    store_int64(job + UNITS, (rows + UNIT - 1) // UNIT)
+    units = (rows + UNIT - 1) // UNIT
     width = inputs if load_int32(options + 4 * OPTION_OPERATION) == RMS_NORM else inputs // 2
     line = width * size_of(load_int32(options + 4 * OPTION_KIND))
     fill_zeros(result(frame, 0) + rows * line, (all_rows - rows) * line)
-    scratch = malloc(scratch_bytes(job))
-    share(frame, task, job, scratch, 1024 if rows * inputs >= MIN_SHARED_NUMBERS else 1)
-    free(scratch)
-    return 0
+    return run(frame, task, job, units, MOST_THREADS if rows * inputs >= MIN_SHARED_NUMBERS else 1)
