@@ -30,6 +30,7 @@ from jpaged.runtime.programs import ProgramTable, Shape, bucket_shapes, temp_byt
 from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
 from jpaged.runtime.step import ForwardShape, compile_forward, upload_row
+from jpaged.runtime.stored_programs import ProgramStore
 from pallas_kernels import KernelCheckError, KVPages, self_check
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 
@@ -135,7 +136,7 @@ class Blueprint:
         """
         free = memory.free_device_bytes(device, self.config)
         if free is None:
-            return self.fit()
+            return dataclasses.replace(self.fit(), store=ProgramStore.open(cache_folder, self.placement.platform))
         build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
         key = f"{device.device_kind} {self.model.spec} {self.config} {jax.__version__}"
         blocks = memory.remembered_blocks(cache_folder, key, build.memory_plan.num_blocks)
@@ -211,6 +212,7 @@ class FittedBuild:
 
     blueprint: Blueprint
     memory_plan: memory.MemoryPlan
+    store: ProgramStore | None = None  # of the step programs; None: every start traces them
 
     @property
     def limits(self) -> memory.Limits:
@@ -242,11 +244,11 @@ class FittedBuild:
             if isinstance(shape, ForwardShape):
                 return compile_forward(
                     model.params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
-                    implementation=blueprint.implementation, placement=blueprint.placement,
+                    implementation=blueprint.implementation, placement=blueprint.placement, store=self.store,
                 )  # fmt: skip
             return compile_output(
                 model.params, blueprint.mask_shape, state, shape, spec=model.spec, layout=model.layout,
-                options=blueprint.sampler_options, placement=blueprint.placement,
+                options=blueprint.sampler_options, placement=blueprint.placement, store=self.store,
             )  # fmt: skip
 
     def compile_table(self, *, progress: bool) -> ProgramTable:

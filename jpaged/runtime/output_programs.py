@@ -12,7 +12,6 @@ forward pass runs, the host computes the masks of rows whose grammar depends on 
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampler import Sampled, SamplerOptions, describe_tokens, sample_tokens
 from jpaged.runtime.state import DeviceState, Field, SamplingState
+from jpaged.runtime.stored_programs import ProgramStore, compile_program
 
 # Leaves of the parameter tree that the lm_head reads.
 LM_HEAD_PARAMS = ("final_norm", "final_norm_bias", "project_out", "score", "lm_head", "embed")
@@ -168,18 +168,24 @@ def compile_output(
     layout: WeightLayout,
     options: SamplerOptions,
     placement: Placement,
+    store: ProgramStore | None = None,
 ) -> jax.stages.Compiled:
     """Compile a `sample`, `score` or `pool` program from arrays or ShapeDtypeStructs. params: the whole tree."""
-    call: Callable[..., Any]
+    call: functools.partial[Any]
+    leaf: Any = 0
+    result: Any = Sampled(leaf, leaf, leaf, leaf, leaf)  # only its structure counts
     match shape:
         case SampleShape(size, variant):
+            result = result if variant is SamplerVariant.FULL else Sampled(leaf)
             call = functools.partial(sample, spec=spec, layout=layout, variant=variant, options=options)
         case ScoreShape(size):
             call = functools.partial(score, spec=spec, layout=layout, options=options)
         case PoolShape(size):
+            result = leaf
             call = functools.partial(pool, spec=spec, layout=layout)
-    # keep_unused: the runner passes the same arguments to every program
-    jitted = jax.jit(call, donate_argnums=(2, 3), keep_unused=True)
     packed = placement.shape((2, size), np.int32)
     arguments = (lm_head_params(spec, params), mask, state.table, state.sampling, state.hidden, packed)
-    return jitted.lower(*arguments).compile()
+    results = (state.table, state.sampling, result)
+    if options.processors:
+        store = None  # a stored program is found by jpaged's own sources, and these functions are the caller's
+    return compile_program(call, arguments, donate=(2, 3), results=results, store=store)

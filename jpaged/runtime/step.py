@@ -23,6 +23,7 @@ from jpaged.models import decoder
 from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, formats, row_values
+from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
 from pallas_kernels.write_kv import matching_write
 
@@ -257,12 +258,14 @@ def compile_forward(
     layout: WeightLayout,
     implementation: str,
     placement: Placement,
+    store: ProgramStore | None = None,
 ) -> jax.stages.Compiled:
     """Compile a forward program from arrays or ShapeDtypeStructs: `compiled(params, state, packed)`."""
     call = functools.partial(
         forward, spec=spec, kv_groups=kv_groups, layout=layout, shape=shape, implementation=implementation
     )
     packed = placement.shape((shape.packed_size,), np.int32)
-    # keep_unused: the runner passes the same arguments to every program
-    jitted = jax.jit(call, donate_argnums=1, keep_unused=True, out_shardings=(formats(state), None))
-    return jitted.lower(params, state, packed).compile()
+    return compile_program(
+        call, (params, state, packed), donate=(1,), results=(state, 0), out_shardings=(formats(state), None),
+        store=store,
+    )  # fmt: skip

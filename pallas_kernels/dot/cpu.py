@@ -27,7 +27,12 @@ def refuse(device: Any, x: Any, weight: Any, dtype: Any) -> str | None:
         return f"rows of {x.shape[1]} numbers are not a multiple of {VECTOR_BYTES} bytes"
     if x.dtype == jnp.bfloat16 and not library.has_feature("avx512bf16"):
         return "bfloat16 needs a processor with avx512bf16"
-    return library.native(KERNEL, _check).reason
+    return kernel().reason
+
+
+def kernel() -> library.Native:
+    """The kernel in this process. Compiled or loaded at the first call."""
+    return library.native(KERNEL, _check)
 
 
 def _check(name: str) -> None:
@@ -49,7 +54,7 @@ def dot(
     x: Float[Array, "rows in"], weight: Float[Array, "out in"], num_rows: Int[Array, ""], *, dtype: Any
 ) -> Float[Array, "rows out"]:
     """See `pallas_kernels.dot`. Results of the rows after `num_rows` are zero."""
-    name = library.native(KERNEL, _check).name
+    name = kernel().name
     assert name is not None, "refuse() comes first"
     return _call(name, x, weight, num_rows, jnp.dtype(dtype))
 

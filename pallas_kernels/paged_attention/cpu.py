@@ -22,12 +22,17 @@ def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len
     """Reason why the kernel cannot run; None if it can."""
     if refuse_cpu(device) is not None:
         return refuse_cpu(device)
-    return library.native(KERNEL).reason
+    return kernel().reason
+
+
+def kernel() -> library.Native:
+    """The kernel in this process. Compiled or loaded at the first call."""
+    return library.native(KERNEL)
 
 
 def is_new() -> bool:
     """Whether this process has compiled the kernel: compare it with the reference before use."""
-    return library.native(KERNEL).is_new
+    return kernel().is_new
 
 
 def discard() -> None:
@@ -59,7 +64,7 @@ def paged_attention(
     options[V_DIM] = pages.v_dim or 0
     nothing = np.zeros(1, np.float32)
     shape = jax.ShapeDtypeStruct((*q.shape[:2], pages.v_dim or pages.head_dim), q.dtype)
-    name = library.native(KERNEL).name
+    name = kernel().name
     assert name is not None, "refuse() comes first"
     call = jax.ffi.ffi_call(name, shape)
     return call(

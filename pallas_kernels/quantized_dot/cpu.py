@@ -24,7 +24,12 @@ def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | No
         return refuse_cpu(device)
     if x.dtype not in FLOATS or jnp.dtype(dtype) not in FLOATS:
         return f"it multiplies bfloat16 or float32, not {x.dtype} to {jnp.dtype(dtype)}"
-    return library.native(KERNEL, _check).reason
+    return kernel().reason
+
+
+def kernel() -> library.Native:
+    """The kernel in this process. Compiled or loaded at the first call."""
+    return library.native(KERNEL, _check)
 
 
 def _check(name: str) -> None:
@@ -45,7 +50,7 @@ def quantized_dot(
     x: Float[Array, "rows in"], weight: QuantizedWeight, num_rows: Int[Array, ""], *, dtype: Any
 ) -> Float[Array, "rows out"]:
     """See `pallas_kernels.quantized_dot`. Results of the rows after `num_rows` are zero."""
-    name = library.native(KERNEL, _check).name
+    name = kernel().name
     assert name is not None, "refuse() comes first"
     return _call(name, x, weight, num_rows, jnp.dtype(dtype))
 

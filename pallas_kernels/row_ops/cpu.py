@@ -26,7 +26,12 @@ def refuse(device: Any, x: Any, width: int) -> str | None:
         return f"it computes bfloat16 or float32, not {x.dtype}"
     if width % LANES or not x.size:
         return f"rows of {width} numbers are not a multiple of {LANES}"
-    return library.native(KERNEL, _check).reason
+    return kernel().reason
+
+
+def kernel() -> library.Native:
+    """The kernel in this process. Compiled or loaded at the first call."""
+    return library.native(KERNEL, _check)
 
 
 def _check(name: str) -> None:
@@ -55,7 +60,7 @@ def call(
     eps: float,
 ) -> Float[Array, "rows width"]:
     """Run RMS_NORM, or SILU_AND_MUL, which does not read `weight`. Results of the rows after `num_rows` are zero."""
-    name = library.native(KERNEL, _check).name
+    name = kernel().name
     assert name is not None, "refuse() comes first"
     return _call(name, operation, x, weight, num_rows, width, eps)
 

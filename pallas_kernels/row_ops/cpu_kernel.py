@@ -41,8 +41,8 @@ OPTIONS, X, WEIGHT, OUT, ROWS, INPUTS, LAST_FIELD = (ARGUMENTS + 8 * i for i in 
 
 @njit(**NATIVE)
 def scratch_bytes(job):
-    """Bytes of a thread's scratch: `share` needs some."""
-    return 256
+    """Bytes of a thread's scratch: it is not used."""
+    return 64
 
 
 @njit(**NATIVE)

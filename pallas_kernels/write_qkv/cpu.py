@@ -19,6 +19,11 @@ BIAS, NORM, ROPE = 1, 2, 4  # bits of FLAGS
 KERNEL = "pallas_kernels.write_qkv.cpu_kernel"
 
 
+def kernel() -> library.Native:
+    """The kernel in this process. Compiled or loaded at the first call."""
+    return library.native(KERNEL, _check)
+
+
 def write_qkv(
     pages: KVPages,
     qkv: Float[Array, "tokens kv_heads q_per_kv_plus_2 head_dim"],
@@ -35,7 +40,7 @@ def write_qkv(
 
     The queries of padding tokens are zero.
     """
-    name = library.native(KERNEL, _check).name
+    name = kernel().name
     arrays = (pages, qkv, slot_mapping, bias, cos, sin, q_norm, k_norm)
     if name is None or pages.dtype not in FLOATS:
         return xla.write_qkv(*arrays, norm_eps=norm_eps, write=KVPages.scatter)

@@ -1,0 +1,210 @@
+"""Stored programs: the next start traces nothing, and they are the same programs."""
+
+import functools
+import hashlib
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged import SamplingParams
+from jpaged.config import EngineConfig
+from jpaged.models import decoder
+from jpaged.models.spec import WeightLayout, param_shapes
+from jpaged.params.logits_processors import logits_processors
+from jpaged.runtime import stored_programs
+from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.stored_programs import ProgramStore, compile_program
+from pallas_kernels import cpu_kernels
+from tests.tiny_engine import SPECS, bits, make_engine, make_runner, run
+
+PACKAGES = pathlib.Path(stored_programs.pallas_kernels.__path__[0])
+REQUESTS = [
+    ([3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(max_tokens=8, temperature=0)),
+    ([2, 7, 1, 8, 2, 8], SamplingParams(max_tokens=8, temperature=0.9, seed=3, logprobs=2, presence_penalty=0.5)),
+    ([1, 4, 1, 4, 2], SamplingParams(max_tokens=8, temperature=0.7, seed=4)),
+]
+
+
+@pytest.fixture
+def tracing(monkeypatch):
+    """Names of the model's functions that were traced."""
+    seen = []
+    for name in ("decode", "lm_head"):
+        function = getattr(decoder, name)
+
+        def traced(*arguments, name=name, function=function, **options):
+            seen.append(name)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(decoder, name, traced)
+    return seen
+
+
+def answers(store):
+    """Bits of the answers of a runner whose programs are stored in a folder, or traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        if store is None:
+            patch.setattr(ProgramStore, "open", lambda folder, platform: None)
+        runner = make_runner(SPECS["windows"], **({} if store is None else {"compilation_cache_dir": str(store)}))
+    outputs = run(make_engine(runner), REQUESTS)
+    aliased = {str(p.shape): p.run.memory_analysis().alias_size_in_bytes for p in runner.programs.programs}
+    pages = [np.asarray(pages.data) for pages in runner._state.pages]
+    runner.close()
+    return [bits(outputs[str(number)]) for number in range(len(REQUESTS))], aliased, pages
+
+
+@pytest.mark.codegen
+@pytest.mark.usefixtures("own_programs")
+def test_a_stored_program_is_the_traced_one(tmp_path, tracing):
+    """The same bits, the same memory reused; and the second start does not trace the model."""
+    expected, aliased, pages = answers(None)
+    assert set(tracing) == {"decode", "lm_head"}
+    for start in ("cold", "warm"):
+        tracing.clear()
+        jax.clear_caches()
+        found = answers(tmp_path)
+        assert found[:2] == (expected, aliased), start
+        for ours, theirs in zip(found[2], pages, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert bool(tracing) == (start == "cold")
+    in_place = [size for name, size in aliased.items() if name.startswith(("decode", "mixed"))]
+    assert len(in_place) == 2
+    assert min(in_place) > sum(array.nbytes for array in pages)
+    assert (tmp_path / "exported").stat().st_mode & 0o777 == 0o700
+
+
+def double(x, *, factor):
+    """A program of two results."""
+    return x * factor, x.sum()
+
+
+X = jax.ShapeDtypeStruct((4, 8), np.float32)
+
+
+def compiled(store, factor=2, argument=X, results=(0, 0)):
+    """Run `double` of ones from the store."""
+    program = compile_program(
+        functools.partial(double, factor=factor), (argument,), donate=(), results=results, store=store
+    )
+    return float(program(np.ones(argument.shape, argument.dtype))[0].max())
+
+
+def files(folder):
+    """Number of stored programs, and their bytes."""
+    return {path.name: path.read_bytes() for path in (folder / "exported").iterdir()}
+
+
+def test_every_input_of_a_trace_is_in_the_key(tmp_path, monkeypatch):
+    store = ProgramStore.open(tmp_path, "cpu")
+    assert store is not None
+    assert compiled(store) == 2
+    assert compiled(store, factor=3) == 3
+    assert compiled(store, argument=jax.ShapeDtypeStruct((4, 9), np.float32)) == 2
+    assert compiled(store, argument=jax.ShapeDtypeStruct((4, 8), np.int32)) == 2
+    assert len(files(tmp_path)) == 4
+    assert compiled(store) == 2
+    assert len(files(tmp_path)) == 4
+
+    assert ProgramStore.open(tmp_path, "cpu") == store
+    with jax.default_matmul_precision("float32"):
+        assert ProgramStore.open(tmp_path, "cpu").key != store.key
+    for name, value in (
+        ("cpu_kernel_names", {"pallas_kernels.dot.cpu_kernel": None}),
+        ("_sources", "another digest"),
+        ("_versions", ["another version"]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(stored_programs, name, lambda value=value: value)
+            assert ProgramStore.open(tmp_path, "cpu").key != store.key, name
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed", "empty"])
+def test_a_damaged_file_is_made_again(tmp_path, caplog, harm):
+    store = ProgramStore.open(tmp_path, "cpu")
+    compiled(store)
+    [(name, data)] = files(tmp_path).items()
+    harmed = {"cut": data[:-10], "changed": data[:500] + b"?" + data[501:], "empty": b""}[harm]
+    (tmp_path / "exported" / name).write_bytes(harmed)
+    assert compiled(store) == 2
+    assert caplog.text.count("is damaged") == 1
+    assert files(tmp_path) == {name: data}
+
+
+def test_a_folder_of_others_is_not_used(tmp_path, caplog):
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported").chmod(0o777)
+    assert ProgramStore.open(tmp_path, "cpu") is None
+    assert caplog.text.count("not a private folder") == 1
+    assert compiled(None) == 2
+
+
+def test_other_platforms_and_no_cache_store_nothing(tmp_path):
+    assert ProgramStore.open(tmp_path, "gpu") is None
+    assert ProgramStore.open(None, "cpu") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_cannot_be_stored_is_traced(tmp_path, caplog):
+    """It calls code that is not one of the native kernels."""
+    store = ProgramStore.open(tmp_path, "cpu")
+
+    def on_host(x):
+        return jax.pure_callback(np.negative, X, x)
+
+    program = compile_program(functools.partial(on_host), (X,), donate=(), results=0, store=store)
+    assert float(program(np.ones(X.shape, np.float32)).max()) == -1
+    assert "every start traces it" in caplog.text
+    assert files(tmp_path) == {}
+
+
+def test_wrong_results_are_refused_and_traced(tmp_path, caplog):
+    assert compiled(ProgramStore.open(tmp_path, "cpu"), results=(0, 0, 0)) == 2
+    assert "returns 2 arrays, not 3" in caplog.text
+
+
+def test_custom_logits_processors_are_not_stored(tmp_path):
+    """A stored program is found by the sources of jpaged. The caller's function is not among them."""
+    processors = logits_processors({"same": lambda logits: logits})
+    store = ProgramStore.open(tmp_path, "cpu")
+    spec = SPECS["full"]
+    model = ServedModel(spec, param_shapes(spec, np.float32), WeightLayout(), processors=processors)
+    config = EngineConfig(model="tiny", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
+    blueprint = Blueprint.draw(model, config, Placement.single(jax.devices()[0]))
+    build = FittedBuild(blueprint, blueprint.fit().memory_plan, store)
+    build.compile(blueprint.largest_shapes[1])
+    assert files(tmp_path) == {}
+
+
+def test_every_native_kernel_is_known():
+    """A program that calls a kernel which is missing here is traced at every start."""
+    modules = {f"pallas_kernels.{path.parent.name}.cpu_kernel" for path in PACKAGES.glob("*/cpu_kernel.py")}
+    assert set(cpu_kernels._KERNELS) == modules
+
+
+ON_ANOTHER_DEVICE = """
+import sys, jax
+jax.config.update("jax_num_cpu_devices", 2)
+from tests.tiny_engine import *
+from jpaged import SamplingParams
+with jax.default_device(jax.devices()[int(sys.argv[2])]):
+    runner = make_runner(SPECS["full"], compilation_cache_dir=sys.argv[1])
+[out] = run(make_engine(runner), [([3, 1, 4], SamplingParams(max_tokens=4, temperature=0))]).values()
+print(runner._state.table.devices(), out.outputs[0].token_ids)
+"""
+
+
+@pytest.mark.slow
+def test_a_stored_program_runs_on_another_device(tmp_path):
+    said = []
+    for device in "01":
+        command = [sys.executable, "-c", ON_ANOTHER_DEVICE, str(tmp_path), device]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        where, _, tokens = done.stdout.strip().partition("} ")
+        assert f"id={device}" in where
+        said.append((tokens, {name: hashlib.sha256(data).hexdigest() for name, data in files(tmp_path).items()}))
+    assert said[0] == said[1]
