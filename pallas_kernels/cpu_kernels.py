@@ -16,9 +16,11 @@ _KERNELS = {
 }  # fmt: skip
 
 
-def cpu_kernel_names() -> dict[str, str | None]:
-    """Load every native kernel. Returns the name under which XLA knows it, by module; None if it cannot run here.
+def cpu_kernel_names(*, quantized: bool) -> dict[str, str | None]:
+    """Load the native kernels. Returns the name under which XLA knows it, by module; None if it cannot run here.
+
+    quantized: also load those for quantised weights.
 
     The first call on a machine compiles them, about 10 s each. Later ones load machine code in milliseconds.
     """
-    return {module: kernel().name for module, kernel in _KERNELS.items()}
+    return {module: kernel().name for module, kernel in _KERNELS.items() if quantized or module != QUANTIZED_DOT}

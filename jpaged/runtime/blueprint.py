@@ -136,7 +136,9 @@ class Blueprint:
         """
         free = memory.free_device_bytes(device, self.config)
         if free is None:
-            return dataclasses.replace(self.fit(), store=ProgramStore.open(cache_folder, self.placement.platform))
+            quantized = self.config.quantization is not None
+            store = ProgramStore.open(cache_folder, self.placement.platform, quantized=quantized)
+            return dataclasses.replace(self.fit(), store=store)
         build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
         key = f"{device.device_kind} {self.model.spec} {self.config} {jax.__version__}"
         blocks = memory.remembered_blocks(cache_folder, key, build.memory_plan.num_blocks)

@@ -43,14 +43,17 @@ class ProgramStore:
     kernels: tuple[str, ...]  # native kernels that a program may call
 
     @classmethod
-    def open(cls, cache_folder: pathlib.Path | None, platform: str) -> Self | None:
-        """The store next to XLA's compile cache. None: programs of this platform are not stored, or have no folder."""
+    def open(cls, cache_folder: pathlib.Path | None, platform: str, *, quantized: bool) -> Self | None:
+        """The store next to XLA's compile cache. None: programs of this platform are not stored, or have no folder.
+
+        quantized: programs may multiply with quantised weights.
+        """
         if cache_folder is None or platform != "cpu":
             return None
         folder = private_folder(cache_folder / "exported", "tracing at the next start")
         if folder is None:
             return None
-        kernels = cpu_kernel_names()
+        kernels = cpu_kernel_names(quantized=quantized)
         names = tuple(name for name in kernels.values() if name is not None)
         return cls(folder, _digest(_sources(), _versions(), _settings(), sorted(kernels.items())), names)
 

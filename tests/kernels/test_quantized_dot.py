@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QuantizedWeight, quantize, quantized_dot
-from pallas_kernels.native import library
+from pallas_kernels.native import disk, library
 from pallas_kernels.quantized_dot import cpu
 
 CPU = jax.devices("cpu")[0]
@@ -110,7 +110,7 @@ def test_processors_without_vnni(monkeypatch, tmp_path):
         return name != "avx512vnni" and has_feature(name)
 
     monkeypatch.setattr(library, "has_feature", without_vnni)
-    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(disk, "folder", lambda: tmp_path)
     monkeypatch.setattr(library, "_digest", lambda: "without-vnni-0123456")
     name = library._native.__wrapped__(cpu.KERNEL, cpu._check).name
     assert name is not None
