@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import KernelCheckError, KVPages, paged_attention, self_check
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
+from pallas_kernels.native import library
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 from pallas_kernels.platforms import Implementation, choose, default_device
 from tests.kernels.oracle import Shape, make_case
 
@@ -105,12 +106,12 @@ def test_choice_of_the_write_for_fp8(capability, write):
 
 
 def test_the_default_device_decides():
-    cpu = jax.devices()[0]
-    assert default_device() == cpu
-    with jax.default_device(cpu):
-        assert default_device() == cpu
+    device = jax.devices()[0]
+    assert default_device() == device
+    with jax.default_device(device):
+        assert default_device() == device
     with jax.default_device("cpu"):
-        assert default_device() == cpu
+        assert default_device() == device
 
 
 def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None):
@@ -122,7 +123,7 @@ def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None):
 @pytest.mark.parametrize(
     ("device", "call", "name"),
     [
-        (("cpu",), {}, "cpu"),
+        (("cpu",), {}, "cpu" if library.native(cpu.KERNEL).name else "xla_loop"),
         (("tpu",), {}, "mosaic_tpu"),
         (("tpu",), {"kv_dtype": "int8"}, "xla"),
         (("tpu",), {"head_dim": 576, "v_dim": 512}, "xla"),
@@ -143,6 +144,7 @@ def test_device_and_shape_decide_the_implementation(device, call, name):
 @pytest.mark.parametrize(
     ("name", "device", "shape", "message"),
     [
+        ("cpu", ("gpu", "9.0"), Shape(), "it is for CPU, not for a device. Leave it out"),
         ("mosaic_tpu", ("gpu", "9.0"), Shape(), "for TPU"),
         ("mosaic_tpu", ("tpu",), Shape(kv_dtype="int8"), "pages are int8"),
         ("mosaic_tpu", ("tpu",), Shape(dtype="bfloat16", block_size=8, width=40), "multiples of 16"),

@@ -29,9 +29,9 @@ pytestmark = pytest.mark.skipif(library._unsupported() is not None, reason="nati
 @pytest.fixture(scope="module")
 def name():
     """The dot kernel, as XLA knows it."""
-    name = library.native(dot_cpu.KERNEL, dot_cpu._check).name
-    assert name is not None
-    return name
+    made = library.native(dot_cpu.KERNEL, dot_cpu._check)
+    assert made.name is not None, made.reason
+    return made.name
 
 
 def words(*values: int) -> ctypes.Array:
@@ -284,6 +284,20 @@ def test_a_call_without_memory_raises(kernel, failing, monkeypatch):
     for succeed in (2, 3, 2**40):  # also after errors the results are right
         left.value = succeed
         jax.tree.map(np.testing.assert_array_equal, program(*arguments), expected)
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bits_do_not_depend_on_the_number_of_threads(kernel):
+    call, arguments = programs()[kernel]
+    program, name = jax.jit(call), library.native(kernel, KERNELS[kernel]).name
+    with limited(name, 1):
+        expected = jax.block_until_ready(program(*arguments))
+    for threads in (2, 3, 64):
+        for _ in range(5):
+            with limited(name, threads):
+                results = jax.block_until_ready(program(*arguments))
+            jax.tree.map(np.testing.assert_array_equal, results, expected)
 
 
 # --- XLA's interface -------------------------------------------------------------------------------------------------
