@@ -1,74 +1,115 @@
-"""Runs jpaged in a CPU benchmark that compares engines: continuous batching, paged KV, prefix cache.
+"""Runs jpaged: continuous batching, paged KV, prefix cache.
 
-    PYTHONPATH=FOLDER python benchmarks/peers/bench_jpaged.py --model DIR --workload W2 [--dtype float32]
+    python benchmarks/peers/bench_jpaged.py --model DIR --workload FILE --name W2 [--quantization int8]
 
-FOLDER is the folder of the benchmark, with its bench_common.py. W1 is read as a stream, so that each token has a time.
-W2 and W3 use `LLM.generate`, like a user's batch.
+One request is read as a stream, so that each token has a time. So are the rows whose steps are timed. Other workloads
+use `LLM.generate`, like a user's batch.
 """
 
+import argparse
 import asyncio
+import dataclasses
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-import bench_common
+import common
+
+import jpaged
 
 
-def main() -> None:
-    """Run one workload and print its JSON line."""
-    parser = bench_common.parser(__doc__)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--max-num-seqs", type=int, default=32)
-    parser.add_argument("--attention-implementation")
-    args = parser.parse_args()
+class Batch:
+    """`LLM.generate` with all requests at once."""
 
+    def __init__(self, args: argparse.Namespace):
+        self.version = versions()
+        self._engine = jpaged.LLM(str(args.model), **engine_options(args))
+
+    def generate(self, requests: Sequence[common.Request], arrivals: common.Arrivals) -> list[list[int]]:
+        """Generate without times of tokens."""
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        outputs = self._engine.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def figures(self) -> dict[str, Any]:
+        """Programs compiled after the engine was ready. The suite fails if there is one."""
+        return {"compiles_after_ready": self._engine.stats().compiles_after_ready}
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.close()
+
+
+class Streams:
+    """`AsyncLLM`, a stream for each request."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.version = versions()
+        self._engine = jpaged.AsyncLLM(str(args.model), **engine_options(args))
+        self._loop = asyncio.Runner()
+
+    def generate(self, requests: Sequence[common.Request], arrivals: common.Arrivals) -> list[list[int]]:
+        """Generate, and record each token's time."""
+
+        async def all_streams() -> list[list[int]]:
+            return await asyncio.gather(*(self._stream(each, i, arrivals) for i, each in enumerate(requests)))
+
+        return self._loop.run(all_streams())
+
+    async def _stream(self, request: common.Request, index: int, arrivals: common.Arrivals) -> list[int]:
+        token_ids: list[int] = []
+        async for output in self._engine.generate({"prompt_token_ids": request.prompt}, sampling(request)):
+            arrivals.add(index, len(output.outputs[0].token_ids) - len(token_ids))
+            token_ids = list(output.outputs[0].token_ids)
+        return token_ids
+
+    def figures(self) -> dict[str, Any]:
+        """Programs compiled after the engine was ready. The suite fails if there is one."""
+        return {"compiles_after_ready": self._engine.stats().compiles_after_ready}
+
+    def close(self) -> None:
+        """Stop the engine and its event loop."""
+        self._engine.close()
+        self._loop.close()
+
+
+def versions() -> str:
+    """Versions that the figures depend on."""
     import jax
 
-    import jpaged
+    return f"jpaged {jpaged.__version__}, jax {jax.__version__}, python {sys.version.split()[0]}"
 
+
+def sampling(request: common.Request) -> jpaged.SamplingParams:
+    """Greedy, exactly `output_len` tokens, no text."""
+    return jpaged.SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True, detokenize=False)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the engine. Exits with a skipped measurement if this version cannot quantise."""
     options = {
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
+        "kv_cache_memory_bytes": None if args.kv_gib is None else args.kv_gib * 2**30,
         "attention_implementation": args.attention_implementation,
         "mask_unknown_tokens": False,  # random weights choose ids that the tokenizer does not have
     }
+    if args.quantization is not None:
+        if "quantization" not in {field.name for field in dataclasses.fields(jpaged.EngineConfig)}:
+            common.skip(f"jpaged {jpaged.__version__} has no engine option `quantization`")
+        options["quantization"] = args.quantization
+    return options
 
-    def sampling(request: dict) -> jpaged.SamplingParams:
-        return jpaged.SamplingParams(
-            temperature=0, max_tokens=request["output_len"], ignore_eos=True, detokenize=False
-        )
 
-    def generate(llm: jpaged.LLM, requests: list[dict], stamps: bench_common.Stamps) -> list[list[int]]:
-        prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
-        outputs = llm.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
-        return [output.outputs[0].token_ids for output in outputs]
-
-    async def stream(engine: jpaged.AsyncLLM, request: dict, index: int, stamps: bench_common.Stamps) -> list[int]:
-        token_ids: list[int] = []
-        async for output in engine.generate({"prompt_token_ids": request["prompt"]}, sampling(request)):
-            stamps.token(index, len(output.outputs[0].token_ids) - len(token_ids))
-            token_ids = output.outputs[0].token_ids
-        return token_ids
-
-    def generate_streaming(
-        engine: jpaged.AsyncLLM, requests: list[dict], stamps: bench_common.Stamps
-    ) -> list[list[int]]:
-        async def all_of_them() -> list[list[int]]:
-            return await asyncio.gather(*(stream(engine, request, i, stamps) for i, request in enumerate(requests)))
-
-        return asyncio.run(all_of_them())
-
-    streaming = args.workload == "W1"
-    front_door = jpaged.AsyncLLM if streaming else jpaged.LLM
-    bench_common.run(
-        args,
-        f"jpaged/{args.dtype}",
-        f"jpaged {jpaged.__version__}, jax {jax.__version__}, python {sys.version.split()[0]}",
-        load=lambda: front_door(args.model, **options),
-        generate=generate_streaming if streaming else generate,
-        close=lambda engine: engine.close(),
-        extra=lambda engine: {"dtype": args.dtype, "compiles_after_ready": engine.stats().compiles_after_ready},
-    )
+def main() -> None:
+    """Run one measurement and print its JSON line."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--dtype", default="bfloat16", choices=["auto", "bfloat16", "float32", "float16"])
+    parser.add_argument("--quantization", choices=["int8", "int4"], help="quantise the weights at load")
+    parser.add_argument("--attention-implementation", help="name of an attention kernel (default: jpaged's choice)")
+    args = common.parse(parser)
+    common.main(args, Streams if args.name == "W1" or args.steps is not None else Batch)
 
 
 if __name__ == "__main__":
