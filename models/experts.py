@@ -22,11 +22,12 @@ from jpaged.models.spec import Experts, Scoring
 
 @dataclasses.dataclass(frozen=True)
 class ExpertBlocks:
-    """Rows of the (token, expert) pairs, in blocks of one expert each. Unused rows are computed and not read."""
+    """Rows of the (token, expert) pairs, in blocks of one expert each. Results of unused rows are not read."""
 
     token_of_row: Int[Array, "blocks rows"]
     expert_of_block: Int[Array, " blocks"]
     num_blocks_used: Int[Array, ""]
+    rows_of_block: Int[Array, " blocks"]  # used rows; they come first
     row_of_choice: Int[Array, "tokens per_token"]  # index into the rows of all blocks; past their end for padding
 
 
@@ -54,7 +55,9 @@ def _per_expert(
     name: str, x: Float[Array, "blocks rows in"], blocks: ExpertBlocks, experts: Experts, context: LayerContext
 ) -> Float[Array, "blocks rows out"]:
     """`linear_per_expert`, plus each expert's bias if the model has them."""
-    out = linear_per_expert(name, x, blocks.expert_of_block, blocks.num_blocks_used, context)
+    out = linear_per_expert(
+        name, x, blocks.expert_of_block, blocks.num_blocks_used, blocks.rows_of_block, context
+    )
     if not experts.bias:
         return out
     return out + context.params[f"{name}_bias"].reshape(experts.num, 1, -1)[blocks.expert_of_block]
@@ -125,11 +128,14 @@ def blocks_by_expert(choice: Int[Array, "tokens per_token"], num_experts: int, r
     rank = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs)) - starts[known]  # among the expert's pairs
     row = jnp.where(expert < num_experts, (ends - blocks_of_expert)[known] * rows + rank, blocks * rows)
     token_of_row = jnp.zeros(blocks * rows, jnp.int32).at[row].set(jnp.arange(pairs) // per_token, mode="drop")
-    expert_of_block = jnp.searchsorted(ends, jnp.arange(blocks), side="right")
+    block = jnp.arange(blocks)
+    expert_of_block = jnp.minimum(jnp.searchsorted(ends, block, side="right"), num_experts - 1).astype(jnp.int32)
+    before = (block - (ends - blocks_of_expert)[expert_of_block]) * rows  # rows in the expert's earlier blocks
     return ExpertBlocks(
         token_of_row.reshape(blocks, rows),
-        jnp.minimum(expert_of_block, num_experts - 1).astype(jnp.int32),
+        expert_of_block,
         ends[-1],
+        jnp.clip(counts[expert_of_block] - before, 0, rows),
         row.reshape(tokens, per_token),
     )
 

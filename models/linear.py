@@ -111,15 +111,17 @@ def linear_per_expert(
     x: Float[Array, "blocks rows in"],
     expert_of_block: Int[Array, " blocks"],
     num_blocks_used: Int[Array, ""],
+    rows_of_block: Int[Array, " blocks"],
     context: LayerContext,
 ) -> Float[Array, "blocks rows out"]:
     """Every block of rows times the matrix of its expert, from the leaf [experts, ..., in].
 
-    Only the first `num_blocks_used` blocks are computed. The rows of the others are undefined.
+    The results are needed of the first `num_blocks_used` blocks, and of each block's first `rows_of_block` rows. The
+    others are undefined.
     """
     weight = context.params[name]
     weight = weight.reshape(weight.shape[0], -1, weight.shape[-1])
-    return grouped_dot(x, weight, expert_of_block, num_blocks_used)
+    return grouped_dot(x, weight, expert_of_block, num_blocks_used, rows_of_block=rows_of_block)
 
 
 def has_native_products(spec: DecoderSpec, dtype: DTypeLike) -> bool:

@@ -21,13 +21,18 @@ def refuse(device: Any, x: Any, weight: Any, dtype: Any) -> str | None:
     """Reason why the kernel cannot run; None if it can."""
     if refuse_cpu(device) is not None:
         return refuse_cpu(device)
+    return refuse_rows(x, dtype) or kernel().reason
+
+
+def refuse_rows(x: Any, dtype: Any) -> str | None:
+    """Reason why native products cannot take rows x[..., in] with results of a dtype; None if they can."""
     if x.dtype not in FLOATS or jnp.dtype(dtype) not in FLOATS:
         return f"it multiplies bfloat16 or float32, not {x.dtype} to {jnp.dtype(dtype)}"
-    if x.shape[1] * x.dtype.itemsize % VECTOR_BYTES:
-        return f"rows of {x.shape[1]} numbers are not a multiple of {VECTOR_BYTES} bytes"
+    if x.shape[-1] * x.dtype.itemsize % VECTOR_BYTES:
+        return f"rows of {x.shape[-1]} numbers are not a multiple of {VECTOR_BYTES} bytes"
     if x.dtype == jnp.bfloat16 and not library.has_feature("avx512bf16"):
         return "bfloat16 needs a processor with avx512bf16"
-    return kernel().reason
+    return None
 
 
 def kernel() -> library.Native:

@@ -62,14 +62,13 @@ def dot_tile(kind, few, to, x, last_x, w, last_w, line, early):
 
 
 @njit(**NATIVE)
-def multiply(job, unit, scratch):
-    """Compute one unit: a block of outputs, for all rows."""
-    x, line, kind = load_int64(job + X), load_int64(job + INPUT_BYTES), load_int64(job + KIND)
-    rows, outputs, out_kind = load_int64(job + ROWS), load_int64(job + NUM_OUTPUTS), load_int64(job + OUT_KIND)
+def multiply_rows(kind, out_kind, x, rows, line, weight, count, out, outputs, scratch):
+    """Rows of x times at most OUTPUTS rows of weights.
+
+    line: bytes of a row of x, and of weights. count: rows of weights. out: address of the first row's first result.
+    outputs: numbers of a row of results. scratch: memory for MOST_ROWS * OUTPUTS float32 numbers.
+    """
     size = 2 if out_kind == BFLOAT16 else 4
-    first = unit * OUTPUTS
-    count = min(OUTPUTS, outputs - first)
-    weight = load_int64(job + WEIGHT) + first * line
     last_x, last_w = x + (rows - 1) * line, weight + (count - 1) * line
     few = rows <= TILE
     together = max(TILE, min(MOST_ROWS, FIRST_CACHE // line // TILE * TILE))
@@ -82,12 +81,23 @@ def multiply(job, unit, scratch):
                 early = weight + (output + AHEAD + min(row // TILE, TILE - 1)) * line if start == 0 else x
                 dot_tile(kind, few, to, x + row * line, last_x, weight + output * line, last_w, line, early)
         for row in range(start, end):
-            source = scratch + 4 * (row - start) * OUTPUTS
-            target = load_int64(job + OUT) + (row * outputs + first) * size
+            source, target = scratch + 4 * (row - start) * OUTPUTS, out + row * outputs * size
             if out_kind == BFLOAT16:
                 vectors.narrow_bfloat16(target, source, count, vectors.ONE)
             else:
                 vectors.narrow_float32(target, source, count, vectors.ONE)
+
+
+@njit(**NATIVE)
+def multiply(job, unit, scratch):
+    """Compute one unit: a block of outputs, for all rows."""
+    line, outputs, out_kind = load_int64(job + INPUT_BYTES), load_int64(job + NUM_OUTPUTS), load_int64(job + OUT_KIND)
+    first = unit * OUTPUTS
+    multiply_rows(
+        load_int64(job + KIND), out_kind, load_int64(job + X), load_int64(job + ROWS), line,
+        load_int64(job + WEIGHT) + first * line, min(OUTPUTS, outputs - first),
+        load_int64(job + OUT) + first * (2 if out_kind == BFLOAT16 else 4), outputs, scratch,
+    )  # fmt: skip
 
 
 @njit(**NATIVE)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import grouped_dot
-from pallas_kernels.grouped_dot import IMPLEMENTATIONS
+from pallas_kernels import dot, grouped_dot
+from pallas_kernels.grouped_dot import IMPLEMENTATIONS, cpu
 from tests.kernels.test_lowering import lower_for
 
 pytestmark = pytest.mark.codegen
 
 # blocks, rows, in, out, matrices, used blocks: sizes that are not multiples of the tiles, and unused blocks
-SHAPES = {"small": (5, 8, 72, 40, 3, 4), "tiles": (4, 16, 256, 200, 4, 4), "one": (3, 8, 16, 16, 2, 1)}
+SHAPES = {"small": (5, 8, 96, 40, 3, 4), "tiles": (4, 16, 256, 200, 4, 4), "one": (3, 8, 32, 16, 2, 1)}
 
 
 def inputs(shape, dtype=np.float32):
@@ -24,6 +24,13 @@ def inputs(shape, dtype=np.float32):
     weights = rng.standard_normal((matrices, out, width)).astype(np.float32)
     matrix = np.sort(rng.integers(0, matrices, blocks)).astype(np.int32)
     return jnp.asarray(x, dtype), jnp.asarray(weights, dtype), matrix, np.int32(used)
+
+
+def skip_refused(implementation, x):
+    """Skip a test of the native kernel where it cannot run."""
+    reason = cpu.refuse(jax.devices("cpu")[0], x) if implementation == "cpu" else None
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
@@ -37,6 +44,7 @@ def inputs(shape, dtype=np.float32):
 )  # fmt: skip
 def test_matches_float64(implementation, shape, dtype):
     x, weights, matrix, used = inputs(shape, dtype)
+    skip_refused(implementation, x)
     x = x.at[used:].set(jnp.nan)  # unused blocks must not change used ones
     got = jax.jit(functools.partial(grouped_dot, implementation=implementation))(x, weights, matrix, used)
     wide = [np.asarray(a.astype(jnp.float32), np.float64) for a in (x, weights)]
@@ -46,16 +54,46 @@ def test_matches_float64(implementation, shape, dtype):
     np.testing.assert_allclose(np.asarray(got.astype(jnp.float32))[:used], want[:used], rtol, atol)
 
 
+@pytest.mark.parametrize("implementation", ["xla_loop", "cpu"])
 @pytest.mark.parametrize("rows", [16, 32, 64])
-def test_bits_of_a_row_do_not_depend_on_the_rows_of_its_block(rows):
+def test_bits_of_a_row_do_not_depend_on_the_rows_of_its_block(rows, implementation):
     """Decodes and prefills have blocks of different sizes, and give the same bits."""
     rng = np.random.default_rng(1)
     weights = jnp.asarray(rng.standard_normal((3, 192, 256)), jnp.float32)
     x = jnp.asarray(rng.standard_normal((rows, 256)), jnp.float32)
-    call = jax.jit(functools.partial(grouped_dot, implementation="xla_loop"))
+    skip_refused(implementation, x)
+    call = jax.jit(functools.partial(grouped_dot, implementation=implementation))
     large = call(x[None], weights, np.array([2], np.int32), np.int32(1))[0]
     small = call(x.reshape(-1, 8, 256), weights, np.full(rows // 8, 2, np.int32), np.int32(rows // 8))
     np.testing.assert_array_equal(large, small.reshape(rows, -1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_rows_have_the_bits_of_dot_in_any_company(dtype):
+    """Matrices of one row to several blocks, rows that are not needed, and matrices that come back later."""
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((9, 8, 192)), dtype)
+    skip_refused("cpu", x)
+    weights = jnp.asarray(rng.standard_normal((5, 131, 192)), dtype)
+    matrices = np.array([3, 3, 3, 0, 1, 1, 3, 2, 4], np.int32)
+    counts = np.array([8, 8, 3, 1, 8, 5, 8, 0, 8], np.int32)
+    call = jax.jit(functools.partial(grouped_dot, implementation="cpu"))
+    out = call(x, weights, matrices, np.int32(8), rows_of_block=counts)
+    for block, (matrix, count) in enumerate(zip(matrices, counts, strict=True)):
+        needed = count if block < 8 else 0
+        expected = dot(x[block], weights[matrix], 8, implementation="cpu")
+        np.testing.assert_array_equal(out[block, :needed], expected[:needed])
+        assert not out[block, needed:].any()
+
+
+def test_native_indices_out_of_range_are_clipped():
+    x, weights, matrix, _ = inputs("small")
+    skip_refused("cpu", x)
+    call = functools.partial(jax.jit(functools.partial(grouped_dot, implementation="cpu")), x, weights)
+    clipped = call(np.array([0, 2, 2, 0, 1], np.int32), np.int32(5), rows_of_block=np.array([8, 8, 0, 0, 8]))
+    wild = call(np.array([-7, 2**30, 2, 0, 1], np.int32), np.int32(99), rows_of_block=np.array([9, 2**30, -1, 0, 8]))
+    np.testing.assert_array_equal(wild, clipped)
+    assert not call(matrix, np.int32(-3)).any()
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -74,14 +112,26 @@ def test_kernels_lower(platform, dtype, rows):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({0: jnp.zeros((5, 72))}, r"x \(5, 72\): must be"),
-        ({1: jnp.zeros((3, 40, 71))}, r"weights \(3, 40, 71\) of float32: must be \[matrices, out, 72\]"),
-        ({1: jnp.zeros((3, 40, 72), jnp.bfloat16)}, "of bfloat16: must be .* of float32"),
+        ({0: jnp.zeros((5, 96))}, r"x \(5, 96\): must be"),
+        ({1: jnp.zeros((3, 40, 95))}, r"weights \(3, 40, 95\) of float32: must be \[matrices, out, 96\]"),
+        ({1: jnp.zeros((3, 40, 96), jnp.bfloat16)}, "of bfloat16: must be .* of float32"),
         ({2: jnp.zeros(4, jnp.int32)}, r"matrix_of_block \(4,\): must be \[5\]"),
+        ({4: jnp.zeros(4, jnp.int32)}, r"rows_of_block \(4,\): must be \[5\]"),
+        ({4: jnp.zeros(5)}, "rows_of_block of float32: must be int32"),
         ({2: jnp.zeros(5)}, "matrix_of_block of float32: must be int32"),
     ],
 )
 def test_refuses(plain_errors, change, message):
     call = [change.get(i, value) for i, value in enumerate(inputs("small"))]
     with pytest.raises(ValueError, match=message):
-        grouped_dot(*call)
+        grouped_dot(*call, rows_of_block=change.get(4))
+
+
+def test_the_native_kernel_refuses_other_rows():
+    x, weights, matrix, used = (jnp.asarray(array) for array in inputs("small"))
+    skip_refused("cpu", x)
+    for given, message in ((x.astype(jnp.float16), "multiplies bfloat16 or float32"), (x[..., :90], "not a multiple")):
+        with pytest.raises(ValueError, match=f"implementation='cpu' cannot take this: .*{message}"):
+            grouped_dot(given, weights[..., : given.shape[2]].astype(given.dtype), matrix, used, implementation="cpu")
+        out = grouped_dot(given, weights[..., : given.shape[2]].astype(given.dtype), matrix, used)  # by XLA
+        assert out.shape == (5, 8, 40)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import KVPages, dot, paged_attention, write_qkv
+from pallas_kernels import KVPages, dot, grouped_dot, paged_attention, write_qkv
 from pallas_kernels.dot import cpu as dot_cpu
+from pallas_kernels.grouped_dot import cpu as grouped_cpu
 from pallas_kernels.native import library
 from pallas_kernels.paged_attention import cpu
 from tests.kernels.oracle import TOLERANCE, Shape, expected, make_case
@@ -77,9 +78,33 @@ def test_products_of_drawn_shapes(rows, inputs, outputs, padding, dtype, result,
         return  # bfloat16 without AVX-512
     out = np.asarray(dot(x, weight, rows, dtype=result, implementation="cpu"), np.float64)
     wanted = np.asarray(x, np.float64)[:rows] @ np.asarray(weight, np.float64).T
-    limit = (4e-3 if result == "bfloat16" else 3e-6) * np.abs(wanted).max()
-    np.testing.assert_allclose(out[:rows], wanted, atol=limit, rtol=0)
+    spread = np.sqrt(32 * inputs)  # standard deviation of a result
+    np.testing.assert_allclose(out[:rows], wanted, atol=1e-6 * spread, rtol=4e-3 if result == "bfloat16" else 0)
     assert not out[rows:].any()
+
+
+@settings(max_examples=EXAMPLES)
+@given(
+    blocks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 16)), min_size=1, max_size=9),  # matrix, needed rows
+    used=st.integers(0, 9), inputs=st.integers(1, 12), outputs=st.integers(1, 200),
+    dtype=st.sampled_from(["float32", "bfloat16"]), seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_grouped_products_of_drawn_blocks(blocks, used, inputs, outputs, dtype, seed):
+    """Rows that are not needed, and blocks that are not used, are NaN and change nothing."""
+    rng = np.random.default_rng(seed)
+    matrices, counts = np.array(blocks, np.int32).T
+    needed = (np.arange(16) < counts[:, None]) & (np.arange(len(blocks)) < used)[:, None]
+    x = np.where(needed[:, :, None], rng.standard_normal((len(blocks), 16, 32 * inputs)), np.nan)
+    x, weights = jnp.asarray(x, dtype), jnp.asarray(rng.standard_normal((4, outputs, 32 * inputs)), dtype)
+    if grouped_cpu.refuse(jax.devices("cpu")[0], x) is not None:
+        return  # bfloat16 without AVX-512
+    given = (jnp.asarray(matrices), jnp.int32(used))
+    out = grouped_dot(x, weights, *given, rows_of_block=jnp.asarray(counts), implementation="cpu")
+    wanted = np.einsum("bri,boi->bro", np.asarray(x, np.float64), np.asarray(weights, np.float64)[matrices])
+    out, spread = np.asarray(out, np.float64), np.sqrt(32 * inputs)
+    rounding = 4e-3 if dtype == "bfloat16" else 0
+    np.testing.assert_allclose(out[needed], wanted[needed], atol=1e-6 * spread, rtol=rounding)
+    assert not out[~needed].any()
 
 
 @settings(max_examples=EXAMPLES)

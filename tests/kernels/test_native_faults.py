@@ -15,12 +15,18 @@ import pytest
 
 from pallas_kernels import KVPages, paged_attention, write_qkv
 from pallas_kernels.dot import cpu as dot_cpu
+from pallas_kernels.grouped_dot import cpu as grouped_cpu
 from pallas_kernels.native import library, processors
 from pallas_kernels.paged_attention import cpu as attention_cpu
 from pallas_kernels.write_qkv import cpu as write_cpu
 from tests.kernels.oracle import Shape, make_case
 
-KERNELS = {dot_cpu.KERNEL: dot_cpu._check, attention_cpu.KERNEL: None, write_cpu.KERNEL: write_cpu._check}
+KERNELS = {
+    attention_cpu.KERNEL: None,
+    dot_cpu.KERNEL: dot_cpu._check,
+    grouped_cpu.KERNEL: grouped_cpu._check,
+    write_cpu.KERNEL: write_cpu._check,
+}
 POINTER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 pytestmark = pytest.mark.skipif(library._unsupported() is not None, reason="native kernels cannot run here")
@@ -259,11 +265,15 @@ def programs():
     def product(x, weight):
         return dot_cpu.dot(x, weight, jnp.int32(32), dtype=jnp.float32)
 
+    def experts(x, weights):
+        return grouped_cpu.grouped_dot(x, weights, jnp.array([3, 3, 0, 4]), jnp.int32(4), jnp.full(4, 7))
+
     def write(pages, qkv, slots):
         return write_qkv(pages, qkv, slots, implementation="cpu")
 
     return {
         dot_cpu.KERNEL: (product, (x, weight)),
+        grouped_cpu.KERNEL: (experts, (x.reshape(4, 8, 512), weight.reshape(5, 128, 512))),
         attention_cpu.KERNEL: (attention, tuple(case.values())),
         write_cpu.KERNEL: (write, (pages, qkv, slots)),
     }
@@ -350,7 +360,7 @@ def test_a_kernel_that_xla_refuses_is_not_used(monkeypatch, caplog, tmp_path):
     assert jnp.arange(3).sum() == 3  # the platform still works
 
 
-@pytest.mark.parametrize("module", [dot_cpu, write_cpu])
+@pytest.mark.parametrize("module", [dot_cpu, grouped_cpu, write_cpu])
 def test_wrong_results_of_a_new_kernel_are_seen(module, monkeypatch):
     name, call = library.native(module.KERNEL, module._check).name, module._call
 

@@ -101,6 +101,20 @@ def test_all_tokens_use_one_expert() -> None:
     np.testing.assert_array_equal(blocks.token_of_row.ravel()[blocks.row_of_choice[:, 0]], np.arange(40))
 
 
+def test_used_rows_come_first_in_each_block() -> None:
+    rng = np.random.default_rng(0)
+    choice = rng.permuted(np.tile(np.arange(7), (50, 1)), axis=1)[:, :3]
+    choice[::9] = 7  # padding
+    blocks = moe.blocks_by_expert(jnp.asarray(choice, jnp.int32), 7, 8)
+    used = np.asarray(blocks.row_of_choice).ravel()
+    used = used[used < blocks.token_of_row.size]
+    expected = np.zeros(blocks.token_of_row.size, bool)
+    expected[used] = True
+    counts = np.asarray(blocks.rows_of_block)
+    np.testing.assert_array_equal(np.arange(8) < counts[:, None], expected.reshape(-1, 8))
+    assert counts.sum() == (choice < 7).sum()
+
+
 @pytest.mark.parametrize(
     ("num", "scoring"),
     [
