@@ -55,7 +55,7 @@ def test_two_engines_in_threads_of_one_process_give_the_answers_of_each_alone(ru
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_steps_leave_no_memory(runners):
-    """A job and the scratch of each call take 10 KB: in 1,000 steps of 12 calls they would be 100 MB."""
+    """A leak of 4 KB a step would show. `tests/kernels/test_native_faults.py` counts single allocations."""
 
     def resident() -> int:
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -56,6 +56,7 @@ def native(kernel: str, check: Callable[[str], None] | None = None) -> Native:
 def _native(kernel: str, check: Callable[[str], None] | None) -> Native:
     reason = _unsupported()
     if reason is not None:
+        logger.info("%s is not used: %s", kernel, reason)
         return Native(None, reason)
     try:
         return _registered(kernel, check)

@@ -7,6 +7,8 @@ import contextlib
 import ctypes
 import importlib
 import logging
+import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -209,45 +211,62 @@ def test_affinity_limits_without_quotas(tmp_path, monkeypatch):
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-# malloc that returns 0 when `left` has counted down to 0, once
-_FAILING = """
+# malloc that returns 0 when `left` has counted down to 0, once; `live` counts the allocations that are not freed
+_COUNTING = """
 @left = global i64 0
+@live = global i64 0
 declare ptr @malloc(i64)
-define ptr @failing_malloc(i64 %size) {
+declare void @free(ptr)
+define ptr @counting_malloc(i64 %size) {
     %before = atomicrmw sub ptr @left, i64 1 seq_cst
     %fails = icmp eq i64 %before, 0
     br i1 %fails, label %none, label %some
 none:
     ret ptr null
 some:
+    %count = atomicrmw add ptr @live, i64 1 seq_cst
     %memory = call ptr @malloc(i64 %size)
     ret ptr %memory
+}
+define void @counting_free(ptr %memory) {
+    %count = atomicrmw sub ptr @live, i64 1 seq_cst
+    call void @free(ptr %memory)
+    ret void
 }
 """
 
 
+class Counted(NamedTuple):
+    """The kernels with a malloc that is counted and can fail."""
+
+    names: dict[str, str]     # kernel to the name under which XLA knows it
+    left: ctypes.c_int64      # calls of malloc that succeed before one fails
+    live: ctypes.c_int64      # allocations that are not freed
+
+
 @pytest.fixture(scope="module")
-def failing():
-    """The kernels with a malloc that can fail: (their names, the counter of the calls that succeed before)."""
+def counted():
     from llvmlite import binding
 
-    module = binding.parse_assembly(_FAILING)
-    machine = library._machine()
+    for kernel, check in KERNELS.items():
+        assert library.native(kernel, check).name is not None
+    module, machine = binding.parse_assembly(_COUNTING), library._machine()
     module.triple = machine.triple
     engine = binding.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    for kernel, check in KERNELS.items():
-        assert library.native(kernel, check).name is not None
-    own, names = binding.address_of_symbol("malloc"), {}
-    binding.add_symbol("malloc", engine.get_function_address("failing_malloc"))
+    own, names = {name: binding.address_of_symbol(name) for name in ("malloc", "free")}, {}
+    for name in own:
+        binding.add_symbol(name, engine.get_function_address(f"counting_{name}"))
     try:
         for kernel in KERNELS:
-            names[kernel] = f"{kernel}.failing"
+            names[kernel] = f"{kernel}.counted"
             stored = library.disk.folder() / f"{kernel}.{library._digest()}"
             library._register(names[kernel], library.disk.read(stored) or library._compile(kernel))
     finally:
-        binding.add_symbol("malloc", own)
-    yield names, ctypes.c_int64.from_address(engine.get_global_value_address("left"))
+        for name, address in own.items():
+            binding.add_symbol(name, address)
+    variables = (ctypes.c_int64.from_address(engine.get_global_value_address(name)) for name in ("left", "live"))
+    yield Counted(names, *variables)
     del engine  # until here its machine code is called
 
 
@@ -280,20 +299,24 @@ def programs():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_call_without_memory_raises(kernel, failing, monkeypatch):
+def test_a_call_without_memory_raises_and_all_memory_is_freed(kernel, counted, monkeypatch):
     """The first two allocations are those of the calling thread. A helper without memory leaves its work to others."""
-    names, left = failing
     call, arguments = programs()[kernel]
     expected = jax.jit(call)(*arguments)
-    monkeypatch.setattr(library, "native", lambda kernel, check=None: library.Native(names[kernel], None))
+    monkeypatch.setattr(library, "native", lambda kernel, check=None: library.Native(counted.names[kernel], None))
     program = jax.jit(lambda *arguments: call(*arguments)).lower(*arguments).compile()
     for succeed in (0, 1):
-        left.value = succeed
+        counted.left.value = succeed
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED.*no working memory from malloc"):
             jax.block_until_ready(program(*arguments))
-    for succeed in (2, 3, 2**40):  # also after errors the results are right
-        left.value = succeed
+    for succeed in (2, 3, 2**40, 2**40):  # also after errors the results are right
+        counted.left.value = succeed
         jax.tree.map(np.testing.assert_array_equal, program(*arguments), expected)
+    assert counted.left.value <= 2**40 - 2  # malloc was counted
+    end = time.monotonic() + 30
+    while counted.live.value != 0 and time.monotonic() < end:  # a helper may begin after the call has ended
+        time.sleep(0.01)
+    assert counted.live.value == 0
 
 
 @pytest.mark.codegen
