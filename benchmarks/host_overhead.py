@@ -35,6 +35,7 @@ class NoDevice:
     vocab_size = 50_000
     max_logprobs = 20
     compiles_after_ready = 0
+    is_ready = True
     longrope_switch_len = None
     host_slots = 0
     transfer_costs = None
@@ -55,6 +56,12 @@ class NoDevice:
 
     def set_params(self, params: object) -> None:
         pass
+
+    def wait_until_ready(self) -> None:
+        pass
+
+    def can_run(self, sampler: SamplerVariant, *, scores: bool) -> bool:
+        return True
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
         return True

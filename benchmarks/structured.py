@@ -124,6 +124,7 @@ def main() -> None:
             write_tokenizer(folder)
         for jumps in ("off", "on") if args.jump_forward == "both" else (args.jump_forward,):
             with engine(args.model, folder, jump_forward=jumps == "on") as llm:
+                llm.wait_until_ready()
                 for name, fields in PARAMS.items():
                     plain = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **fields)
                     asked = StructuredOutputsParams(json=SCHEMA)

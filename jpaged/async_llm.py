@@ -29,6 +29,8 @@ from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
+PROGRAMS_SECONDS = 0.05  # between two looks at whether a request's programs exist
+
 
 class AsyncLLM(EngineAccess):
     """A model that serves requests on asyncio. Arguments and errors as for `jpaged.LLM`; the constructor blocks.
@@ -37,7 +39,7 @@ class AsyncLLM(EngineAccess):
     """
 
     def __init__(self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Any):
-        built = build_engine(model, params, engine_options, layout=layout, progress=True)
+        built = build_engine(model, params, engine_options, layout=layout, progress=True, background=True)
         super().__init__(built)
         built.engine.inputs.prepare_grammars()
         self._tokenising = TokeniserThreads()
@@ -108,6 +110,7 @@ class AsyncLLM(EngineAccess):
             request_group = await self._tokenising.run(prompt_length(prompt), work)
             if request_group.grammar is not None:
                 await asyncio.wrap_future(request_group.grammar, loop=loop)
+            await self._wait_for_programs(request_group)
             self._engine_thread.add(request_group, stream)
             in_engine = True
             if stream.aborted:
@@ -143,6 +146,14 @@ class AsyncLLM(EngineAccess):
             raise
         except BaseException as error:  # the tokenizer panicked (Rust). Only this request fails
             raise EngineError(f"reading the prompt failed: {type(error).__name__}: {error}") from error
+
+    async def _wait_for_programs(self, request_group: RequestGroup) -> None:
+        """Wait for the programs of a request that comes before the engine is ready. Other requests continue."""
+        sampler = max(request.sampler for request in request_group.requests)
+        scores = any(request.output.prompt_logprobs is not None for request in request_group.requests)
+        while not self._live_engine.runner.can_run(sampler, scores=scores):
+            await asyncio.sleep(PROGRAMS_SECONDS)
+            self._engine_thread.check_open()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their generators yield a last output, finish_reason 'abort'. Unknown ids are ignored."""

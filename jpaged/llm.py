@@ -55,7 +55,7 @@ class LLM(EngineAccess):
     """
 
     def __init__(self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Any):
-        super().__init__(build_engine(model, params, engine_options, layout=layout, progress=True))
+        super().__init__(build_engine(model, params, engine_options, layout=layout, progress=True, background=True))
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread whose call holds the lock
         self._inspections: deque[Future[EngineCapture]] = deque()  # requested by other threads while a call runs

@@ -28,6 +28,11 @@ class EngineClient(Generates, Protocol):
         """Maximum number of tokens of one request, prompt and output together."""
         ...
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all programs exist."""
+        ...
+
     def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:

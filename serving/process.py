@@ -5,14 +5,16 @@ import gc
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from jpaged.errors import JPagedError
+from jpaged.errors import EngineError, JPagedError
 from jpaged.serving.connection import ConnectionLimits, bounded_connection
 
 MAX_OPEN_FILES = 65_536
@@ -39,6 +41,34 @@ def take_address(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise AddressError(f"cannot listen on {host}:{port} ({error.strerror or error}): try another --port") from None
     return bound
+
+
+class StartingEngine(Protocol):
+    """An engine whose programs may still be compiled."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all programs exist."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Wait until all programs exist. Raises EngineError if one cannot be compiled."""
+        ...
+
+
+def _announce(url: str, engine: StartingEngine | None) -> None:
+    """Print that the server is ready: now, or when all programs exist."""
+    if engine is None or engine.is_ready:
+        print(f"ready: {url}", flush=True)
+        return
+    print(f"serving: {url} (requests may wait while programs are compiled)", flush=True)
+
+    def wait() -> None:
+        with suppress(EngineError):  # the log has it
+            engine.wait_until_ready()
+            print(f"ready: {url}", flush=True)
+
+    threading.Thread(target=wait, name="jpaged-ready", daemon=True).start()
 
 
 class _Server(uvicorn.Server):
@@ -105,8 +135,11 @@ def serve(
     shutdown_timeout: int,
     access_log: bool,
     limits: ConnectionLimits | None = None,
+    engine: StartingEngine | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Then refuse new requests, and give running ones `shutdown_timeout` seconds.
+
+    engine: its programs may still be compiled. None: it is ready.
 
     `CLOSE_SECONDS` later the process ends with status 1, if a thread still parses, tokenises, compiles or renders.
     """
@@ -124,4 +157,4 @@ def serve(
     )
     host, port = address.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    _Server(config, lambda: print(f"ready: http://{shown}:{port}/v1", flush=True)).run(sockets=[address])
+    _Server(config, lambda: _announce(f"http://{shown}:{port}/v1", engine)).run(sockets=[address])

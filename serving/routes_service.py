@@ -29,13 +29,15 @@ async def model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine runs and makes progress, else 503."""
+    """Answer 200 while the engine is ready, runs and makes progress, else 503."""
     server: Server = request.app.state.server
     try:
         await server.engine.check_health()
     except EngineError as error:
         logger.error("unhealthy: %s", error)
         raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not run", code="engine_error") from None
+    if not server.engine.is_ready:
+        return Response("programs are still compiled\n", HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"})
     return Response()
 
 

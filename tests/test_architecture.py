@@ -49,6 +49,7 @@ SHARED = {
     "jpaged.kv_groups",
     "jpaged.outputs",
     "jpaged.params",
+    "jpaged.phases",
     "jpaged.pooling_params",
     "jpaged.sampling_params",
     "jpaged.snapshot",

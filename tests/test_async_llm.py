@@ -1,6 +1,7 @@
 """AsyncLLM, on the runner in plain Python that the engine's tests use."""
 
 import asyncio
+import dataclasses
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from jpaged import AsyncLLM, CapacityError, EngineError, RequestError, RequestOutput, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.engine.request import Request
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
 from tests.engine.fake_runner import FakeHandle, FakeRunner, alone
@@ -90,6 +92,26 @@ def test_only_the_bad_request_fails(engine: AsyncLLM):
     assert isinstance(empty, RequestError)
     assert first[-1].finished
     assert second[-1].finished
+
+
+def test_a_request_waits_for_its_programs_and_no_other_does(runner: FakeRunner, engine: AsyncLLM):
+    """Before the engine is ready, requests run whose programs exist."""
+    exists = {SamplerVariant.GREEDY}
+    runner.can_run = lambda sampler, *, scores: sampler in exists and not scores
+
+    async def main() -> None:
+        random = asyncio.create_task(collect(engine, [4, 5], SamplingParams(temperature=1, max_tokens=3, seed=1)))
+        scored = asyncio.create_task(collect(engine, [4, 5], dataclasses.replace(GREEDY, prompt_logprobs=1)))
+        await asyncio.wait_for(collect(engine, [4, 5], GREEDY), 5)
+        assert not random.done()
+        exists.add(SamplerVariant.RANDOM)
+        assert (await asyncio.wait_for(random, 5))[-1].finished
+        assert not scored.done()
+        engine.close()
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(scored, 5)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "abort"])

@@ -42,6 +42,7 @@ def test_500_fuzzed_requests_compile_nothing(tmp_path, compiles):
         str(tmp_path), dtype="float32", max_num_seqs=12, max_num_batched_tokens=96, max_model_len=256,
         kv_cache_memory_bytes=1_000_000,
     ) as llm:  # fmt: skip
+        llm.wait_until_ready()
         assert compiles  # the listener works
         compiles.clear()
         engine, alive, finished, refused = llm._engine, set(), 0, 0
@@ -91,6 +92,7 @@ jax.monitoring.register_event_listener(listen)
 from jpaged import LLM, SamplingParams
 sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
 with LLM(sys.argv[1], dtype="float32", compilation_cache_dir=sys.argv[2], **sizes) as llm:
+    llm.wait_until_ready()
     [output] = llm.generate("x" if llm.get_tokenizer() else {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.8, seed=1))
 print(json.dumps({"counts": counts, "tokens": output.outputs[0].token_ids}))
 """  # noqa: E501
@@ -137,7 +139,7 @@ def test_a_second_start_reads_every_program_from_the_cache(tmp_path):
         return json.loads(done.stdout.splitlines()[-1])
 
     cold, warm = start(), start()
-    assert cold["counts"]["/jax/compilation_cache/cache_misses"] > 10
+    assert cold["counts"]["/jax/compilation_cache/cache_misses"] > 5  # others are compiled by a child process
     assert warm["counts"].get("/jax/compilation_cache/cache_misses", 0) == 0
     assert warm["counts"]["/jax/compilation_cache/cache_hits"] > 10
     assert warm["tokens"] == cold["tokens"]

@@ -166,6 +166,7 @@ def test_a_score_does_not_depend_on_the_row(labels, dtype):
 @pytest.mark.slow
 def test_a_pooling_engine_has_one_program_per_token_bucket_and_one_pool_program(bare):
     with LLM(bare, runner="pooling", dtype="float32", max_num_seqs=64, max_num_batched_tokens=512) as llm:
+        llm.wait_until_ready()
         names = [str(program.shape) for program in llm._engine.runner.programs.programs]
         assert names == ["mixed 256 tokens", "mixed 512 tokens", "pool 128 rows"]
         assert "lm_head" not in llm._engine.runner._params

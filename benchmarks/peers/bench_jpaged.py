@@ -24,6 +24,8 @@ class Batch:
     def __init__(self, args: argparse.Namespace):
         self.version = versions()
         self._engine = jpaged.LLM(str(args.model), **engine_options(args))
+        if not args.first_token:
+            self._engine.wait_until_ready()
 
     def generate(self, requests: Sequence[common.Request], arrivals: common.Arrivals) -> list[list[int]]:
         """Generate without times of tokens."""
@@ -46,6 +48,8 @@ class Streams:
     def __init__(self, args: argparse.Namespace):
         self.version = versions()
         self._engine = jpaged.AsyncLLM(str(args.model), **engine_options(args))
+        if not args.first_token:
+            self._engine.wait_until_ready()
         self._loop = asyncio.Runner()
 
     def generate(self, requests: Sequence[common.Request], arrivals: common.Arrivals) -> list[list[int]]:

@@ -56,6 +56,7 @@ class Latency:
 
         latencies: list[float] = []
         with LLM(**options) as llm:
+            llm.wait_until_ready()
             if self.input_len + self.output_len > llm.max_model_len:
                 total = self.input_len + self.output_len
                 accepted = f"with --output-len; the engine accepts {llm.max_model_len} tokens: lower one of them"

@@ -37,6 +37,7 @@ class Throughput(WorkloadFlags):
         from jpaged import LLM, SamplingParams
 
         with LLM(**options) as llm:
+            llm.wait_until_ready()
             tokenizer = llm.get_tokenizer()
             requests = self.requests(
                 vocab_size=llm.spec.vocab_size,

@@ -119,5 +119,12 @@ class Serve:
         server = Server(engine=engine, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
         app = create_app(server, api_keys=self.api_key, admin_keys=self.admin_key)
         limits = ConnectionLimits(per_address=self.max_connections_per_address)
-        serve(app, address, shutdown_timeout=self.shutdown_timeout, access_log=self.access_log, limits=limits)
+        serve(
+            app,
+            address,
+            shutdown_timeout=self.shutdown_timeout,
+            access_log=self.access_log,
+            limits=limits,
+            engine=engine,
+        )
         return 0

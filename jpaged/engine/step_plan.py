@@ -200,6 +200,22 @@ class Runner(Protocol[HandleT]):
         """Programs compiled after the engine was ready. 0, or the program table has a hole."""
         ...
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all programs exist."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Wait until all programs exist. Any thread may call it. Raises EngineError if one cannot be compiled."""
+        ...
+
+    def can_run(self, sampler: SamplerVariant, *, scores: bool) -> bool:
+        """Whether a step of a request need not wait for programs. Any thread may call it. Raises EngineError as above.
+
+        sampler: what the request needs. scores: the request wants log-probabilities of its prompt.
+        """
+        ...
+
     def dispatch(self, plan: StepPlan) -> HandleT:
         """Start a step; returns at once. Steps run in the order of dispatch."""
         ...

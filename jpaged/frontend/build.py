@@ -17,6 +17,7 @@ from jpaged.frontend.tracing import refuse_tracing
 from jpaged.params.logits_processors import LogitsProcessor, logits_processors
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
+from jpaged.phases import phase
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +45,7 @@ def build_engine(
     *,
     layout: "WeightLayout | None" = None,
     progress: bool,
+    background: bool = False,
 ) -> BuiltEngine:
     """Load a model, compile its programs and build an engine that runs them.
 
@@ -52,6 +54,7 @@ def build_engine(
     params:   live arrays, used without a copy; None: read the checkpoint.
     layout:   how live arrays are stored; None: derived from their names and shapes.
     progress: show a progress bar while programs compile.
+    background: on CPU, compile most programs while the engine runs.
     Raises RequestError for a bad option, ModelLoadError when the model cannot be loaded or run.
     """
     if isinstance(model, os.PathLike):
@@ -59,18 +62,19 @@ def build_engine(
     processors = logits_processors(options.get("logits_processors"))
     config = engine_config(model, {name: value for name, value in options.items() if name != "logits_processors"})
     _check_model_arguments(model, params, layout)
-    # Imported here, so that `import jpaged` imports no jax.
-    import jax
+    with phase("imports"):  # here, so that `import jpaged` imports no jax
+        import jax
 
-    from jpaged.loading import valid_token_mask
-    from jpaged.runtime.compile_cache import persistent_cache
-    from jpaged.runtime.memory import claim_gpu_memory
-    from jpaged.runtime.runner import ModelRunner
+        from jpaged.loading import valid_token_mask
+        from jpaged.runtime.compile_cache import persistent_cache
+        from jpaged.runtime.memory import claim_gpu_memory
+        from jpaged.runtime.runner import ModelRunner
 
     claim_gpu_memory(config)  # before the first use of a device, which refuse_tracing makes
     refuse_tracing(*jax.tree.leaves(params))
     # quantising compiles small programs
-    with persistent_cache(config.compilation_cache_dir) if config.quantization else contextlib.nullcontext():
+    cache = persistent_cache(config.compilation_cache_dir) if config.quantization else contextlib.nullcontext()
+    with phase("weights and tokenizer"), cache:
         loaded = _load(model, params, layout, config, processors)
     pooling = _pooling(loaded)
     has_mask = config.mask_unknown_tokens and pooling is None
@@ -84,10 +88,12 @@ def build_engine(
         tokenizer_ids=mask,
         processors=processors,
         progress=progress,
+        background=background,
     )
     engine = _engine(runner, loaded, config, pooling, mask, processors)
     try:
-        _check_outputs(engine, loaded)
+        with phase("check of the outputs"):
+            _check_outputs(engine, loaded)
     except BaseException:
         engine.close()
         raise

@@ -39,6 +39,15 @@ class EngineAccess:
         """Maximum number of tokens of one request, prompt and output together."""
         return self._live_engine.runner.max_model_len
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all programs exist. On CPU most of them are compiled after the constructor has returned."""
+        return self._live_engine.runner.is_ready
+
+    def wait_until_ready(self) -> None:
+        """Wait until all programs exist: call it before a measurement. Raises EngineError if one cannot be compiled."""
+        self._live_engine.runner.wait_until_ready()
+
     def stats(self) -> EngineStats:
         """Return the engine's statistics since the start or the last `reset_stats`."""
         return self._live_engine.stats()

@@ -9,6 +9,7 @@ A block on the host is a pytree like KVPages of one block, stacked over the page
 has it, else as numpy arrays.
 """
 
+import functools
 import logging
 import os
 import statistics
@@ -25,6 +26,7 @@ from jpaged.engine.step_plan import BlockMove, TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import DeviceState, formats
+from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
@@ -59,21 +61,28 @@ def host_slots(swap_space: float, block_bytes: int) -> int:
 class BlockMover:
     """Runs the moves, and holds the blocks of the host tier."""
 
-    def __init__(self, state: DeviceState, placement: Placement, *, host_slots: int):
-        """Compile the programs for a state of these shapes. host_slots: 0 = no host tier."""
+    def __init__(
+        self, state: DeviceState, placement: Placement, *, host_slots: int, store: ProgramStore | None = None
+    ):
+        """Compile the programs for a state of these shapes.
+
+        host_slots: 0 = no host tier. store: see `compile_program`.
+        """
         self._placement = placement
         self._host_sharding = _pinned_sharding(placement)
         self._host: dict[int, HostBlock] = {}  # by host slot
 
         def moving(function: Callable[..., DeviceState], *arguments: Any) -> jax.stages.Compiled:
-            jitted = jax.jit(function, donate_argnums=0, out_shardings=formats(state))
-            return jitted.lower(state, *arguments).compile()
+            call = functools.partial(function)
+            return compile_program(
+                call, (state, *arguments), donate=(0,), out_shardings=formats(state), store=store
+            )
 
         self._copies = {size: moving(_copy, placement.shape((size, 2), np.int32)) for size in COPY_BUCKETS}
         if host_slots:
             index = placement.shape((HOST_BUCKET,), np.int32)
             block = placement.shapes_of(jax.eval_shape(_take, state.pages, index)[0])
-            self._take = jax.jit(_take).lower(state.pages, index).compile()
+            self._take = compile_program(functools.partial(_take), (state.pages, index), donate=(), store=store)
             self._put = moving(_put, index, (block,) * HOST_BUCKET)
 
     def run(self, state: DeviceState, moves: np.ndarray) -> DeviceState:

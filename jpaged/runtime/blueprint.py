@@ -9,6 +9,7 @@
 """
 
 import dataclasses
+import functools
 import logging
 import pathlib
 from typing import Any
@@ -17,20 +18,32 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.phases import phase
 from jpaged.runtime import memory
 from jpaged.runtime.block_moves import host_slots
 from jpaged.runtime.estimate import estimate_temporaries
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.output_programs import PoolShape, SampleShape, compile_output
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.programs import ProgramTable, Shape, bucket_shapes, temp_bytes
+from jpaged.runtime.programs import (
+    DECODE,
+    MIXED,
+    POOL,
+    ProgramTable,
+    Shape,
+    bucket_shapes,
+    kind_of,
+    size,
+    temp_bytes,
+)
 from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
 from jpaged.runtime.step import ForwardShape, compile_forward, upload_row
-from jpaged.runtime.stored_programs import ProgramStore
+from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KernelCheckError, KVPages, self_check
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 
@@ -118,6 +131,13 @@ class Blueprint:
         if poolers:
             return forward, max(poolers, key=lambda shape: shape.rows)
         return forward, max(samplers, key=lambda shape: (shape.rows, shape.variant))
+
+    @property
+    def first_shapes(self) -> list[Shape]:
+        """Programs that an engine cannot start without: the largest that compute, and that sample greedily or pool."""
+        needed = (DECODE, MIXED, SamplerVariant.GREEDY.name, POOL)
+        largest = {kind_of(shape): shape for shape in sorted(self.program_shapes, key=size)}
+        return [largest[kind] for kind in needed if kind in largest]
 
     def fit(self, *, temp_bytes: int = 0, free_bytes: int | None = None) -> "FittedBuild":
         """Size the KV pool: see `memory.fit` for arguments and errors."""
@@ -235,9 +255,10 @@ class FittedBuild:
     def create_state(self) -> DeviceState:
         """Allocate the device state."""
         blueprint, sizes = self.blueprint, self.limits.state_sizes(self.memory_plan.num_blocks)
-        return create_state(
-            blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype, placement=blueprint.placement
-        )
+        with pinned(), phase("KV pool"):  # another thread may call this
+            return create_state(
+                blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype, placement=blueprint.placement
+            )
 
     def compile(self, shape: Shape) -> jax.stages.Compiled:
         """Compile one program of the table: see `compile_forward` and `compile_output`."""
@@ -253,15 +274,19 @@ class FittedBuild:
                 options=blueprint.sampler_options, placement=blueprint.placement, store=self.store,
             )  # fmt: skip
 
-    def compile_table(self, *, progress: bool) -> ProgramTable:
-        """Compile the program table. progress: show a bar."""
-        return ProgramTable.compile(self.blueprint.program_shapes, self.compile, progress=progress)
+    def compile_table(self, *, progress: bool, first_only: bool = False) -> ProgramTable:
+        """Compile the program table. progress: show a bar. first_only: the remaining programs will be added later."""
+        shapes = self.blueprint.program_shapes
+        first = self.blueprint.first_shapes if first_only else shapes
+        missing = [shape for shape in shapes if shape not in first]
+        return ProgramTable.compile(first, self.compile, progress=progress, missing=missing)
 
     def compile_upload_row(self) -> jax.stages.Compiled:
         """Compile `upload_row`."""
         state = self.state_shapes()
         row = self.blueprint.placement.shape((1 + state.blocks.shape[1],), np.int32)
-        return jax.jit(upload_row, donate_argnums=0, out_shardings=formats(state)).lower(state, row).compile()
+        call = functools.partial(upload_row)
+        return compile_program(call, (state, row), donate=(0,), out_shardings=formats(state), store=self.store)
 
 
 def _dtype(model: ServedModel) -> np.dtype:

@@ -172,20 +172,15 @@ def compile_output(
 ) -> jax.stages.Compiled:
     """Compile a `sample`, `score` or `pool` program from arrays or ShapeDtypeStructs. params: the whole tree."""
     call: functools.partial[Any]
-    leaf: Any = 0
-    result: Any = Sampled(leaf, leaf, leaf, leaf, leaf)  # only its structure counts
     match shape:
         case SampleShape(size, variant):
-            result = result if variant is SamplerVariant.FULL else Sampled(leaf)
             call = functools.partial(sample, spec=spec, layout=layout, variant=variant, options=options)
         case ScoreShape(size):
             call = functools.partial(score, spec=spec, layout=layout, options=options)
         case PoolShape(size):
-            result = leaf
             call = functools.partial(pool, spec=spec, layout=layout)
     packed = placement.shape((2, size), np.int32)
     arguments = (lm_head_params(spec, params), mask, state.table, state.sampling, state.hidden, packed)
-    results = (state.table, state.sampling, result)
     if options.processors:
         store = None  # a stored program is found by jpaged's own sources, and these functions are the caller's
-    return compile_program(call, arguments, donate=(2, 3), results=results, store=store)
+    return compile_program(call, arguments, donate=(2, 3), store=store)

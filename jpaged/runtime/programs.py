@@ -4,8 +4,9 @@ import concurrent.futures
 import dataclasses
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.errors import EngineError
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
 from jpaged.runtime.step import ForwardShape
@@ -47,6 +49,8 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
 
 
 Shape = ForwardShape | OutputShape
+Kind = str  # see `kind_of`
+DECODE, MIXED, SCORE, POOL = "decode", "mixed", "score", "pool"  # kinds; a `sample` program has its variant's name
 ShapeT = TypeVar("ShapeT", bound=Shape, covariant=True)
 
 
@@ -128,20 +132,39 @@ class Program(Generic[ShapeT]):
     temp_bytes: int  # device memory that it allocates while it runs; arguments and results not included
 
 
-class ProgramTable:
-    """All programs of an engine, compiled."""
+def compiled(shape: Shape, compile_one: Callable[[Shape], jax.stages.Compiled]) -> Program[Any]:
+    """Compile a program, and measure the cost."""
+    start = time.perf_counter()
+    run = compile_one(shape)
+    return Program(shape, run, time.perf_counter() - start, temp_bytes(run))
 
-    def __init__(self, programs: Sequence[Program[Any]]):
+
+class ProgramTable:
+    """The programs of an engine. Those that are missing at first come from another thread."""
+
+    forwards: list[Program[ForwardShape]]  # decodes first, then by tokens
+    samplers: list[Program[SampleShape]]   # by variant, then by rows
+    poolers: list[Program[PoolShape]]      # by rows
+    scorer: Program[ScoreShape] | None
+
+    def __init__(self, programs: Sequence[Program[Any]], missing: Iterable[Shape] = ()):
+        """missing: shapes whose programs `add` will bring."""
+        self.missing = frozenset(missing)
+        self._failure: Exception | None = None  # of the thread that brings programs
+        self._awaited: set[Kind] = set()
+        self._change = threading.Condition()
+        self._arrange(programs)
+
+    def _arrange(self, programs: Sequence[Program[Any]]) -> None:
+        """Replace the lists. A thread that reads them sees an old or a new one, whole."""
+
         def of(kind: type) -> list[Program[Any]]:
             return [program for program in programs if isinstance(program.shape, kind)]
 
-        forwards: list[Program[ForwardShape]] = of(ForwardShape)
-        samplers: list[Program[SampleShape]] = of(SampleShape)
-        poolers: list[Program[PoolShape]] = of(PoolShape)
         scorers: list[Program[ScoreShape]] = of(ScoreShape)
-        self.forwards = sorted(forwards, key=lambda p: (not p.shape.is_decode, p.shape.tokens))
-        self.samplers = sorted(samplers, key=lambda p: (p.shape.variant, p.shape.rows))
-        self.poolers = sorted(poolers, key=lambda p: p.shape.rows)
+        self.forwards = sorted(of(ForwardShape), key=lambda p: (not p.shape.is_decode, p.shape.tokens))
+        self.samplers = sorted(of(SampleShape), key=lambda p: (p.shape.variant, p.shape.rows))
+        self.poolers = sorted(of(PoolShape), key=lambda p: p.shape.rows)
         self.scorer = scorers[0] if scorers else None
 
     @property
@@ -151,22 +174,22 @@ class ProgramTable:
 
     @classmethod
     def compile(
-        cls, shapes: Sequence[Shape], compile_one: Callable[[Shape], jax.stages.Compiled], *, progress: bool
+        cls,
+        shapes: Sequence[Shape],
+        compile_one: Callable[[Shape], jax.stages.Compiled],
+        *,
+        progress: bool,
+        missing: Sequence[Shape] = (),
     ) -> "ProgramTable":
-        """Compile every shape, in one thread per core: XLA compiles outside Python's lock."""
-
-        def make(shape: Shape) -> Program[Any]:
-            start = time.perf_counter()
-            run = compile_one(shape)
-            return Program(shape, run, time.perf_counter() - start, temp_bytes(run))
+        """Compile every shape, in one thread per core: XLA compiles outside Python's lock. missing: see `__init__`."""
 
         # The largest programs take longest. They start first, so that none of them runs alone at the end.
-        order = sorted(shapes, key=lambda shape: (not isinstance(shape, ForwardShape), -_size(shape)))
+        order = sorted(shapes, key=lambda shape: (not isinstance(shape, ForwardShape), -size(shape)))
         with (
             concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
             tqdm(total=len(shapes), desc="Compiling", unit="program", disable=not progress, leave=False) as bar,
         ):
-            futures = [pool.submit(make, shape) for shape in order]
+            futures = [pool.submit(compiled, shape, compile_one) for shape in order]
             try:
                 for future in concurrent.futures.as_completed(futures):
                     future.result()
@@ -176,31 +199,94 @@ class ProgramTable:
                 if isinstance(error, KeyboardInterrupt) and progress:
                     bar.write("stopping when the programs that are being compiled are done", file=sys.stderr)
                 raise
-            return cls([future.result() for future in futures])
+            return cls([future.result() for future in futures], missing)
+
+    def add(self, program: Program[Any]) -> bool:
+        """Add a missing program. Any thread may call it. Returns True if it was the last one."""
+        with self._change:
+            self._arrange([*self.programs, program])
+            self.missing -= {program.shape}
+            self._change.notify_all()
+            return not self.missing
+
+    def fail(self, error: Exception) -> None:
+        """Say that missing programs will not come."""
+        with self._change:
+            self._failure = self._failure or error
+            self._change.notify_all()
+
+    def wait_for_all(self) -> None:
+        """Wait until no program is missing. Raises EngineError if that cannot happen."""
+        with self._change:
+            while self.missing:
+                self._check()
+                self._change.wait()
+
+    def await_kind(self, kind: Kind) -> bool:
+        """Whether a program of this kind exists. If not, it is compiled next. Raises EngineError as `wait_for_all`."""
+        if any(kind_of(program.shape) == kind for program in self.programs):
+            return True
+        with self._change:
+            self._check()
+            self._awaited.add(kind)
+        return not any(kind_of(shape) == kind for shape in self.missing)  # then `_smallest` raises
+
+    def is_awaited(self, shape: Shape) -> bool:
+        """Whether a step waits for a program of this shape's kind."""
+        return kind_of(shape) in self._awaited
 
     def forward(self, plan: StepPlan) -> Program[ForwardShape]:
         """The smallest forward program that can run the plan."""
         decode_only = plan.num_decodes == len(plan.rows)
         tokens, rows = plan.total_tokens, len(plan.rows)
-        for program in self.forwards:
-            shape = program.shape
-            if shape.is_decode == decode_only and shape.tokens >= tokens and shape.rows >= rows:
-                return program
-        raise ValueError(f"no program takes {tokens} tokens in {rows} rows")
+
+        def find() -> Program[ForwardShape] | None:
+            for program in self.forwards:
+                shape = program.shape
+                if shape.is_decode == decode_only and shape.tokens >= tokens and shape.rows >= rows:
+                    return program
+            return None
+
+        kind = DECODE if decode_only else MIXED
+        return find() or self._wait(find, kind, f"no program takes {tokens} tokens in {rows} rows")
 
     def sampler(self, num_rows: int, variant: SamplerVariant) -> Program[SampleShape]:
         """The smallest `sample` program of a variant for `num_rows` rows."""
-        for program in self.samplers:
-            if program.shape.rows >= num_rows and program.shape.variant is variant:
-                return program
-        raise ValueError(f"no {variant.name} sample program takes {num_rows} rows")
+
+        def find() -> Program[SampleShape] | None:
+            for program in self.samplers:
+                if program.shape.rows >= num_rows and program.shape.variant is variant:
+                    return program
+            return None
+
+        return find() or self._wait(find, variant.name, f"no {variant.name} sample program takes {num_rows} rows")
 
     def pooler(self, num_rows: int) -> Program[PoolShape]:
         """The smallest `pool` program for `num_rows` rows."""
-        for program in self.poolers:
-            if program.shape.rows >= num_rows:
-                return program
-        raise ValueError(f"no pool program takes {num_rows} rows")
+
+        def find() -> Program[PoolShape] | None:
+            return next((program for program in self.poolers if program.shape.rows >= num_rows), None)
+
+        return find() or self._wait(find, POOL, f"no pool program takes {num_rows} rows")
+
+    def score(self) -> Program[ScoreShape]:
+        """The `score` program."""
+        return self.scorer or self._wait(lambda: self.scorer, SCORE, "there is no score program")
+
+    def _wait(self, find: Callable[[], Program[ShapeT] | None], kind: Kind, nothing: str) -> Program[ShapeT]:
+        """Wait for a program of a kind. Raises ValueError if none is missing, EngineError if it cannot come."""
+        with self._change:
+            self._awaited.add(kind)
+            while (found := find()) is None:
+                if not any(kind_of(shape) == kind for shape in self.missing):
+                    raise ValueError(nothing)
+                self._check()
+                self._change.wait()
+        return found
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"a program could not be compiled: {self._failure}") from self._failure
 
     @property
     def temp_bytes(self) -> int:
@@ -213,7 +299,20 @@ class ProgramTable:
         return "\n".join(lines)
 
 
-def _size(shape: Shape) -> int:
+def kind_of(shape: Shape) -> Kind:
+    """The purpose of a program. The largest program of a kind can do the work of all others."""
+    match shape:
+        case ForwardShape():
+            return DECODE if shape.is_decode else MIXED
+        case SampleShape():
+            return shape.variant.name
+        case ScoreShape():
+            return SCORE
+        case PoolShape():
+            return POOL
+
+
+def size(shape: Shape) -> int:
     """Rows or tokens of a program: the larger its number, the longer it takes to compile."""
     return shape.tokens if isinstance(shape, ForwardShape | ScoreShape) else shape.rows
 

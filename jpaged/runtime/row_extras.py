@@ -1,7 +1,7 @@
 """Uploads the extras of rows: all of them when a row starts, and its mask whenever it changes."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jpaged.engine.step_plan import RowExtras, RowInit, RowMask
 from jpaged.params.sampling import MAX_LOGIT_BIAS
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import DeviceState, SamplingState
+from jpaged.runtime.stored_programs import ProgramStore, compile_program
 
 MASKS_AT_ONCE = 8
 
@@ -19,8 +20,14 @@ MASKS_AT_ONCE = 8
 class ExtrasUploader:
     """Two programs: one sets all extras of a row, one sets masks of up to MASKS_AT_ONCE rows. Both work in place."""
 
-    def __init__(self, state: DeviceState, max_model_len: int, placement: Placement):
-        """state: arrays or ShapeDtypeStructs. max_model_len: most tokens that penalties count."""
+    def __init__(
+        self, state: DeviceState, max_model_len: int, placement: Placement, store: ProgramStore | None = None
+    ):
+        """Compile the programs.
+
+        state: arrays or ShapeDtypeStructs. max_model_len: most tokens that penalties count. store: see
+        `compile_program`.
+        """
         self._placement = placement
         self._max_tokens = max_model_len
         self._words = state.sampling.masks.shape[1]
@@ -28,13 +35,14 @@ class ExtrasUploader:
         self._padding = state.sampling.counts.shape[1]  # an id past the vocabulary
         size = 3 + max_model_len + 2 * MAX_LOGIT_BIAS + self._words + self._custom
 
-        def compiled(function: Callable[..., SamplingState], *arguments: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
-            return jax.jit(function, donate_argnums=0).lower(state.sampling, *arguments).compile()
+        def compiled(call: functools.partial[SamplingState], *arguments: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+            return compile_program(call, (state.sampling, *arguments), donate=(0,), store=store)
 
         start = functools.partial(_start_row, max_tokens=max_model_len)
         self._start = compiled(start, placement.shape((size,), np.int32))
         rows = placement.shape((MASKS_AT_ONCE,), np.int32)
-        self._set_masks = compiled(_set_masks, rows, placement.shape((MASKS_AT_ONCE, self._words), np.uint32))
+        masks = placement.shape((MASKS_AT_ONCE, self._words), np.uint32)
+        self._set_masks = compiled(functools.partial(_set_masks), rows, masks)
 
     def start(self, state: DeviceState, init: RowInit) -> DeviceState:
         """Set all extras of a row that starts. `state` is donated."""

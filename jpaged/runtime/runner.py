@@ -9,23 +9,26 @@ import dataclasses
 import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import RowMask, Scores, StepPlan, StepResult, TransferCosts
+from jpaged.engine.step_plan import RowMask, SamplerVariant, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models.quantization import quantized_shapes
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout, param_shapes
 from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.phases import phase
+from jpaged.runtime.background import BackgroundCompiler
 from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.output_programs import OutputShape, lm_head_params, pack_rows
 from jpaged.runtime.placement import Placement, device_of
-from jpaged.runtime.programs import Program, Shape
+from jpaged.runtime.programs import SCORE, Program, Shape
 from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState
@@ -52,27 +55,35 @@ class ModelRunner:
     """A model on a device, with its KV pool and its compiled programs. See `engine.step_plan.Runner`."""
 
     def __init__(
-        self, build: FittedBuild, params: Params, token_mask: jax.Array | None = None, *, progress: bool = False
+        self,
+        build: FittedBuild,
+        params: Params,
+        token_mask: jax.Array | None = None,
+        *,
+        progress: bool = False,
+        background: bool = False,
     ):
-        """Compile every program and allocate the device state. Nothing compiles after that.
+        """Compile the programs and allocate the device state. The engine's thread compiles nothing after that.
 
         params:     weights of the shapes in the blueprint. They are used without a copy.
         token_mask: bool[vocab_size], ids that may be sampled; None = all. Given if the blueprint's model is `masked`.
         progress:   show a bar while compiling.
+        background: compile most programs after the constructor has returned, where programs are stored.
         """
-        blueprint, start = build.blueprint, time.perf_counter()
+        blueprint, self._start = build.blueprint, time.perf_counter()
         spec, placement, limits = blueprint.model.spec, blueprint.placement, build.limits
         state = build.state_shapes()
-        self.programs = build.compile_table(progress=progress)
-        self._upload_row = build.compile_upload_row()
+        # On CPU memory is filled while programs are read: 0.4 s for 768 MiB. Elsewhere compiling needs free memory.
+        allocation = ThreadPoolExecutor(1)
+        early = allocation.submit(build.create_state) if placement.platform == "cpu" else None
+        with phase("step programs"):
+            self.programs = build.compile_table(progress=progress, first_only=background and build.store is not None)
         self.host_slots = host_slots(blueprint.config.swap_space, build.memory_plan.block_bytes)
-        self._mover = BlockMover(state, placement, host_slots=self.host_slots)
-        self._uploader = None if spec.pools else ExtrasUploader(state, limits.max_model_len, placement)
-        # The count of the progress bar and of the table. The few programs that only copy are not in it.
-        count = len(self.programs.programs)
-        logger.info("compiled %d programs in %.1f s:\n%s", count, time.perf_counter() - start, self.programs)
-        self.memory_plan = dataclasses.replace(build.memory_plan, temp_bytes=self.programs.temp_bytes)
-        logger.info("device memory:\n%s", self.memory_plan)
+        with phase("programs that copy"):
+            self._upload_row = build.compile_upload_row()
+            self._mover = BlockMover(state, placement, host_slots=self.host_slots, store=build.store)
+            self._uploader = None if spec.pools else ExtrasUploader(state, limits.max_model_len, placement, build.store)
+        self.memory_plan = build.memory_plan
 
         self.spec = spec
         self.num_blocks = self.memory_plan.num_blocks
@@ -95,8 +106,10 @@ class ModelRunner:
         self._lm_head_params: Params | None = lm_head_params(spec, params)
         self._token_mask = token_mask
         self._counter = CompileCounter()
-        self._state: DeviceState | None = build.create_state()
+        self._state: DeviceState | None = early.result() if early is not None else build.create_state()
+        allocation.shutdown()
         self.transfer_costs = self._measure_transfers() if self.host_slots else None
+        self._background = self._compile_rest()
 
     @staticmethod
     def check(spec: DecoderSpec, dtype: np.dtype, config: EngineConfig) -> None:
@@ -119,12 +132,14 @@ class ModelRunner:
         tokenizer_ids: np.ndarray | None = None,
         processors: tuple[LogitsProcessor, ...] = (),
         progress: bool = False,
+        background: bool = False,
     ) -> "ModelRunner":
         """Size the pool by the device's free memory and make a runner: blueprint -> fitted build -> runner.
 
         params:        the tree of `spec.param_shapes` (or as `layout` says), on one device. Used without a copy.
         tokenizer_ids: bool[vocab_size], ids that may be sampled; None = all.
         progress:      show a bar while compiling.
+        background:    compile most programs after this has returned. Only where programs are stored.
 
         Raises ModelLoadError for an option that does not fit the model or the memory.
         """
@@ -137,8 +152,44 @@ class ModelRunner:
         blueprint = Blueprint.draw(model, config, placement)
         with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
             if blueprint.has_unchecked_attention:
-                blueprint.check_attention(device)
-            return cls(blueprint.fit_device(device, folder), params, token_mask, progress=progress)
+                with phase("check of the kernels"):
+                    blueprint.check_attention(device)
+            with phase("plan of the memory"):
+                build = blueprint.fit_device(device, folder)
+            return cls(build, params, token_mask, progress=progress, background=background)
+
+    def _compile_rest(self) -> BackgroundCompiler | None:
+        """Compile missing programs in the background. Returns None if all programs exist."""
+        store, table = self._build.store, self.programs
+        if store is None or not table.missing:
+            self._note_ready()
+            return None
+        seconds = time.perf_counter() - self._start
+        logger.info("%d programs exist after %.1f s, %d follow", len(table.programs), seconds, len(table.missing))
+        return BackgroundCompiler(self._build, store, table, self._note_ready)
+
+    def _note_ready(self) -> None:
+        """All programs exist."""
+        # The count of the progress bar and of the table. The few programs that only copy are not in it.
+        count, seconds = len(self.programs.programs), time.perf_counter() - self._start
+        logger.info("compiled %d programs in %.1f s:\n%s", count, seconds, self.programs)
+        self.memory_plan = dataclasses.replace(self.memory_plan, temp_bytes=self.programs.temp_bytes)
+        logger.info("device memory:\n%s", self.memory_plan)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all programs exist."""
+        return not self.programs.missing
+
+    def wait_until_ready(self) -> None:
+        """Wait until all programs exist. Raises EngineError if one cannot be compiled."""
+        self.programs.wait_for_all()
+
+    def can_run(self, sampler: SamplerVariant, *, scores: bool) -> bool:
+        """Whether the programs of a request exist. If not, they are compiled next. Raises as `wait_until_ready`."""
+        if self.spec.pools:
+            return True
+        return self.programs.await_kind(sampler.name) and (not scores or self.programs.await_kind(SCORE))
 
     @property
     def compiles_after_ready(self) -> int:
@@ -213,7 +264,9 @@ class ModelRunner:
         return prompt_len <= (rope.original_max_position or self.spec.max_position)
 
     def close(self) -> None:
-        """Free the device state, and drop the references to the weights."""
+        """End compiling, free the device state, and drop the references to the weights."""
+        if self._background is not None:
+            self._background.close()
         if self._state is not None:
             for leaf in jax.tree.leaves(self._state):
                 if not leaf.is_deleted():
@@ -224,9 +277,9 @@ class ModelRunner:
 
     def _score(self, scored: np.ndarray) -> tuple[Sampled, ...]:
         """Log-probabilities of known tokens, in chunks: no more logits are alive at a time than in sampling."""
-        chunks, program = [], self.programs.scorer
-        if program is None:
-            return ()  # a model that pools
+        if not scored.shape[1]:
+            return ()
+        chunks, program = [], self.programs.score()
         size = program.shape.tokens
         for first in range(0, scored.shape[1], size):
             part = scored[:, first : first + size]

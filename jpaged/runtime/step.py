@@ -266,6 +266,5 @@ def compile_forward(
     )
     packed = placement.shape((shape.packed_size,), np.int32)
     return compile_program(
-        call, (params, state, packed), donate=(1,), results=(state, 0), out_shardings=(formats(state), None),
-        store=store,
-    )  # fmt: skip
+        call, (params, state, packed), donate=(1,), out_shardings=(formats(state), None), store=store
+    )

@@ -9,22 +9,30 @@ Only programs for CPU are stored. Kernels for GPU and TPU are custom calls whose
 accept later, and deviceless compiling has no device to load for.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import json
 import logging
+import os
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
 
 import jax
 from jax import export
 
 import jpaged.models
 import pallas_kernels
+from jpaged.phases import phase
+from jpaged.runtime.compile_cache import persistent_cache
 from jpaged.runtime.private_folder import private_folder, read_file, write_file
+from jpaged.runtime.sampler import Sampled
+from jpaged.runtime.state import DeviceState, SamplingState
+from pallas_kernels import KVPages
 from pallas_kernels.cpu_kernels import cpu_kernel_names
 
 logger = logging.getLogger(__name__)
@@ -34,13 +42,23 @@ _VERSIONS = ("jax", "jaxlib", "numpy", "ml_dtypes")
 _NOT_TRACED = ("device", "platform", "cache", "log", "dump", "dir", "traceback", "profile", "distributed")
 
 
+class Elsewhere(Protocol):
+    """Another process that compiles stored programs."""
+
+    def compile(self, path: pathlib.Path, donate: Sequence[int]) -> None:
+        """Compile a stored program, so that XLA's compile cache has it. May fail silently."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class ProgramStore:
     """A private folder of exported programs."""
 
     folder: pathlib.Path
-    key: str                 # of everything that all programs of an engine depend on
+    key: str                  # of everything that all programs of an engine depend on
     kernels: tuple[str, ...]  # native kernels that a program may call
+    # Compiles the programs that XLA's compile cache lacks. None: the calling thread does.
+    elsewhere: Elsewhere | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def open(cls, cache_folder: pathlib.Path | None, platform: str, *, quantized: bool) -> Self | None:
@@ -53,31 +71,58 @@ class ProgramStore:
         folder = private_folder(cache_folder / "exported", "tracing at the next start")
         if folder is None:
             return None
-        kernels = cpu_kernel_names(quantized=quantized)
+        with phase("native kernels"):
+            kernels = cpu_kernel_names(quantized=quantized)
         names = tuple(name for name in kernels.values() if name is not None)
         return cls(folder, _digest(_sources(), _versions(), _settings(), sorted(kernels.items())), names)
 
-    def load(self, call: functools.partial[Any], arguments: Any) -> export.Exported:
-        """Read the program `call(*arguments)`, or trace, lower and store it.
-
-        The program takes the leaves of the arguments, and returns the leaves of the results.
-        Raises ValueError for a custom call that is not one of `kernels`, NotImplementedError for a call of Python.
-        """
+    def path(self, call: functools.partial[Any], arguments: Any) -> pathlib.Path:
+        """The file of the program `call(*arguments)`."""
         leaves, structure = jax.tree.flatten(arguments)
         described = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
         key = _digest(self.key, call.func.__qualname__, sorted(call.keywords.items()), structure, described)
-        path = self.folder / f"{call.func.__name__}-{key}"
+        return self.folder / f"{call.func.__name__}-{key}"
+
+    def load(self, path: pathlib.Path, call: functools.partial[Any], arguments: Any) -> export.Exported:
+        """Read a program, or trace, lower and store it.
+
+        Raises ValueError for a custom call that is not one of `kernels`, and for a type of tree that is not one of
+        `_TREES`. Raises NotImplementedError for a call of Python.
+        """
         stored = read_file(path)
         if stored is not None:
             return export.deserialize(bytearray(stored))
-
-        def flat(*leaves: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(call(*jax.tree.unflatten(structure, leaves)))
-
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in self.kernels]
-        exported = export.export(jax.jit(flat, keep_unused=True), disabled_checks=checks)(*leaves)
+        exported = export.export(jax.jit(call, keep_unused=True), disabled_checks=checks)(*arguments)
         write_file(path, bytes(exported.serialize()))
         return exported
+
+    def compile(self, call: functools.partial[Any], arguments: Any, donate: Sequence[int]) -> jax.stages.Compiled:
+        """Compile the stored program. Raises ValueError and NotImplementedError as `load`."""
+        path = self.path(call, arguments)
+        exported = self.load(path, call, arguments)
+        # An empty file says that the program was compiled, with the same flags of XLA.
+        compiled = path.with_name(f"{path.name}.{_digest(os.environ.get('XLA_FLAGS'))[:8]}.compiled")
+        if self.elsewhere is None:
+            program = compile_exported(exported, arguments, donate)
+        else:
+            if not compiled.exists():
+                self.elsewhere.compile(path, donate)
+            with persistent_cache(str(self.folder.parent)):
+                program = compile_exported(exported, arguments, donate)
+        with contextlib.suppress(OSError):
+            compiled.touch()
+        return program
+
+
+def compile_exported(exported: export.Exported, arguments: Any, donate: Sequence[int]) -> jax.stages.Compiled:
+    """Compile a stored program for arguments that are placed on a device."""
+
+    def program(*arguments: Any) -> Any:
+        return exported.call(*arguments)
+
+    program.__name__ = exported.fun_name  # profiles show it
+    return jax.jit(program, donate_argnums=donate, keep_unused=True).lower(*arguments).compile()
 
 
 def compile_program(
@@ -85,7 +130,6 @@ def compile_program(
     arguments: tuple[Any, ...],
     *,
     donate: tuple[int, ...],
-    results: Any,
     out_shardings: Any = None,
     store: ProgramStore | None = None,
 ) -> jax.stages.Compiled:
@@ -94,32 +138,44 @@ def compile_program(
     call:          a function with keywords that are plain values: a stored program is found by their text.
     arguments:     trees of arrays or ShapeDtypeStructs.
     donate:        indices of arguments whose memory the results take over.
-    results:       a tree of the structure of the results.
     out_shardings: placement of the results, as for `jax.jit`. Stored programs have none: their results are where the
         arguments are.
     store:         None = trace the function.
     """
-    function: Callable[..., Any] = call
     if store is not None:
         try:
-            function, out_shardings = _stored(call, store.load(call, arguments), results), None
+            return store.compile(call, arguments, donate)
         except (ValueError, NotImplementedError) as error:
             logger.warning("%s cannot be stored, so every start traces it: %s", call.func.__name__, error)
-    jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
+    jitted = jax.jit(call, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
     return jitted.lower(*arguments).compile()
 
 
-def _stored(call: functools.partial[Any], exported: export.Exported, results: Any) -> Callable[..., Any]:
-    """A function with the arguments and results of `call` that runs an exported program."""
-    structure = jax.tree.structure(results)
-    if structure.num_leaves != len(exported.out_avals):
-        raise ValueError(f"it returns {len(exported.out_avals)} arrays, not {structure.num_leaves}")
+def _register_trees() -> None:
+    """Tell `jax.export` how to write the types of trees that programs take and return."""
+    for kind in _TREES:
+        export.register_pytree_node_serialization(
+            kind,
+            serialized_name=f"jpaged.{kind.__name__}",
+            serialize_auxdata=lambda values: json.dumps(values).encode(),
+            deserialize_auxdata=lambda data: tuple(json.loads(data)),
+        )
+    export.register_pytree_node_serialization(
+        QuantizedWeight,
+        serialized_name="jpaged.QuantizedWeight",
+        serialize_auxdata=lambda values: json.dumps([values[0], values[1], values[2].name]).encode(),
+        deserialize_auxdata=_quantized_auxdata,
+    )
 
-    def program(*arguments: Any) -> Any:
-        return jax.tree.unflatten(structure, exported.call(*jax.tree.leaves(arguments)))
 
-    program.__name__ = call.func.__name__  # profiles show it
-    return program
+def _quantized_auxdata(data: bytes) -> tuple[int, tuple[int, ...], np.dtype]:
+    """The static fields of a QuantizedWeight."""
+    bits, shape, dtype = json.loads(data)
+    return bits, tuple(shape), jax.numpy.dtype(dtype)
+
+
+_TREES = (DeviceState, SamplingState, Sampled, KVPages)
+_register_trees()
 
 
 def _digest(*parts: Any) -> str:

@@ -114,6 +114,35 @@ def test_bench_throughput(tmp_path, dataset, jpaged):
         assert (figures["prompt_tokens"], figures["output_tokens"]) == (200, 100)
 
 
+def test_bench_startup(tmp_path, jpaged):
+    path = tmp_path / "figures.json"
+    said = jpaged("bench", "startup", "demo", "--output-json", str(path))
+    figures = json.loads(path.read_text())
+    cold, [warm] = figures["cold"], figures["warm"]
+    for start in (cold, warm):
+        first, ready = (start["events"][name]["wall"] for name in ("first token", "all programs"))
+        assert 0 < first <= ready
+        phases = {name: wall for name, wall, cpu in start["phases"]}
+        assert {"imports", "weights and tokenizer", "step programs", "KV pool"} < set(phases)
+        assert sum(phases[name] for name in ("imports", "weights and tokenizer", "step programs")) < first
+    assert cold["work"]["trace"] > 3 * warm["work"]["trace"]  # programs were stored
+    assert cold["work"]["compile"] > 3 * warm["work"]["compile"]
+    for name in ("step programs", "from start to first token", "sum of lowering", "Machine: "):
+        assert name in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--warm-starts", "0"], "warm_starts"),
+        (["--compilation-cache-dir", "/tmp/x"], "leave it out"),
+        (["--block-size", "24"], "the engine did not start: "),
+    ],
+)
+def test_bench_startup_refuses(words, message, capsys):
+    assert message in refused(capsys, "bench", "startup", "demo", *words)
+
+
 def test_bench_latency(tmp_path, jpaged):
     path = tmp_path / "figures.json"
     words = ["bench", "latency", "demo", "--input-len", "8", "--output-len", "4", "--batch-size", "3"]

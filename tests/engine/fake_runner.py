@@ -61,6 +61,7 @@ class FakeRunner:
     vocab_size: int = 97
     max_logprobs: int = 3
     compiles_after_ready: int = 0
+    is_ready: bool = True
     cacheable_up_to: int = 10**9
     longrope_switch_len: int | None = None
     host_slots: int = 0
@@ -193,6 +194,13 @@ class FakeRunner:
     def set_params(self, params: int) -> None:
         """Use other weights. params: their number, larger than all numbers before."""
         self.weights = params
+
+    def wait_until_ready(self) -> None:
+        """All programs exist."""
+
+    def can_run(self, sampler: SamplerVariant, *, scores: bool) -> bool:
+        """All programs exist."""
+        return True
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
         """Whether KV of a prompt of this length may be shared."""

@@ -60,6 +60,7 @@ class FakeEngine:
 
     step_seconds: float = 0.001
     dead: bool = False
+    is_ready: bool = True
     fails_at: int | None = None  # step at which `generate` raises EngineError
     max_model_len: int = 4096
     default_sampling_params: SamplingParams = dataclasses.field(default_factory=SamplingParams)

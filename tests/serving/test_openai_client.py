@@ -224,7 +224,12 @@ def test_each_sampling_field_reaches_the_engine(url, engine, name):
 def test_service_routes(url, engine):
     assert httpx.get(f"{url}/health").status_code == 200
     assert set(httpx.get(f"{url}/version").json()) == {"version"}
-    engine.dead = True
+    engine.is_ready = False
+    starting = httpx.get(f"{url}/health")
+    assert (starting.status_code, starting.headers["retry-after"]) == (503, "1")
+    answer = httpx.post(f"{url}/v1/completions", json={"model": "echo", "prompt": "hello", "max_tokens": 3})
+    assert answer.status_code == 200
+    engine.is_ready, engine.dead = True, True
     refused = httpx.get(f"{url}/health")
     assert refused.status_code == 503
     assert "thread" not in refused.text

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from jpaged.errors import JPagedError
-from jpaged.serving.process import CLOSE_SECONDS, AddressError, take_address
+from jpaged.serving.process import CLOSE_SECONDS, AddressError, _announce, take_address
 
 MESSAGE = {"role": "user", "content": "a"}
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -70,6 +70,26 @@ def start():
         process.kill()
         process.stdout.close()
         process.wait()
+
+
+def test_ready_is_announced_when_all_programs_exist(capsys):
+    class Starting:
+        is_ready = False
+        compiled = threading.Event()
+
+        def wait_until_ready(self):
+            assert self.compiled.wait(10)
+
+    engine = Starting()
+    _announce("http://x/v1", engine)
+    assert capsys.readouterr().out.startswith("serving: http://x/v1 (")
+    engine.compiled.set()
+    [waiting] = [thread for thread in threading.enumerate() if thread.name == "jpaged-ready"]
+    waiting.join(10)
+    assert capsys.readouterr().out == "ready: http://x/v1\n"
+    engine.is_ready = True
+    _announce("http://x/v1", engine)
+    assert capsys.readouterr().out == "ready: http://x/v1\n"
 
 
 @pytest.mark.usefixtures("default_sigint")

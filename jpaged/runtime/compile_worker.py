@@ -1,0 +1,80 @@
+"""A child process that compiles stored programs while the engine serves.
+
+XLA cannot interrupt a compile, and a large program takes seconds. A process can be killed: then the engine's process
+exits at once, and no thread outlives the engine. The result comes back through XLA's compile cache on disk.
+
+The program: `python -m jpaged.runtime.compile_worker FOLDER`. It prints a line when it is ready, then reads requests,
+one JSON object a line, and answers each with a line.
+"""
+
+import json
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from jpaged.child_process import ChildProcess
+from jpaged.errors import CapacityError, EngineError
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 1800.0  # of one compile. Only a stuck process takes longer
+_NICE = 10  # the engine's threads come first
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+class CompileWorker(ChildProcess):
+    """The child process, as the engine's process sees it. Starts on first use. Used by one thread at a time."""
+
+    def __init__(self, cache_folder: pathlib.Path):
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+        super().__init__(["-m", __name__, str(cache_folder)], path, "compile programs")
+        self._failed = False
+
+    def compile(self, path: pathlib.Path, donate: Sequence[int]) -> None:
+        """Compile a stored program, so that XLA's compile cache has it.
+
+        A process that fails is not started again: then the caller compiles.
+        """
+        if self._failed:
+            return
+        request = json.dumps({"path": str(path), "donate": list(donate)}).encode() + b"\n"
+        try:
+            self.ask(request, seconds=_SECONDS)
+        except (OSError, EOFError, CapacityError, EngineError) as error:
+            self._failed = True
+            logger.info("the process that compiles programs has ended (%r)", error)
+
+
+def main(folder: str) -> None:
+    """Compile until the input ends."""
+    import jax
+    from jax import export
+
+    from jpaged.runtime.compile_cache import persistent_cache
+    from jpaged.runtime.jax_settings import pinned
+    from jpaged.runtime.placement import Placement
+    from jpaged.runtime.private_folder import read_file
+    from jpaged.runtime.stored_programs import compile_exported
+    from pallas_kernels.cpu_kernels import cpu_kernel_names
+
+    os.nice(_NICE)
+    jax.config.update("jax_platforms", "cpu")
+    placement = Placement.single(jax.devices()[0])
+    cpu_kernel_names()  # programs call them
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        data = read_file(pathlib.Path(request["path"]))
+        if data is None:
+            raise FileNotFoundError(request["path"])
+        exported = export.deserialize(bytearray(data))
+        arguments, _ = placement.shapes_of(jax.tree.unflatten(exported.in_tree, exported.in_avals))
+        with pinned(), persistent_cache(folder):
+            compile_exported(exported, arguments, request["donate"])
+        print("compiled", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
