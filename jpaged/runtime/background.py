@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jpaged.errors import EngineError
 from jpaged.runtime.blueprint import FittedBuild
-from jpaged.runtime.compile_worker import CompileWorker
+from jpaged.runtime.compile_worker import FAILURES, CompileWorker
 from jpaged.runtime.programs import ProgramTable, Shape, compiled, kind_of, size
 from jpaged.runtime.stored_programs import ProgramStore
 
@@ -90,19 +90,27 @@ class _Closed(Exception):
     """The engine is closed while a program is compiled."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Guarded:
-    """A worker that may be killed. Without the check, the thread would then compile the program itself."""
+    """A worker that may fail: then the calling thread compiles. It must not compile for a closed engine."""
 
     worker: CompileWorker
     is_closing: Callable[[], bool]
+    failure: Exception | None = None
 
     def compile(self, path: pathlib.Path, donate: Sequence[int]) -> None:
-        """See `CompileWorker.compile`. Raises _Closed."""
-        if not self.is_closing():
-            self.worker.compile(path, donate)
+        """See `CompileWorker.compile`. A worker that has failed is not started again. Raises _Closed."""
+        failure = None
+        if not self.is_closing() and self.failure is None:
+            try:
+                self.worker.compile(path, donate)
+            except FAILURES as error:
+                failure = error
         if self.is_closing():
             raise _Closed
+        if failure is not None:
+            self.failure = failure
+            logger.warning("a thread compiles programs, because its child process failed: %r", failure)
 
 
 def _in_order(shapes: Iterable[Shape]) -> list[Shape]:

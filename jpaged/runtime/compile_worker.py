@@ -8,7 +8,6 @@ one JSON object a line, and answers each with a line.
 """
 
 import json
-import logging
 import os
 import pathlib
 import sys
@@ -17,8 +16,7 @@ from collections.abc import Sequence
 from jpaged.child_process import ChildProcess
 from jpaged.errors import CapacityError, EngineError
 
-logger = logging.getLogger(__name__)
-
+FAILURES = (OSError, EOFError, CapacityError, EngineError)  # of the process
 _SECONDS = 1800.0  # of one compile. Only a stuck process takes longer
 _NICE = 10  # the engine's threads come first
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -30,21 +28,10 @@ class CompileWorker(ChildProcess):
     def __init__(self, cache_folder: pathlib.Path):
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         super().__init__(["-m", __name__, str(cache_folder)], path, "compile programs")
-        self._failed = False
 
     def compile(self, path: pathlib.Path, donate: Sequence[int]) -> None:
-        """Compile a stored program, so that XLA's compile cache has it.
-
-        A process that fails is not started again: then the caller compiles.
-        """
-        if self._failed:
-            return
-        request = json.dumps({"path": str(path), "donate": list(donate)}).encode() + b"\n"
-        try:
-            self.ask(request, seconds=_SECONDS)
-        except (OSError, EOFError, CapacityError, EngineError) as error:
-            self._failed = True
-            logger.info("the process that compiles programs has ended (%r)", error)
+        """Compile a stored program, so that XLA's compile cache has it. Raises one of FAILURES."""
+        self.ask(json.dumps({"path": str(path), "donate": list(donate)}).encode() + b"\n", seconds=_SECONDS)
 
 
 def main(folder: str) -> None:

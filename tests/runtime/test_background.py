@@ -174,8 +174,9 @@ def test_close_ends_a_compile_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("own_programs")
-def test_without_child_processes_the_engine_compiles(tmp_path, monkeypatch):
+def test_without_child_processes_the_engine_compiles(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     runner = make_background_runner(compilation_cache_dir=str(tmp_path), swap_space=0)
     runner.wait_until_ready()
     runner.close()
+    assert caplog.text.count("its child process failed") == 1
