@@ -24,7 +24,7 @@ from jpaged.runtime.stored_programs import ProgramStore
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKERS = 4  # each takes about 300 MiB
+MAX_WORKERS = 4  # each takes up to 550 MiB (demo model, peak while it compiles)
 CORES_PER_WORKER = 2  # the engine needs cores too
 
 
