@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import jax
+import numpy as np
 from jax import export
 
 import jpaged.models
@@ -32,7 +33,7 @@ from jpaged.runtime.compile_cache import persistent_cache
 from jpaged.runtime.private_folder import private_folder, read_file, write_file
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, SamplingState
-from pallas_kernels import KVPages
+from pallas_kernels import KVPages, QuantizedWeight
 from pallas_kernels.cpu_kernels import cpu_kernel_names
 
 logger = logging.getLogger(__name__)
