@@ -133,8 +133,9 @@ def _register(name: str, code: bytes) -> None:
     engine = _engine(name)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    limit = ctypes.c_int64.from_address(engine.get_global_value_address(THREAD_LIMIT))
-    limit.value = processors.usable()
+    limit = engine.get_global_value_address(THREAD_LIMIT)
+    if limit:  # a kernel that uses no other threads has none
+        ctypes.c_int64.from_address(limit).value = processors.usable()
     function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(engine.get_function_address(HANDLER))
     # Before the platform is initialised, JAX keeps the kernel for later. A kernel that XLA refuses then would end the
     # initialisation, and with it the process.

@@ -356,7 +356,6 @@ def test_a_kernel_that_xla_refuses_is_not_used(monkeypatch, caplog, tmp_path):
     from llvmlite import binding
 
     text = f"""
-    @{library.THREAD_LIMIT} = global i64 1
     define i64 @{library.HANDLER}(ptr %frame) {{
         %a = getelementptr i8, ptr %frame, i64 8
         %extension = load ptr, ptr %a
