@@ -1,7 +1,11 @@
 """All native kernels for CPUs. A program that is stored on disk calls them by name."""
 
+from collections.abc import Iterable
+
 from pallas_kernels.dot.cpu import KERNEL as DOT
 from pallas_kernels.dot.cpu import kernel as dot
+from pallas_kernels.grouped_dot.cpu import KERNEL as GROUPED_DOT
+from pallas_kernels.grouped_dot.cpu import kernel as grouped_dot
 from pallas_kernels.paged_attention.cpu import KERNEL as PAGED_ATTENTION
 from pallas_kernels.paged_attention.cpu import kernel as paged_attention
 from pallas_kernels.quantized_dot.cpu import KERNEL as QUANTIZED_DOT
@@ -12,15 +16,20 @@ from pallas_kernels.write_qkv.cpu import KERNEL as WRITE_QKV
 from pallas_kernels.write_qkv.cpu import kernel as write_qkv
 
 _KERNELS = {
-    DOT: dot, PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot, ROW_OPS: row_ops, WRITE_QKV: write_qkv,
+    DOT: dot, GROUPED_DOT: grouped_dot, PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot,
+    ROW_OPS: row_ops, WRITE_QKV: write_qkv,
 }  # fmt: skip
 
 
-def cpu_kernel_names(*, quantized: bool) -> dict[str, str | None]:
-    """Load the native kernels. Returns the name under which XLA knows it, by module; None if it cannot run here.
+def kernels_of_model(*, quantized: bool, experts: bool) -> tuple[str, ...]:
+    """Modules of the kernels that a model's programs may call. quantized, experts: the model has such weights."""
+    unused = {QUANTIZED_DOT: not quantized, GROUPED_DOT: not experts}
+    return tuple(module for module in _KERNELS if not unused.get(module))
 
-    quantized: also load those for quantised weights.
 
-    The first call on a machine compiles them, about 10 s each. Later ones load machine code in milliseconds.
+def load_kernels(modules: Iterable[str]) -> dict[str, str | None]:
+    """Load kernels. Returns the name under which XLA knows each, by module; None if it cannot run here.
+
+    The first call on a machine compiles them, about 3 to 8 s each. Later ones load machine code in milliseconds.
     """
-    return {module: kernel().name for module, kernel in _KERNELS.items() if quantized or module != QUANTIZED_DOT}
+    return {module: _KERNELS[module]().name for module in modules}

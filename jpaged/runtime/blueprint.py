@@ -45,6 +45,7 @@ from jpaged.runtime.state import DeviceState, create_state, formats, state_shape
 from jpaged.runtime.step import ForwardShape, compile_forward, upload_row
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KernelCheckError, KVPages, self_check
+from pallas_kernels.cpu_kernels import kernels_of_model
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 
 logger = logging.getLogger(__name__)
@@ -156,8 +157,10 @@ class Blueprint:
         """
         free = memory.free_device_bytes(device, self.config)
         if free is None:
-            quantized = self.config.quantization is not None
-            store = ProgramStore.open(cache_folder, self.placement.platform, quantized=quantized)
+            kernels = kernels_of_model(
+                quantized=self.config.quantization is not None, experts=self.model.spec.experts is not None
+            )
+            store = ProgramStore.open(cache_folder, self.placement.platform, kernels)
             return dataclasses.replace(self.fit(), store=store)
         build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
         key = f"{device.device_kind} {self.model.spec} {self.config} {jax.__version__}"

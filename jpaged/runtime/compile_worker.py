@@ -3,8 +3,8 @@
 XLA cannot interrupt a compile, and a large program takes seconds. A process can be killed: then the engine's process
 exits at once, and no thread outlives the engine. The result comes back through XLA's compile cache on disk.
 
-The program: `python -m jpaged.runtime.compile_worker FOLDER`. It prints a line when it is ready, then reads requests,
-one JSON object a line, and answers each with a line.
+The program: `python -m jpaged.runtime.compile_worker FOLDER KERNEL...`. It prints a line when it is ready, then reads
+requests, one JSON object a line, and answers each with a line.
 """
 
 import json
@@ -25,16 +25,17 @@ _ROOT = pathlib.Path(__file__).parents[2]
 class CompileWorker(ChildProcess):
     """The child process, as the engine's process sees it. Starts on first use. Used by one thread at a time."""
 
-    def __init__(self, cache_folder: pathlib.Path):
+    def __init__(self, cache_folder: pathlib.Path, kernels: Sequence[str]):
+        """kernels: modules of the native kernels that the programs call."""
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-        super().__init__(["-m", __name__, str(cache_folder)], path, "compile programs")
+        super().__init__(["-m", __name__, str(cache_folder), *kernels], path, "compile programs")
 
     def compile(self, path: pathlib.Path, donate: Sequence[int]) -> None:
         """Compile a stored program, so that XLA's compile cache has it. Raises one of FAILURES."""
         self.ask(json.dumps({"path": str(path), "donate": list(donate)}).encode() + b"\n", seconds=_SECONDS)
 
 
-def main(folder: str) -> None:
+def main(folder: str, *kernels: str) -> None:
     """Compile until the input ends."""
     import jax
     from jax import export
@@ -44,12 +45,12 @@ def main(folder: str) -> None:
     from jpaged.runtime.placement import Placement
     from jpaged.runtime.private_folder import read_file
     from jpaged.runtime.stored_programs import compile_exported
-    from pallas_kernels.cpu_kernels import cpu_kernel_names
+    from pallas_kernels.cpu_kernels import load_kernels
 
     os.nice(_NICE)
     jax.config.update("jax_platforms", "cpu")
     placement = Placement.single(jax.devices()[0])
-    cpu_kernel_names()  # programs call them
+    load_kernels(kernels)
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -64,4 +65,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -34,7 +34,7 @@ from jpaged.runtime.private_folder import private_folder, read_file, write_file
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, SamplingState
 from pallas_kernels import KVPages, QuantizedWeight
-from pallas_kernels.cpu_kernels import cpu_kernel_names
+from pallas_kernels.cpu_kernels import load_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +57,15 @@ class ProgramStore:
 
     folder: pathlib.Path
     key: str                  # of everything that all programs of an engine depend on
-    kernels: tuple[str, ...]  # native kernels that a program may call
+    kernels: tuple[tuple[str, str], ...]  # native kernels that a program may call: module, and name for XLA
     # Compiles the programs that XLA's compile cache lacks. None: the calling thread does.
     elsewhere: Elsewhere | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
-    def open(cls, cache_folder: pathlib.Path | None, platform: str, *, quantized: bool) -> Self | None:
+    def open(cls, cache_folder: pathlib.Path | None, platform: str, kernels: Sequence[str]) -> Self | None:
         """The store next to XLA's compile cache. None: programs of this platform are not stored, or have no folder.
 
-        quantized: programs may multiply with quantised weights.
+        kernels: modules of the native kernels that programs may call; see `kernels_of_model`.
         """
         if cache_folder is None or platform != "cpu":
             return None
@@ -73,9 +73,9 @@ class ProgramStore:
         if folder is None:
             return None
         with phase("native kernels"):
-            kernels = cpu_kernel_names(quantized=quantized)
-        names = tuple(name for name in kernels.values() if name is not None)
-        return cls(folder, _digest(_sources(), _versions(), _settings(), sorted(kernels.items())), names)
+            loaded = load_kernels(kernels)
+        names = tuple((module, name) for module, name in loaded.items() if name is not None)
+        return cls(folder, _digest(_sources(), _versions(), _settings(), sorted(loaded.items())), names)
 
     def path(self, call: functools.partial[Any], arguments: Any) -> pathlib.Path:
         """The file of the program `call(*arguments)`."""
@@ -93,7 +93,7 @@ class ProgramStore:
         stored = read_file(path)
         if stored is not None:
             return export.deserialize(bytearray(stored))
-        checks = [export.DisabledSafetyCheck.custom_call(name) for name in self.kernels]
+        checks = [export.DisabledSafetyCheck.custom_call(name) for _, name in self.kernels]
         exported = export.export(jax.jit(call, keep_unused=True), disabled_checks=checks)(*arguments)
         write_file(path, bytes(exported.serialize()))
         return exported

@@ -17,7 +17,12 @@ KERNEL = "pallas_kernels.grouped_dot.cpu_kernel"
 
 def refuse(device: Any, x: Any) -> str | None:
     """Reason why the kernel cannot run; None if it can."""
-    return refuse_cpu(device) or refuse_rows(x, x.dtype) or library.native(KERNEL, _check).reason
+    return refuse_cpu(device) or refuse_rows(x, x.dtype) or kernel().reason
+
+
+def kernel() -> library.Native:
+    """The kernel in this process. Compiled or loaded at the first call."""
+    return library.native(KERNEL, _check)
 
 
 def _check(name: str) -> None:
@@ -45,7 +50,7 @@ def grouped_dot(
     rows_of_block: Int[Array, " blocks"],
 ) -> Float[Array, "blocks rows out"]:
     """See `pallas_kernels.grouped_dot`. Results that are not needed are zero."""
-    name = library.native(KERNEL, _check).name
+    name = kernel().name
     assert name is not None, "refuse() comes first"
     return _call(name, x, weights, matrix_of_block, num_blocks_used, rows_of_block)
 

@@ -23,6 +23,7 @@ from pallas_kernels import cpu_kernels
 from tests.tiny_engine import SPECS, bits, make_engine, make_runner, run
 
 PACKAGES = pathlib.Path(stored_programs.pallas_kernels.__path__[0])
+KERNELS = cpu_kernels.kernels_of_model(quantized=False, experts=False)
 REQUESTS = [
     ([3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(max_tokens=8, temperature=0)),
     ([2, 7, 1, 8, 2, 8], SamplingParams(max_tokens=8, temperature=0.9, seed=3, logprobs=2, presence_penalty=0.5)),
@@ -49,7 +50,7 @@ def answers(store):
     """Bits of the answers of a runner whose programs are stored in a folder, or traced."""
     with pytest.MonkeyPatch.context() as patch:
         if store is None:
-            patch.setattr(ProgramStore, "open", lambda folder, platform, quantized: None)
+            patch.setattr(ProgramStore, "open", lambda folder, platform, kernels: None)
         runner = make_runner(SPECS["windows"], **({} if store is None else {"compilation_cache_dir": str(store)}))
     outputs = run(make_engine(runner), REQUESTS)
     aliased = {str(p.shape): p.run.memory_analysis().alias_size_in_bytes for p in runner.programs.programs}
@@ -100,7 +101,7 @@ def files(folder):
 
 
 def test_every_input_of_a_trace_is_in_the_key(tmp_path, monkeypatch):
-    store = ProgramStore.open(tmp_path, "cpu", quantized=False)
+    store = ProgramStore.open(tmp_path, "cpu", KERNELS)
     assert store is not None
     assert compiled(store) == 2
     assert compiled(store, factor=3) == 3
@@ -110,22 +111,22 @@ def test_every_input_of_a_trace_is_in_the_key(tmp_path, monkeypatch):
     assert compiled(store) == 2
     assert len(files(tmp_path)) == 4
 
-    assert ProgramStore.open(tmp_path, "cpu", quantized=False) == store
+    assert ProgramStore.open(tmp_path, "cpu", KERNELS) == store
     with jax.default_matmul_precision("float32"):
-        assert ProgramStore.open(tmp_path, "cpu", quantized=False).key != store.key
+        assert ProgramStore.open(tmp_path, "cpu", KERNELS).key != store.key
     for name, value in (
-        ("cpu_kernel_names", {"pallas_kernels.dot.cpu_kernel": None}),
+        ("load_kernels", {"pallas_kernels.dot.cpu_kernel": None}),
         ("_sources", "another digest"),
         ("_versions", ["another version"]),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(stored_programs, name, lambda value=value, **_: value)
-            assert ProgramStore.open(tmp_path, "cpu", quantized=False).key != store.key, name
+            patch.setattr(stored_programs, name, lambda *_, value=value: value)
+            assert ProgramStore.open(tmp_path, "cpu", KERNELS).key != store.key, name
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "empty"])
 def test_a_damaged_file_is_made_again(tmp_path, caplog, harm):
-    store = ProgramStore.open(tmp_path, "cpu", quantized=False)
+    store = ProgramStore.open(tmp_path, "cpu", KERNELS)
     compiled(store)
     [(name, data)] = files(tmp_path).items()
     harmed = {"cut": data[:-10], "changed": data[:500] + b"?" + data[501:], "empty": b""}[harm]
@@ -138,20 +139,20 @@ def test_a_damaged_file_is_made_again(tmp_path, caplog, harm):
 def test_a_folder_of_others_is_not_used(tmp_path, caplog):
     (tmp_path / "exported").mkdir()
     (tmp_path / "exported").chmod(0o777)
-    assert ProgramStore.open(tmp_path, "cpu", quantized=False) is None
+    assert ProgramStore.open(tmp_path, "cpu", KERNELS) is None
     assert caplog.text.count("not a private folder") == 1
     assert compiled(None) == 2
 
 
 def test_other_platforms_and_no_cache_store_nothing(tmp_path):
-    assert ProgramStore.open(tmp_path, "gpu", quantized=False) is None
-    assert ProgramStore.open(None, "cpu", quantized=False) is None
+    assert ProgramStore.open(tmp_path, "gpu", KERNELS) is None
+    assert ProgramStore.open(None, "cpu", KERNELS) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_program_that_cannot_be_stored_is_traced(tmp_path, caplog):
     """It calls code that is not one of the native kernels."""
-    store = ProgramStore.open(tmp_path, "cpu", quantized=False)
+    store = ProgramStore.open(tmp_path, "cpu", KERNELS)
 
     def on_host(x):
         return jax.pure_callback(np.negative, X, x)
@@ -165,7 +166,7 @@ def test_a_program_that_cannot_be_stored_is_traced(tmp_path, caplog):
 def test_custom_logits_processors_are_not_stored(tmp_path):
     """A stored program is found by the sources of jpaged. The caller's function is not among them."""
     processors = logits_processors({"same": lambda logits: logits})
-    store = ProgramStore.open(tmp_path, "cpu", quantized=False)
+    store = ProgramStore.open(tmp_path, "cpu", KERNELS)
     spec = SPECS["full"]
     model = ServedModel(spec, param_shapes(spec, np.float32), WeightLayout(), processors=processors)
     config = EngineConfig(model="tiny", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
