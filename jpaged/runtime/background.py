@@ -42,7 +42,8 @@ class BackgroundCompiler:
         self._closing = False
         cores = os.cpu_count() or 1
         count = min(max(1, cores // CORES_PER_WORKER), MAX_WORKERS, len(self._left))
-        self._workers = [CompileWorker(store.folder.parent, [module for module, _ in store.kernels]) for _ in range(count)]
+        kernels = [module for module, _ in store.kernels]
+        self._workers = [CompileWorker(store.folder.parent, kernels) for _ in range(count)]
         self._threads = [
             threading.Thread(target=self._run, args=(worker,), name="jpaged-compile", daemon=True)
             for worker in self._workers
