@@ -1,134 +1,114 @@
-"""Compares jpaged with other engines on this CPU, and writes docs/performance.md.
+"""Compare jpaged with other engines on CPU, and write docs/performance.md.
 
-    python benchmarks/run.py --suite cpu --peers PEERS       # about 20 minutes on a quiet machine
-    python benchmarks/run.py --suite startup --peers PEERS   # about 5 minutes
-    python benchmarks/run.py --suite scaling --peers PEERS   # about 8 minutes; jpaged alone
-    python benchmarks/run.py --report                        # write the document from the stored results again
+    python benchmarks/run.py --suite cpu --peers PEERS         # about 25 minutes: throughput, first token, memory
+    python benchmarks/run.py --suite startup --peers PEERS     # about 25 minutes: cold and warm starts
+    python benchmarks/run.py --suite scaling --peers PEERS     # about 15 minutes: decode steps by rows, keys, threads
+    python benchmarks/run.py --report                          # seconds: writes the document from recorded results
 
-PEERS is a folder with the engines, models and workloads: benchmarks/peers/README.md makes it. Every round runs all
-configurations once, in turn, so a slower hour of the machine slows all of them. Every run must generate the number of
-tokens that was asked for, and jpaged must compile nothing after it is ready. Results: benchmarks/results/SUITE.jsonl.
+PEERS is the folder of the peers' environments and of the models. benchmarks/peers/README.md has the commands that make
+it. Peers that are not installed are left out. The minutes are for three rounds on two quiet cores.
+
+A suite appends a line of JSON for each run to SUITE_suite.jsonl in benchmarks/results, then writes the document. It
+starts with an empty file unless --append is used. It exits with 1 if a run of jpaged fails, compiles after ready, or
+returns another number of tokens than the requests ask for.
 """
 
 import argparse
-import itertools
-import json
+import os
 import pathlib
 import sys
-import tempfile
-from collections.abc import Iterator
-from typing import Any
 
-import performance_report
-from suite import FORMATS, HERE, Config, RunFailed, machine, run, wait_until_quiet
-from tqdm import tqdm
+from suite.configurations import PEERS, Installation
+from suite.plans import MODELS, Choice, run_cpu, run_scaling, run_startup
+from suite.session import Conditions, Session, exit_status
 
-MODELS = ("tiny-llama-60m", "qwen2-0.5b-shape")
-WORKLOADS = {"tiny-llama-60m": ("W1", "W2", "W3"), "qwen2-0.5b-shape": ("W1", "W2")}
-SUITES = ("cpu", "startup", "scaling")
-ROWS, KEYS = (1, 4, 16, 64), (64, 512, 2048, 8192)
-MOST_KEYS = 131_072  # rows times keys of a scaling case: 1.2 GB of KV for the larger model
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SUITES = {"cpu": run_cpu, "startup": run_startup, "scaling": run_scaling}
 
 
-def cpu_runs(args: argparse.Namespace) -> Iterator[tuple[Config, str, str]]:
-    """Configuration, model and workload of every run of a round. Quantised weights run one stream only."""
-    for model in args.models:
-        for workload in WORKLOADS.get(model, ("W1",)):
-            for name, configs in FORMATS.items():
-                if workload in args.workloads and (name == "bf16" or workload == "W1"):
-                    yield from ((config, model, workload) for config in configs if chosen(args, config))
-
-
-def chosen(args: argparse.Namespace, config: Config) -> bool:
-    """True if --only names the configuration, or is missing."""
-    return args.only is None or config.name in args.only
-
-
-def measure_cpu(args: argparse.Namespace, results: "Results") -> None:
-    """Throughput, time to the first token, and memory."""
-    runs = list(cpu_runs(args))
-    for number, (config, model, workload) in tqdm(list(itertools.product(range(args.rounds), runs)), unit="run"):
-        arguments = ["--workload", str(args.peers / "workload.json"), "--name", workload]
-        results.add(config, {"round": number, "model": model, "workload": workload}, args.peers, model, arguments)
-
-
-def measure_startup(args: argparse.Namespace, results: "Results") -> None:
-    """Time and CPU time from the start of the process to the first token of W1, cold and warm.
-
-    Cold is the first start with an empty cache folder. Of jpaged only: other engines keep their caches elsewhere.
-    """
-    model = args.models[0]
-    arguments = ["--workload", str(args.peers / "workload.json"), "--name", "W1", "--first-token"]
-    for number, config in tqdm(list(itertools.product(range(args.rounds), FORMATS["bf16"])), unit="run"):
-        if not chosen(args, config):
-            continue
-        with tempfile.TemporaryDirectory() as cache:
-            env = {"XDG_CACHE_HOME": cache} if config.is_ours else {}
-            for start in ("cold", "warm") if config.is_ours else ("warm",):
-                case = {"round": number, "model": model, "start": start}
-                results.add(config, case, args.peers, model, arguments, env)
-
-
-def measure_scaling(args: argparse.Namespace, results: "Results") -> None:
-    """Duration of a decode step by rows, keys and threads."""
-    model = args.models[0]
-    cases = [f"{rows}x{keys}" for rows, keys in itertools.product(ROWS, KEYS) if rows * keys <= MOST_KEYS]
-    config = FORMATS["bf16"][0]
-    for number, threads in tqdm(list(itertools.product(range(args.rounds), (1, 2))), unit="run"):
-        arguments = ["--steps", *cases, "--threads", str(threads), "--max-model-len", str(KEYS[-1] + 64)]
-        arguments += ["--max-num-seqs", str(ROWS[-1]), "--kv-gib", "2"]
-        results.add(config, {"round": number, "model": model, "threads": threads}, args.peers, model, arguments)
-
-
-class Results:
-    """Lines of JSON in a file, one a run."""
-
-    def __init__(self, path: pathlib.Path):
-        self.path, self.machine, self.failed = path, machine(), 0
-
-    def add(self, config: Config, case: dict[str, Any], *arguments: Any) -> None:
-        """Run a configuration and append its figures. A failed run is reported and counted."""
-        wait_until_quiet()
-        try:
-            found = run(config, *arguments)
-        except (RunFailed, OSError) as error:
-            self.failed += 1
-            print(f"\n{config.name} {case}: {error}", file=sys.stderr)
-            return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"config": config.name} | case | found | self.machine) + "\n")
-
-
-def main() -> int:
-    """Measure a suite, or write the report."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=SUITES)
-    parser.add_argument("--peers", type=pathlib.Path, help="folder with the engines, models and workloads")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3"], choices=["W1", "W2", "W3"])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="configurations to run, such as jpaged vLLM")
-    parser.add_argument("--results", type=pathlib.Path, default=HERE / "results", help="folder of the results")
-    parser.add_argument("--append", action="store_true", help="keep the results of earlier runs of the suite")
-    parser.add_argument("--report", action="store_true", help="write docs/performance.md from the stored results")
-    args = parser.parse_args()
-    known = [config.name for configs in FORMATS.values() for config in configs]
-    if unknown := set(args.only or ()) - set(known):
-        parser.error(f"--only {' '.join(sorted(unknown))}: must be of {', '.join(known)}")
-    if args.suite is None and not args.report:
-        parser.error("name a --suite, or --report")
-    failed = 0
+    limits = Conditions()
+    parser.add_argument("--suite", choices=SUITES, help="measurements to make")
+    parser.add_argument("--report", action="store_true", help="only write the document")
+    parser.add_argument("--peers", type=pathlib.Path, help="folder of the peers and models")
+    parser.add_argument(
+        "--python", type=pathlib.Path, default=pathlib.Path(sys.executable), help="interpreter that has jpaged"
+    )
+    parser.add_argument("--rounds", type=positive, default=3, help="(default: %(default)s)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: both)")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=["W1", "W2", "W3"],
+        help="of the suite cpu (default: all; W1 and W2 for the larger model)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peers-only", nargs="*", choices=PEERS, default=list(PEERS), metavar="NAME",
+        help=f"peers to measure next to jpaged: {', '.join(PEERS)} (default: all; no name: jpaged alone)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", nargs="+", type=positive, default=[1, 2], help="of the suite scaling (default: 1 2)"
+    )
+    parser.add_argument(
+        "--max-others", type=float, default=limits.max_others, help="share of the CPUs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quiet-wait", type=float, default=limits.quiet_wait, help="for a quiet machine, in s (default: %(default)s)"
+    )
+    parser.add_argument("--retries", type=int, default=limits.retries, help="of a noisy run (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=limits.timeout, help="of a run, in s (default: %(default)s)")
+    parser.add_argument("--append", action="store_true", help="keep the recorded results of former runs")
+    parser.add_argument("--results", type=pathlib.Path, default=ROOT / "benchmarks/results", help="folder of results")
+    parser.add_argument("--document", type=pathlib.Path, default=ROOT / "docs/performance.md", help="document to write")
+    return parser
+
+
+def positive(text: str) -> int:
+    """Parse a positive number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line."""
+    args = parser.parse_args(arguments)
+    if args.report == (args.suite is not None):
+        parser.error("needs either --suite or --report")
     if args.suite is not None:
-        if args.peers is None or not (args.peers / "workload.json").exists():
-            parser.error(f"--peers {args.peers}: must be a folder as benchmarks/peers/README.md makes it")
-        args.peers = args.peers.resolve()
-        results = Results(args.results / f"suite_{args.suite}.jsonl")
+        if args.peers is None:
+            parser.error("--suite needs --peers, the folder of the peers (benchmarks/peers/README.md)")
+        if not (args.peers / "workload.json").is_file():
+            parser.error(f"--peers {args.peers}: has no workload.json; make it as benchmarks/peers/README.md tells")
+        cpus = len(os.sched_getaffinity(0))
+        if args.suite == "scaling" and max(args.threads) > cpus:
+            parser.error(f"--threads {max(args.threads)}: this process may use {cpus} CPUs")
+    if not args.results.is_dir():
+        parser.error(f"--results {args.results}: is not a folder")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, or only write the document."""
+    args = parse(make_parser(), arguments)
+    try:
+        from suite.report import write
+    except ImportError as error:
+        sys.exit(f"the plots need matplotlib ({error}): pip install 'jpaged[bench]'")
+    status = 0
+    if args.suite is not None:
+        results = args.results / f"{args.suite}_suite.jsonl"
         if not args.append:
-            results.path.unlink(missing_ok=True)
-        {"cpu": measure_cpu, "startup": measure_startup, "scaling": measure_scaling}[args.suite](args, results)
-        failed = results.failed
-    performance_report.write(args.results, HERE.parent / "docs")
-    return 1 if failed else 0
+            results.write_text("", encoding="utf-8")
+        conditions = Conditions(args.max_others, args.quiet_wait, args.retries, args.timeout)
+        session = Session(args.suite, results, Installation(args.peers.resolve(), args.python), conditions)
+        workloads = None if args.workloads is None else tuple(args.workloads)
+        choice = Choice(args.rounds, tuple(args.models), workloads, tuple(args.peers_only), tuple(args.threads))
+        SUITES[args.suite](session, choice)
+        status = exit_status(session)
+    write(args.results, args.document)
+    print(f"wrote {args.document}")
+    return status
 
 
 if __name__ == "__main__":

@@ -160,8 +160,8 @@ def test_no_torch_outside_the_recorders():
     jpaged/loading/check.py compares with torch where it is, and runs without it.
     """
     for path in python_files(*ALL):
-        peers = (ROOT / "benchmarks/kernels.py", ROOT / "jpaged/loading/check.py")
-        if path in peers or path.parent == ROOT / "benchmarks/peers":
+        compared = path in (ROOT / "benchmarks/kernels.py", ROOT / "jpaged/loading/check.py")
+        if compared or path.parent == ROOT / "benchmarks/peers":
             continue
         if path.parent == ROOT / "tools" and path.name.startswith("record_"):
             continue

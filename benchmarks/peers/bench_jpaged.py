@@ -18,14 +18,36 @@ import common
 import jpaged
 
 
-class Batch:
+class Jpaged(common.Engine):
+    """Methods that both front doors share."""
+
+    def __init__(self, engine: jpaged.LLM | jpaged.AsyncLLM):
+        import jax
+
+        self._any = engine
+        self.version = f"jpaged {jpaged.__version__}, jax {jax.__version__}, python {sys.version.split()[0]}"
+
+    def wait_until_ready(self) -> None:
+        """Wait for programs that are compiled while the engine runs already."""
+        wait = getattr(self._any, "wait_until_ready", None)  # versions without it are ready once they are loaded
+        if wait is not None:
+            wait()
+
+    def figures(self) -> dict[str, Any]:
+        """Programs compiled after the engine was ready. The suite fails if there is one."""
+        return {"compiles_after_ready": self._any.stats().compiles_after_ready}
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._any.close()
+
+
+class Batch(Jpaged):
     """`LLM.generate` with all requests at once."""
 
     def __init__(self, args: argparse.Namespace):
-        self.version = versions()
         self._engine = jpaged.LLM(str(args.model), **engine_options(args))
-        if not args.first_token:
-            self._engine.wait_until_ready()
+        super().__init__(self._engine)
 
     def generate(self, requests: Sequence[common.Request], arrivals: common.Arrivals) -> list[list[int]]:
         """Generate without times of tokens."""
@@ -33,24 +55,14 @@ class Batch:
         outputs = self._engine.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def figures(self) -> dict[str, Any]:
-        """Programs compiled after the engine was ready. The suite fails if there is one."""
-        return {"compiles_after_ready": self._engine.stats().compiles_after_ready}
 
-    def close(self) -> None:
-        """Stop the engine."""
-        self._engine.close()
-
-
-class Streams:
+class Streams(Jpaged):
     """`AsyncLLM`, a stream for each request."""
 
     def __init__(self, args: argparse.Namespace):
-        self.version = versions()
         self._engine = jpaged.AsyncLLM(str(args.model), **engine_options(args))
-        if not args.first_token:
-            self._engine.wait_until_ready()
         self._loop = asyncio.Runner()
+        super().__init__(self._engine)
 
     def generate(self, requests: Sequence[common.Request], arrivals: common.Arrivals) -> list[list[int]]:
         """Generate, and record each token's time."""
@@ -67,21 +79,10 @@ class Streams:
             token_ids = list(output.outputs[0].token_ids)
         return token_ids
 
-    def figures(self) -> dict[str, Any]:
-        """Programs compiled after the engine was ready. The suite fails if there is one."""
-        return {"compiles_after_ready": self._engine.stats().compiles_after_ready}
-
     def close(self) -> None:
         """Stop the engine and its event loop."""
-        self._engine.close()
+        super().close()
         self._loop.close()
-
-
-def versions() -> str:
-    """Versions that the figures depend on."""
-    import jax
-
-    return f"jpaged {jpaged.__version__}, jax {jax.__version__}, python {sys.version.split()[0]}"
 
 
 def sampling(request: common.Request) -> jpaged.SamplingParams:

@@ -28,7 +28,7 @@ class Running:
     computed: int  # tokens of the prompt and of the output whose KV is in the cache
 
 
-class LlamaCpp:
+class LlamaCpp(common.Engine):
     """A model and its context."""
 
     def __init__(self, args: argparse.Namespace):
@@ -127,13 +127,6 @@ class LlamaCpp:
             return []
         logits = self._np.ctypeslib.as_array(self._c.llama_get_logits(self._context), shape=(count, self._vocab))
         return logits.argmax(axis=1).tolist()
-
-    def figures(self) -> dict[str, Any]:
-        """Nothing further."""
-        return {}
-
-    def close(self) -> None:
-        """The process ends, and the model with it."""
 
 
 if __name__ == "__main__":

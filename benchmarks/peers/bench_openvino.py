@@ -7,12 +7,11 @@ bfloat16 where the CPU has products for it.
 import argparse
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import common
 
 
-class OpenVINO:
+class OpenVINO(common.Engine):
     """A pipeline, stepped by hand."""
 
     def __init__(self, args: argparse.Namespace):
@@ -50,13 +49,6 @@ class OpenVINO:
                         outputs[index] += output.generated_ids
                         arrivals.add(index, len(output.generated_ids))
         return outputs
-
-    def figures(self) -> dict[str, Any]:
-        """Nothing further."""
-        return {}
-
-    def close(self) -> None:
-        """The process ends, and the pipeline with it."""
 
 
 if __name__ == "__main__":

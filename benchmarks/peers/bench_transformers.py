@@ -11,7 +11,7 @@ from typing import Any
 import common
 
 
-class Transformers:
+class Transformers(common.Engine):
     """A causal language model and its `generate`."""
 
     def __init__(self, args: argparse.Namespace):
@@ -52,13 +52,6 @@ class Transformers:
             input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=steps, stopping_criteria=[token_came]
         )
         return [result[i, width : width + request.output_len].tolist() for i, request in enumerate(requests)]
-
-    def figures(self) -> dict[str, Any]:
-        """Nothing further."""
-        return {}
-
-    def close(self) -> None:
-        """The process ends, and the model with it."""
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import common
 
@@ -26,7 +25,7 @@ def preload() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
-class VLLM:
+class VLLM(common.Engine):
     """vLLM's engine in this process, stepped by hand."""
 
     def __init__(self, args: argparse.Namespace):
@@ -66,13 +65,6 @@ class VLLM:
                 arrivals.add(index, len(token_ids) - len(outputs[index]))
                 outputs[index] = token_ids
         return outputs
-
-    def figures(self) -> dict[str, Any]:
-        """Nothing further."""
-        return {}
-
-    def close(self) -> None:
-        """The process ends, and the engine with it."""
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ A runner is a class that loads an engine and generates tokens. `main` measures i
 Standard library only, because every peer has a virtual environment of its own. Linux only: it reads /proc.
 """
 
+import abc
 import argparse
 import dataclasses
 import hashlib
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 STEP_TOKENS = 32  # output tokens of each row when decode steps are timed
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 3, 8191  # ids that both models and their tokenizer have
@@ -46,22 +47,24 @@ class Arrivals:
         self.times[request].extend([time.perf_counter()] * count)
 
 
-class Engine(Protocol):
-    """A loaded peer. `version` names its packages."""
+class Engine(abc.ABC):
+    """A loaded engine."""
 
-    version: str
+    version = ""  # names and versions of its packages
 
+    @abc.abstractmethod
     def generate(self, requests: Sequence[Request], arrivals: Arrivals) -> list[list[int]]:
         """Generate greedily, ignoring ends of sequences. Returns the token ids of each request."""
-        ...
+
+    def wait_until_ready(self) -> None:  # noqa: B027 most engines are ready once they are loaded
+        """Wait until the engine runs at full speed. Not called before the first token of a start is timed."""
 
     def figures(self) -> dict[str, Any]:
         """Further figures for the JSON line."""
-        ...
+        return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 most engines end with the process
         """Free the engine."""
-        ...
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -109,10 +112,13 @@ def main(args: argparse.Namespace, load: Callable[[argparse.Namespace], Engine])
     engine = load(args)
     result: dict[str, Any] = {"version": engine.version, "threads": args.threads}
     result["load_s"] = time.perf_counter() - started
+    if not args.first_token:
+        engine.wait_until_ready()
     if args.steps is not None:
         result["steps"] = [time_steps(engine, *case) for case in args.steps]
     elif args.first_token:
         result |= time_first_token(engine, read_requests(args, "requests")[0])
+        engine.wait_until_ready()  # so that the next start finds all that this one can store
     else:
         result |= time_workload(engine, read_requests(args, "warmup")[: args.warmup], read_requests(args, "requests"))
     result["peak_rss_mib"] = peak_rss_mib()
