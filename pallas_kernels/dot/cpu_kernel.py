@@ -29,8 +29,8 @@ from pallas_kernels.native.memory import fetch_add, fill_zeros, load_int32, load
 TILE = vectors.TILE
 OUTPUTS = 64  # of a unit
 MOST_ROWS = 16  # that are computed together
+FEW = 8  # rows that are multiplied with one row of weights at a time
 FIRST_CACHE = 28_672  # bytes of rows that stay in the first-level cache, next to 4 outputs' weights
-AHEAD = TILE  # outputs whose weights are requested early
 MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
 
 X, WEIGHT, OUT, ROWS, NUM_OUTPUTS, INPUT_BYTES, KIND, OUT_KIND, LAST_FIELD = (ARGUMENTS + 8 * i for i in range(9))
@@ -43,22 +43,50 @@ def scratch_bytes(job):
 
 
 @njit(**NATIVE)
-def dot_tile(kind, few, to, x, last_x, w, last_w, line, early):
+def dot_tile(kind, to, x, last_x, w, last_w, line, early):
     """4 rows of x times 4 rows of w. Rows after the last one are replaced by the last one.
 
-    early: address of the weights that are requested early, 1 row of them, or 4 if there are few rows of x.
+    early: address of a row of weights that is requested early.
     """
     x1, x2, x3 = min(x + line, last_x), min(x + 2 * line, last_x), min(x + 3 * line, last_x)
     w1, w2, w3 = min(w + line, last_w), min(w + 2 * line, last_w), min(w + 3 * line, last_w)
     steps = line // 64
-    if kind == BFLOAT16 and few:
-        vectors.dot_few_bfloat16(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
-    elif kind == BFLOAT16:
+    if kind == BFLOAT16:
         vectors.dot_tile_bfloat16(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
-    elif few:
-        vectors.dot_few_float32(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
     else:
         vectors.dot_tile_float32(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
+
+
+@njit(**NATIVE)
+def few_rows(rows, line):
+    """The number of rows of x that `dot_few` takes for `rows` rows, or 0 where `dot_tile` is faster."""
+    few = 1
+    while few < rows:
+        few *= 2
+    return few if few <= FEW and (few <= 2 or few * line <= FIRST_CACHE) else 0
+
+
+@njit(**NATIVE)
+def dot_few(kind, few, to, x, last_x, w, last_w, line):
+    """`few` rows of x times 16 // few rows of w. Rows after the last one are replaced by the last one."""
+    steps, stride = line // 64, 4 * OUTPUTS
+    if kind == BFLOAT16:
+        if few == 1:
+            vectors.dot_1_bfloat16(to, stride, x, last_x, w, last_w, steps)
+        elif few == 2:
+            vectors.dot_2_bfloat16(to, stride, x, last_x, w, last_w, steps)
+        elif few == 4:
+            vectors.dot_4_bfloat16(to, stride, x, last_x, w, last_w, steps)
+        else:
+            vectors.dot_8_bfloat16(to, stride, x, last_x, w, last_w, steps)
+    elif few == 1:
+        vectors.dot_1_float32(to, stride, x, last_x, w, last_w, steps)
+    elif few == 2:
+        vectors.dot_2_float32(to, stride, x, last_x, w, last_w, steps)
+    elif few == 4:
+        vectors.dot_4_float32(to, stride, x, last_x, w, last_w, steps)
+    else:
+        vectors.dot_8_float32(to, stride, x, last_x, w, last_w, steps)
 
 
 @njit(**NATIVE)
@@ -70,16 +98,20 @@ def multiply_rows(kind, out_kind, x, rows, line, weight, count, out, outputs, sc
     """
     size = 2 if out_kind == BFLOAT16 else 4
     last_x, last_w = x + (rows - 1) * line, weight + (count - 1) * line
-    few = rows <= TILE
-    together = max(TILE, min(MOST_ROWS, FIRST_CACHE // line // TILE * TILE))
+    few = few_rows(rows, line)
+    together = MOST_ROWS if few > 0 else max(TILE, min(MOST_ROWS, FIRST_CACHE // line // TILE * TILE))
     for start in range(0, rows, together):
         end = min(start + together, rows)
-        for output in range(0, count, TILE):
-            for row in range(start, end, TILE):
-                to = scratch + 4 * ((row - start) * OUTPUTS + output)
-                # the next 4 outputs' weights, one row of them with each of the first 4 tiles of rows
-                early = weight + (output + AHEAD + min(row // TILE, TILE - 1)) * line if start == 0 else x
-                dot_tile(kind, few, to, x + row * line, last_x, weight + output * line, last_w, line, early)
+        if few > 0:
+            for output in range(0, count, vectors.LANES // few):
+                dot_few(kind, few, scratch + 4 * output, x, last_x, weight + output * line, last_w, line)
+        else:
+            for output in range(0, count, TILE):
+                for row in range(start, end, TILE):
+                    to = scratch + 4 * ((row - start) * OUTPUTS + output)
+                    # the next 4 outputs' weights, one row of them with each of the first 4 tiles of rows
+                    early = weight + (output + TILE + min(row // TILE, TILE - 1)) * line if start == 0 else x
+                    dot_tile(kind, to, x + row * line, last_x, weight + output * line, last_w, line, early)
         for row in range(start, end):
             source, target = scratch + 4 * (row - start) * OUTPUTS, out + row * outputs * size
             if out_kind == BFLOAT16:

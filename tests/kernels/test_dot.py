@@ -32,7 +32,7 @@ def native(dtype):
 @pytest.mark.parametrize("result", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
-    [(1, 32, 1), (8, 64, 5), (9, 512, 67), (33, 96, 128), (70, 1536, 300), (16, 2048, 64)],
+    [(1, 32, 1), (2, 512, 67), (3, 4864, 40), (8, 64, 5), (9, 512, 67), (33, 96, 128), (70, 1536, 300)],
 )
 def test_matches_float64(rows, inputs, outputs, dtype, result):
     native(dtype)
@@ -46,13 +46,14 @@ def test_matches_float64(rows, inputs, outputs, dtype, result):
 
 
 @pytest.mark.codegen
+@pytest.mark.parametrize("inputs", [768, 4864])  # 8 rows of the second do not fit into the first-level cache
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_of_a_row_do_not_depend_on_the_others(dtype):
+def test_bits_of_a_row_do_not_depend_on_the_others(dtype, inputs):
     native(dtype)
     call = jax.jit(functools.partial(dot, implementation="cpu"))
-    x, weight = arrays(200, 768, 321, dtype)
+    x, weight = arrays(200, inputs, 321, dtype)
     whole = np.asarray(call(x, weight, 200))
-    for rows, count in ((8, 1), (8, 5), (32, 32), (64, 33), (200, 7), (128, 128)):
+    for rows, count in ((8, 1), (8, 2), (8, 3), (8, 5), (32, 32), (64, 33), (200, 7), (128, 128)):
         for first in (0, 3, 200 - rows):
             np.testing.assert_array_equal(
                 np.asarray(call(x[first : first + rows], weight, count))[:count], whole[first : first + count]
