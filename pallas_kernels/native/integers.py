@@ -149,5 +149,7 @@ def _zero_points(code: Code, zeros: Any, index: Any, default: int) -> Any:
     return b.load(found)
 
 
-multiply_int8, multiply_row_int8 = _multiply(8, ROWS, WIDE), _multiply(8, 1, WIDE)
-multiply_int4, multiply_row_int4 = _multiply(4, ROWS, WIDE), _multiply(4, 1, WIDE)
+# One row is multiplied with one block at a time: then memory is read from first to last. With two blocks at a time, as
+# for more rows, 1.5 MB of weights take 60 us instead of 54 (int8), and 0.8 MB take 47 instead of 35 (int4).
+multiply_int8, multiply_row_int8 = _multiply(8, ROWS, WIDE), _multiply(8, 1, 1)
+multiply_int4, multiply_row_int4 = _multiply(4, ROWS, WIDE), _multiply(4, 1, 1)

@@ -357,7 +357,8 @@ def _dot_few(vector: Any, step: Callable[[Code, Any, Any, Any], Any], rows: int)
     """Make a function that multiplies few rows x with 16 // rows rows w, which it reads from first to last.
 
     In this order memory gives 56 GB/s, and 25 in that of `_dot_tile`, which reads 4 rows at a time (two cores of a Zen
-    5, 60 MB of weights). Sums have the same bits. x, w: `steps` vectors a row, each 64 bytes. Rows after the last one are replaced by it.
+    5, 60 MB of weights). Sums have the same bits. x, w: `steps` vectors a row, each 64 bytes. Rows after the last one
+    are replaced by it.
     """
     outputs = LANES // rows
 

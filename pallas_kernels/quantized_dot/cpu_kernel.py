@@ -68,6 +68,15 @@ def quantise(job, unit, scratch):
 
 
 @njit(**NATIVE)
+def multiply_row(bits, to, x, inputs, sums, codes, scales, zeros, groups, vectors_in_group):
+    """One row of x times one block of outputs."""
+    if bits == 8:
+        integers.multiply_row_int8(to, x, inputs, x, sums, codes, 0, scales, zeros, groups, vectors_in_group)
+    else:
+        integers.multiply_row_int4(to, x, inputs, x, sums, codes, 0, scales, zeros, groups, vectors_in_group)
+
+
+@njit(**NATIVE)
 def multiply(job, tile, scratch):
     """Compute one tile of outputs, for all rows."""
     inputs, outputs, rows = load_int64(job + INPUTS), load_int64(job + NUM_OUTPUTS), load_int64(job + ROW_COUNT)
@@ -83,17 +92,16 @@ def multiply(job, tile, scratch):
     x, sums = load_int64(job + QUANTISED), load_int64(job + ROW_SUMS)
     last = x + (rows - 1) * inputs
     for row in range(0, rows, ROWS):
-        x_row, sums_row, is_one = x + row * inputs, sums + 4 * row * groups, rows - row == 1
-        if bits == 8 and is_one:
-            integers.multiply_row_int8(
-                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, groups, vectors_in_group
-            )
+        x_row, sums_row = x + row * inputs, sums + 4 * row * groups
+        if rows - row == 1:
+            for block in range((count + LANES - 1) // LANES):
+                multiply_row(
+                    bits, scratch + 4 * LANES * block, x_row, inputs, sums_row, codes + block * block_bytes,
+                    scales + 4 * LANES * groups * block, zeros + LANES * groups * block if zeros != 0 else 0, groups,
+                    vectors_in_group,
+                )  # fmt: skip
         elif bits == 8:
             integers.multiply_int8(
-                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, groups, vectors_in_group
-            )
-        elif is_one:
-            integers.multiply_row_int4(
                 scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, groups, vectors_in_group
             )
         else:
