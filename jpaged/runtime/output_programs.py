@@ -87,16 +87,22 @@ def pack_rows(plan: StepPlan, num_rows: int) -> np.ndarray:
     return packed
 
 
+def uses_extras(shape: OutputShape) -> bool:
+    """Whether a program reads the extras of sampling. Others get None: fewer arguments make a call faster."""
+    return isinstance(shape, SampleShape) and shape.variant is SamplerVariant.FULL
+
+
 # The three functions take the same arguments and return (table, sampling, result), so that the runner calls every
-# program alike. params: of `lm_head_params`. mask: token ids that the tokenizer has; None = all. packed: int32[2, N],
-# its second line is the indices of the tokens whose hidden states are read. `table` and `sampling` are donated.
+# program alike. params: of `lm_head_params`. mask: token ids that the tokenizer has; None = all. sampling: see
+# `uses_extras`. packed: int32[2, N], its second line is the indices of the tokens whose hidden states are read.
+# `table` and `sampling` are donated.
 
 
 def sample(
     params: Params,
     mask: Bool[Array, " vocab"] | None,
     table: Table,
-    sampling: SamplingState,
+    sampling: SamplingState | None,
     hidden: Float[Array, "tokens hidden"],
     packed: Int[Array, "2 rows"],
     *,
@@ -104,16 +110,16 @@ def sample(
     layout: WeightLayout,
     variant: SamplerVariant,
     options: SamplerOptions,
-) -> tuple[Table, SamplingState, Sampled]:
+) -> tuple[Table, SamplingState | None, Sampled]:
     """Sample one token for each row. packed: see `pack_rows`; padding gets a token that is written nowhere."""
     logits = _lm_head(spec, params, hidden, packed[1], layout)
     rows = jnp.where(packed[0] < 0, table.shape[0], packed[0])  # a negative index would count from the end
     fields = jnp.take(table, rows, axis=0, mode="clip")
     extras = None
-    if variant is SamplerVariant.FULL:
+    if sampling is not None:
         extras = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), sampling)
     sampled = sample_tokens(logits, fields, fields[:, Field.LENGTH], mask, extras, variant=variant, options=options)
-    if variant is SamplerVariant.FULL:
+    if sampling is not None:
         sampling = sampling.replace(counts=sampling.counts.at[rows, sampled.token_ids].add(2, mode="drop"))
     return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampling, sampled
 
@@ -122,14 +128,14 @@ def score(
     params: Params,
     mask: Bool[Array, " vocab"] | None,
     table: Table,
-    sampling: SamplingState,
+    sampling: SamplingState | None,
     hidden: Float[Array, "tokens hidden"],
     packed: Int[Array, "2 scored"],
     *,
     spec: DecoderSpec,
     layout: WeightLayout,
     options: SamplerOptions,
-) -> tuple[Table, SamplingState, Sampled]:
+) -> tuple[Table, SamplingState | None, Sampled]:
     """Log-probabilities of known tokens, whose ids are in the first line of `packed`."""
     logits = _lm_head(spec, params, hidden, packed[1], layout)
     return table, sampling, describe_tokens(logits, packed[0], options=options)
@@ -139,13 +145,13 @@ def pool(
     params: Params,
     mask: Bool[Array, " vocab"] | None,
     table: Table,
-    sampling: SamplingState,
+    sampling: SamplingState | None,
     hidden: Float[Array, "tokens hidden"],
     packed: Int[Array, "2 rows"],
     *,
     spec: DecoderSpec,
     layout: WeightLayout,
-) -> tuple[Table, SamplingState, Float[Array, "rows output"]]:
+) -> tuple[Table, SamplingState | None, Float[Array, "rows output"]]:
     """One vector for each row, of a model that pools. packed: see `pack_rows`; padding gets a vector, too."""
     return table, sampling, _lm_head(spec, params, hidden, packed[1], layout)
 
@@ -180,7 +186,8 @@ def compile_output(
         case PoolShape(size):
             call = functools.partial(pool, spec=spec, layout=layout)
     packed = placement.shape((2, size), np.int32)
-    arguments = (lm_head_params(spec, params), mask, state.table, state.sampling, state.hidden, packed)
+    sampling = state.sampling if uses_extras(shape) else None
+    arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, packed)
     if options.processors:
         store = None  # a stored program is found by jpaged's own sources, and these functions are the caller's
     return compile_program(call, arguments, donate=(2, 3), store=store)

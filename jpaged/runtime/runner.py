@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,13 +27,13 @@ from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
 from jpaged.runtime.jax_settings import pinned
-from jpaged.runtime.output_programs import OutputShape, lm_head_params, pack_rows
+from jpaged.runtime.output_programs import OutputShape, lm_head_params, pack_rows, uses_extras
 from jpaged.runtime.placement import Placement, device_of
 from jpaged.runtime.programs import SCORE, Program, Shape
 from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState
-from jpaged.runtime.step import block_updates, pack
+from jpaged.runtime.step import block_updates, pack, run_forward
 
 logger = logging.getLogger(__name__)
 
@@ -218,17 +219,17 @@ class ModelRunner:
                 if init.extras is not None and self._uploader is not None:
                     self._state = self._uploader.start(self._live_state, init)
             # `packed` is a numpy array: the call uploads it in 4 us, `jax.device_put` takes 40 to 75 us
-            self._state, num_tokens = program.run(self._params, self._live_state, packed)
+            self._state, num_tokens = run_forward(program.run, self._params, self._live_state, packed)
             scores = self._score(plan.scored)
             output = None if plan.waits_for_masks else self._sample_or_pool(plan, plan.masks)
-        jax.tree.map(lambda x: x.copy_to_host_async(), (scores, num_tokens if output is None else output))
+        self._start_download((scores, num_tokens if output is None else output))
         return StepHandle(plan, num_tokens, scores, output)
 
     def sample(self, handle: StepHandle, masks: Sequence[RowMask]) -> StepHandle:
         """Sample for a step whose plan waits for masks; returns at once. Raises EngineError if the device fails."""
         with pinned(), self._counter.watching(), self._recovering():
             output = self._sample_or_pool(handle.plan, [*handle.plan.masks, *masks])
-        jax.tree.map(lambda x: x.copy_to_host_async(), output)
+        self._start_download(output)
         return dataclasses.replace(handle, output=output)
 
     def collect(self, handle: StepHandle) -> StepResult:
@@ -303,11 +304,17 @@ class ModelRunner:
 
     def _run_output(self, program: Program[OutputShape], packed: np.ndarray) -> Output:
         state = self._live_state
-        table, sampling, output = program.run(
-            self._lm_head_params, self._token_mask, state.table, state.sampling, state.hidden, packed
+        extras = state.sampling if uses_extras(program.shape) else None
+        table, extras, output = program.run(
+            self._lm_head_params, self._token_mask, state.table, extras, state.hidden, packed
         )
-        self._state = state.replace(table=table, sampling=sampling)
+        self._state = state.replace(table=table, sampling=state.sampling if extras is None else extras)
         return output
+
+    def _start_download(self, arrays: Any) -> None:
+        """Start to copy the arrays of a tree to the host. On CPU they are there, and starting a copy takes 46 us."""
+        if self._placement.platform != "cpu":
+            jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
 
     def _measure_transfers(self) -> TransferCosts:
         """Measure with a step of padding, which takes as long as a full step without its attention."""
@@ -317,7 +324,7 @@ class ModelRunner:
         packed = self._placement.put(pack(idle, np.zeros((0, 3), np.int32), program.shape))
 
         def step(state: DeviceState) -> DeviceState:
-            return program.run(self._params, state, packed)[0]
+            return run_forward(program.run, self._params, state, packed)[0]
 
         block_bytes = self.memory_plan.block_bytes
         self._state, costs = self._mover.measure(self._live_state, block_bytes, step, program.shape.tokens)
