@@ -1,9 +1,11 @@
 """paged_attention for CPUs in numba: one pass over the pages, with online softmax. Imported only to compile.
 
 A unit of work is a tile of query rows of one row of the batch and one KV head. A query row is a pair (token, query head
-of the KV head). A unit reads its keys 16 at a time, counted from position 0. It converts them to float32, or multiplies
-bfloat16 keys as they are stored. All sums of a query row are chains of their own, in the order of the keys. So
-the bits of a query depend neither on the tile, the batch, the chunk nor on the number of threads.
+of the KV head). A unit takes its keys 64 at a time, counted from position 0: first the scores of all query rows, then
+their weights, then the weighted values. Keys and values are read 16 at a time. They are converted to float32, or, in
+bfloat16, multiplied as they are stored; weights are rounded to bfloat16 then, as by Transformers. All sums of a query
+row are chains of their own, in the order of the keys. So the bits of a query depend neither on the tile, the batch, the
+chunk nor on the number of threads.
 """
 
 import numpy as np
@@ -13,6 +15,7 @@ from pallas_kernels.native import library, vectors
 from pallas_kernels.native.convert import narrow, round_up, size_of, widen
 from pallas_kernels.native.frame import (
     ARGUMENTS,
+    CACHE_LINE,
     DONE,
     MOST_THREADS,
     NATIVE,
@@ -42,15 +45,17 @@ from pallas_kernels.native.memory import (
 )
 from pallas_kernels.paged_attention.cpu import ALIBI, CAP, FLAGS, PAGE_KIND, QUERY_KIND, SCALE, SINKS, V_DIM, WINDOW
 
-LANES, TILE, PAIR = vectors.LANES, vectors.TILE, vectors.PAIR
+LANES, TILE, PAIR, SPAN = vectors.LANES, vectors.TILE, vectors.PAIR, vectors.SPAN
 ONE = np.float32(1)
 # Query rows of a unit: 32 of up to 128 numbers, with their results, fill half of a first-level cache of 48 KiB.
 MOST_ROWS, MOST_NUMBERS = 32, 4096
-CACHE_LINE = 64
 HAS_BFLOAT16 = library.has_feature("avx512bf16")
 # without the feature the direct functions are never called, and must not be compiled
 score_tile_direct = vectors.score_tile_bfloat16 if HAS_BFLOAT16 else vectors.score_tile
 score_pair_direct = vectors.score_pair_bfloat16 if HAS_BFLOAT16 else vectors.score_pair
+add_scores_direct = vectors.add_scores_bfloat16 if HAS_BFLOAT16 else vectors.add_scores
+add_tile_direct = vectors.add_values_bfloat16 if HAS_BFLOAT16 else vectors.add_values
+add_pair_direct = vectors.add_pair_bfloat16 if HAS_BFLOAT16 else vectors.add_pair
 MIN_SHARED_BYTES = 65_536  # of keys and values; below, one thread is faster: waking another takes about 10 us
 
 # the job's words, in the order of the handler's arguments, then the result and sizes
@@ -91,7 +96,7 @@ def scratch_bytes(job):
     """Bytes of a thread's scratch: see `attend`."""
     rows = load_int64(job + TILE_ROWS)
     wide, wide_values = round_up(load_int64(job + HEAD_DIM), LANES), round_up(value_dim(job), LANES)
-    return 4 * (rows * (wide + wide_values + LANES + 1 + 2) + LANES * (2 * wide + TILE + 1))
+    return 4 * (rows * (wide + wide_values + LANES + SPAN + 1 + 2) + LANES * (2 * wide + 1))
 
 
 @njit(**NATIVE)
@@ -142,36 +147,69 @@ def prefetch_part(job, table, head, part, first, high):
 
 @njit(inline="always", **NATIVE)
 def is_direct(job):
-    """Whether keys are multiplied as they are stored: bfloat16, with 16 keys in a row."""
+    """Whether keys and values are multiplied in bfloat16, as they are stored, with 16 keys in a row."""
     if not HAS_BFLOAT16 or option(job, QUERY_KIND) != BFLOAT16 or option(job, PAGE_KIND) != BFLOAT16:
         return False
-    return load_int64(job + HEAD_DIM) % (2 * LANES) == 0 and load_int64(job + BLOCK_SIZE) % LANES == 0
+    whole = load_int64(job + HEAD_DIM) % (2 * LANES) == 0 and value_dim(job) % (2 * LANES) == 0
+    return whole and load_int64(job + BLOCK_SIZE) % LANES == 0
 
 
 @njit(**NATIVE)
-def score(direct, few, scores, queries, keys, line):
-    """Scores of a few query rows and 16 keys. line: bytes of a row."""
-    if direct and few:
-        score_pair_direct(scores, queries, keys, line // 64)
-    elif direct:
-        score_tile_direct(scores, queries, keys, line // 64)
-    elif few:
-        vectors.score_pair(scores, queries, keys, line // 64)
-    else:
-        vectors.score_tile(scores, queries, keys, line // 64)
+def find_values(job, table, head, first, low, high, spare):
+    """Address of the bfloat16 values of 16 positions.
+
+    If some are outside low to high - 1, that of a copy with zeros in their place: they may be NaN, and 0 * NaN is NaN.
+    """
+    line = 2 * load_int64(job + HEAD_DIM)
+    part = load_int64(job + PARTS) - 1
+    source = load_int64(job + DATA) + page_line(job, table, head, part, first) * line
+    begin, end = max(low - first, 0), min(high - first, LANES)
+    if begin == 0 and end == LANES:
+        return source
+    fill_zeros(spare, LANES * line)
+    copy_bytes(spare + begin * line, source + begin * line, (end - begin) * line)
+    return spare
 
 
 @njit(**NATIVE)
-def accumulate(direct, few, out, weights, values, line, chunks):
-    """Add the weighted values of 16 keys to a few results. line: bytes of a value."""
-    if direct and few:
-        vectors.add_pair_bfloat16(out, weights, values, line, chunks)
-    elif direct:
-        vectors.add_values_bfloat16(out, weights, values, line, chunks)
-    elif few:
-        vectors.add_pair(out, weights, values, line, chunks)
+def score(direct, padded, scores, queries, keys, line):
+    """Scores of `padded` query rows and 16 keys. line: bytes of a query, and of a key."""
+    stride, steps = 4 * SPAN, line // 64
+    if padded == PAIR and direct:
+        score_pair_direct(scores, stride, queries, keys, steps)
+    elif padded == PAIR:
+        vectors.score_pair(scores, stride, queries, keys, steps)
     else:
-        vectors.add_values(out, weights, values, line, chunks)
+        for i in range(0, padded, TILE):
+            if direct:
+                score_tile_direct(scores + i * stride, stride, queries + i * line, keys, steps)
+            else:
+                vectors.score_tile(scores + i * stride, stride, queries + i * line, keys, steps)
+
+
+@njit(**NATIVE)
+def add_scores(direct, scores, top, total, out, chunks, scale, low, high):
+    """One step of softmax for a query row and 64 keys: see `vectors.add_scores`."""
+    if direct:
+        add_scores_direct(scores, top, total, out, chunks, scale, low, high)
+    else:
+        vectors.add_scores(scores, top, total, out, chunks, scale, low, high)
+
+
+@njit(**NATIVE)
+def accumulate(direct, padded, outs, weights, values, line, chunks):
+    """Add the weighted values of 16 keys to the results of `padded` query rows. line: bytes of a value."""
+    stride, width = 4 * SPAN, 64 * chunks  # bytes from a row of weights, and of results, to the next
+    if padded == PAIR and direct:
+        add_pair_direct(outs, weights, stride, values, line, chunks)
+    elif padded == PAIR:
+        vectors.add_pair(outs, weights, stride, values, line, chunks)
+    else:
+        for i in range(0, padded, TILE):
+            if direct:
+                add_tile_direct(outs + i * width, weights + i * stride, stride, values, line, chunks)
+            else:
+                vectors.add_values(outs + i * width, weights + i * stride, stride, values, line, chunks)
 
 
 @njit(**NATIVE)
@@ -186,12 +224,11 @@ def attend(job, row, tile, head, scratch):
     past = load_int32(load_int64(job + LENS) + 4 * row) - count
     begin = tile * load_int64(job + TILE_ROWS)
     rows = min(load_int64(job + TILE_ROWS), count * q_per_kv - begin)
-    together = PAIR if rows <= PAIR else TILE
-    padded = round_up(rows, together)
+    padded = PAIR if rows <= PAIR else round_up(rows, TILE)
     table = load_int64(job + TABLES) + 4 * row * load_int64(job + WIDTH)
     window, scale, cap = np.int64(option(job, WINDOW)), float_option(job, SCALE), float_option(job, CAP)
     flags = option(job, FLAGS)
-    bent, direct, few = cap > 0 or flags & ALIBI != 0, is_direct(job), together == PAIR
+    bent, direct = cap > 0 or flags & ALIBI != 0, is_direct(job)
     data, value_part = load_int64(job + DATA), load_int64(job + PARTS) - 1
     line = 2 * dim if direct else 4 * wide  # bytes of a query, and of a key
 
@@ -201,7 +238,7 @@ def attend(job, row, tile, head, scratch):
     keys = totals + 4 * padded * LANES
     values = keys + 4 * LANES * wide
     scores = values + 4 * LANES * wide
-    spare = scores + 4 * TILE * LANES
+    spare = scores + 4 * padded * SPAN
     positions = spare + 4 * LANES
     tops = positions + 8 * padded
     fill_zeros(queries, 4 * padded * (wide + wide_values + LANES))
@@ -218,47 +255,47 @@ def attend(job, row, tile, head, scratch):
     high = min(past + (begin + rows - 1) // q_per_kv + 1, load_int64(job + WIDTH) * load_int64(job + BLOCK_SIZE))
     low = 0 if window == 0 else max(0, past + begin // q_per_kv + 1 - window)
     begin_group = low // LANES * LANES
-    prefetch_part(job, table, head, 0, begin_group, high)
-    prefetch_part(job, table, head, value_part, begin_group, high)
-    for first in range(begin_group, high, LANES):
-        prefetch_part(job, table, head, 0, first + LANES, high)
-        group_keys = keys
-        if direct:
-            group_keys = data + page_line(job, table, head, 0, first) * line
-        else:
-            read_part(job, table, head, 0, first, low, high, keys)
-        # a value that no query sees may be NaN, and 0 * NaN is NaN
-        in_pages = direct and padded <= TILE and first >= low and first + LANES <= high
-        group_values, value_line = values, 4 * wide
-        if in_pages:
-            group_values, value_line = data + page_line(job, table, head, value_part, first) * line, line
-        else:
-            read_part(job, table, head, value_part, first, low, high, values)
-        for start_row in range(0, padded, together):
-            score(direct, few, scores, queries + start_row * line, group_keys, line)
-            for i in range(start_row, start_row + together):
-                place = scores + 4 * (i - start_row) * LANES
-                position = load_int64(positions + 8 * i)
-                end = min(LANES, position + 1 - first)
-                from_ = 0 if window == 0 else max(0, position + 1 - window - first)
-                if i >= rows or end <= from_:
-                    fill_zeros(place, 4 * LANES)
-                    continue
-                factor = scale
-                if bent:
-                    slope = np.float32(0)
-                    if flags & ALIBI != 0:
-                        slope = load_float32(load_int64(job + SLOPES) + 4 * (head * q_per_kv + (begin + i) % q_per_kv))
-                    vectors.bend_scores(place, scale, cap, slope, np.float32(position - first))
-                    factor = ONE
-                vectors.add_scores(
-                    place, tops + 4 * i, totals + 4 * i * LANES, outs + 4 * i * wide_values, wide_values // LANES,
-                    factor, from_, end,
-                )  # fmt: skip
-            if start_row == 0:
-                prefetch_part(job, table, head, value_part, first + LANES, high)
-            out = outs + 4 * start_row * wide_values
-            accumulate(in_pages, few, out, scores, group_values, value_line, wide_values // LANES)
+    stride, chunks = 4 * SPAN, wide_values // LANES
+    for first in range(begin_group, min(high, low // SPAN * SPAN + SPAN), LANES):
+        prefetch_part(job, table, head, 0, first, high)
+    for span in range(low // SPAN * SPAN, high, SPAN):
+        begin_group, end_group = max(span, low // LANES * LANES), min(span + SPAN, high)
+        for first in range(begin_group, end_group, LANES):
+            prefetch_part(job, table, head, value_part, first, high)
+            group_keys = keys
+            if direct:
+                group_keys = data + page_line(job, table, head, 0, first) * line
+            else:
+                read_part(job, table, head, 0, first, low, high, keys)
+            score(direct, padded, scores + 4 * (first - span), queries, group_keys, line)
+        for i in range(padded):
+            place = scores + i * stride
+            position = load_int64(positions + 8 * i)
+            end = min(end_group - span, position + 1 - span)
+            from_ = 0 if window == 0 else max(0, position + 1 - window - span)
+            if i >= rows or end <= from_:
+                fill_zeros(place, stride)
+                continue
+            factor = scale
+            if bent:
+                slope = np.float32(0)
+                if flags & ALIBI != 0:
+                    slope = load_float32(load_int64(job + SLOPES) + 4 * (head * q_per_kv + (begin + i) % q_per_kv))
+                for group in range(begin_group - span, end_group - span, LANES):
+                    distance = np.float32(position - span - group)
+                    vectors.bend_scores(place + 4 * group, scale, cap, slope, distance)
+                factor = ONE
+            total, out = totals + 4 * i * LANES, outs + 4 * i * wide_values
+            add_scores(direct, place, tops + 4 * i, total, out, chunks, factor, from_, end)
+        for first in range(begin_group, end_group, LANES):
+            prefetch_part(job, table, head, 0, first + SPAN, high)
+            group_values, value_line = values, 4 * wide
+            if direct:
+                group_values, value_line = find_values(job, table, head, first, low, high, values), line
+            else:
+                read_part(job, table, head, value_part, first, low, high, values)
+            weights = scores + 4 * (first - span)
+            accumulate(direct, padded, outs, weights, group_values, value_line, chunks)
 
     for i in range(rows):
         token, lane = (begin + i) // q_per_kv, (begin + i) % q_per_kv
