@@ -59,3 +59,22 @@ def test_little_is_wasted_on_mixed_lengths():
     params = SamplingParams(max_tokens=48, ignore_eos=True)
     requests = [([rng.randrange(97) for _ in range(rng.randint(257, 900))], params) for _ in range(24)]
     assert 0 < stats_of(requests).kv_waste < 0.04
+
+
+def test_a_prefix_that_a_long_prompt_still_computes_is_computed_once():
+    """The first prompt takes three steps. The others share all but 16 of its tokens, and start after it."""
+    prompts = [PROMPT[:1008] + [i] * 16 for i in range(8)]
+    stats = stats_of([(prompt, SamplingParams(max_tokens=1)) for prompt in prompts])
+    assert stats.prefix_hit_tokens == 7 * 1008
+
+
+def test_a_prompt_that_shares_nothing_passes_one_that_waits_for_a_prefix():
+    engine = Engine(FakeRunner(num_blocks=300, max_num_batched_tokens=64, max_model_len=256))
+    for name, prompt in {"first": PROMPT[:200], "waits": PROMPT[:201], "other": PROMPT[300:308]}.items():
+        engine.add_request(name, prompt, SamplingParams(max_tokens=8))
+    engine.step()
+    assert engine.stats().num_running == 2
+    ended = []
+    while engine.has_work:
+        ended += [output.request_id for output in engine.step()]
+    assert ended == ["other", "first", "waits"]

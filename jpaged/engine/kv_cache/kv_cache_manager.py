@@ -125,6 +125,13 @@ class KVCacheManager:
         """The longest prefix of the request's known tokens whose KV is there; see `PrefixFinder.find`."""
         return self._prefixes.find(request)
 
+    def may_share(self, request: Request, other: Request, num_tokens: int) -> bool:
+        """Whether `request` may share the KV of its first tokens with `other`. num_tokens: whole blocks."""
+        if request.skips_prefix_cache or num_tokens > min(len(request.token_ids), len(other.token_ids)):
+            return False
+        index = num_tokens // self.block_size - 1
+        return len({each.kv.name(each.token_ids, index, 0, self.block_size) for each in (request, other)}) == 1
+
     def can_start(self, prefix: Prefix, num_tokens: int, headroom: int = 0) -> bool:
         """Whether a request of `num_tokens` tokens fits into the free blocks, with `headroom` of them left over."""
         free_in_prefix = sum(self.pool.num_free_among(block for block in tail if block >= 0) for tail in prefix.tails)

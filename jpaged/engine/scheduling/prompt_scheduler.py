@@ -2,8 +2,9 @@
 
 Short prompts do not wait for long ones. A prompt is long if one step cannot compute all of it. At most
 `max_num_partial_prefills` long prompts are computed at a time, so that the next one finds the prefix that both share in
-the prefix index. While other requests wait, long prompts leave them a quarter of the token budget. A short prompt may
-also pass a long one in the waiting queue, if it takes neither the row nor the blocks that the long one needs.
+the prefix index. A waiting request does not start either while a long prompt computes tokens that both share. While
+other requests wait, long prompts leave them a quarter of the token budget. A short prompt may also pass a long one in
+the waiting queue, if it takes neither the row nor the blocks that the long one needs.
 """
 
 from collections.abc import Callable
@@ -86,6 +87,9 @@ class PromptScheduler:
             if prefix is None:
                 break
             missing = self._missing_after(request, prefix)
+            if self._awaits_prefix(request, prefix, long, selection):
+                self._start_short_prompts_after(request, long, selection)
+                break
             if missing <= self._limits.max_num_batched_tokens:
                 self._start(request, prefix, min(missing, selection.budget), selection)
             elif len(long) < self._max_long:
@@ -93,10 +97,10 @@ class PromptScheduler:
                 share = _long_share(selection.budget, others=len(self._waiting) > 1, count=1)
                 self._start(request, prefix, min(missing, share), selection)
             else:
-                self._start_short_prompts_after(request, selection)
+                self._start_short_prompts_after(request, long, selection)
                 break
 
-    def _start_short_prompts_after(self, head: Request, selection: StepSelection) -> None:
+    def _start_short_prompts_after(self, head: Request, long: list[Request], selection: StepSelection) -> None:
         """Start short prompts that wait after a long one, if they take neither its row nor its blocks."""
         reserved = self._manager.max_blocks(len(head.token_ids))
         for request in self._waiting.after_head(MAX_LOOKAHEAD):
@@ -105,9 +109,21 @@ class PromptScheduler:
             if len(request.token_ids) > self._limits.max_num_batched_tokens:
                 continue
             prefix = self._startable(request, selection, reserved)
-            if prefix is not None:
+            if prefix is not None and not self._awaits_prefix(request, prefix, long, selection):
                 missing = self._missing_after(request, prefix)
                 self._start(request, prefix, min(missing, selection.budget), selection)
+
+    def _awaits_prefix(
+        self, request: Request, prefix: Prefix, long: list[Request], selection: StepSelection
+    ) -> bool:
+        """Whether a long prompt will compute the request's next block, in a later step."""
+        next_end = (prefix.num_blocks + 1) * self._manager.block_size
+        return any(
+            other.schedule.status is RequestStatus.RUNNING
+            and selection.end(other) < next_end
+            and self._manager.may_share(request, other, next_end)
+            for other in long
+        )
 
     def _missing_after(self, request: Request, prefix: Prefix) -> int:
         return len(request.token_ids) - prefix.num_blocks * self._manager.block_size
