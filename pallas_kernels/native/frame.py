@@ -114,7 +114,7 @@ def leave(job: int) -> None:
 
 @njit(inline="always", **NATIVE)
 def aligned(scratch: int) -> int:
-    """The first cache line of a thread's scratch: a vector that lies in two lines takes twice as long."""
+    """The first cache line of a thread's scratch: a vector in two cache lines takes twice as long."""
     return (scratch + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
