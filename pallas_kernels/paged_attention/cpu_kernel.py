@@ -43,19 +43,20 @@ from pallas_kernels.native.memory import (
     store_float32,
     store_int64,
 )
+from pallas_kernels.paged_attention import cpu_vectors
 from pallas_kernels.paged_attention.cpu import ALIBI, CAP, FLAGS, PAGE_KIND, QUERY_KIND, SCALE, SINKS, V_DIM, WINDOW
 
-LANES, TILE, PAIR, SPAN = vectors.LANES, vectors.TILE, vectors.PAIR, vectors.SPAN
+LANES, TILE, PAIR, SPAN = vectors.LANES, vectors.TILE, vectors.PAIR, cpu_vectors.SPAN
 ONE = np.float32(1)
 # Query rows of a unit: 32 of up to 128 numbers, with their results, fill half of a first-level cache of 48 KiB.
 MOST_ROWS, MOST_NUMBERS = 32, 4096
 HAS_BFLOAT16 = library.has_feature("avx512bf16")
 # without the feature the direct functions are never called, and must not be compiled
-score_tile_direct = vectors.score_tile_bfloat16 if HAS_BFLOAT16 else vectors.score_tile
-score_pair_direct = vectors.score_pair_bfloat16 if HAS_BFLOAT16 else vectors.score_pair
-add_scores_direct = vectors.add_scores_bfloat16 if HAS_BFLOAT16 else vectors.add_scores
-add_tile_direct = vectors.add_values_bfloat16 if HAS_BFLOAT16 else vectors.add_values
-add_pair_direct = vectors.add_pair_bfloat16 if HAS_BFLOAT16 else vectors.add_pair
+score_tile_direct = cpu_vectors.score_tile_bfloat16 if HAS_BFLOAT16 else cpu_vectors.score_tile
+score_pair_direct = cpu_vectors.score_pair_bfloat16 if HAS_BFLOAT16 else cpu_vectors.score_pair
+add_scores_direct = cpu_vectors.add_scores_bfloat16 if HAS_BFLOAT16 else cpu_vectors.add_scores
+add_tile_direct = cpu_vectors.add_values_bfloat16 if HAS_BFLOAT16 else cpu_vectors.add_values
+add_pair_direct = cpu_vectors.add_pair_bfloat16 if HAS_BFLOAT16 else cpu_vectors.add_pair
 MIN_SHARED_BYTES = 65_536  # of keys and values; below, one thread is faster: waking another takes about 10 us
 
 # the job's words, in the order of the handler's arguments, then the result and sizes
@@ -178,22 +179,22 @@ def score(direct, padded, scores, queries, keys, line):
     if padded == PAIR and direct:
         score_pair_direct(scores, stride, queries, keys, steps)
     elif padded == PAIR:
-        vectors.score_pair(scores, stride, queries, keys, steps)
+        cpu_vectors.score_pair(scores, stride, queries, keys, steps)
     else:
         for i in range(0, padded, TILE):
             if direct:
                 score_tile_direct(scores + i * stride, stride, queries + i * line, keys, steps)
             else:
-                vectors.score_tile(scores + i * stride, stride, queries + i * line, keys, steps)
+                cpu_vectors.score_tile(scores + i * stride, stride, queries + i * line, keys, steps)
 
 
 @njit(**NATIVE)
 def add_scores(direct, scores, top, total, out, chunks, scale, low, high):
-    """One step of softmax for a query row and 64 keys: see `vectors.add_scores`."""
+    """One step of softmax for a query row and 64 keys: see `cpu_vectors.add_scores`."""
     if direct:
         add_scores_direct(scores, top, total, out, chunks, scale, low, high)
     else:
-        vectors.add_scores(scores, top, total, out, chunks, scale, low, high)
+        cpu_vectors.add_scores(scores, top, total, out, chunks, scale, low, high)
 
 
 @njit(**NATIVE)
@@ -203,13 +204,13 @@ def accumulate(direct, padded, outs, weights, values, line, chunks):
     if padded == PAIR and direct:
         add_pair_direct(outs, weights, stride, values, line, chunks)
     elif padded == PAIR:
-        vectors.add_pair(outs, weights, stride, values, line, chunks)
+        cpu_vectors.add_pair(outs, weights, stride, values, line, chunks)
     else:
         for i in range(0, padded, TILE):
             if direct:
                 add_tile_direct(outs + i * width, weights + i * stride, stride, values, line, chunks)
             else:
-                vectors.add_values(outs + i * width, weights + i * stride, stride, values, line, chunks)
+                cpu_vectors.add_values(outs + i * width, weights + i * stride, stride, values, line, chunks)
 
 
 @njit(**NATIVE)
@@ -250,7 +251,7 @@ def attend(job, row, tile, head, scratch):
         else:
             widen(q_kind, queries + i * line, source, dim, ONE)
         store_int64(positions + 8 * i, past + token)
-        store_float32(tops + 4 * i, np.float32(vectors.LOWEST))
+        store_float32(tops + 4 * i, np.float32(cpu_vectors.LOWEST))
 
     high = min(past + (begin + rows - 1) // q_per_kv + 1, load_int64(job + WIDTH) * load_int64(job + BLOCK_SIZE))
     low = 0 if window == 0 else max(0, past + begin // q_per_kv + 1 - window)
@@ -283,7 +284,7 @@ def attend(job, row, tile, head, scratch):
                     slope = load_float32(load_int64(job + SLOPES) + 4 * (head * q_per_kv + (begin + i) % q_per_kv))
                 for group in range(begin_group - span, end_group - span, LANES):
                     distance = np.float32(position - span - group)
-                    vectors.bend_scores(place + 4 * group, scale, cap, slope, distance)
+                    cpu_vectors.bend_scores(place + 4 * group, scale, cap, slope, distance)
                 factor = ONE
             total, out = totals + 4 * i * LANES, outs + 4 * i * wide_values
             add_scores(direct, place, tops + 4 * i, total, out, chunks, factor, from_, end)
@@ -299,14 +300,14 @@ def attend(job, row, tile, head, scratch):
 
     for i in range(rows):
         token, lane = (begin + i) // q_per_kv, (begin + i) % q_per_kv
-        vectors.sum_lanes(totals + 4 * i * LANES)
+        cpu_vectors.sum_lanes(totals + 4 * i * LANES)
         total, factor = load_float32(totals + 4 * i * LANES), ONE
         if flags & SINKS != 0:
             sink = load_float32(load_int64(job + SINK_LOGITS) + 4 * (head * q_per_kv + lane))
             top = load_float32(tops + 4 * i)
             store_float32(spare, min(top - sink, np.float32(0)))
             store_float32(spare + 4, min(sink - top, np.float32(0)))
-            vectors.exp_lanes(spare)
+            cpu_vectors.exp_lanes(spare)
             factor = load_float32(spare)
             total = total * factor + load_float32(spare + 4)
         factor = factor / total if total != 0 else np.float32(0)
