@@ -43,9 +43,9 @@ def main(folder: str, *kernels: str) -> None:
     from jpaged.runtime.compile_cache import persistent_cache
     from jpaged.runtime.jax_settings import pinned
     from jpaged.runtime.placement import Placement
-    from jpaged.runtime.private_folder import read_file
     from jpaged.runtime.stored_programs import compile_exported
     from pallas_kernels.cpu_kernels import load_kernels
+    from pallas_kernels.private_folder import read_file
 
     os.nice(_NICE)
     jax.config.update("jax_platforms", "cpu")

@@ -19,6 +19,7 @@ import logging
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
@@ -30,14 +31,16 @@ import jpaged.models
 import pallas_kernels
 from jpaged.phases import phase
 from jpaged.runtime.compile_cache import persistent_cache
-from jpaged.runtime.private_folder import private_folder, read_file, write_file
 from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, SamplingState
 from pallas_kernels import KVPages, QuantizedWeight
 from pallas_kernels.cpu_kernels import load_kernels
+from pallas_kernels.private_folder import private_folder, read_file, write_file
 
 logger = logging.getLogger(__name__)
 
+_WITHOUT = "every start traces the programs again"
+_KEEP_DAYS = 30
 _VERSIONS = ("jax", "jaxlib", "numpy", "ml_dtypes")
 # Settings of JAX that do not change a traced program: where it runs and is cached, and what is logged.
 _NOT_TRACED = ("device", "platform", "cache", "log", "dump", "dir", "traceback", "profile", "distributed")
@@ -69,9 +72,10 @@ class ProgramStore:
         """
         if cache_folder is None or platform != "cpu":
             return None
-        folder = private_folder(cache_folder / "exported", "tracing at the next start")
+        folder = private_folder(cache_folder / "exported", _WITHOUT)
         if folder is None:
             return None
+        _remove_old(folder)
         with phase("native kernels"):
             loaded = load_kernels(kernels)
         names = tuple((module, name) for module, name in loaded.items() if name is not None)
@@ -92,10 +96,11 @@ class ProgramStore:
         """
         stored = read_file(path)
         if stored is not None:
+            _touch(path)
             return export.deserialize(bytearray(stored))
         checks = [export.DisabledSafetyCheck.custom_call(name) for _, name in self.kernels]
         exported = export.export(jax.jit(call, keep_unused=True), disabled_checks=checks)(*arguments)
-        write_file(path, bytes(exported.serialize()))
+        write_file(path, bytes(exported.serialize()), _WITHOUT)
         return exported
 
     def compile(self, call: functools.partial[Any], arguments: Any, donate: Sequence[int]) -> jax.stages.Compiled:
@@ -107,13 +112,26 @@ class ProgramStore:
         if self.elsewhere is None:
             program = compile_exported(exported, arguments, donate)
         else:
-            if not compiled.exists():
+            if path.exists() and not compiled.exists():
                 self.elsewhere.compile(path, donate)
             with persistent_cache(str(self.folder.parent)):
                 program = compile_exported(exported, arguments, donate)
-        with contextlib.suppress(OSError):
-            compiled.touch()
+        _touch(compiled)
         return program
+
+
+def _touch(path: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        path.touch()
+
+
+def _remove_old(folder: pathlib.Path) -> None:
+    """Remove programs that nothing has used for a while: each version and each option of an engine has its own."""
+    oldest = time.time() - _KEEP_DAYS * 86_400
+    with contextlib.suppress(OSError):  # of another process that removes them, too
+        for path in folder.iterdir():
+            if path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def compile_exported(exported: export.Exported, arguments: Any, donate: Sequence[int]) -> jax.stages.Compiled:

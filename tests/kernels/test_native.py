@@ -18,7 +18,7 @@ import jaxlib
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention
+from pallas_kernels import paged_attention, private_folder
 from pallas_kernels.native import disk, library
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 from tests.kernels.oracle import Shape, attend, make_case
@@ -256,7 +256,7 @@ def fresh(tmp_path, monkeypatch):
 
     def start() -> library.Native:
         # new caches: XLA does not register a kernel of this process twice
-        for module, name in ((library, "_native"), (library, "_warn"), (disk, "folder"), (disk, "_warn")):
+        for module, name in ((library, "_native"), (library, "_warn"), (disk, "folder")):
             monkeypatch.setattr(module, name, functools.cache(getattr(module, name).__wrapped__))
         return library.native(cpu.KERNEL)
 
@@ -317,7 +317,7 @@ def test_a_folder_that_cannot_be_written_is_one_log_line(fresh, caplog, monkeypa
     def refuse(*args: object, **options: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(disk.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(private_folder.tempfile, "TemporaryDirectory", refuse)
     monkeypatch.setattr(disk, "_lock", lambda stack, path: disk_lock(stack, folder))  # a folder cannot be opened either
     with caplog.at_level(logging.WARNING):
         assert start().is_new

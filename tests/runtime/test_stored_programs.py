@@ -2,9 +2,11 @@
 
 import functools
 import hashlib
+import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -134,6 +136,22 @@ def test_a_damaged_file_is_made_again(tmp_path, caplog, harm):
     assert compiled(store) == 2
     assert caplog.text.count("is damaged") == 1
     assert files(tmp_path) == {name: data}
+
+
+def test_programs_that_were_not_used_for_a_month_are_removed(tmp_path):
+    store = ProgramStore.open(tmp_path, "cpu", KERNELS)
+    compiled(store)
+    compiled(store, factor=3)
+    used, unused = files(tmp_path)
+    for path in (tmp_path / "exported").iterdir():
+        days = 29 if path.name.startswith(used) else 31
+        os.utime(path, (0, time.time() - days * 86_400))
+    store = ProgramStore.open(tmp_path, "cpu", KERNELS)
+    assert list(files(tmp_path)) == [used]
+    compiled(store)
+    compiled(store, factor=3)
+    assert all(path.stat().st_mtime > time.time() - 60 for path in (tmp_path / "exported").iterdir())
+    assert set(files(tmp_path)) == {used, unused}
 
 
 def test_a_folder_of_others_is_not_used(tmp_path, caplog):
