@@ -20,6 +20,10 @@ from pallas_kernels.dot import cpu as dot_cpu
 from pallas_kernels.grouped_dot import cpu as grouped_cpu
 from pallas_kernels.native import library, processors
 from pallas_kernels.paged_attention import cpu as attention_cpu
+from pallas_kernels.quantized_dot import cpu as quantized_cpu
+from pallas_kernels.quantized_dot import quantize
+from pallas_kernels.row_ops import cpu as row_cpu
+from pallas_kernels.row_ops import silu_and_mul
 from pallas_kernels.write_qkv import cpu as write_cpu
 from tests.kernels.oracle import Shape, make_case
 
@@ -27,6 +31,8 @@ KERNELS = {
     attention_cpu.KERNEL: None,
     dot_cpu.KERNEL: dot_cpu._check,
     grouped_cpu.KERNEL: grouped_cpu._check,
+    quantized_cpu.KERNEL: quantized_cpu._check,
+    row_cpu.KERNEL: row_cpu._check,
     write_cpu.KERNEL: write_cpu._check,
 }
 POINTER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
@@ -287,6 +293,12 @@ def programs():
     def experts(x, weights):
         return grouped_cpu.grouped_dot(x, weights, jnp.array([3, 3, 0, 4]), jnp.int32(4), jnp.full(4, 7))
 
+    def quantised(x, weight):
+        return quantized_cpu.quantized_dot(x, weight, jnp.int32(32), dtype=jnp.float32)
+
+    def gate(x):
+        return silu_and_mul(x, 640)
+
     def write(pages, qkv, slots):
         return write_qkv(pages, qkv, slots, implementation="cpu")
 
@@ -294,6 +306,8 @@ def programs():
         dot_cpu.KERNEL: (product, (x, weight)),
         grouped_cpu.KERNEL: (experts, (x.reshape(4, 8, 512), weight.reshape(5, 128, 512))),
         attention_cpu.KERNEL: (attention, tuple(case.values())),
+        quantized_cpu.KERNEL: (quantised, (x, quantize(weight, 8, 64))),
+        row_cpu.KERNEL: (gate, (weight,)),
         write_cpu.KERNEL: (write, (pages, qkv, slots)),
     }
 
