@@ -58,8 +58,8 @@ def resolve_dtype(
     if is_slow and jax.__version_info__ < (0, 11) and not has_native_products(spec, checkpoint):
         logger.info(
             "dtype=auto: the checkpoint's %s weights are held in float32, because JAX %s on CPU converts every 16-bit "
-            "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) keeps their dtype, and "
-            "so does a processor with AVX-512 bf16, for bfloat16 models without experts.",
+            "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) keeps their dtype. "
+            "So do native kernels (numba), for bfloat16 models without experts.",
             checkpoint.name, jax.__version__,
         )  # fmt: skip
         return BY_NAME["float32"]

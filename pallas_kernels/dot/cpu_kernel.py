@@ -1,11 +1,12 @@
 """dot for CPUs in numba: rows times a matrix [out, in]. Imported only to compile.
 
-A unit of work is a block of outputs, for all rows. Every sum is one chain over the inputs, in vectors of 64 bytes, and
-a tree at the end. So a row has the same bits with any number of other rows.
+A unit of work is a block of outputs, for all rows. Every sum is one chain over the inputs, in whole vectors, and a
+tree at the end. So a row has the same bits with any number of other rows.
 """
 
 from numba import njit
 
+from pallas_kernels.dot import cpu_vectors
 from pallas_kernels.dot.cpu import OPTION_KIND, OPTION_OUT_KIND
 from pallas_kernels.native import vectors
 from pallas_kernels.native.frame import (
@@ -26,11 +27,12 @@ from pallas_kernels.native.frame import (
 from pallas_kernels.native.kinds import BFLOAT16
 from pallas_kernels.native.memory import fetch_add, fill_zeros, load_int32, load_int64, malloc, store_int64
 
-TILE = vectors.TILE
+LANES, TILE, VECTOR = vectors.LANES, vectors.TILE, vectors.VECTOR
+TILE_OUTPUTS = LANES // TILE
 OUTPUTS = 64  # of a unit
 MOST_ROWS = 16  # that are computed together
 FEW = 8  # rows that are multiplied with one row of weights at a time
-FIRST_CACHE = 28_672  # bytes of rows that stay in the first-level cache, next to 4 outputs' weights
+FIRST_CACHE = 28_672  # bytes of rows that stay in the first-level cache, next to the weights of a tile
 MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
 
 X, WEIGHT, OUT, ROWS, NUM_OUTPUTS, INPUT_BYTES, KIND, OUT_KIND, LAST_FIELD = (ARGUMENTS + 8 * i for i in range(9))
@@ -44,17 +46,14 @@ def scratch_bytes(job):
 
 @njit(**NATIVE)
 def dot_tile(kind, to, x, last_x, w, last_w, line, early):
-    """4 rows of x times 4 rows of w. Rows after the last one are replaced by the last one.
+    """TILE rows of x times LANES // TILE rows of w. Rows after the last one are replaced by the last one.
 
     early: address of a row of weights that is requested early.
     """
-    x1, x2, x3 = min(x + line, last_x), min(x + 2 * line, last_x), min(x + 3 * line, last_x)
-    w1, w2, w3 = min(w + line, last_w), min(w + 2 * line, last_w), min(w + 3 * line, last_w)
-    steps = line // 64
     if kind == BFLOAT16:
-        vectors.dot_tile_bfloat16(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
+        cpu_vectors.dot_tile_bfloat16(to, 4 * OUTPUTS, x, last_x, w, last_w, line // VECTOR, early)
     else:
-        vectors.dot_tile_float32(to, 4 * OUTPUTS, x, x1, x2, x3, w, w1, w2, w3, steps, early)
+        cpu_vectors.dot_tile_float32(to, 4 * OUTPUTS, x, last_x, w, last_w, line // VECTOR, early)
 
 
 @njit(**NATIVE)
@@ -68,25 +67,25 @@ def few_rows(rows, line):
 
 @njit(**NATIVE)
 def dot_few(kind, few, to, x, last_x, w, last_w, line):
-    """`few` rows of x times 16 // few rows of w. Rows after the last one are replaced by the last one."""
-    steps, stride = line // 64, 4 * OUTPUTS
+    """`few` rows of x times LANES // few rows of w. Rows after the last one are replaced by the last one."""
+    steps, stride = line // VECTOR, 4 * OUTPUTS
     if kind == BFLOAT16:
         if few == 1:
-            vectors.dot_1_bfloat16(to, stride, x, last_x, w, last_w, steps)
+            cpu_vectors.dot_1_bfloat16(to, stride, x, last_x, w, last_w, steps, 0)
         elif few == 2:
-            vectors.dot_2_bfloat16(to, stride, x, last_x, w, last_w, steps)
+            cpu_vectors.dot_2_bfloat16(to, stride, x, last_x, w, last_w, steps, 0)
         elif few == 4:
-            vectors.dot_4_bfloat16(to, stride, x, last_x, w, last_w, steps)
+            cpu_vectors.dot_4_bfloat16(to, stride, x, last_x, w, last_w, steps, 0)
         else:
-            vectors.dot_8_bfloat16(to, stride, x, last_x, w, last_w, steps)
+            cpu_vectors.dot_8_bfloat16(to, stride, x, last_x, w, last_w, steps, 0)
     elif few == 1:
-        vectors.dot_1_float32(to, stride, x, last_x, w, last_w, steps)
+        cpu_vectors.dot_1_float32(to, stride, x, last_x, w, last_w, steps, 0)
     elif few == 2:
-        vectors.dot_2_float32(to, stride, x, last_x, w, last_w, steps)
+        cpu_vectors.dot_2_float32(to, stride, x, last_x, w, last_w, steps, 0)
     elif few == 4:
-        vectors.dot_4_float32(to, stride, x, last_x, w, last_w, steps)
+        cpu_vectors.dot_4_float32(to, stride, x, last_x, w, last_w, steps, 0)
     else:
-        vectors.dot_8_float32(to, stride, x, last_x, w, last_w, steps)
+        cpu_vectors.dot_8_float32(to, stride, x, last_x, w, last_w, steps, 0)
 
 
 @njit(**NATIVE)
@@ -103,14 +102,15 @@ def multiply_rows(kind, out_kind, x, rows, line, weight, count, out, outputs, sc
     for start in range(0, rows, together):
         end = min(start + together, rows)
         if few > 0:
-            for output in range(0, count, vectors.LANES // few):
+            for output in range(0, count, LANES // few):
                 dot_few(kind, few, scratch + 4 * output, x, last_x, weight + output * line, last_w, line)
         else:
-            for output in range(0, count, TILE):
+            for output in range(0, count, TILE_OUTPUTS):
                 for row in range(start, end, TILE):
                     to = scratch + 4 * ((row - start) * OUTPUTS + output)
-                    # the next 4 outputs' weights, one row of them with each of the first 4 tiles of rows
-                    early = weight + (output + TILE + min(row // TILE, TILE - 1)) * line if start == 0 else x
+                    # the next outputs' weights, one row of them with each of the first tiles of rows
+                    next_output = output + TILE_OUTPUTS + min(row // TILE, TILE_OUTPUTS - 1)
+                    early = weight + next_output * line if start == 0 else x
                     dot_tile(kind, to, x + row * line, last_x, weight + output * line, last_w, line, early)
         for row in range(start, end):
             source, target = scratch + 4 * (row - start) * OUTPUTS, out + row * outputs * size

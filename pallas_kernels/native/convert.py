@@ -23,7 +23,7 @@ def size_of(kind):
 
 @njit(**NATIVE)
 def widen(kind, to, source, count, scale):
-    """Convert `count` numbers to float32, times scale, in whole vectors of 16."""
+    """Convert `count` numbers to float32, times scale, in whole vectors."""
     if kind == BFLOAT16:
         vectors.widen_bfloat16(to, source, count, scale)
     elif kind == FLOAT32:

@@ -4,48 +4,108 @@ Processors multiply uint8 with int8. So weights are uint8 here, code = number + 
 with the codes is too large by the zero point times the sum of x, which is subtracted.
 """
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.native import library
 from pallas_kernels.native.memory import I8, I32, prefetch_line
-from pallas_kernels.native.vectors import FLOAT, FLOATS, INT, INTS, LANES, Code, vector_function
+from pallas_kernels.native.vectors import FLOAT, I16, INT, INTS, LANES, VECTOR, Code, vector_function
 
-LINE = 64  # bytes of a vector: 4 neighbouring inputs of 16 outputs
-INPUTS = 4  # of a vector
+BLOCK, INPUTS = 16, 4  # outputs and neighbouring inputs of a tile of codes
+LINE = BLOCK * INPUTS  # bytes of a tile
 LARGEST = 127  # magnitude of a quantised number of x
 MAGIC = 12582912.0  # 1.5 * 2**23: the low bits of x + MAGIC are x, rounded to nearest, ties to even
 SMALLEST = 1e-30  # a row with no larger number is quantised to zeros
-WIDE, ROWS = 2, 8  # a tile: vectors of 16 outputs, and rows of x
+WIDE, ROWS = (2, 8) if LANES == BLOCK else (1, 4)  # blocks of outputs, and rows of x, that registers have sums for
 EARLY = 1024  # bytes: distance to the weights that are requested early
 
 BYTES, SHORT = ir.VectorType(I8, LINE), ir.VectorType(I8, LANES)
+SUMS, NUMBERS, CODES = (ir.VectorType(kind, BLOCK) for kind in (I32, FLOAT, I8))  # one number for each output
 
 
-def _multiply_add(code: Code, total: Any, w: Any, x: Any) -> Any:
-    """total[16] + the sums of 4 neighbouring products of w, 64 uint8, and x, 64 int8."""
-    b = code.builder
-    if library.has_feature("avx512vnni"):
-        parts = [b.bitcast(each, INTS) for each in (w, x)]
-        return code.call("llvm.x86.avx512.vpdpbusd.512", INTS, [total, *parts])
-    for first in range(INPUTS):
-        lanes = range(first, LINE, INPUTS)
-        total = b.add(total, b.mul(b.zext(code.pick(w, w, lanes), INTS), b.sext(code.pick(x, x, lanes), INTS)))
+class _Products(NamedTuple):
+    """Names of LLVM's intrinsics for a processor's products of integers."""
+
+    outputs: int  # of an instruction
+    four: str = ""  # sums of 4 products of uint8 and int8, in int32; "": there is none
+    two_bytes: str = ""  # sums of 2 products of uint8 and int8, in int16
+    two_words: str = ""  # sums of 2 products of int16, in int32
+
+
+# By the features that they need, the fastest first
+_PRODUCTS = {
+    ("avx512vnni",): _Products(16, four="llvm.x86.avx512.vpdpbusd.512"),
+    ("avx512bw",): _Products(16, two_bytes="llvm.x86.avx512.pmaddubs.w.512", two_words="llvm.x86.avx512.pmaddw.d.512"),
+    ("avx2", "avxvnni"): _Products(8, four="llvm.x86.avx512.vpdpbusd.256"),
+    ("avx2",): _Products(8, two_bytes="llvm.x86.avx2.pmadd.ub.sw", two_words="llvm.x86.avx2.pmadd.wd"),
+}
+
+
+def _products() -> _Products | None:
+    """The products of this processor; None: it has none that are known here."""
+    has = library.processor().features
+    return next((products for needed, products in _PRODUCTS.items() if has.issuperset(needed)), None)
+
+
+def _multiply_add(code: Code, total: Any, bits: int, w: Sequence[Any], x: Sequence[Any]) -> Any:
+    """total[16] + the sums of 4 neighbouring products, for each w and x.
+
+    w: 64 uint8 with numbers of `bits` bits. x: 4 int8 as an int32.
+    """
+    b, products = code.builder, _products()
+    if products is not None:
+        words = [b.bitcast(each, SUMS) for each in w]
+        parts = [range(first, first + products.outputs) for first in range(0, BLOCK, products.outputs)]
+        return code.join([
+            _add_products(
+                code, products, code.pick(total, total, part), bits, [code.pick(each, each, part) for each in words], x
+            )
+            for part in parts
+        ])  # fmt: skip
+    for codes, four in zip(w, x, strict=True):
+        numbers = b.bitcast(code.splat(four, BLOCK), BYTES)
+        for first in range(INPUTS):
+            lanes = range(first, LINE, INPUTS)
+            own, other = code.pick(codes, codes, lanes), code.pick(numbers, numbers, lanes)
+            total = b.add(total, b.mul(b.zext(own, SUMS), b.sext(other, SUMS)))
+    return total
+
+
+def _add_products(code: Code, products: _Products, total: Any, bits: int, w: Sequence[Any], x: Sequence[Any]) -> Any:
+    """total + the sums of 4 neighbouring products, for each w, 4 uint8 as an int32 for each output, and x."""
+    b, outputs = code.builder, products.outputs
+    ints, shorts, codes = (ir.VectorType(kind, outputs * count) for kind, count in ((I32, 1), (I16, 2), (I8, 4)))
+    pairs = [(each, code.splat(four, outputs)) for each, four in zip(w, x, strict=True)]
+    if products.four:
+        return functools.reduce(lambda sums, pair: code.call(products.four, ints, [sums, *pair]), pairs, total)
+    if bits == 4:  # the sum of 4 products with codes up to 15 fits int16
+        parts = [code.call(products.two_bytes, shorts, [b.bitcast(each, codes) for each in pair]) for pair in pairs]
+        ones = ir.Constant(shorts, [1] * 2 * outputs)
+        return b.add(total, code.call(products.two_words, ints, [functools.reduce(b.add, parts), ones]))
+    eight = ir.Constant(shorts, [8] * 2 * outputs)
+    for pair in pairs:
+        own, other = (b.bitcast(each, shorts) for each in pair)
+        even = [b.lshr(b.shl(own, eight), eight), b.ashr(b.shl(other, eight), eight)]  # inputs 0 and 2 as int16
+        odd = [b.lshr(own, eight), b.ashr(other, eight)]  # inputs 1 and 3
+        for both in (even, odd):
+            total = b.add(total, code.call(products.two_words, ints, both))
     return total
 
 
 @vector_function(INT, INT, INT, INT)
 def quantise_row(code: Code, to: Any, scale: Any, row: Any, chunks: Any) -> None:
-    """Store row[chunks * 16], float32, as int8: round(number / scale).
+    """Store row[chunks * LANES], float32, as int8: round(number / scale).
 
     scale: address of the result: the largest magnitude / 127. NaN or infinity if the row has one.
     """
     b = code.builder
     (most,) = code.variables([code.ints(0)])  # magnitudes as int32: in their order, and NaN is above infinity
     with code.each(chunks) as i:
-        magnitude = b.and_(code.load(code.at(row, (i, LANES * 4)), INTS), code.ints(0x7FFFFFFF))
+        magnitude = b.and_(code.load(code.at(row, (i, VECTOR)), INTS), code.ints(0x7FFFFFFF))
         old = b.load(most)
         b.store(b.select(b.icmp_signed(">", magnitude, old), magnitude, old), most)
     largest, half = b.load(most), LANES // 2
@@ -59,7 +119,7 @@ def quantise_row(code: Code, to: Any, scale: Any, row: Any, chunks: Any) -> None
     inverse = b.select(is_normal, b.fdiv(ir.Constant(FLOAT, LARGEST), top), ir.Constant(FLOAT, 0))
     factors = code.splat(inverse)
     with code.each(chunks) as i:
-        shifted = b.fadd(b.fmul(code.load(code.at(row, (i, LANES * 4))), factors), code.floats(MAGIC))
+        shifted = b.fadd(b.fmul(code.load(code.at(row, (i, VECTOR))), factors), code.floats(MAGIC))
         code.store(b.trunc(b.bitcast(shifted, INTS), SHORT), code.at(to, (i, LANES)), 1)
 
 
@@ -76,7 +136,7 @@ def sum_bytes(code: Code, to: Any, row: Any, vectors: Any) -> None:
 def _multiply(bits: int, rows: int, wide: int) -> Any:
     """Make a function that multiplies rows of x, int8, with blocks of 16 outputs.
 
-    to:      float32[rows, 2 * 16]: the sum over the groups, in their order, of the group's exact sum times its scale.
+    to:      float32[rows, WIDE * 16]: the sum over the groups, in their order, of a group's exact sum times its scale.
     x:       address of the first row; `line` bytes from row to row. Rows after `last` are replaced by it.
     x_sums:  int32[all rows, groups], sums of x; the same rows.
     codes:   of the first block. block: bytes from block to block; 0: the second block is the first one again.
@@ -96,10 +156,10 @@ def _multiply(bits: int, rows: int, wide: int) -> Any:
             is_last = b.icmp_signed(">=", row_at[-1], last)
             row_at.append(b.select(is_last, row_at[-1], code.at(row_at[-1], (line, 1))))
             sums_at.append(b.select(is_last, sums_at[-1], code.at(sums_at[-1], (groups, 4))))
-        results = code.variables([code.floats(0.0)] * (rows * wide))
+        results = code.variables([ir.Constant(NUMBERS, [0.0] * BLOCK)] * (rows * wide))
         loads = b.udiv(vectors, code.number(step))
         with code.each(groups) as group:
-            totals = code.variables([code.ints(0)] * (rows * wide * chains))
+            totals = code.variables([ir.Constant(SUMS, [0] * BLOCK)] * (rows * wide * chains))
             with code.each(loads) as i:
                 index = b.add(b.mul(group, loads), i)
                 for j in range(wide):
@@ -110,28 +170,28 @@ def _multiply(bits: int, rows: int, wide: int) -> Any:
                         b.and_(value, _bytes(15)), b.lshr(value, _bytes(4))
                     ]  # fmt: skip
                     for row in range(rows):
-                        for part in range(step):
-                            at = code.at(row_at[row], (index, INPUTS * step), (code.number(part), INPUTS))
-                            four = code.load(at, I32, 1)
-                            total = totals[(row * wide + j) * chains + part % chains]
-                            x_part = b.bitcast(code.splat(four), BYTES)
-                            b.store(_multiply_add(code, b.load(total), parts[part], x_part), total)
+                        at = code.at(row_at[row], (index, INPUTS * step))
+                        x_parts = [code.load(code.at(at, (code.number(part), INPUTS)), I32, 1) for part in range(step)]
+                        for chain in range(chains):
+                            total = totals[(row * wide + j) * chains + chain]
+                            own, other = parts[chain::chains], x_parts[chain::chains]
+                            b.store(_multiply_add(code, b.load(total), bits, own, other), total)
             for j in range(wide):
                 at = group if j == 0 else b.add(b.select(is_single, code.number(0), groups), group)
                 zero = _zero_points(code, zeros, at, 1 << (bits - 1))
-                scale = code.load(code.at(scales, (at, LANES * 4)))
+                scale = code.load(code.at(scales, (at, BLOCK * 4)), NUMBERS)
                 for row in range(rows):
                     each = (row * wide + j) * chains
                     total = b.load(totals[each])
                     for other in totals[each + 1 : each + chains]:
                         total = b.add(total, b.load(other))
-                    x_sum = code.splat(code.load(code.at(sums_at[row], (group, 4)), I32))
+                    x_sum = code.splat(code.load(code.at(sums_at[row], (group, 4)), I32), BLOCK)
                     total = b.sub(total, b.mul(zero, x_sum))
                     result = results[row * wide + j]
-                    b.store(code.fma(b.sitofp(total, FLOATS), scale, b.load(result)), result)
+                    b.store(code.fma(b.sitofp(total, NUMBERS), scale, b.load(result)), result)
         for place, result in enumerate(results):
             row, j = divmod(place, wide)
-            code.store(b.load(result), code.at(to, (code.number(row), 4 * LANES * WIDE), (code.number(j), 4 * LANES)))
+            code.store(b.load(result), code.at(to, (code.number(row), 4 * BLOCK * WIDE), (code.number(j), 4 * BLOCK)))
 
     return multiply
 
@@ -143,9 +203,9 @@ def _bytes(value: int) -> Any:
 def _zero_points(code: Code, zeros: Any, index: Any, default: int) -> Any:
     """Zero points of 16 outputs, int32."""
     b = code.builder
-    (found,) = code.variables([code.ints(default)])
+    (found,) = code.variables([ir.Constant(SUMS, [default] * BLOCK)])
     with b.if_then(b.icmp_unsigned("!=", zeros, code.number(0))):
-        b.store(b.zext(code.load(code.at(zeros, (index, LANES)), SHORT, 1), INTS), found)
+        b.store(b.zext(code.load(code.at(zeros, (index, BLOCK)), CODES, 1), SUMS), found)
     return b.load(found)
 
 

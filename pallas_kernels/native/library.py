@@ -70,15 +70,22 @@ def _warn(reason: str) -> None:
     logger.warning("native kernels do not work here, so XLA operations are used: %s", reason)
 
 
-@functools.cache
-def has_feature(name: str) -> bool:
-    """Whether this processor has a feature, by LLVM's name. False without llvmlite."""
-    try:
-        from llvmlite import binding
+class Processor(NamedTuple):
+    """A processor that kernels are compiled for."""
 
-        return bool(binding.get_host_cpu_features().get(name))
-    except Exception:  # a broken installation raises what its loader raises
-        return False
+    name: str                 # LLVM's
+    features: frozenset[str]  # LLVM's names
+    flags: str = ""           # for LLVM: features that this one has or lacks, other than its name says
+
+
+@functools.cache
+def processor() -> Processor:
+    """Return this machine's processor. Raises what a missing or broken llvmlite raises."""
+    from llvmlite import binding
+
+    found = binding.get_host_cpu_features()
+    features = frozenset(name for name, is_there in found.items() if is_there)
+    return Processor(binding.get_host_cpu_name(), features, found.flatten())
 
 
 def discard(kernel: str) -> None:
@@ -98,10 +105,7 @@ def _unsupported() -> str | None:
 
 
 def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
-    from llvmlite import binding
-
-    features = binding.get_host_cpu_features()
-    lacking = [name for name in NEEDED[platform.machine()] if not features.get(name)]
+    lacking = [name for name in NEEDED[platform.machine()] if name not in processor().features]
     if lacking:
         return Native(None, f"it needs a processor with {', '.join(lacking)}")
     digest = _digest()
@@ -145,15 +149,12 @@ def _register(name: str, code: bytes) -> None:
 
 def _digest() -> str:
     """SHA-256 over all that machine code depends on: sources, versions and the processor."""
-    from llvmlite import binding
-
     whole = hashlib.sha256()
     for path in sorted([*PACKAGE.glob("native/*.py"), *PACKAGE.glob("*/cpu*.py")]):
         whole.update(path.read_bytes())
     # jaxlib: a new version of XLA's interface is compared with the reference again
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite", "jaxlib")]
-    features = binding.get_host_cpu_features().flatten()
-    parts = [versions, sys.version_info[:2], platform.machine(), binding.get_host_cpu_name(), features]
+    parts = [versions, sys.version_info[:2], platform.machine(), processor().name, processor().flags]
     whole.update(json.dumps(parts).encode())
     return whole.hexdigest()
 
@@ -225,7 +226,7 @@ def _machine() -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3, jit=True,
+        cpu=processor().name, features=processor().flags, opt=3, jit=True,
         codemodel="jitdefault", reloc="default",
     )  # fmt: skip
 

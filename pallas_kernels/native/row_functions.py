@@ -1,4 +1,4 @@
-"""RMS norm, and SiLU times a factor, of one row of numbers, as LLVM IR. Rows are whole vectors of 16 numbers."""
+"""RMS norm, and SiLU times a factor, of one row of numbers, as LLVM IR. Rows are whole vectors."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ SIZES = {"float32": 4, "bfloat16": 2}  # bytes of a number
 
 
 def _load(code: Code, kind: str, address: Any) -> Any:
-    """16 numbers as float32."""
+    """A vector of numbers as float32."""
     if kind == "float32":
         return code.load(address)
     return from_bfloat16(code, code.load(address, I16S, 2))
 
 
 def _store(code: Code, kind: str, value: Any, address: Any) -> None:
-    """Store 16 numbers, rounded to their type."""
+    """Store a vector of numbers, rounded to their type."""
     if kind == "float32":
         code.store(value, address)
     else:
@@ -33,7 +33,7 @@ def _store(code: Code, kind: str, value: Any, address: Any) -> None:
 
 
 def _round(code: Code, kind: str, value: Any) -> Any:
-    """Round 16 numbers to a type."""
+    """Round a vector of numbers to a type."""
     return value if kind == "float32" else from_bfloat16(code, to_bfloat16(code, value))
 
 
@@ -48,7 +48,7 @@ def _rms_norm(kind: str) -> Any:
             value = _load(code, kind, code.at(row, (i, step)))
             b.store(code.fma(value, value, b.load(total)), total)
         mean = b.fadd(b.fmul(code.sums([b.load(total)] * LANES), code.splat(share)), code.splat(eps))
-        factor = b.fdiv(code.floats(1.0), code.call("llvm.sqrt.v16f32", FLOATS, [mean]))
+        factor = b.fdiv(code.floats(1.0), code.call(f"llvm.sqrt.v{LANES}f32", FLOATS, [mean]))
         with code.each(chunks) as i:
             value = b.fmul(_load(code, kind, code.at(row, (i, step))), factor)
             value = b.fmul(_round(code, kind, value), _load(code, kind, code.at(weights, (i, step))))
@@ -76,4 +76,3 @@ def _silu_and_mul(kind: str) -> Any:
 
 rms_norm_float32, rms_norm_bfloat16 = _rms_norm("float32"), _rms_norm("bfloat16")
 silu_and_mul_float32, silu_and_mul_bfloat16 = _silu_and_mul("float32"), _silu_and_mul("bfloat16")
-

@@ -1,7 +1,8 @@
-"""Arithmetic on rows of float32 numbers, 16 at a time, as LLVM IR. LLVM splits the vectors for narrower processors.
+"""Arithmetic on rows of float32 numbers, a vector at a time, as LLVM IR.
 
 Every result is one chain of operations in a fixed order. So its bits depend neither on the rows that are computed
-together nor on the vectoriser. Addresses are int64. `chunks` counts vectors of 16 numbers: rows are padded with zeros.
+together nor on the vectoriser. They do depend on the processor, which decides the width of a vector. Addresses are
+int64. `chunks` counts vectors: rows are padded with zeros.
 """
 
 import contextlib
@@ -15,12 +16,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pallas_kernels.native.memory import I8, I32, I64, declared, pointer, prefetch_line
+from pallas_kernels.native import library
+from pallas_kernels.native.memory import I8, I32, I64, declared, pointer
 
-LANES = 16
+# Numbers of a vector. A tile has as many sums as a vector has numbers. The 16 registers of AVX2 hold 8 sums of 8
+# numbers, and so do NEON's. With 16 sums of 16 numbers LLVM would keep most of them in memory.
+LANES = 16 if "avx512f" in library.processor().features else 8
+VECTOR = 4 * LANES  # bytes
 TILE = 4  # rows that are computed together
 PAIR = 2  # the same, where there are at most 2
-AHEAD = 2048  # bytes: distance to the weights that are requested early
+HAS_BFLOAT16 = "avx512bf16" in library.processor().features  # instructions that multiply pairs of bfloat16 numbers
 FLOAT, I16, I1 = ir.FloatType(), ir.IntType(16), ir.IntType(1)
 FLOATS, INTS, I16S = (ir.VectorType(kind, LANES) for kind in (FLOAT, I32, I16))
 ONE = np.float32(1)
@@ -61,11 +66,11 @@ class Code:
         """Store a value."""
         self.builder.store(value, pointer(self.builder, address, value.type)).align = align
 
-    def splat(self, value: Any) -> Any:
-        """A vector of 16 copies of a value."""
-        kind = ir.VectorType(value.type, LANES)
+    def splat(self, value: Any, lanes: int = LANES) -> Any:
+        """A vector of copies of a value."""
+        kind = ir.VectorType(value.type, lanes)
         one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
-        return self.builder.shuffle_vector(one, one, self.ints(0))
+        return self.pick(one, one, [0] * lanes)
 
     def pick(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
         """The lanes of a (0 to n - 1) and b (n to 2n - 1) with these numbers."""
@@ -80,7 +85,7 @@ class Code:
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c with one rounding."""
-        return self.call("llvm.fma.v16f32", FLOATS, [a, b, c])
+        return self.call(f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
     def largest(self, value: Any) -> Any:
         """The largest lane. If some are NaN: a lane, or NaN."""
@@ -97,7 +102,7 @@ class Code:
         return self.builder.call(declared(self.builder.module, name, kind), arguments)
 
     def sums(self, vectors: Sequence[Any]) -> Any:
-        """A vector with the sums of 16 vectors. Each sum is the same tree: lane i + lane i + 8, then + 4, + 2, + 1."""
+        """The sums of LANES vectors, as a vector. Each is the same tree: lane i + lane i + LANES / 2, and so on."""
         width = LANES
         while width > 1:
             half, paired = width // 2, []
@@ -174,13 +179,13 @@ def _widen(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
         factors = code.splat(scale)
         with code.each(b.udiv(count, code.number(LANES))) as i:
             value = code.load(code.at(source, (i, LANES * size)), vector, size)
-            code.store(b.fmul(convert(code, value), factors), code.at(to, (i, LANES * 4)))
+            code.store(b.fmul(convert(code, value), factors), code.at(to, (i, VECTOR)))
         rest = b.urem(count, code.number(LANES))
         with b.if_then(b.icmp_unsigned("!=", rest, code.number(0))):
             done = b.sub(count, rest)
             lanes = b.icmp_signed("<", code.ints(range(LANES)), code.splat(b.trunc(rest, I32)))
             pointed = pointer(b, code.at(source, (done, size)), vector)
-            name = f"llvm.masked.load.v16{'f32' if size == 4 else f'i{8 * size}'}.p0"
+            name = f"llvm.masked.load.v{LANES}{'f32' if size == 4 else f'i{8 * size}'}.p0"
             value = code.call(name, vector, [pointed, ir.Constant(I32, size), lanes, ir.Constant(vector, None)])
             value = b.select(lanes, b.fmul(convert(code, value), factors), code.floats(0.0))
             code.store(value, code.at(to, (done, 4)))
@@ -246,7 +251,7 @@ def _narrow(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
         vector = ir.VectorType(kind, LANES)
         factors = code.splat(scale)
         with code.each(b.udiv(count, code.number(LANES))) as i:
-            value = b.fmul(code.load(code.at(source, (i, LANES * 4))), factors)
+            value = b.fmul(code.load(code.at(source, (i, VECTOR))), factors)
             code.store(convert(code, value), code.at(to, (i, LANES * size)), size)
         rest = b.urem(count, code.number(LANES))
         with b.if_then(b.icmp_unsigned("!=", rest, code.number(0))):
@@ -254,7 +259,7 @@ def _narrow(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
             value = convert(code, b.fmul(code.load(code.at(source, (done, 4))), factors))
             lanes = b.icmp_signed("<", code.ints(range(LANES)), code.splat(b.trunc(rest, I32)))
             pointed = pointer(b, code.at(to, (done, size)), vector)
-            name = f"llvm.masked.store.v16{'f32' if size == 4 else 'i16'}.p0"
+            name = f"llvm.masked.store.v{LANES}{'f32' if size == 4 else 'i16'}.p0"
             code.call(name, ir.VoidType(), [value, pointed, ir.Constant(I32, size), lanes])
 
     return narrow
@@ -278,134 +283,62 @@ class BFloat(ir.Type):
         return hash(BFloat)
 
 
-BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
+# A vector of pairs of bfloat16 numbers, for `add_bfloat16`
+PAIRS = ir.VectorType(BFloat(), 2 * LANES) if HAS_BFLOAT16 else INTS
 
 
 def add_float32(code: Code, total: Any, x: Any, w: Any) -> Any:
+    """Return total + x * w."""
     return code.fma(x, w, total)
 
 
 def add_bfloat16(code: Code, total: Any, x: Any, w: Any) -> Any:
-    return code.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, x, w])
-
-
-def _dot_tile(vector: Any, step: Callable[[Code, Any, Any, Any], Any]) -> Any:
-    """Make a function that multiplies 4 rows x with 4 rows w of `steps` vectors, each 64 bytes.
-
-    The 16 sums are stored as 4 rows of 4, `stride` bytes apart. A sum is one chain over the vectors, then the tree of
-    `Code.sums`. early: address of a row that is requested early.
-    """
-
-    @vector_function(*[INT] * 12)
-    def dot_tile(
-        code: Code, to: Any, stride: Any, x0: Any, x1: Any, x2: Any, x3: Any, w0: Any, w1: Any, w2: Any, w3: Any,
-        steps: Any, early: Any,
-    ) -> None:  # fmt: skip
-        b = code.builder
-        sums = code.variables([code.floats(0.0)] * LANES)
-        with code.each(steps) as i:
-            x, w = (
-                [code.load(code.at(base, (i, 64)), vector, 2) for base in four]
-                for four in ((x0, x1, x2, x3), (w0, w1, w2, w3))
-            )
-            prefetch_line(b, code.at(early, (i, 64)))
-            for index, total in enumerate(sums):
-                row, output = divmod(index, TILE)
-                b.store(step(code, b.load(total), x[row], w[output]), total)
-        result = code.sums([b.load(total) for total in sums])
-        for row in range(TILE):
-            part = code.pick(result, result, range(row * TILE, row * TILE + TILE))
-            code.store(part, code.at(to, (stride, row)))
-
-    return dot_tile
-
-
-dot_tile_float32, dot_tile_bfloat16 = _dot_tile(FLOATS, add_float32), _dot_tile(BFLOATS, add_bfloat16)
-
-
-def _dot_few(vector: Any, step: Callable[[Code, Any, Any, Any], Any], rows: int) -> Any:
-    """Make a function that multiplies few rows x with 16 // rows rows w, which it reads from first to last.
-
-    In this order memory gives 56 GB/s, and 25 in that of `_dot_tile`, which reads 4 rows at a time (two cores of a Zen
-    5, 60 MB of weights). Sums have the same bits. x, w: `steps` vectors a row, each 64 bytes. Rows after the last one
-    are replaced by it.
-    """
-    outputs = LANES // rows
-
-    @vector_function(*[INT] * 7)
-    def dot_few(code: Code, to: Any, stride: Any, x: Any, last_x: Any, w: Any, last_w: Any, steps: Any) -> None:
-        b, line = code.builder, code.builder.mul(steps, code.number(64))
-        sums = code.variables([code.floats(0.0)] * LANES)
-        x_rows = [_row(code, x, row, line, last_x) for row in range(rows)]
-        for output in range(outputs):
-            w_row = _row(code, w, output, line, last_w)
-            with code.each(steps) as i:
-                place = code.at(w_row, (i, 64))
-                if rows >= TILE:  # with fewer, the processor itself reads ahead far enough
-                    prefetch_line(b, code.at(place, (code.number(AHEAD), 1)))
-                w_part = code.load(place, vector, 2)
-                for row, x_row in enumerate(x_rows):
-                    total = sums[row * outputs + output]
-                    b.store(step(code, b.load(total), code.load(code.at(x_row, (i, 64)), vector, 2), w_part), total)
-        result = code.sums([b.load(total) for total in sums])
-        for row in range(rows):
-            part = code.pick(result, result, range(row * outputs, (row + 1) * outputs))
-            code.store(part, code.at(to, (stride, row)))
-
-    return dot_few
-
-
-def _row(code: Code, base: Any, row: int, line: Any, last: Any) -> Any:
-    """Address of a row, or of the last one."""
-    b, place = code.builder, code.at(base, (line, row))
-    return b.select(b.icmp_signed("<", place, last), place, last)
-
-
-dot_1_float32, dot_2_float32, dot_4_float32, dot_8_float32 = (
-    _dot_few(FLOATS, add_float32, rows) for rows in (1, 2, 4, 8)
-)
-dot_1_bfloat16, dot_2_bfloat16, dot_4_bfloat16, dot_8_bfloat16 = (
-    _dot_few(BFLOATS, add_bfloat16, rows) for rows in (1, 2, 4, 8)
-)
+    """Return total + the two products of each pair. Without instructions for pairs: one product after the other."""
+    if HAS_BFLOAT16:
+        return code.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, x, w])
+    b = code.builder
+    for half in (lambda pair: b.shl(pair, code.ints(16)), lambda pair: b.and_(pair, code.ints(-1 << 16))):
+        total = code.fma(b.bitcast(half(x), FLOATS), b.bitcast(half(w), FLOATS), total)
+    return total
 
 
 @vector_function(INT, INT, INT)
 def add_rows(code: Code, to: Any, other: Any, chunks: Any) -> None:
-    """to[chunks * 16] += other."""
+    """to[chunks * LANES] += other."""
     b = code.builder
     with code.each(chunks) as i:
-        place = code.at(to, (i, LANES * 4))
-        code.store(b.fadd(code.load(place), code.load(code.at(other, (i, LANES * 4)))), place)
+        place = code.at(to, (i, VECTOR))
+        code.store(b.fadd(code.load(place), code.load(code.at(other, (i, VECTOR)))), place)
 
 
 @vector_function(INT, INT, INT)
 def multiply_rows(code: Code, to: Any, other: Any, chunks: Any) -> None:
-    """to[chunks * 16] *= other."""
+    """to[chunks * LANES] *= other."""
     b = code.builder
     with code.each(chunks) as i:
-        place = code.at(to, (i, LANES * 4))
-        code.store(b.fmul(code.load(place), code.load(code.at(other, (i, LANES * 4)))), place)
+        place = code.at(to, (i, VECTOR))
+        code.store(b.fmul(code.load(place), code.load(code.at(other, (i, VECTOR)))), place)
 
 
 @vector_function(INT, INT, INT)
 def sum_squares(code: Code, result: Any, row: Any, chunks: Any) -> None:
-    """The sum of the squares of row[chunks * 16], in the first of 16 numbers."""
+    """The sum of the squares of row[chunks * LANES], in the first number of a vector."""
     b = code.builder
     (total,) = code.variables([code.floats(0.0)])
     with code.each(chunks) as i:
-        value = code.load(code.at(row, (i, LANES * 4)))
+        value = code.load(code.at(row, (i, VECTOR)))
         b.store(code.fma(value, value, b.load(total)), total)
     code.store(code.sums([b.load(total)] * LANES), result)
 
 
 @vector_function(INT, INT, INT, INT)
 def rotate(code: Code, row: Any, cos: Any, sin: Any, chunks: Any) -> None:
-    """Rotary embedding of row[2 * chunks * 16], in place: number i is paired with number i + chunks * 16."""
+    """Rotary embedding of row[2 * chunks * LANES], in place: number i is paired with number i + chunks * LANES."""
     b = code.builder
-    half = b.mul(chunks, code.number(LANES * 4))
+    half = b.mul(chunks, code.number(VECTOR))
     with code.each(chunks) as i:
-        first, second = code.at(row, (i, LANES * 4)), code.at(row, (half, 1), (i, LANES * 4))
+        first, second = code.at(row, (i, VECTOR)), code.at(row, (half, 1), (i, VECTOR))
         x, y = code.load(first), code.load(second)
-        c, s = (code.load(code.at(base, (i, LANES * 4))) for base in (cos, sin))
+        c, s = (code.load(code.at(base, (i, VECTOR))) for base in (cos, sin))
         code.store(b.fsub(b.fmul(x, c), b.fmul(y, s)), first)
         code.store(b.fadd(b.fmul(y, c), b.fmul(x, s)), second)

@@ -2,16 +2,16 @@
 
 A unit of work is a tile of query rows of one row of the batch and one KV head. A query row is a pair (token, query head
 of the KV head). A unit takes its keys 64 at a time, counted from position 0: first the scores of all query rows, then
-their weights, then the weighted values. Keys and values are read 16 at a time. They are converted to float32, or, in
-bfloat16, multiplied as they are stored; weights are rounded to bfloat16 then, as by Transformers. All sums of a query
-row are chains of their own, in the order of the keys. So the bits of a query depend neither on the tile, the batch, the
-chunk nor on the number of threads.
+their weights, then the weighted values. Keys and values are read in groups of LANES. They are converted to float32, or,
+in bfloat16, multiplied as they are stored. If the processor multiplies bfloat16, weights are rounded to it then, as by
+Transformers. All sums of a query row are chains of their own, in the order of the keys. So the bits of a query depend
+neither on the tile, the batch, the chunk nor on the number of threads.
 """
 
 import numpy as np
 from numba import njit
 
-from pallas_kernels.native import library, vectors
+from pallas_kernels.native import vectors
 from pallas_kernels.native.convert import narrow, round_up, size_of, widen
 from pallas_kernels.native.frame import (
     ARGUMENTS,
@@ -46,17 +46,11 @@ from pallas_kernels.native.memory import (
 from pallas_kernels.paged_attention import cpu_vectors
 from pallas_kernels.paged_attention.cpu import ALIBI, CAP, FLAGS, PAGE_KIND, QUERY_KIND, SCALE, SINKS, V_DIM, WINDOW
 
-LANES, TILE, PAIR, SPAN = vectors.LANES, vectors.TILE, vectors.PAIR, cpu_vectors.SPAN
+LANES, VECTOR, TILE, PAIR = vectors.LANES, vectors.VECTOR, vectors.TILE, vectors.PAIR
+SPAN, LINE = cpu_vectors.SPAN, cpu_vectors.LINE
 ONE = np.float32(1)
 # Query rows of a unit: 32 of up to 128 numbers, with their results, fill half of a first-level cache of 48 KiB.
 MOST_ROWS, MOST_NUMBERS = 32, 4096
-HAS_BFLOAT16 = library.has_feature("avx512bf16")
-# without the feature the direct functions are never called, and must not be compiled
-score_tile_direct = cpu_vectors.score_tile_bfloat16 if HAS_BFLOAT16 else cpu_vectors.score_tile
-score_pair_direct = cpu_vectors.score_pair_bfloat16 if HAS_BFLOAT16 else cpu_vectors.score_pair
-add_scores_direct = cpu_vectors.add_scores_bfloat16 if HAS_BFLOAT16 else cpu_vectors.add_scores
-add_tile_direct = cpu_vectors.add_values_bfloat16 if HAS_BFLOAT16 else cpu_vectors.add_values
-add_pair_direct = cpu_vectors.add_pair_bfloat16 if HAS_BFLOAT16 else cpu_vectors.add_pair
 MIN_SHARED_BYTES = 65_536  # of keys and values; below, one thread is faster: waking another takes about 10 us
 
 # the job's words, in the order of the handler's arguments, then the result and sizes
@@ -96,7 +90,7 @@ def value_dim(job):
 def scratch_bytes(job):
     """Bytes of a thread's scratch: see `attend`."""
     rows = load_int64(job + TILE_ROWS)
-    wide, wide_values = round_up(load_int64(job + HEAD_DIM), LANES), round_up(value_dim(job), LANES)
+    wide, wide_values = round_up(load_int64(job + HEAD_DIM), LINE), round_up(value_dim(job), LINE)
     return 4 * (rows * (wide + wide_values + LANES + SPAN + 1 + 2) + LANES * (2 * wide + 1))
 
 
@@ -110,12 +104,12 @@ def page_line(job, table, head, part, position):
 
 @njit(**NATIVE)
 def read_part(job, table, head, part, first, low, high, to):
-    """Convert the keys (part 0) or values (part 1) of 16 positions; zeros for those outside low to high - 1."""
+    """Convert the keys (part 0) or values (part 1) of LANES positions; zeros for those outside low to high - 1."""
     size, dim, heads = load_int64(job + BLOCK_SIZE), load_int64(job + HEAD_DIM), load_int64(job + KV_HEADS)
     kind, data, scales = option(job, PAGE_KIND), load_int64(job + DATA), load_int64(job + SCALES)
-    wide, bytes_each = 4 * round_up(dim, LANES), size_of(kind)
+    wide, bytes_each = 4 * round_up(dim, LINE), size_of(kind)
     begin, end = max(low - first, 0), min(high - first, LANES)
-    if begin > 0 or end < LANES:
+    if begin > 0 or end < LANES or wide != 4 * round_up(dim, LANES):
         fill_zeros(to, wide * LANES)
     while begin < end:
         position = first + begin
@@ -135,7 +129,7 @@ def read_part(job, table, head, part, first, low, high, to):
 
 @njit(**NATIVE)
 def prefetch_part(job, table, head, part, first, high):
-    """Begin to read the keys (part 0) or values (part 1) of positions first to first + 15 below high."""
+    """Begin to read the keys (part 0) or values (part 1) of positions first to first + LANES - 1 below high."""
     size, line_bytes = load_int64(job + BLOCK_SIZE), load_int64(job + HEAD_DIM) * size_of(option(job, PAGE_KIND))
     position, end = first, min(first + LANES, high)
     while position < end:
@@ -148,8 +142,8 @@ def prefetch_part(job, table, head, part, first, high):
 
 @njit(inline="always", **NATIVE)
 def is_direct(job):
-    """Whether keys and values are multiplied in bfloat16, as they are stored, with 16 keys in a row."""
-    if not HAS_BFLOAT16 or option(job, QUERY_KIND) != BFLOAT16 or option(job, PAGE_KIND) != BFLOAT16:
+    """Whether keys and values are multiplied in bfloat16, as they are stored, with LANES keys in a row."""
+    if option(job, QUERY_KIND) != BFLOAT16 or option(job, PAGE_KIND) != BFLOAT16:
         return False
     whole = load_int64(job + HEAD_DIM) % (2 * LANES) == 0 and value_dim(job) % (2 * LANES) == 0
     return whole and load_int64(job + BLOCK_SIZE) % LANES == 0
@@ -157,7 +151,7 @@ def is_direct(job):
 
 @njit(**NATIVE)
 def find_values(job, table, head, first, low, high, spare):
-    """Address of the bfloat16 values of 16 positions.
+    """Address of the bfloat16 values of LANES positions.
 
     If some are outside low to high - 1, that of a copy with zeros in their place: they may be NaN, and 0 * NaN is NaN.
     """
@@ -174,16 +168,16 @@ def find_values(job, table, head, first, low, high, spare):
 
 @njit(**NATIVE)
 def score(direct, padded, scores, queries, keys, line):
-    """Scores of `padded` query rows and 16 keys. line: bytes of a query, and of a key."""
-    stride, steps = 4 * SPAN, line // 64
+    """Scores of `padded` query rows and LANES keys. line: bytes of a query, and of a key."""
+    stride, steps = 4 * SPAN, line // VECTOR
     if padded == PAIR and direct:
-        score_pair_direct(scores, stride, queries, keys, steps)
+        cpu_vectors.score_pair_bfloat16(scores, stride, queries, keys, steps)
     elif padded == PAIR:
         cpu_vectors.score_pair(scores, stride, queries, keys, steps)
     else:
         for i in range(0, padded, TILE):
             if direct:
-                score_tile_direct(scores + i * stride, stride, queries + i * line, keys, steps)
+                cpu_vectors.score_tile_bfloat16(scores + i * stride, stride, queries + i * line, keys, steps)
             else:
                 cpu_vectors.score_tile(scores + i * stride, stride, queries + i * line, keys, steps)
 
@@ -192,23 +186,23 @@ def score(direct, padded, scores, queries, keys, line):
 def add_scores(direct, scores, top, total, out, chunks, scale, low, high):
     """One step of softmax for a query row and 64 keys: see `cpu_vectors.add_scores`."""
     if direct:
-        add_scores_direct(scores, top, total, out, chunks, scale, low, high)
+        cpu_vectors.add_scores_bfloat16(scores, top, total, out, chunks, scale, low, high)
     else:
         cpu_vectors.add_scores(scores, top, total, out, chunks, scale, low, high)
 
 
 @njit(**NATIVE)
 def accumulate(direct, padded, outs, weights, values, line, chunks):
-    """Add the weighted values of 16 keys to the results of `padded` query rows. line: bytes of a value."""
-    stride, width = 4 * SPAN, 64 * chunks  # bytes from a row of weights, and of results, to the next
+    """Add the weighted values of LANES keys to the results of `padded` query rows. line: bytes of a value."""
+    stride, width = 4 * SPAN, VECTOR * chunks  # bytes from a row of weights, and of results, to the next
     if padded == PAIR and direct:
-        add_pair_direct(outs, weights, stride, values, line, chunks)
+        cpu_vectors.add_pair_bfloat16(outs, weights, stride, values, line, chunks)
     elif padded == PAIR:
         cpu_vectors.add_pair(outs, weights, stride, values, line, chunks)
     else:
         for i in range(0, padded, TILE):
             if direct:
-                add_tile_direct(outs + i * width, weights + i * stride, stride, values, line, chunks)
+                cpu_vectors.add_values_bfloat16(outs + i * width, weights + i * stride, stride, values, line, chunks)
             else:
                 cpu_vectors.add_values(outs + i * width, weights + i * stride, stride, values, line, chunks)
 
@@ -219,7 +213,7 @@ def attend(job, row, tile, head, scratch):
     dim, kv_heads = load_int64(job + HEAD_DIM), load_int64(job + KV_HEADS)
     q_per_kv = load_int64(job + HEADS) // kv_heads
     v_dim, q_kind = value_dim(job), option(job, QUERY_KIND)
-    wide, wide_values = round_up(dim, LANES), round_up(v_dim, LANES)
+    wide, wide_values = round_up(dim, LINE), round_up(v_dim, LINE)
     start = np.int64(load_int32(load_int64(job + STARTS) + 4 * row))
     count = load_int32(load_int64(job + STARTS) + 4 * row + 4) - start
     past = load_int32(load_int64(job + LENS) + 4 * row) - count
@@ -363,7 +357,7 @@ def handler(frame, task):
     store_int64(job + KV_HEADS, kv_heads)
     store_int64(job + BLOCK_SIZE, dimension(frame, 7, 3))
     store_int64(job + WIDTH, dimension(frame, 4, 1))
-    most = max(TILE, min(MOST_ROWS, MOST_NUMBERS // round_up(dim, LANES) // TILE * TILE))
+    most = max(TILE, min(MOST_ROWS, MOST_NUMBERS // round_up(dim, LINE) // TILE * TILE))
     starts, lens = load_int64(job + STARTS), load_int64(job + LENS)
     q_per_kv, longest, keys = heads // kv_heads, 1, 0
     for row in range(rows):

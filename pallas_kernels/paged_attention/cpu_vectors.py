@@ -1,4 +1,7 @@
-"""Arithmetic of attention for a few query rows and 16 or 64 keys, as LLVM IR: see `pallas_kernels.native.vectors`."""
+"""Arithmetic of attention for a few query rows and a group of LANES keys, or 64 keys, as LLVM IR.
+
+See `pallas_kernels.native.vectors`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,49 +10,54 @@ from llvmlite import ir
 
 from pallas_kernels.native.memory import I32
 from pallas_kernels.native.vectors import (
-    BFLOATS,
     FLOAT,
     FLOAT32,
     FLOATS,
+    HAS_BFLOAT16,
     I16,
+    I16S,
     INT,
     LANES,
     PAIR,
+    PAIRS,
     TILE,
+    VECTOR,
     BFloat,
     Code,
     add_bfloat16,
     add_float32,
+    from_bfloat16,
     vector_function,
 )
 
 SPAN = 64  # keys of a step of softmax
 LOWEST = -1e30  # maximum of no scores; finite, because -inf - -inf is NaN
-PAIRS = ir.VectorType(I16, 2 * LANES)  # of bfloat16 numbers, as bits
+LINE = 16  # numbers: queries, keys, values and results are padded to multiples of it
+BITS = ir.VectorType(I16, 2 * LANES)  # of bfloat16 numbers
 
 
-def _tree(builder: Any, values: Sequence[Any]) -> Any:
-    """The sum of 1, 2, 4, ... values: the sum of each two neighbours, then of those, and so on."""
+def _tree(combine: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
+    """Combine 1, 2, 4, ... values: each two neighbours, then those results, and so on."""
     while len(values) > 1:
-        values = [builder.fadd(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+        values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
 def _score_tile(rows: int, vector: Any, step: Callable[[Code, Any, Any, Any], Any]) -> Any:
-    """Make a function: scores[rows, 16] = queries[rows] times keys[16], each of `steps` vectors of 64 bytes.
+    """Make a function: scores[rows, LANES] = queries[rows] times keys[LANES], each of `steps` vectors.
 
     score_stride: bytes from a row of scores to the next.
     """
 
     @vector_function(INT, INT, INT, INT, INT)
     def score_tile(code: Code, scores: Any, score_stride: Any, queries: Any, keys: Any, steps: Any) -> None:
-        b, per_row = code.builder, LANES // rows  # keys that are multiplied together: 16 sums in all
-        stride, parts = b.mul(steps, code.number(64)), []
+        b, per_row = code.builder, LANES // rows  # keys that are multiplied together: LANES sums in all
+        stride, parts = b.mul(steps, code.number(VECTOR)), []
         for first in range(0, LANES, per_row):
             sums = code.variables([code.floats(0.0)] * LANES)
             with code.each(steps) as i:
-                q = [code.load(code.at(queries, (stride, row), (i, 64)), vector, 2) for row in range(rows)]
-                k = [code.load(code.at(keys, (stride, first + key), (i, 64)), vector, 2) for key in range(per_row)]
+                q = [code.load(code.at(queries, (stride, row), (i, VECTOR)), vector, 2) for row in range(rows)]
+                k = [code.load(code.at(keys, (stride, first + key), (i, VECTOR)), vector, 2) for key in range(per_row)]
                 for index, total in enumerate(sums):
                     row, key = divmod(index, per_row)
                     b.store(step(code, b.load(total), q[row], k[key]), total)
@@ -64,36 +72,48 @@ def _score_tile(rows: int, vector: Any, step: Callable[[Code, Any, Any, Any], An
 
 
 score_tile, score_pair = (_score_tile(rows, FLOATS, add_float32) for rows in (TILE, PAIR))
-score_tile_bfloat16, score_pair_bfloat16 = (_score_tile(rows, BFLOATS, add_bfloat16) for rows in (TILE, PAIR))
+score_tile_bfloat16, score_pair_bfloat16 = (_score_tile(rows, PAIRS, add_bfloat16) for rows in (TILE, PAIR))
 
 
-def _add_values(rows: int) -> Any:
-    """Make a function: out[rows, chunks * 16] += weights[rows, 16] times values[16, chunks * 16], key after key.
+def _load_bfloat16(code: Code, address: Any) -> Any:
+    return from_bfloat16(code, code.load(address, I16S, 2))
 
-    weight_stride, value_stride: bytes from a row of weights, and of values, to the next.
+
+def _add_values(rows: int, load: Callable[[Code, Any], Any], size: int) -> Any:
+    """Make a function: out[rows, chunks * LANES] += weights[rows, LANES] times values[LANES, chunks * LANES].
+
+    One key after the other. Weights are float32. `load` reads a vector of values of `size` bytes each. weight_stride,
+    value_stride: bytes from a row of weights, and of values, to the next.
     """
+    parts = LINE // LANES  # vectors that are computed together
 
     @vector_function(INT, INT, INT, INT, INT, INT)
     def add_values(
         code: Code, out: Any, weights: Any, weight_stride: Any, values: Any, value_stride: Any, chunks: Any
     ) -> None:
         b = code.builder
-        stride = b.mul(chunks, code.number(LANES * 4))
-        with code.each(chunks) as i:
-            places = [code.at(out, (stride, row), (i, LANES * 4)) for row in range(rows)]
+        stride = b.mul(chunks, code.number(VECTOR))
+        with code.each(b.udiv(chunks, code.number(parts))) as i:
+            places = [
+                code.at(out, (stride, row), (i, 4 * LINE), (code.number(VECTOR), part))
+                for row in range(rows) for part in range(parts)
+            ]  # fmt: skip
             sums = [code.load(place) for place in places]
             for key in range(LANES):
-                value = code.load(code.at(values, (value_stride, key), (i, LANES * 4)))
+                line = code.at(values, (value_stride, key), (i, size * LINE))
+                value = [load(code, code.at(line, (code.number(size * LANES), part))) for part in range(parts)]
                 for row in range(rows):
                     weight = code.load(code.at(weights, (weight_stride, row), (code.number(4), key)), FLOAT)
-                    sums[row] = code.fma(code.splat(weight), value, sums[row])
+                    for part in range(parts):
+                        index = row * parts + part
+                        sums[index] = code.fma(code.splat(weight), value[part], sums[index])
             for place, total in zip(places, sums, strict=True):
                 code.store(total, place)
 
     return add_values
 
 
-add_values, add_pair = (_add_values(rows) for rows in (TILE, PAIR))
+add_values, add_pair = (_add_values(rows, Code.load, 4) for rows in (TILE, PAIR))
 
 
 def _pairs(code: Code, first: Any, second: Any) -> list[Any]:
@@ -103,10 +123,10 @@ def _pairs(code: Code, first: Any, second: Any) -> list[Any]:
 
 
 def _add_pairs(rows: int) -> Any:
-    """Make a function: out[rows, chunks * 16] += weights[rows, 16] times values[16, chunks * 16], pair after pair.
+    """Make a function: out[rows, chunks * LANES] += weights[rows, LANES] times values[LANES, chunks * LANES].
 
-    Weights and values are bfloat16. `chunks` is even. weight_stride, value_stride: bytes from a row of weights, and of
-    values, to the next.
+    One pair of keys after the other. Weights and values are bfloat16. `chunks` is even. weight_stride, value_stride:
+    bytes from a row of weights, and of values, to the next.
     """
 
     @vector_function(INT, INT, INT, INT, INT, INT)
@@ -114,21 +134,21 @@ def _add_pairs(rows: int) -> Any:
         code: Code, out: Any, weights: Any, weight_stride: Any, values: Any, value_stride: Any, chunks: Any
     ) -> None:
         b = code.builder
-        stride = b.mul(chunks, code.number(LANES * 4))
+        stride = b.mul(chunks, code.number(VECTOR))
         with code.each(b.udiv(chunks, code.number(2))) as i:
             places = [
-                [code.at(out, (stride, row), (i, 128), (code.number(64), part)) for part in range(2)]
+                [code.at(out, (stride, row), (i, 2 * VECTOR), (code.number(VECTOR), part)) for part in range(2)]
                 for row in range(rows)
             ]
             sums = [[code.load(place) for place in each] for each in places]
             for pair in range(LANES // 2):
-                lines = (code.at(values, (value_stride, 2 * pair + key), (i, 64)) for key in (0, 1))
-                value = _pairs(code, *(code.load(line, PAIRS, 2) for line in lines))
+                lines = (code.at(values, (value_stride, 2 * pair + key), (i, VECTOR)) for key in (0, 1))
+                value = _pairs(code, *(code.load(line, BITS, 2) for line in lines))
                 for row in range(rows):
                     weight = code.splat(code.load(code.at(weights, (weight_stride, row), (code.number(4), pair)), I32))
-                    weight = b.bitcast(weight, BFLOATS)
+                    weight = b.bitcast(weight, PAIRS)
                     for part in range(2):
-                        sums[row][part] = add_bfloat16(code, sums[row][part], weight, b.bitcast(value[part], BFLOATS))
+                        sums[row][part] = add_bfloat16(code, sums[row][part], weight, b.bitcast(value[part], PAIRS))
             for row in range(rows):
                 for place, total in zip(places[row], sums[row], strict=True):
                     code.store(total, place)
@@ -136,7 +156,10 @@ def _add_pairs(rows: int) -> Any:
     return add_pairs
 
 
-add_values_bfloat16, add_pair_bfloat16 = (_add_pairs(rows) for rows in (TILE, PAIR))
+if HAS_BFLOAT16:
+    add_values_bfloat16, add_pair_bfloat16 = (_add_pairs(rows) for rows in (TILE, PAIR))
+else:
+    add_values_bfloat16, add_pair_bfloat16 = (_add_values(rows, _load_bfloat16, 2) for rows in (TILE, PAIR))
 
 
 def _store_float32(code: Code, value: Any, place: Any) -> None:
@@ -152,8 +175,8 @@ def _add_scores(store: Callable[[Code, Any, Any], None]) -> Any:
     """Make a function: one step of online softmax (arXiv:1805.02867) for a query and 64 keys.
 
     The scores of keys low to high - 1, times scale, become weights exp(score - maximum), and the others 0. `store`
-    writes 16 weights to the place of their scores. top: the maximum so far, float32. total: the sum of the weights, a
-    vector of 16 sums. They and out[chunks * 16] are scaled if the maximum grows.
+    writes a vector of weights to the place of their scores. top: the maximum so far, float32. total: a vector of sums
+    of the weights. They and out[chunks * LANES] are scaled if the maximum grows.
     """
 
     @vector_function(INT, INT, INT, INT, INT, FLOAT32, INT, INT)
@@ -166,37 +189,35 @@ def _add_scores(store: Callable[[Code, Any, Any], None]) -> Any:
         for group in range(SPAN // LANES):
             lane = code.ints(range(group * LANES, (group + 1) * LANES))
             seen.append(b.and_(b.icmp_signed(">=", lane, low), b.icmp_signed("<", lane, high)))
-            places.append(code.at(scores, (code.number(64), group)))
+            places.append(code.at(scores, (code.number(VECTOR), group)))
             values.append(b.select(seen[-1], b.fmul(code.load(places[-1]), factor), code.floats(LOWEST)))
-        most = values
-        while len(most) > 1:
-            pairs = zip(most[::2], most[1::2], strict=True)
-            most = [b.select(b.fcmp_ordered(">", x, y), x, y) for x, y in pairs]
-        largest, old = code.largest(most[0]), code.load(top, FLOAT)
+        most = _tree(lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y), values)
+        largest, old = code.largest(most), code.load(top, FLOAT)
         grows = b.fcmp_ordered(">", largest, old)
         with b.if_then(grows):
             shrink = code.exp(code.splat(b.fsub(old, largest)))
             code.store(largest, top)
             code.store(b.fmul(code.load(total), shrink), total)
             with code.each(chunks) as i:
-                place = code.at(out, (i, LANES * 4))
+                place = code.at(out, (i, VECTOR))
                 code.store(b.fmul(code.load(place), shrink), place)
         maximum = code.splat(b.select(grows, largest, old))
         weights = [code.exp(b.fsub(value, maximum)) for value in values]
         weights = [b.select(mask, weight, code.floats(0.0)) for mask, weight in zip(seen, weights, strict=True)]
         for weight, place in zip(weights, places, strict=True):
             store(code, weight, place)
-        code.store(b.fadd(code.load(total), _tree(b, weights)), total)
+        code.store(b.fadd(code.load(total), _tree(b.fadd, weights)), total)
 
     return add_scores
 
 
-add_scores, add_scores_bfloat16 = _add_scores(_store_float32), _add_scores(_store_bfloat16)
+add_scores = _add_scores(_store_float32)
+add_scores_bfloat16 = _add_scores(_store_bfloat16) if HAS_BFLOAT16 else add_scores
 
 
 @vector_function(INT, FLOAT32, FLOAT32, FLOAT32, FLOAT32)
 def bend_scores(code: Code, scores: Any, scale: Any, cap: Any, slope: Any, distance: Any) -> None:
-    """Scores of 16 keys, times scale, with soft cap and ALiBi, in place.
+    """Scores of LANES keys, times scale, with soft cap and ALiBi, in place.
 
     cap: 0 for none. slope, distance: of the first key; slope times distance is subtracted.
     """
@@ -217,12 +238,12 @@ def bend_scores(code: Code, scores: Any, scale: Any, cap: Any, slope: Any, dista
 
 @vector_function(INT)
 def sum_lanes(code: Code, total: Any) -> None:
-    """The sum of 16 numbers, in the first of them."""
+    """The sum of LANES numbers, in the first of them."""
     value = code.load(total)
     code.store(code.sums([value] * LANES), total)
 
 
 @vector_function(INT)
 def exp_lanes(code: Code, values: Any) -> None:
-    """exp of 16 numbers that are at most 0, in place."""
+    """exp of LANES numbers that are at most 0, in place."""
     code.store(code.exp(code.load(values)), values)

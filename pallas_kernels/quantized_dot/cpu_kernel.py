@@ -36,9 +36,9 @@ from pallas_kernels.native.memory import (
 )
 from pallas_kernels.quantized_dot.cpu import OPTION_BITS, OPTION_KIND, OPTION_OUT_KIND, OPTION_OUTPUTS
 
-LANES, ROWS, WIDE = vectors.LANES, integers.ROWS, integers.WIDE
-OUTPUTS = LANES * WIDE  # of a tile
-TILES = 2  # of outputs, in a unit
+LANES, BLOCK, ROWS, WIDE = vectors.LANES, integers.BLOCK, integers.ROWS, integers.WIDE
+OUTPUTS = BLOCK * WIDE  # of a tile
+TILES = 64 // OUTPUTS  # of outputs, in a unit
 MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
 ALIGNMENT = 64
 
@@ -81,23 +81,23 @@ def multiply(job, tile, scratch):
     """Compute one tile of outputs, for all rows."""
     inputs, outputs, rows = load_int64(job + INPUTS), load_int64(job + NUM_OUTPUTS), load_int64(job + ROW_COUNT)
     groups, bits, out_kind = load_int64(job + GROUPS), load_int64(job + BITS), load_int64(job + OUT_KIND)
-    first, block_bytes = tile * OUTPUTS, LANES * inputs * bits // 8
+    first, block_bytes = tile * OUTPUTS, BLOCK * inputs * bits // 8
     count, vectors_in_group = min(OUTPUTS, outputs - first), inputs // groups // integers.INPUTS
     codes = load_int64(job + CODES) + tile * WIDE * block_bytes
-    scales = load_int64(job + SCALES) + tile * WIDE * groups * LANES * 4
+    scales = load_int64(job + SCALES) + tile * WIDE * groups * BLOCK * 4
     zeros = load_int64(job + ZEROS)
     if zeros != 0:
-        zeros += tile * WIDE * groups * LANES
-    step = block_bytes if count > LANES else 0  # the last tile may be one block only
+        zeros += tile * WIDE * groups * BLOCK
+    step = block_bytes if count > BLOCK else 0  # the last tile may be one block only
     x, sums = load_int64(job + QUANTISED), load_int64(job + ROW_SUMS)
     last = x + (rows - 1) * inputs
     for row in range(0, rows, ROWS):
         x_row, sums_row = x + row * inputs, sums + 4 * row * groups
         if rows - row == 1:
-            for block in range((count + LANES - 1) // LANES):
+            for block in range((count + BLOCK - 1) // BLOCK):
                 multiply_row(
-                    bits, scratch + 4 * LANES * block, x_row, inputs, sums_row, codes + block * block_bytes,
-                    scales + 4 * LANES * groups * block, zeros + LANES * groups * block if zeros != 0 else 0, groups,
+                    bits, scratch + 4 * BLOCK * block, x_row, inputs, sums_row, codes + block * block_bytes,
+                    scales + 4 * BLOCK * groups * block, zeros + BLOCK * groups * block if zeros != 0 else 0, groups,
                     vectors_in_group,
                 )  # fmt: skip
         elif bits == 8:

@@ -14,7 +14,7 @@ from pallas_kernels.platforms import refuse_cpu
 RMS_NORM, SILU_AND_MUL = range(2)
 OPTION_OPERATION, OPTION_KIND, OPTION_EPS = range(3)  # indices of the int32 options; EPS holds the bits of a float32
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-LANES = 16
+MULTIPLE = 16  # numbers of a row, so that every processor takes whole vectors
 KERNEL = "pallas_kernels.row_ops.cpu_kernel"
 
 
@@ -24,8 +24,8 @@ def refuse(device: Any, x: Any, width: int) -> str | None:
         return refuse_cpu(device)
     if x.dtype not in FLOATS:
         return f"it computes bfloat16 or float32, not {x.dtype}"
-    if width % LANES or not x.size:
-        return f"rows of {width} numbers are not a multiple of {LANES}"
+    if width % MULTIPLE or not x.size:
+        return f"rows of {width} numbers are not a multiple of {MULTIPLE}"
     return kernel().reason
 
 

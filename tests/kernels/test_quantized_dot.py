@@ -1,7 +1,6 @@
 """quantized_dot: against int64 and float64, with the same bits in every implementation and in any company."""
 
 import functools
-import multiprocessing
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QuantizedWeight, quantize, quantized_dot
-from pallas_kernels.native import disk, library
 from pallas_kernels.quantized_dot import cpu
 
 CPU = jax.devices("cpu")[0]
@@ -98,34 +96,6 @@ def test_rows_that_are_not_needed_are_finite():
     assert out[:5].any(1).all()
     assert not out[5:].any()
     assert not np.asarray(quantized_dot(x, weight, 0, implementation="cpu")).any()
-
-
-@pytest.mark.slow
-@pytest.mark.codegen
-def test_processors_without_vnni(tmp_path):
-    """The kernel's other form, compiled for this processor. In a new process: numba compiles a function once."""
-    child = multiprocessing.get_context("spawn").Process(target=_compare_without_vnni, args=(tmp_path,))
-    child.start()
-    child.join(120)
-    assert child.exitcode == 0
-
-
-def _compare_without_vnni(folder):
-    has_feature, asked = library.has_feature, []
-
-    def without_vnni(name):
-        asked.append(name)
-        return name != "avx512vnni" and has_feature(name)
-
-    library.has_feature = without_vnni
-    disk.folder = lambda: folder
-    name = library.native(cpu.KERNEL, cpu._check).name
-    assert name is not None
-    assert "avx512vnni" in asked
-    for shape in SHAPES:
-        x, weight = arrays(*shape)
-        out = cpu._call(name, x, weight, jnp.int32(shape[0]), jnp.dtype(jnp.float32))
-        np.testing.assert_array_equal(out, quantized_dot(x, weight, shape[0], implementation="xla"))
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(8, None), (8, 16), (4, 64)])
