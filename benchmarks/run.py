@@ -9,17 +9,20 @@ PEERS is the folder of the peers' environments and of the models. benchmarks/pee
 it. Peers that are not installed are left out. The minutes are for three rounds on two quiet cores.
 
 A suite appends a line of JSON for each run to SUITE_suite.jsonl in benchmarks/results, then writes the document. It
-starts with an empty file unless --append is used. It exits with 1 if a run of jpaged fails, compiles after ready, or
-returns another number of tokens than the requests ask for.
+first removes this machine's former results, unless --append is used. It exits with 1 if a run of jpaged fails, compiles
+after ready, or returns another number of tokens than the requests ask for.
 """
 
 import argparse
+import json
 import os
 import pathlib
 import sys
 
 from suite.configurations import PEERS, Installation
+from suite.machine import describe
 from suite.plans import MODELS, Choice, run_cpu, run_scaling, run_startup
+from suite.records import machine_name, read
 from suite.session import Conditions, Session, exit_status
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -88,6 +91,13 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -
     return args
 
 
+def forget(results: pathlib.Path) -> None:
+    """Remove this machine's results from a file."""
+    name = machine_name({"machine": describe()})
+    kept = [record for record in read(results) if machine_name(record) != name]
+    results.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, or only write the document."""
     args = parse(make_parser(), arguments)
@@ -99,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.suite is not None:
         results = args.results / f"{args.suite}_suite.jsonl"
         if not args.append:
-            results.write_text("", encoding="utf-8")
+            forget(results)
         conditions = Conditions(args.max_others, args.quiet_wait, args.retries, args.timeout)
         session = Session(args.suite, results, Installation(args.peers.resolve(), args.python), conditions)
         workloads = None if args.workloads is None else tuple(args.workloads)

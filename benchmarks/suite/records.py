@@ -40,6 +40,12 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
+def machine_name(record: Record) -> str:
+    """Return the processor, its features and the number of CPUs that a record was measured with."""
+    machine = record["machine"]
+    return f"{machine['processor']} ({machine['features']}), {machine['cpus']} CPUs"
+
+
 def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Runs]]:
     """Group successful runs by a key, and each group by configuration, in the order of `CONFIGURATIONS`."""
     groups: dict[Any, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))

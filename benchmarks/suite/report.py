@@ -8,7 +8,7 @@ from typing import Any
 from suite import plots
 from suite.compare import Comparison, Figure, compare, spread
 from suite.plans import MOST_KEYS, SLOW_RATIO, SLOW_SECONDS, STEP_KEYS, STEP_MODEL, STEP_ROWS
-from suite.records import Record, Runs, flattened_steps, grouped, read, unfinished
+from suite.records import Record, Runs, flattened_steps, grouped, machine_name, read, unfinished
 
 RATE = Figure("output_tok_s", "output tokens/s", 1, True)
 FIRST_TOKEN = Figure("first_token_ms", "first token, ms", 1, False)
@@ -22,9 +22,10 @@ STEP = Figure("step_ms", "decode step, ms", 2, False)
 INTRODUCTION = """\
 # Performance on CPU
 
-jpaged and the engines that a user could choose instead, on one machine. `python benchmarks/run.py --report` writes this
-page from the recorded runs in `benchmarks/results`. [benchmarks/peers/README.md](../benchmarks/peers/README.md) has the
-installation of the peers, the models, the workloads and notes on fairness.
+jpaged and the engines that a user could choose instead, measured on the same machine. `python benchmarks/run.py
+--report` writes this page from the recorded runs in `benchmarks/results`.
+[benchmarks/peers/README.md](../benchmarks/peers/README.md) has the installation of the peers, the models, the workloads
+and notes on fairness.
 
 A figure is the median of its runs, with the range. A round measures every engine once, and each run is a process of its
 own. A run starts when other processes use at most 10% of the CPUs. If they use more during the run, it is repeated
@@ -56,12 +57,14 @@ every case would compute its prompts again.
 
 
 def write(results: pathlib.Path, document: pathlib.Path) -> None:
-    """Write the document, and a plot next to it for each suite that has results."""
+    """Write the document, and a plot next to it for each suite that has results and each machine."""
     parts = [INTRODUCTION]
     for suite, section in (("cpu", cpu_section), ("startup", startup_section), ("scaling", scaling_section)):
         records = read(results / f"{suite}_suite.jsonl")
-        if records:
-            parts.append(section(records, document.with_name(f"{document.stem}_{suite}.png")))
+        for number, name in enumerate(dict.fromkeys(map(machine_name, records))):
+            own = [record for record in records if machine_name(record) == name]
+            plot = f"{document.stem}_{suite}{f'_{number + 1}' if number else ''}.png"
+            parts.append(section(own, document.with_name(plot)))
     if len(parts) == 1:
         parts.append("Nothing is recorded yet.\n")
     document.write_text("\n".join(parts), encoding="utf-8")
@@ -82,8 +85,8 @@ def cpu_section(records: Sequence[Record], plot: pathlib.Path) -> str:
     plots.bars(rates, RATE.title, plot)
     table = comparison_table(["model", "workload", "weights"], rows)
     return "\n".join(
-        ["## Throughput, first token, memory\n", origin(records), CPU_NOTE, table, picture(RATE.title, plot), *details,
-         failures(records)]
+        [heading("Throughput, first token, memory", records), origin(records), CPU_NOTE, table,
+         picture(RATE.title, plot), *details, failures(records)]
     )  # fmt: skip
 
 
@@ -103,7 +106,7 @@ def startup_section(records: Sequence[Record], plot: pathlib.Path) -> str:
     ]
     command = markdown(["command", "start", "wall time, s", "CPU, s"], commands) if commands else ""
     return "\n".join(
-        ["## Start\n", origin(records), STARTUP_NOTE, comparison_table(["model", "start"], rows),
+        [heading("Start", records), origin(records), STARTUP_NOTE, comparison_table(["model", "start"], rows),
          picture("seconds to the first token", plot), *details, command, failures(records)]
     )  # fmt: skip
 
@@ -118,7 +121,7 @@ def scaling_section(records: Sequence[Record], plot: pathlib.Path) -> str:
     lines = step_lines(steps)
     plots.steps(lines, plot)
     return "\n".join(
-        ["## Decode steps by rows, keys and threads\n", origin(records), SCALING_NOTE,
+        [heading("Decode steps by rows, keys and threads", records), origin(records), SCALING_NOTE,
          comparison_table(["threads", "rows", "keys a row"], rows), picture("a decode step by keys", plot),
          straight(lines), failures(records)]
     )  # fmt: skip
@@ -206,16 +209,18 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
+def heading(title: str, records: Sequence[Record]) -> str:
+    """Return the heading of a section with the records of one machine."""
+    return f"## {title}: {machine_name(records[0])}\n"
+
+
 def origin(records: Sequence[Record]) -> str:
-    """Return the dates, machines, versions and commits of records."""
+    """Return the dates, versions and commits of records of one machine, and its memory and system."""
 
     def joined(values: Iterable[Any]) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values))
 
-    machines = joined(
-        f"{m['processor']} ({m['features']}), {m['cpus']} CPUs, {m['memory_gib']} GiB, {m['system']}"
-        for m in (record["machine"] for record in records)
-    )
+    machines = joined(f"{m['memory_gib']} GiB, {m['system']}" for m in (record["machine"] for record in records))
     dates = joined(record["session"].partition("T")[0] for record in records)
     versions = joined(sorted({record["version"] for record in records if "version" in record}))
     return f"Measured on {dates}. {machines}. {versions}. Commit {joined(record['commit'] for record in records)}.\n"

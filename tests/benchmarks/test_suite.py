@@ -86,6 +86,24 @@ def test_document_of_throughput(tmp_path):
     assert not (tmp_path / "performance_scaling.png").exists()
 
 
+def test_machines_are_not_mixed(tmp_path, monkeypatch):
+    other = MACHINE | {"processor": "B"}
+    records = [record("jpaged bf16", workload="W2", output_tok_s=rate) for rate in (50.0, 60.0)]
+    records += [record("vllm bf16", workload="W2", output_tok_s=55.0)]
+    records += [each | {"machine": other, "output_tok_s": 10 * each["output_tok_s"]} for each in records]
+    results = tmp_path / "cpu_suite.jsonl"
+    write_lines(results, records)
+    text = document(tmp_path)
+    assert "memory: A (avx2), 2 CPUs" in text
+    assert "memory: B (avx2), 2 CPUs" in text
+    assert "55.0 (50.0 to 60.0) | vllm bf16: 55.0" in text
+    assert "550.0 (500.0 to 600.0) | vllm bf16: 550.0" in text
+    assert (tmp_path / "performance_cpu_2.png").exists()
+    monkeypatch.setattr(run, "describe", lambda: other)
+    run.forget(results)  # a new run on a machine replaces the results of that machine only
+    assert {each["machine"]["processor"] for each in map(json.loads, results.read_text().splitlines())} == {"A"}
+
+
 def test_document_of_starts(tmp_path):
     def start(name, kind, seconds):
         figures = {"to_first_token_s": seconds, "cpu_to_first_token_s": seconds, "process_cpu_s": 2 * seconds}
