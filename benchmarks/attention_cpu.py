@@ -6,7 +6,8 @@
 
 Interleaved runs in one process; prints minimum and median in milliseconds per call. The shape is a small Llama's: 8
 query heads, 4 KV heads of 64, blocks of 16 in a pool of 128 MB. `decode` is 32 rows of 60 to 450 keys, `prompt` one
-prompt of 512 tokens, and `mixed` 16 decodes with a chunk of 112 tokens.
+prompt of 512 tokens, and `mixed` 16 decodes with a chunk of 112 tokens. In `shared` and `chunks` all rows share their
+first 512 keys: 32 decodes of 528 keys, and 16 chunks of 32 tokens with 544 keys each.
 """
 
 import argparse
@@ -45,14 +46,18 @@ SETTINGS = {
 }
 
 
-def make_case(rng: np.random.Generator, dtype: str, tokens: int, counts: list[int], lens: list[int]) -> tuple:
-    """Arguments of the attention call, padded with empty rows to 32."""
+def make_case(
+    rng: np.random.Generator, dtype: str, tokens: int, counts: list[int], lens: list[int], shared: int = 0
+) -> tuple:
+    """Arguments of the attention call, padded with empty rows to 32. shared: blocks that all rows share."""
     rows = tokens if len(counts) == tokens else 32
+    tables = rng.integers(0, NUM_BLOCKS, (rows, WIDTH))
+    tables[:, :shared] = tables[0, :shared]
     counts, lens = (values + [0] * (rows - len(values)) for values in (counts, lens))
     return (
         jnp.asarray(rng.standard_normal((tokens, HEADS, HEAD_DIM)), dtype),
         KVPages(jnp.asarray(rng.standard_normal((NUM_BLOCKS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)), dtype)),
-        jnp.asarray(rng.integers(0, NUM_BLOCKS, (rows, WIDTH)), jnp.int32),
+        jnp.asarray(tables, jnp.int32),
         jnp.asarray(lens, jnp.int32),
         jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32),
     )
@@ -144,6 +149,8 @@ def main() -> None:
         "decode": (make_case(rng, args.dtype, 32, [1] * 32, lens), 1),
         "prompt": (make_case(rng, args.dtype, 512, [512], [512]), 512),
         "mixed": (make_case(rng, args.dtype, 128, [1] * 16 + [112], [*lens[:16], 112]), 128),
+        "shared": (make_case(rng, args.dtype, 32, [1] * 32, [528] * 32, 512 // BLOCK_SIZE), 1),
+        "chunks": (make_case(rng, args.dtype, 512, [32] * 16, [544] * 16, 512 // BLOCK_SIZE), 32),
     }
     if args.profile:
         arguments, longest = cases["decode"]

@@ -31,7 +31,7 @@ LANES, TILE, VECTOR = vectors.LANES, vectors.TILE, vectors.VECTOR
 TILE_OUTPUTS = LANES // TILE
 OUTPUTS = 64  # of a unit
 MOST_ROWS = 16  # that are computed together
-FEW = 8  # rows that are multiplied with one row of weights at a time
+FEW = 8 if LANES == 16 else TILE  # rows that are multiplied with one row of weights at a time
 FIRST_CACHE = 28_672  # bytes of rows that stay in the first-level cache, next to the weights of a tile
 MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
 
