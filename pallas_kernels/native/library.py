@@ -165,7 +165,7 @@ def _compile(kernel: str) -> bytes:
 
     module = importlib.import_module(kernel)
     whole, names = binding.parse_assembly(""), []
-    with _without_machine_code():
+    with _without_optimisation():
         for function, signature in ((module.task, "int64(int64)"), (module.handler, "int64(int64, int64)")):
             function.compile(signature)
             (made,) = function.overloads.values()
@@ -183,30 +183,18 @@ def _compile(kernel: str) -> bytes:
 
 
 @contextlib.contextmanager
-def _without_machine_code() -> Iterator[None]:
-    """Keep numba from optimising functions, and from making machine code of each.
-
-    LLVM does both for the whole kernel afterwards. The functions cannot be called from Python.
-    """
-    from unittest import mock
-
-    from numba.core import codegen, config
+def _without_optimisation() -> Iterator[None]:
+    """Keep numba from optimising: LLVM optimises the whole kernel afterwards. Halves the time of compiling."""
+    from numba.core import config
     from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.registry import cpu_target
 
-    def entry_point(library: Any, *_: Any) -> Callable[..., Any]:
-        library._ensure_finalized()
-        return [].append  # numba wants a builtin function, and knows the compiled function by it
-
-    with global_compiler_lock, contextlib.ExitStack() as changes:  # other threads compile before or after
-        for where, name, value in (
-            (config, "OPT", type(config.OPT)(0)),
-            (codegen.JITCPUCodegen, "_add_module", lambda self, module: None),
-            (codegen.JITCodeLibrary, "_finalize_specific", lambda self: None),
-            (cpu_target.target_context, "get_executable", entry_point),
-        ):
-            changes.enter_context(mock.patch.object(where, name, value))
-        yield
+    with global_compiler_lock:  # other threads compile before or after, with their own level
+        level = config.OPT
+        config.OPT = type(level)(0)
+        try:
+            yield
+        finally:
+            config.OPT = level
 
 
 # C functions that call numba's, which return their results through a pointer. The status is always 0: native kernels
