@@ -37,7 +37,7 @@ async def health(request: Request) -> Response:
         logger.error("unhealthy: %s", error)
         raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, "the engine does not run", code="engine_error") from None
     if not server.engine.is_ready:
-        return Response("programs are still compiled\n", HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"})
+        return Response("programs are still being compiled\n", HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"})
     return Response()
 
 

@@ -47,7 +47,8 @@ def console() -> None:
 def _log_to_stderr() -> None:
     """Log the engine's messages, and the warnings of other libraries."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("jpaged").setLevel(logging.INFO)
+    for name in ("jpaged", "pallas_kernels"):
+        logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 

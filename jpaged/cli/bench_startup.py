@@ -51,8 +51,11 @@ class Startup:
             accepted = "leave it out: the cold start needs an empty folder, which is removed at the end"
             raise RequestError("compilation_cache_dir", options["compilation_cache_dir"], accepted)
         check_writable(self.output_json)
+        from tqdm import trange
+
         with tempfile.TemporaryDirectory() as folder:
-            starts = [start({**options, "compilation_cache_dir": folder}) for _ in range(1 + self.warm_starts)]
+            numbers = trange(1 + self.warm_starts, desc="Starts", disable=not sys.stderr.isatty(), leave=False)
+            starts = [start({**options, "compilation_cache_dir": folder}) for _ in numbers]
         cold, *warm = starts
         best = min(warm, key=lambda one: one["events"]["first token"]["wall"])
         print(table(cold, best))

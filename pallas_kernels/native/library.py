@@ -56,7 +56,7 @@ def native(kernel: str, check: Callable[[str], None] | None = None) -> Native:
 def _native(kernel: str, check: Callable[[str], None] | None) -> Native:
     reason = _unsupported()
     if reason is not None:
-        logger.info("%s is not used: %s", kernel, reason)
+        _log_unused(reason)
         return Native(None, reason)
     try:
         return _registered(kernel, check)
@@ -66,6 +66,11 @@ def _native(kernel: str, check: Callable[[str], None] | None) -> Native:
 
 
 @functools.cache  # one line, not one for each kernel
+def _log_unused(reason: str) -> None:
+    logger.info("native kernels are not used: %s", reason)
+
+
+@functools.cache
 def _warn(reason: str) -> None:
     logger.warning("native kernels do not work here, so XLA operations are used: %s", reason)
 
@@ -120,7 +125,7 @@ def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
         code = disk.read(path)  # of the process that had the lock
         is_new = code is None
         if code is None:
-            logger.info("compiling %s for this processor: about 5 s, once", kernel)
+            logger.info("compiling the native kernel %s for this processor, once: 2 to 15 s", kernel.split(".")[1])
             code = _compile(kernel)
         _register(name, code)
         if is_new:
