@@ -33,7 +33,7 @@ once. Noisy runs count only if an engine has no others; such an engine is marked
 gets all of its tokens. Every run of jpaged also checks that nothing was compiled after the engine was ready.
 
 `ahead` and `behind`: the medians differ by at least 5%, and the ranges do not overlap. Otherwise `even`. The ratio is
-jpaged's median divided by that of the best peer. Less is better for times and memory.
+jpaged's median divided by that of the best peer. Above 1 is good for rates, and bad for times and memory.
 """
 
 CPU_NOTE = f"""\

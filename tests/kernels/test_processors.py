@@ -13,6 +13,7 @@ from pallas_kernels.dot import cpu as dot
 from pallas_kernels.native import disk, library
 from pallas_kernels.paged_attention import cpu as attention
 from pallas_kernels.quantized_dot import cpu as products
+from tests.kernels.test_quantized_dot import SHAPES, arrays
 
 AVX2 = {"fma", "avx2", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl"}
@@ -73,17 +74,23 @@ def _compare(processor, kernels, folder):
         _compare_quantized()
 
 
+def test_products_without_instructions_for_them(tmp_path):
+    """The code for processors whose products of integers are not known, such as ARM64."""
+    run(_compare_portable, tmp_path)
+
+
+def _compare_portable(folder):
+    from pallas_kernels.native import integers
+
+    integers._products, disk.folder = lambda: None, lambda: folder
+    assert load_kernels((QUANTIZED,))[QUANTIZED] is not None
+    _compare_quantized()
+
+
 def _compare_quantized():
-    rng = np.random.default_rng(0)
-    for rows, inputs, outputs, bits, group_size in (
-        (1, 704, 67, 4, 64),
-        (9, 704, 67, 4, 64),
-        (1, 96, 40, 8, None),
-        (21, 1536, 99, 8, 128),
-    ):
-        x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
-        weight = quantize(jnp.asarray(rng.standard_normal((outputs, inputs)), jnp.float32), bits, group_size)
-        native, xla = (quantized_dot(x, weight, rows, implementation=name) for name in ("cpu", "xla"))
+    for shape in SHAPES:
+        x, weight = arrays(*shape)
+        native, xla = (quantized_dot(x, weight, shape[0], implementation=name) for name in ("cpu", "xla"))
         np.testing.assert_array_equal(native, xla)
     # the largest codes and inputs: no sum of two or four products may leave its integers
     x, numbers = jnp.ones((3, 256)).at[:, ::3].set(-1), jnp.ones((16, 256)).at[::2].set(-1)
