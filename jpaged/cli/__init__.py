@@ -5,6 +5,7 @@
 
 import functools
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -18,7 +19,10 @@ small model that ships with jpaged. `jpaged COMMAND --help` lists the flags of a
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line. Returns the exit status: 2 after an error, whose message says what to change."""
+    """Run one command line. Returns the exit status: 2 after an error, whose message says what to change.
+
+    Logging stays as the caller set it: `console` sets it for the process.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     if args in (["--version"], ["-V"]):
         from jpaged.version import __version__
@@ -28,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args:
         args = ["--help"]
     try:
-        command = parse(args)
-        _log_to_stderr()
-        return command.run()
+        return parse(args).run()
     except JPagedError as error:
         print(f"jpaged: {error}", file=sys.stderr)
         return 2
@@ -40,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    """Run the command line and exit. Entry point of the script `jpaged`."""
+    """Run the command line with its log on stderr, and exit. Entry point of the script `jpaged`."""
+    _log_to_stderr()
+    if {"-h", "--help"} & set(sys.argv) and hasattr(signal, "SIGPIPE"):
+        # `jpaged serve --help | head` ends without a traceback. Not for other commands: they would die of any socket.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())
 
 

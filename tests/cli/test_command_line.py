@@ -1,5 +1,6 @@
 """The command line: complete and fast help, every way to name the model, errors in one line."""
 
+import logging
 import subprocess
 import sys
 
@@ -217,3 +218,18 @@ def test_missing_model_is_one_line():
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "/nowhere/model" in done.stderr
+
+
+def test_a_command_leaves_logging_as_the_caller_set_it():
+    loggers = [logging.getLogger(name) for name in ("jpaged", "pallas_kernels", "transformers")]
+    before = [(logger.level, list(logger.filters)) for logger in loggers]
+    assert cli.main(["plan"]) == 2
+    assert cli.main(["simulate", "--cost-model", "demo-cpu", "--num-requests", "4", "--rate", "inf"]) == 0
+    assert [(logger.level, logger.filters) for logger in loggers] == before
+
+
+def test_a_reader_that_closes_the_pipe_gets_no_traceback():
+    command = f"{sys.executable} -m jpaged simulate --help | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("usage: ")
+    assert done.stderr == ""
