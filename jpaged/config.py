@@ -89,7 +89,9 @@ class EngineConfig:
     """Bytes for the KV cache. Default: the free memory of an accelerator; at most 1 GiB on CPU."""
 
     attention_implementation: str | None = None
-    """Name of an attention kernel in the package pallas_kernels. Default: chosen by platform and shape."""
+    """Implementation of attention. cpu: native kernel for CPUs. triton, mosaic_gpu: kernels for NVIDIA. mosaic_tpu:
+    kernel for TPUs. xla, xla_loop, reference: XLA operations, slower, on any device. Default: the fastest that can run
+    here."""
 
     mask_unknown_tokens: bool = True
     """Never sample token ids that the tokenizer does not have."""

@@ -1,11 +1,21 @@
-"""All native kernels for CPUs. A program that is stored on disk calls them by name."""
+"""All native kernels for CPUs. A program that is stored on disk calls them by name.
 
-from collections.abc import Iterable
+`python -m pallas_kernels.cpu_kernels MODULE...` compiles kernels, checks them, and stores their machine code.
+"""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
 
 from pallas_kernels.dot.cpu import KERNEL as DOT
 from pallas_kernels.dot.cpu import kernel as dot
 from pallas_kernels.grouped_dot.cpu import KERNEL as GROUPED_DOT
 from pallas_kernels.grouped_dot.cpu import kernel as grouped_dot
+from pallas_kernels.native import library, processors
 from pallas_kernels.paged_attention.cpu import KERNEL as PAGED_ATTENTION
 from pallas_kernels.paged_attention.cpu import kernel as paged_attention
 from pallas_kernels.quantized_dot.cpu import KERNEL as QUANTIZED_DOT
@@ -19,6 +29,8 @@ _KERNELS = {
     DOT: dot, GROUPED_DOT: grouped_dot, PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot,
     ROW_OPS: row_ops, WRITE_QKV: write_qkv,
 }  # fmt: skip
+_ROOT = pathlib.Path(__file__).parents[1]
+_ahead: set[str] = set()  # modules that `compile_ahead` has started
 
 
 def kernels_of_model(*, quantized: bool, experts: bool) -> tuple[str, ...]:
@@ -30,6 +42,45 @@ def kernels_of_model(*, quantized: bool, experts: bool) -> tuple[str, ...]:
 def load_kernels(modules: Iterable[str]) -> dict[str, str | None]:
     """Load kernels. Returns the name under which XLA knows each, by module; None if it cannot run here.
 
-    The first call on a machine compiles them, about 3 to 8 s each. Later ones load machine code in milliseconds.
+    The first call on a machine compiles them, 2 to 25 s each. Later ones load machine code in milliseconds.
     """
     return {module: _KERNELS[module]().name for module in modules}
+
+
+def compile_ahead(modules: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    """Start to compile the kernels that are not stored yet, in child processes, while the caller goes on.
+
+    A kernel is compiled once, by the process that comes to it first (`disk.only_one`); the others wait for it. So the
+    children begin at the end of `modules`, and `load_kernels` at its start. numba holds Python's lock: threads would
+    not help.
+
+    Attention is left to the caller, who compares it with its reference at the shape of the model.
+
+    Returns the processes; none on a machine with one processor, or without room for a process. They end by themselves.
+    """
+    missing = [
+        module for module in reversed(modules)
+        if module != PAGED_ATTENTION and module not in _ahead and library.must_compile(module)
+    ]  # fmt: skip
+    count = min(processors.usable() - 1, len(missing))
+    _ahead.update(missing)
+    with contextlib.suppress(OSError):
+        return [_child(missing[first:] + missing[:first]) for first in range(count)]
+    return []
+
+
+def _child(modules: Sequence[str]) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    child = subprocess.Popen(
+        [sys.executable, "-m", __name__, *modules],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # what goes wrong there goes wrong in `load_kernels` too, which logs it
+        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+    )
+    threading.Thread(target=child.wait, daemon=True).start()
+    return child
+
+
+if __name__ == "__main__":
+    load_kernels(sys.argv[1:])

@@ -86,7 +86,7 @@ class QualityCommand:
                 raise RequestError("model", options["model"], "has no tokenizer: name one with --tokenizer")
             if self.window > llm.max_model_len - 1:
                 raise RequestError("window", self.window, f"must be at most {llm.max_model_len - 1} with this model")
-            ids = tokenizer.encode(text, add_special_tokens=False)
+            ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)  # it would warn of the length
             windows = [ids[i : i + self.window] for i in range(0, len(ids), self.window)]
             windows = [{"prompt_token_ids": window} for window in windows if len(window) > 1]
             if not windows:

@@ -86,7 +86,6 @@ def load_model(
 
 def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtype], None] | None) -> LoadedModel:
     path = find_model(config.model, config.revision)
-    started = time.perf_counter()
     with open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
         dtype = resolve_dtype(config.dtype, weights.dtype, weights.spec)
@@ -94,10 +93,12 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
             _check_pooling(path)
         if check is not None:
             check(weights.spec, dtype)
+        started = time.perf_counter()  # after the check, which may compile kernels
         tokenizer = _tokenizer(config, path, weights.spec.vocab_size)
         params = weights.load(dtype, _change(config))
     seconds, size = time.perf_counter() - started, weights.num_bytes / 1e6
-    logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", size, path, dtype.name, seconds)
+    stored_as = f"{dtype.name}, quantised to {config.quantization}," if config.quantization else dtype.name
+    logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", size, path, stored_as, seconds)
     return LoadedModel(
         spec=weights.spec,
         params=params,

@@ -45,7 +45,7 @@ from jpaged.runtime.state import DeviceState, create_state, formats, state_shape
 from jpaged.runtime.step import ForwardShape, compile_forward, upload_row
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KernelCheckError, KVPages, self_check
-from pallas_kernels.cpu_kernels import kernels_of_model
+from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class Blueprint:
                 f"quantization={config.quantization!r} runs on CPU only so far, not on {placement.platform}: "
                 "leave it out"
             )
+        if placement.platform == "cpu":
+            compile_ahead(_kernels(model, config))
         limits = memory.decide_limits(model.spec, config, placement.platform)
         custom = sum(len(processor.parameters) for processor in model.processors)
         limits = dataclasses.replace(limits, custom=custom)
@@ -157,9 +159,7 @@ class Blueprint:
         """
         free = memory.free_device_bytes(device, self.config)
         if free is None:
-            kernels = kernels_of_model(
-                quantized=self.config.quantization is not None, experts=self.model.spec.experts is not None
-            )
+            kernels = _kernels(self.model, self.config)
             store = ProgramStore.open(cache_folder, self.placement.platform, kernels)
             return dataclasses.replace(self.fit(), store=store)
         build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
@@ -294,6 +294,11 @@ class FittedBuild:
 
 def _dtype(model: ServedModel) -> np.dtype:
     return model.params["embed"].dtype
+
+
+def _kernels(model: ServedModel, config: EngineConfig) -> tuple[str, ...]:
+    """Modules of the native kernels that a model's programs may call on CPU."""
+    return kernels_of_model(quantized=config.quantization is not None, experts=model.spec.experts is not None)
 
 
 def _implementation(model: ServedModel, config: EngineConfig, limits: memory.Limits, placement: Placement) -> str:

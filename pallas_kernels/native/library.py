@@ -93,6 +93,14 @@ def processor() -> Processor:
     return Processor(binding.get_host_cpu_name(), features, found.flatten())
 
 
+def must_compile(kernel: str) -> bool:
+    """Whether the first call of `native` will compile the kernel and store it. Loads nothing."""
+    if _unsupported() is not None or _lacks():
+        return False
+    path = _path(kernel, _digest())
+    return path is not None and not path.exists()
+
+
 def discard(kernel: str) -> None:
     """Remove a kernel's machine code from disk: its results are wrong."""
     folder = disk.folder()
@@ -109,14 +117,22 @@ def _unsupported() -> str | None:
     return None
 
 
+def _lacks() -> list[str]:
+    """Features that kernels need and this processor does not have."""
+    return [name for name in NEEDED[platform.machine()] if name not in processor().features]
+
+
+def _path(kernel: str, digest: str) -> pathlib.Path | None:
+    folder = disk.folder()
+    return folder / f"{kernel}.{digest}" if folder else None
+
+
 def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
-    lacking = [name for name in NEEDED[platform.machine()] if name not in processor().features]
-    if lacking:
+    if lacking := _lacks():
         return Native(None, f"it needs a processor with {', '.join(lacking)}")
     digest = _digest()
     name = f"{kernel}.{digest[:16]}"  # a program that XLA has stored calls the kernel that it was compiled with
-    folder = disk.folder()
-    path = folder / f"{kernel}.{digest}" if folder else None
+    path = _path(kernel, digest)
     code = disk.read(path)
     if code is not None:
         _register(name, code)
@@ -125,7 +141,7 @@ def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
         code = disk.read(path)  # of the process that had the lock
         is_new = code is None
         if code is None:
-            logger.info("compiling the native kernel %s for this processor, once: 2 to 15 s", kernel.split(".")[1])
+            logger.info("compiling the native kernel %s for this processor, once: 2 to 25 s", kernel.split(".")[1])
             code = _compile(kernel)
         _register(name, code)
         if is_new:

@@ -1,6 +1,7 @@
 """The command line: complete and fast help, every way to name the model, errors in one line."""
 
 import logging
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from jpaged import cli
 from jpaged.cli import flags
 from jpaged.config import SCHEDULING_POLICIES, EngineConfig
 from jpaged.engine.scheduling.waiting_queue import POLICIES
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
 COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency", "plan"]
 
@@ -42,6 +44,11 @@ def test_help_of_scheduling_options(capsys):
         assert shown in text
     assert not any("\n" in doc for doc in flags.field_docs(EngineConfig).values())
     assert tuple(POLICIES) == SCHEDULING_POLICIES
+
+
+def test_help_names_every_implementation_of_attention():
+    words = re.findall(r"\w+", flags.field_docs(EngineConfig)["attention_implementation"])
+    assert set(IMPLEMENTATIONS) <= set(words)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import jaxlib
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention, private_folder
-from pallas_kernels.native import disk, library
+from pallas_kernels import cpu_kernels, paged_attention, private_folder
+from pallas_kernels.native import disk, library, processors
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 from tests.kernels.oracle import Shape, attend, make_case
 
@@ -374,6 +374,23 @@ def test_only_one_process_compiles_a_kernel(fresh, caplog, monkeypatch, end):
     assert found[0] == made._replace(is_new=end != "stores its code")
     assert len(compiled) == (1 if end == "stores its code" else 2)
     assert len(caplog.records) == (end == "takes too long")
+
+
+@pytest.mark.skipif(processors.usable() == 1, reason="one processor compiles one kernel after the other")
+def test_child_processes_compile_kernels_ahead(fresh, monkeypatch):
+    start, compiled, _ = fresh
+    start()
+    monkeypatch.setattr(cpu_kernels, "_ahead", set())
+    modules = (cpu_kernels.PAGED_ATTENTION, cpu_kernels.ROW_OPS)
+    assert [library.must_compile(module) for module in modules] == [False, True]
+    (child,) = cpu_kernels.compile_ahead(modules)
+    assert not cpu_kernels.compile_ahead(modules)  # the child is at it
+    assert child.wait(120) == 0
+    assert not library.must_compile(cpu_kernels.ROW_OPS)
+    assert not library.native(cpu_kernels.ROW_OPS).is_new
+    assert compiled == [cpu.KERNEL]
+    monkeypatch.setattr(cpu_kernels, "_ahead", set())
+    assert not cpu_kernels.compile_ahead(modules)
 
 
 def test_a_kernel_with_wrong_results_is_not_used(fresh, caplog):
