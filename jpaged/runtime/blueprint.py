@@ -105,8 +105,10 @@ class Blueprint:
     @property
     def sampler_options(self) -> SamplerOptions:
         """Options of every `sample` and `score` program."""
-        can_skip = self.placement.platform != "gpu"
-        return SamplerOptions(self.num_logprobs, self.config.logprobs_mode, self.model.processors, can_skip=can_skip)
+        rows = 8 if self.placement.platform == "cpu" else 64
+        return SamplerOptions(
+            self.num_logprobs, self.config.logprobs_mode, self.model.processors, rows_per_search=rows
+        )  # fmt: skip
 
     @property
     def mask_shape(self) -> jax.ShapeDtypeStruct | None:

@@ -190,4 +190,6 @@ def compile_output(
     arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, packed)
     if options.processors:
         store = None  # a stored program is found by jpaged's own sources, and these functions are the caller's
-    return compile_program(call, arguments, donate=(2, 3), store=store)
+    return compile_program(
+        call, arguments, donate=(2, 3), store=store, compiler_options=placement.compiler_options
+    )  # fmt: skip

@@ -9,6 +9,10 @@ import numpy as np
 from jpaged.errors import ModelLoadError
 from jpaged.runtime.targets import Target
 
+# On NVIDIA, XLA records the loops and branches of a program into its CUDA graphs too: otherwise the host reads each
+# condition in the middle of a step. The list is XLA's default and WHILE; `+WHILE` alone is refused (JAX 0.11.2).
+_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -34,6 +38,11 @@ class Placement:
     def platform(self) -> str:
         """Platform of the device: "cpu", "gpu" or "tpu"."""
         return self.device.platform
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """Options of XLA for the programs of a step."""
+        return {"xla_gpu_enable_command_buffer": _COMMANDS} if self.platform == "gpu" else {}
 
     def shape(self, shape: tuple[int, ...], dtype: np.dtype | type) -> jax.ShapeDtypeStruct:
         """An array with this placement, as a shape to compile with."""

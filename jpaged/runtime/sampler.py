@@ -13,6 +13,7 @@ It inverts the cumulative distribution of its candidates, most likely first, or 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,12 +28,21 @@ from jpaged.errors import RequestError
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.params.sampling import GREEDY_BELOW
 from jpaged.runtime.state import Field, Flag, Leaf, SamplingState
-from jpaged.runtime.vocab_search import argmax, invert_cdf, kth_largest, likeliest, top_p_edge, typical_range
+from jpaged.runtime.vocab_search import (
+    BLOCK,
+    CANDIDATE_BLOCK,
+    argmax,
+    block_maxima,
+    has_nan,
+    invert_cdf,
+    kth_largest,
+    likeliest,
+    top_p_edge,
+    typical_range,
+)
 
 # Most likely ids of a row, which are examined before the whole vocabulary.
 CANDIDATES = 64
-# Rows of one turn of the search over the whole vocabulary.
-ROWS_PER_SEARCH = 8
 
 Tree = TypeVar("Tree")  # a pytree of arrays
 
@@ -55,9 +65,8 @@ class SamplerOptions:
     num_logprobs: int  # most likely ids that are returned with each token
     logprobs_mode: str = "raw_logprobs"
     processors: tuple[LogitsProcessor, ...] = ()
-    # Skip work that no row needs, with `lax.cond`. Off on NVIDIA, where the host would have to read the condition in
-    # the middle of the step.
-    can_skip: bool = True
+    # Rows of one turn of a search over the whole vocabulary. 8 rows keep a core busy; accelerators need more.
+    rows_per_search: int = 8
 
     @property
     def normalises(self) -> bool:
@@ -110,41 +119,31 @@ def sample_tokens(
     """
     work = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
     if variant is SamplerVariant.FULL and extras is not None:
-        work = _process(work, fields, extras, options.processors, options.can_skip)
-    peak, greedy = argmax(work)
-    # XLA's maximum on CPU ignores a NaN next to numbers, and a sum does not. (`isnan` stores its result there: for
-    # 64 x 151,936 it takes 14 ms, the sum 2 ms.)
-    has_nan = jnp.isnan(logits.sum(axis=1)) | jnp.isnan(peak)
-    is_wrong = has_nan | ~jnp.isfinite(peak)
-    error = jnp.where(~has_nan & (peak == -jnp.inf), NOTHING_ALLOWED, NOT_FINITE)
+        work = _process(work, fields, extras, options.processors)
+    block = BLOCK if variant is SamplerVariant.GREEDY else CANDIDATE_BLOCK
+    maxima = block_maxima(work, block)
+    peak, greedy = argmax(work, block, maxima)
+    is_nan = has_nan(logits, block) | jnp.isnan(peak)
+    is_wrong = is_nan | ~jnp.isfinite(peak)
+    error = jnp.where(~is_nan & (peak == -jnp.inf), NOTHING_ALLOWED, NOT_FINITE)
     if variant is SamplerVariant.GREEDY:
         return Sampled(jnp.where(is_wrong, error, greedy))
 
     temperature = _float(fields[:, Field.TEMPERATURE])
     is_random = temperature > GREEDY_BELOW
-    scaled = work / jnp.where(is_random, temperature, 1.0)[:, None]
+    # The inverse of a huge temperature must not become 0: 0 * -inf is NaN.
+    inverse = jnp.where(is_random, jnp.maximum(1 / temperature, jnp.finfo(jnp.float32).tiny), 1.0)
+    row_logits = _Logits(work, peak, inverse, maxima)
     rows = len(greedy)
-
-    def less_its_peak() -> Float[Array, "rows vocab"]:
-        return scaled - jnp.take_along_axis(scaled, greedy[:, None], axis=1)
 
     def draw() -> tuple[Int[Array, " rows"], _Kept]:
         return _draw(
-            x, greedy, fields, _uniforms(fields, positions), is_random, typical=variant is SamplerVariant.FULL,
-            can_skip=options.can_skip,
+            row_logits, greedy, fields, _uniforms(fields, positions), is_random,
+            typical=variant is SamplerVariant.FULL, rows_per_search=options.rows_per_search,
         )  # fmt: skip
 
-    # x must be computed once and kept. If XLA computes it again for another use, it may round differently (a fused
-    # multiply-add), and comparisons with a threshold found in the first x would be wrong. On CPU XLA removes an
-    # optimization barrier before that happens, but not a branch.
-    if options.can_skip:
-        any_random = jnp.any(is_random)
-        x = lax.cond(any_random, less_its_peak, lambda: jnp.zeros_like(work))
-        everything = _Kept(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.full(rows, jnp.inf))
-        token_ids, kept = lax.cond(any_random, draw, lambda: (greedy, everything))
-    else:
-        x = lax.optimization_barrier(less_its_peak())
-        token_ids, kept = draw()
+    everything = _Kept(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.full(rows, jnp.inf))
+    token_ids, kept = lax.cond(jnp.any(is_random), draw, lambda: (greedy, everything))
     token_ids = jnp.where(is_wrong, error, token_ids)
     if variant is SamplerVariant.RANDOM:
         return Sampled(token_ids)
@@ -152,7 +151,8 @@ def sample_tokens(
     def with_logprobs() -> Sampled:
         reported = logits
         if options.logprobs_mode.startswith("processed"):
-            reported = jnp.where(kept.holds(x) | ~is_random[:, None], scaled, -jnp.inf)
+            is_kept = kept.holds(row_logits.less_peak()) | ~is_random[:, None]
+            reported = jnp.where(is_kept, work * inverse[:, None], -jnp.inf)
         # A beam is scored by the ids that it may choose, at its temperature.
         beam_temperature = _float(fields[:, Field.BEAM_TEMPERATURE])[:, None]
         is_beam = beam_temperature > 0
@@ -164,7 +164,7 @@ def sample_tokens(
         return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes).replace(token_ids=token_ids)
 
     wants_logprobs = (fields[:, Field.FLAGS] & Flag.LOGPROBS) > 0
-    return _if_any(wants_logprobs, with_logprobs, without_logprobs, options.can_skip)
+    return lax.cond(jnp.any(wants_logprobs), with_logprobs, without_logprobs)
 
 
 def describe_tokens(
@@ -202,14 +202,13 @@ def _process(
     fields: Int[Array, "rows num_fields"],
     extras: SamplingState,
     processors: tuple[LogitsProcessor, ...],
-    can_skip: bool,
 ) -> Float[Array, "rows vocab"]:
     """Apply masks, logit_bias, custom logits processors and penalties to the rows that have them."""
     rows, vocab = logits.shape
 
     def where_flagged(flag: Flag, change: Callable[[Array], Array], work: Array) -> Array:
         asked = (fields[:, Field.FLAGS] & flag) > 0
-        return _if_any(asked, lambda: jnp.where(asked[:, None], change(work), work), lambda: work, can_skip)
+        return lax.cond(jnp.any(asked), lambda: jnp.where(asked[:, None], change(work), work), lambda: work)
 
     def mask(work: Array) -> Array:
         bits = (extras.masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
@@ -241,6 +240,24 @@ def _process(
 
 
 @flax.struct.dataclass
+class _Logits:
+    """Logits of rows, after masks and penalties, with what makes logarithms of weights of them."""
+
+    work: Leaf     # float32[rows, vocab]
+    peak: Leaf     # float32[rows]  the largest of each row
+    inverse: Leaf  # float32[rows]  1 / temperature
+    maxima: Leaf   # float32[rows, blocks]  the largest of each block of CANDIDATE_BLOCK
+
+    def less_peak(self, of: Float[Array, "rows n"] | None = None) -> Float[Array, "rows n"]:
+        """Logits (of: some of them) less the largest of their row, at its temperature: logarithms of weights, <= 0.
+
+        XLA computes this again for every use, so every use must round alike: an id equal to a threshold that was found
+        in another use must stay. A subtraction and then a multiplication cannot be fused into one rounding.
+        """
+        return ((self.work if of is None else of) - self.peak[:, None]) * self.inverse[:, None]
+
+
+@flax.struct.dataclass
 class _Kept:
     """The ids of a row that may be drawn: x >= threshold, and at most `reach` away from `centre`."""
 
@@ -249,23 +266,24 @@ class _Kept:
     reach: Leaf      # float32[rows]; infinite if typical_p keeps all
 
     def holds(self, x: Float[Array, "rows n"]) -> Bool[Array, "rows n"]:
-        """x: logits minus the largest of their row."""
+        """x: of `_Logits.less_peak`."""
         near = jnp.abs(x - self.centre[:, None]) <= self.reach[:, None]
         return (x >= self.threshold[:, None]) & near
 
 
 def _draw(
-    x: Float[Array, "rows vocab"],
+    logits: _Logits,
     greedy: Int[Array, " rows"],
     fields: Int[Array, "rows num_fields"],
     uniforms: Float[Array, " rows"],
     is_random: Bool[Array, " rows"],
     *,
     typical: bool,
-    can_skip: bool,
+    rows_per_search: int,
 ) -> tuple[Int[Array, " rows"], _Kept]:
-    """One token for each row, and the ids that it was drawn from. x: logits minus the largest of their row."""
-    rows, vocab = x.shape
+    """One token for each row, and the ids that it was drawn from."""
+    rows, vocab = logits.work.shape
+    search_rows = functools.partial(_search_rows, part=min(rows_per_search, rows))
     # p >= min_p * p_max, in logarithms; log(0) = -inf keeps everything
     floor = jnp.log(_float(fields[:, Field.MIN_P]))
     top_k, top_p = fields[:, Field.TOP_K], _float(fields[:, Field.TOP_P])
@@ -273,10 +291,14 @@ def _draw(
     cut = top_p < 1
     limited = is_random & ((top_k > 0) | cut | (floor > -jnp.inf) | (typical_p < 1))
     count = min(CANDIDATES, vocab)
-    values, ids = _if_any(
-        limited, lambda: likeliest(x, count),
-        lambda: (jnp.zeros((rows, count)), jnp.zeros((rows, count), jnp.int32)), can_skip,
-    )  # fmt: skip
+
+    def candidates() -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
+        largest, ids = likeliest(logits.work, count, logits.maxima)
+        return logits.less_peak(largest), ids
+
+    values, ids = lax.cond(
+        jnp.any(limited), candidates, lambda: (jnp.zeros((rows, count)), jnp.zeros((rows, count), jnp.int32))
+    )
     last = values[:, -1]
     whole = count == vocab
 
@@ -290,9 +312,7 @@ def _draw(
     weights = jnp.where(kept, jnp.exp(values), 0.0)
     needs_mass = is_random & cut & ~settled & (top_k == 0)
     mass = jnp.where(settled, weights.sum(axis=1), jnp.inf)
-    mass = _where_needed(
-        needs_mass, lambda: jnp.sum(jnp.where(x >= floor[:, None], jnp.exp(x), 0.0), axis=1), mass, can_skip
-    )
+    mass = lax.cond(jnp.any(needs_mass), lambda: jnp.where(needs_mass, _mass(logits, floor), mass), lambda: mass)
     reached = jnp.cumsum(weights, axis=1) >= (top_p * mass)[:, None]
     edge = jnp.take_along_axis(values, jnp.argmax(reached, axis=1)[:, None], axis=1)[:, 0]
     cut_off = jnp.where(cut & reached[:, -1], jnp.maximum(edge, threshold), threshold)
@@ -300,15 +320,15 @@ def _draw(
     threshold = jnp.where(settled, cut_off, threshold)
 
     counted = is_random & ~settled & (top_k > 0)
-    kth = _search_rows(counted, kth_largest, (x, top_k), threshold, can_skip)
+    kth = search_rows(counted, _kth_of_all, (logits, top_k), threshold)
     threshold = jnp.where(counted, jnp.maximum(kth, floor), threshold)
-    threshold = _search_rows(is_random & ~settled & cut, top_p_edge, (x, threshold, top_p), threshold, can_skip)
+    threshold = search_rows(is_random & ~settled & cut, _top_p_edge_of_all, (logits, threshold, top_p), threshold)
     found = _Kept(threshold, jnp.zeros(rows), jnp.full(rows, jnp.inf))
     if typical:
         among = typical_range(values, values >= threshold[:, None], typical_p)
         found = found.replace(centre=among[0], reach=among[1])
-        centre, reach = _search_rows(
-            is_random & ~settled & (typical_p < 1), _typical_range_of_all, (x, threshold, typical_p), among, can_skip
+        centre, reach = search_rows(
+            is_random & ~settled & (typical_p < 1), _typical_range_of_all, (logits, threshold, typical_p), among
         )
         unneeded = typical_p >= 1
         found = found.replace(centre=jnp.where(unneeded, 0.0, centre), reach=jnp.where(unneeded, jnp.inf, reach))
@@ -318,51 +338,48 @@ def _draw(
     some = weights > 0
     at = jnp.clip(at, jnp.argmax(some, axis=1), values.shape[1] - 1 - jnp.argmax(some[:, ::-1], axis=1))
     drawn = jnp.take_along_axis(ids, at[:, None], axis=1)[:, 0]
-    drawn = _search_rows(is_random & ~settled, _draw_of_all, (x, found, uniforms), drawn, can_skip)
+    drawn = search_rows(is_random & ~settled, _draw_of_all, (logits, found, uniforms), drawn)
     return jnp.where(is_random, drawn, greedy), found
 
 
-def _draw_of_all(x: Float[Array, "rows vocab"], found: _Kept, uniforms: Float[Array, " rows"]) -> Int[Array, " rows"]:
-    return invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms)
+def _mass(logits: _Logits, floor: Float[Array, " rows"]) -> Float[Array, " rows"]:
+    x = logits.less_peak()
+    return jnp.sum(jnp.where(x >= floor[:, None], jnp.exp(x), 0.0), axis=1)
+
+
+# -- searches over the whole vocabulary ---------------------------------------------------------------------------
+
+
+def _kth_of_all(logits: _Logits, top_k: Int[Array, " rows"]) -> Float[Array, " rows"]:
+    return kth_largest(logits.less_peak(), top_k)
+
+
+def _top_p_edge_of_all(
+    logits: _Logits, threshold: Float[Array, " rows"], top_p: Float[Array, " rows"]
+) -> Float[Array, " rows"]:
+    return top_p_edge(logits.less_peak(), threshold, top_p)
 
 
 def _typical_range_of_all(
-    x: Float[Array, "rows vocab"], threshold: Float[Array, " rows"], typical_p: Float[Array, " rows"]
+    logits: _Logits, threshold: Float[Array, " rows"], typical_p: Float[Array, " rows"]
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    x = logits.less_peak()
     return typical_range(x, x >= threshold[:, None], typical_p, bisect=True)
 
 
-# -- work that only some rows need --------------------------------------------------------------------------------
-
-
-def _if_any(
-    needed: Bool[Array, " rows"], compute: Callable[[], Tree], otherwise: Callable[[], Tree], can_skip: bool
-) -> Tree:
-    """`compute()` if a row needs it, else `otherwise()`. Always `compute()` if the device must not branch."""
-    return lax.cond(jnp.any(needed), compute, otherwise) if can_skip else compute()
-
-
-def _where_needed(needed: Bool[Array, " rows"], compute: Callable[[], Tree], otherwise: Tree, can_skip: bool) -> Tree:
-    """`compute()` for the rows that need it, `otherwise` for the others."""
-
-    def computed() -> Tree:
-        return jax.tree.map(lambda new, old: jnp.where(needed, new, old), compute(), otherwise)
-
-    return _if_any(needed, computed, lambda: otherwise, can_skip)
+def _draw_of_all(logits: _Logits, found: _Kept, uniforms: Float[Array, " rows"]) -> Int[Array, " rows"]:
+    x = logits.less_peak()
+    return invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms)
 
 
 def _search_rows(
-    needed: Bool[Array, " rows"], search: Callable[..., Tree], arrays: tuple, otherwise: Tree, can_skip: bool
+    needed: Bool[Array, " rows"], search: Callable[..., Tree], arrays: tuple, otherwise: Tree, *, part: int
 ) -> Tree:
     """`search(*arrays)` for the rows that need it, `otherwise` for the others.
 
-    If the device may branch, it searches ROWS_PER_SEARCH rows at a time. So one row with a flat distribution does not
-    cost a search over the whole batch.
+    Searches `part` rows at a time. So one row with a flat distribution does not cost a search over the whole batch.
     """
-    if not can_skip:
-        return jax.tree.map(lambda new, old: jnp.where(needed, new, old), search(*arrays), otherwise)
-    rows, part = len(needed), min(ROWS_PER_SEARCH, len(needed))
-    count = jnp.sum(needed)
+    rows, count = len(needed), jnp.sum(needed)
     order = jnp.concatenate([jnp.argsort(~needed), jnp.zeros(part, jnp.int32)])  # rows that need it come first
 
     def some(state: tuple[Array, Tree]) -> tuple[Array, Tree]:

@@ -280,5 +280,6 @@ def compile_forward(
     packed = placement.shape((shape.packed_size,), np.int32)
     state = state.replace(sampling=None)
     return compile_program(
-        call, (params, state, packed), donate=(1,), out_shardings=(formats(state), None), store=store
-    )
+        call, (params, state, packed), donate=(1,), out_shardings=(formats(state), None), store=store,
+        compiler_options=placement.compiler_options,
+    )  # fmt: skip

@@ -20,7 +20,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -151,6 +151,7 @@ def compile_program(
     donate: tuple[int, ...],
     out_shardings: Any = None,
     store: ProgramStore | None = None,
+    compiler_options: Mapping[str, str] | None = None,
 ) -> jax.stages.Compiled:
     """Compile `call(*arguments)`. Every argument is kept, used or not.
 
@@ -160,6 +161,7 @@ def compile_program(
     out_shardings: placement of the results, as for `jax.jit`. Stored programs have none: their results are where the
         arguments are.
     store:         None = trace the function.
+    compiler_options: of XLA. Stored programs have none.
     """
     if store is not None:
         try:
@@ -167,7 +169,7 @@ def compile_program(
         except (ValueError, NotImplementedError) as error:
             logger.warning("%s cannot be stored, so every start traces it: %s", call.func.__name__, error)
     jitted = jax.jit(call, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
-    return jitted.lower(*arguments).compile()
+    return jitted.lower(*arguments).compile(compiler_options=dict(compiler_options) if compiler_options else None)
 
 
 def _register_trees() -> None:

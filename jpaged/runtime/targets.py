@@ -89,7 +89,10 @@ _MULTIPROCESSOR = {
 
 
 def _nvidia_config(target: Target) -> str:
-    """Description of the card in XLA's text format."""
+    """Description of the card in XLA's text format.
+
+    Without a driver's version XLA leaves branches, loops and library calls out of the CUDA graphs.
+    """
     threads, units, shared, shared_block = _MULTIPROCESSOR[target.compute_capability]
     major, minor = target.compute_capability.split(".")
     extension = "feature_extension: ACCELERATED_FEATURES" if major == "9" else ""
@@ -103,6 +106,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   l2_cache_size: {target.l2_bytes} clock_rate_ghz: {target.clock_ghz}
   memory_bandwidth: {target.bandwidth} device_memory_size: {target.memory_bytes}
+  driver_version: "13.0.0" runtime_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}

@@ -106,17 +106,18 @@ def test_draws_follow_the_distribution(options):
 
 
 @functools.cache
-def drawn(can_skip):
-    return jax.jit(functools.partial(sampler._draw, typical=True, can_skip=can_skip))
+def drawn(rows_per_search):
+    return jax.jit(functools.partial(sampler._draw, typical=True, rows_per_search=rows_per_search))
 
 
 def kept_by(x, **sampling):
-    """Ids that the sampler keeps in each row of x. The same with and without skipping of work that no row needs."""
-    found = []
-    for can_skip in (True, False):
+    """Ids that the sampler keeps in each row of x, whose largest is 0. The same for any number of rows in a search."""
+    found, ones = [], jnp.ones(len(x))
+    logits = sampler._Logits(jnp.asarray(x), 0 * ones, ones, vocab_search.block_maxima(jnp.asarray(x), 64))
+    for rows_per_search in (1, 64):
         rows = fields(*[sampling] * len(x))
-        args = (jnp.asarray(x), jnp.zeros(len(x), jnp.int32), rows, jnp.zeros(len(x)), jnp.ones(len(x), bool))
-        kept = drawn(can_skip)(*args)[1]
+        args = (logits, jnp.zeros(len(x), jnp.int32), rows, jnp.zeros(len(x)), jnp.ones(len(x), bool))
+        kept = drawn(rows_per_search)(*args)[1]
         found.append(np.asarray(kept.holds(jnp.asarray(x))) & np.isfinite(x))
     np.testing.assert_array_equal(*found)
     return found[0]

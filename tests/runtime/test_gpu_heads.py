@@ -1,0 +1,65 @@
+"""Programs after the forward pass, compiled for an H200 that need not be there: each is one CUDA graph."""
+
+import functools
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.kv_groups import group_layers
+from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
+from jpaged.runtime.output_programs import SampleShape, ScoreShape, compile_output
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.sampler import SamplerOptions
+from jpaged.runtime.state import StateSizes, state_shapes
+from tests.deviceless import H200, marks
+
+pytestmark = [pytest.mark.codegen, *marks(H200)]
+
+# The vocabulary of Llama 3.1, over a small model: the head's own work does not depend on the hidden size.
+SPEC = DecoderSpec(
+    vocab_size=128_256, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=64,
+    max_position=1024, rope=Rope(),
+)  # fmt: skip
+ROWS = 256
+SHAPES = [*(SampleShape(ROWS, variant) for variant in SamplerVariant), ScoreShape(ROWS)]
+
+
+class Dumping(Placement):
+    """A placement whose programs are also written to a folder, as text."""
+
+    folder = ""
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        return {**super().compiler_options, "xla_dump_to": self.folder}
+
+
+@functools.cache
+def compiled(shape, folder):
+    """The program's text, and its thunks: the commands that the host gives to the card, one a line."""
+    of_target = Placement.for_target(H200)
+    placement = Dumping(of_target.device, of_target.sharding)
+    placement.__class__.folder = str(folder)
+    dtype = jnp.dtype("bfloat16")
+    sizes = StateSizes(64, 16, ROWS, SPEC.max_position // 16, 512)
+    state = state_shapes(SPEC, group_layers(SPEC.windows, SPEC.max_position), sizes, dtype=dtype, placement=placement)
+    with H200.tracing():
+        program = compile_output(
+            placement.shapes_of(param_shapes(SPEC, dtype)), None, state, shape, spec=SPEC, layout=WeightLayout(),
+            options=SamplerOptions(20, rows_per_search=64), placement=placement,
+        )  # fmt: skip
+    (thunks,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
+    return program, thunks.read_text()
+
+
+@pytest.fixture(params=SHAPES, ids=str, scope="module")
+def head(request, tmp_path_factory):
+    return request.param, *compiled(request.param, tmp_path_factory.mktemp("dump"))
+
+
+def test_a_head_is_one_command_buffer(head):
+    """The host gives the card one command. It reads no condition, and starts no kernel by itself."""
+    _, _, thunks = head
+    assert re.findall(r"^\d+: (\w+)", thunks, re.MULTILINE) == ["kCommandBuffer"]
