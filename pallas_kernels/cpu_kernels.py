@@ -30,7 +30,7 @@ _KERNELS = {
     ROW_OPS: row_ops, WRITE_QKV: write_qkv,
 }  # fmt: skip
 _ROOT = pathlib.Path(__file__).parents[1]
-_ahead: set[str] = set()  # modules that `compile_ahead` has started
+_ahead: set[str] = set()  # modules that `compile_ahead` has seen
 
 
 def kernels_of_model(*, quantized: bool, experts: bool) -> tuple[str, ...]:
@@ -58,12 +58,10 @@ def compile_ahead(modules: Sequence[str]) -> list[subprocess.Popen[bytes]]:
 
     Returns the processes; none on a machine with one processor, or without room for a process. They end by themselves.
     """
-    missing = [
-        module for module in reversed(modules)
-        if module != PAGED_ATTENTION and module not in _ahead and library.must_compile(module)
-    ]  # fmt: skip
+    new = [module for module in reversed(modules) if module != PAGED_ATTENTION and module not in _ahead]
+    _ahead.update(new)
+    missing = library.not_stored(new) if new else []
     count = min(processors.usable() - 1, len(missing))
-    _ahead.update(missing)
     with contextlib.suppress(OSError):
         return [_child(missing[first:] + missing[:first]) for first in range(count)]
     return []

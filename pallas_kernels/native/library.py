@@ -16,7 +16,7 @@ import pathlib
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,12 +93,12 @@ def processor() -> Processor:
     return Processor(binding.get_host_cpu_name(), features, found.flatten())
 
 
-def must_compile(kernel: str) -> bool:
-    """Whether the first call of `native` will compile the kernel and store it. Loads nothing."""
+def not_stored(kernels: Sequence[str]) -> list[str]:
+    """Those of the kernels that `native` would compile and store. Loads nothing."""
     if _unsupported() is not None or _lacks():
-        return False
-    path = _path(kernel, _digest())
-    return path is not None and not path.exists()
+        return []
+    digest = _digest()
+    return [kernel for kernel in kernels if (path := _path(kernel, digest)) is not None and not path.exists()]
 
 
 def discard(kernel: str) -> None:

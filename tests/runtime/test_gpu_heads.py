@@ -1,6 +1,6 @@
 """Programs after the forward pass, compiled for an H200 that need not be there: each is one CUDA graph."""
 
-import functools
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -26,40 +26,30 @@ ROWS = 256
 SHAPES = [*(SampleShape(ROWS, variant) for variant in SamplerVariant), ScoreShape(ROWS)]
 
 
+@dataclasses.dataclass(frozen=True)
 class Dumping(Placement):
     """A placement whose programs are also written to a folder, as text."""
 
-    folder = ""
+    folder: str
 
     @property
     def compiler_options(self) -> dict[str, str]:
         return {**super().compiler_options, "xla_dump_to": self.folder}
 
 
-@functools.cache
-def compiled(shape, folder):
-    """The program's text, and its thunks: the commands that the host gives to the card, one a line."""
-    of_target = Placement.for_target(H200)
-    placement = Dumping(of_target.device, of_target.sharding)
-    placement.__class__.folder = str(folder)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_head_is_one_command_buffer(shape, tmp_path):
+    """The host gives the card one command. It reads no condition, and starts no kernel by itself."""
+    target = Placement.for_target(H200)
+    placement = Dumping(target.device, target.sharding, str(tmp_path))
     dtype = jnp.dtype("bfloat16")
     sizes = StateSizes(64, 16, ROWS, SPEC.max_position // 16, 512)
     state = state_shapes(SPEC, group_layers(SPEC.windows, SPEC.max_position), sizes, dtype=dtype, placement=placement)
     with H200.tracing():
-        program = compile_output(
+        compile_output(
             placement.shapes_of(param_shapes(SPEC, dtype)), None, state, shape, spec=SPEC, layout=WeightLayout(),
             options=SamplerOptions(20, rows_per_search=64), placement=placement,
         )  # fmt: skip
-    (thunks,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
-    return program, thunks.read_text()
-
-
-@pytest.fixture(params=SHAPES, ids=str, scope="module")
-def head(request, tmp_path_factory):
-    return request.param, *compiled(request.param, tmp_path_factory.mktemp("dump"))
-
-
-def test_a_head_is_one_command_buffer(head):
-    """The host gives the card one command. It reads no condition, and starts no kernel by itself."""
-    _, _, thunks = head
-    assert re.findall(r"^\d+: (\w+)", thunks, re.MULTILINE) == ["kCommandBuffer"]
+    # the commands that the host gives to the card, one a line; those inside a graph are indented
+    (commands,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    assert re.findall(r"^\d+: (\w+)", commands.read_text(), re.MULTILINE) == ["kCommandBuffer"]
