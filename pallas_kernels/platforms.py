@@ -83,6 +83,16 @@ def nvidia_capability(device: Any) -> tuple[int, int] | None:
     return (int(major), int(minor)) if device.platform == "gpu" and major.isdigit() and minor.isdigit() else None
 
 
+def num_multiprocessors() -> int:
+    """Multiprocessors of the card that a kernel is traced for: of the mesh's device if it has one, else of JAX's first.
+
+    132, as on an H200, where neither says it.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    cores = described.num_cores if described is not None else getattr(default_device(), "core_count", None)
+    return cores or 132
+
+
 def refuse_cpu(device: Any) -> str | None:
     """Reason why native kernels cannot run on a device; None if its processor can run some."""
     return None if device.platform == "cpu" else f"it is for CPU, not for {device.device_kind}"

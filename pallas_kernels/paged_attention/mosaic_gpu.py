@@ -1,8 +1,9 @@
 """paged_attention of one-token rows for Hopper in Pallas, lowered through Mosaic GPU. Experimental: use it by name.
 
 1. `_decode_kernel`, grid (splits, KV heads, rows): a block of 128 threads attends with the query heads of one KV head
-   over one split of a row's keys. The splits are those of triton.py. It copies tiles of TILE_KEYS keys to shared memory
-   with the tensor memory accelerator, STAGES tiles ahead, and writes its output and the logarithm of its sum.
+   over one split of a row's keys. All rows have splits of one length, chosen for the longest row. It copies tiles of
+   TILE_KEYS keys to shared memory with the tensor memory accelerator, STAGES tiles ahead, and writes its output and the
+   logarithm of its sum.
 2. `_merge`, in XLA operations, combines a row's splits and adds the sinks.
 
 A product takes 64 query rows, and q_per_kv is smaller. The other rows compute garbage, which stays in those rows. With
@@ -61,7 +62,8 @@ def paged_attention(
     if alibi_slopes is not None and jax.__version_info__ < (0, 11):
         raise ValueError("alibi_slopes: implementation='mosaic_gpu' needs JAX 0.11 for them, 'triton' does not")
     table_keys = block_tables.shape[1] * block_size
-    split_keys = (tiling or Tiling.choose(q, pages)).split_keys(table_keys)
+    tiling = tiling or Tiling.choose(q, pages)
+    split_keys = max([tiling.min_split_keys, *tiling.longer_splits(table_keys, kv_heads)])
     problem = _Problem(
         scale=scale,
         lanes=-(-q_per_kv // 8) * 8,

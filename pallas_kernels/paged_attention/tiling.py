@@ -9,8 +9,6 @@ import json
 import pathlib
 from typing import Any
 
-from jax.experimental import pallas as pl
-
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.platforms import default_device
 
@@ -19,32 +17,53 @@ FILE = pathlib.Path(__file__).with_name("tuning.json")
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes that change the time, not the result. Only the sizes of splits change the order of the sums."""
+    """Sizes that change the time, not the result. Only the sizes of splits change the order of the sums.
+
+    Decodes: a row is cut into splits (flash decoding). A task is one split and one KV head.
+    """
 
     decode_keys: int           # keys per iteration of a decode program
     prefill_rows: int          # query rows of a prefill tile: tokens times q_per_kv
     prefill_keys: int          # keys per iteration of a prefill program
-    min_split_keys: int = 512  # fewest keys of a decode program
-    max_splits: int = 32       # most decode programs per row and KV head
+    min_split_keys: int = 512  # keys of a split, until a row has the most splits
+    row_tasks: int = 256       # tasks of a long row: `max_splits` follows from it
+    decode_programs: int = 3   # decode programs per multiprocessor
     decode_warps: int = 4
-    decode_stages: int = 2
+    decode_stages: int = 5
     prefill_warps: int = 4
-    prefill_stages: int = 2
+    prefill_stages: int = 5
 
-    def split_keys(self, table_keys: int) -> int:
-        """Keys per decode program. table_keys: most keys that a block table holds."""
-        return max(self.min_split_keys, pl.next_power_of_2(-(-table_keys // self.max_splits)))
+    def max_splits(self, kv_heads: int) -> int:
+        """Largest number of splits of a row. They fill a card with one row, and are few enough to merge fast."""
+        return min(max(self.row_tasks // kv_heads, 8), 128)
+
+    def longer_splits(self, table_keys: int, kv_heads: int) -> list[int]:
+        """Sizes of splits for rows too long for `min_split_keys`: 1,024, 2,048 and so on. table_keys: longest row."""
+        sizes = []
+        keys = self.min_split_keys
+        while keys * self.max_splits(kv_heads) < table_keys:
+            keys *= 2
+            sizes.append(keys)
+        return sizes
+
+    def splits(self, table_keys: int, window: int | None, kv_heads: int) -> int:
+        """Largest number of splits of any row of a call. window: keys that a query sees."""
+        most = min(self.max_splits(kv_heads), -(-table_keys // self.min_split_keys))
+        return most if window is None else min(most, -(-(window - 1) // self.min_split_keys) + 1)
 
     @classmethod
     def by_rule(cls, head_dim: int, itemsize: int) -> "Tiling":
         """The rule for shapes that were not tuned. itemsize: bytes of a number in the products.
 
-        There are at most 32 splits, of at least 512 keys. A split's result (float32) is then under 2% of the keys and
-        values that it read, and one row of 32,768 keys still has 32 programs per KV head. Tiles are as large as shared
-        memory allows: two stages of keys and values must fit (Hopper has 228 KiB per multiprocessor).
+        A split's result (float32) is under 2% of the 512 keys and values that it read. One row of 4,096 keys and 8 KV
+        heads has 64 tasks. Decodes: two tiles of 32 KiB are in flight while a third is used, and three programs fit
+        into the shared memory of a multiprocessor (228 KiB on Hopper). Five stages mean that: two are for the page
+        indices, which arrive one tile before the pages. Products of float32 run without the matrix units: tiles are so
+        small that no register is spilled.
         """
-        wide = head_dim * itemsize > 256
-        return cls(32 if wide else 64, 64 if wide else 128, 32 if wide else 64, prefill_warps=4 if wide else 8)
+        if itemsize == 4:
+            return cls(16, 32, 16, prefill_warps=8, prefill_stages=2)
+        return cls(32, 64, 32) if head_dim > 128 else cls(64, 128, 64, prefill_warps=8)
 
     @classmethod
     def choose(cls, q: Any, pages: KVPages) -> "Tiling":

@@ -1,21 +1,19 @@
-"""Every variant of the kernels compiles for an H200, without the card: shared memory fits, pages stay in place."""
+"""Every variant of the kernels compiles for an H200, without the card: shared memory fits, pages stay in place.
+
+The machine code of attention has what makes it fast: no spilled registers, copies in flight while products run, and
+enough programs on a multiprocessor.
+"""
 
 import re
 
-import jax
 import pytest
 
 from tests.deviceless import H200, marks
 from tests.kernels import lowered
+from tests.kernels.machine_code import compile_for_h200, kernels_of, tool
 
 pytestmark = marks(H200)
-
-
-def compile_for_h200(call, arguments, **options):
-    sharding = H200.sharding()
-    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
-    with H200.tracing():
-        return jax.jit(call, **options).trace(*placed).lower().compile()
+with_disassembler = pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")
 
 
 def kernels(program):
@@ -28,6 +26,41 @@ def kernels(program):
 def test_attention_compiles(name, max_query_len):
     program = compile_for_h200(*lowered.attention(name, max_query_len, "triton"))
     assert len(kernels(program)) == (2 if max_query_len == 1 else 3)
+
+
+@with_disassembler
+@pytest.mark.parametrize("name", lowered.ATTENTION)
+def test_machine_code_of_attention(name, tmp_path):
+    """The call is a mixed step, which has all kernels."""
+    made = kernels_of(*lowered.attention(name, 32, "triton"), tmp_path)
+    decode, prefill = made["paged_decode"], made["paged_prefill"]
+    assert {kernel.spilled_bytes for kernel in made.values()} == {0}
+    whole = "float32" not in name  # products of float32 do not use the matrix units, and need more registers
+    assert decode.resident_blocks >= (3 if whole else 2)
+    (loop,) = [loop for loop in decode.loops if any("LDGSTS" in i for i in loop)]
+    assert any("LDGSTS" in i and ".128" in i for i in loop) or name == "int8-float32"  # rows of 64 bytes
+    waits = [i for i in loop if i.startswith("DEPBAR")]
+    assert waits
+    assert not any("0x0" in i for i in waits), "the loop waits for every copy in flight"
+    if whole:
+        assert all(any("HGMMA" in i for i in loop) for loop in prefill.loops)
+    if name == "llama-3-8b":
+        inside, edge = sorted(map(len, prefill.loops))
+        print(f"prefill: {inside} instructions a tile of 64 keys, {edge} at the edges; decode {len(loop)}")
+        assert inside < 450
+        assert edge < 650
+
+
+@with_disassembler
+def test_decode_programs_follow_the_card_not_the_block_table(tmp_path):
+    """3 for each of 132 multiprocessors, whether requests may have 8,192 tokens or 131,072."""
+    for width in (512, 8192):
+        folder = tmp_path / str(width)
+        folder.mkdir()
+        call, (q, pages, _, lens, starts) = lowered.attention("llama-3-8b", 1, "triton")
+        tables = lowered.array((lens.shape[0], width), "int32")
+        made = kernels_of(call, (q, pages, tables, lens, starts), folder)
+        assert made["paged_decode"].blocks == 3 * 132
 
 
 @pytest.mark.parametrize("name", [*lowered.QKV, *range(len(lowered.WRITES))])

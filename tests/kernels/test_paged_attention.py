@@ -60,9 +60,8 @@ IMPLEMENTED = {
         if shape.v_dim is None and shape.kv_dtype is None and shape.dtype != "float16"
     ),
 }
-# Splits of 48 keys, which are not a multiple of the 32 keys per iteration. Rows of up to 320 keys have seven splits.
-# Some are empty: the last ones of short rows, and the first ones of rows with a window.
-SMALL_TILES = Tiling(decode_keys=32, prefill_rows=16, prefill_keys=32, min_split_keys=48)
+# Splits of 24 keys, and of 48 for rows of more than 8 * 24 keys: neither is a multiple of the 32 keys per iteration.
+SMALL_TILES = Tiling(decode_keys=32, prefill_rows=16, prefill_keys=32, min_split_keys=24)
 SPLIT = ("ragged", "decodes", "window", "all-options", "int8-decodes-bf16")
 
 

@@ -1,14 +1,18 @@
 """Tile sizes: the kernels read tuning.json, and an entry applies to one card and shape only."""
 
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import KVPages
 from pallas_kernels.paged_attention import tiling
 from pallas_kernels.paged_attention.tiling import Tiling
+from pallas_kernels.paged_attention.triton_decode import splits_of_rows
+from pallas_kernels.paged_attention.triton_keys import Problem
 
 
 def call(head_dim=128, q_heads=8):
@@ -37,6 +41,33 @@ def test_measured_shapes_use_their_tiling_and_others_the_rule(monkeypatch, tmp_p
     assert Tiling.choose(*call()) == Tiling.by_rule(128, 4)
 
 
-@pytest.mark.parametrize(("keys", "size"), [(16, 512), (16384, 512), (16385, 1024), (131072, 4096)])
-def test_splits_are_few_and_long(keys, size):
-    assert Tiling.by_rule(128, 2).split_keys(keys) == size
+@pytest.mark.parametrize(("keys", "sizes"), [(16, []), (16384, []), (16385, [1024]), (131072, [1024, 2048, 4096])])
+def test_splits_grow_with_the_row(keys, sizes):
+    """At most 32 splits with 8 KV heads."""
+    assert Tiling.by_rule(128, 2).longer_splits(keys, 8) == sizes
+
+
+def test_splits_of_rows_follow_their_lengths():
+    """One row of 4,096 keys has 64 tasks with 8 KV heads, however long other requests may be."""
+    problem = Problem(
+        scale=1.0, q_per_kv=4, head_dim=128, block_size=16, table_keys=131_072, window=None, softcap=None,
+        has_sinks=False, has_slopes=False, scales="none", tiling=Tiling.by_rule(128, 2), interpret=True,
+    )  # fmt: skip
+
+    def splits(problem):
+        lens = jnp.asarray([0, 1, 512, 513, 4096, 16384, 16385, 131_072, 5000])
+        starts = jnp.asarray([0, 0, 1, 2, 3, 4, 5, 6, 7, 9])  # the first row is empty, the last one has two tokens
+        return splits_of_rows(problem, lens, starts, 8).tolist()
+
+    assert splits(problem) == [0, 1, 1, 2, 4096 // 512, 32, 17, 32, 0]
+    # a window of 600 keys, in splits that begin at multiples of their size
+    assert splits(dataclasses.replace(problem, window=600)) == [0, 1, 1, 2, 2, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "keys", "window", "splits"),
+    [(8, 131072, None, 32), (8, 4096, None, 8), (8, 131072, 1, 1), (8, 131072, 512, 2), (8, 131072, 514, 3),
+     (2, 131072, None, 128), (1, 2**20, None, 128), (64, 131072, None, 8)],
+)  # fmt: skip
+def test_most_splits_of_a_row(kv_heads, keys, window, splits):
+    assert Tiling.by_rule(128, 2).splits(keys, window, kv_heads) == splits

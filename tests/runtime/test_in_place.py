@@ -151,7 +151,7 @@ def test_number_of_custom_calls_of_a_layer(target, shape, kernels):
     text = compiled(target, shape).as_text()
     names = re.findall(r'name = "(\w+)", num_stages', text)
     assert len(names) == kernels * SPEC.num_layers, collections.Counter(names)
-    assert set(names) <= {"write_qkv", "paged_prefill", "paged_decode_splits", "paged_decode_merge"}
+    assert set(names) <= {"write_qkv", "paged_prefill", "paged_decode", "paged_decode_merge"}
 
 
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)

@@ -1,0 +1,187 @@
+"""One iteration of attention over a few keys: the part that the decode and the prefill kernels of triton.py share.
+
+Weights are powers of two, because the card computes exp2 in one instruction. `Problem.unit` turns a score into the
+exponent: in the plain case it is the scale times log2(e), and costs nothing, because it is part of a multiply-add.
+"""
+
+import dataclasses
+import math
+import struct
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.paged_attention.tiling import Tiling
+
+Ref = Any  # an array inside a kernel, addressed by `.at`
+MASKED = -1e30  # finite: -inf - -inf would be NaN
+LOG2E = math.log2(math.e)
+
+
+class Given(NamedTuple):
+    """The arrays of a call. Inside the kernels: the references to them."""
+
+    tables: Any
+    lens: Any
+    starts: Any
+    sinks: Any   # float32[q_heads], or [1] if there are none; slopes and scales likewise
+    slopes: Any
+    q: Any
+    data: Any
+    scales: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static facts of a call."""
+
+    scale: float
+    q_per_kv: int
+    head_dim: int
+    block_size: int
+    table_keys: int  # most keys of a row: the width of the block tables
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+    has_slopes: bool
+    scales: str  # of the pages: "none", "token" (int8) or "head" (fp8)
+    tiling: Tiling
+    interpret: bool
+
+    @property
+    def unit(self) -> float:
+        """Factor from the scores of `attend_keys` to exponents of two. Positive, so that it keeps their order."""
+        plain = self.softcap is None and not self.has_slopes and self.scale > 0
+        return self.scale * LOG2E if plain else 1.0
+
+    @property
+    def width(self) -> int:
+        """head_dim, padded to a width that the products accept."""
+        return max(16, pl.next_power_of_2(self.head_dim))
+
+
+def divide(x: Any, n: int) -> Any:
+    """x // n for x >= 0. A shift where n is a power of two: `//` costs a handful of instructions for the sign."""
+    if isinstance(x, int):
+        return x // n
+    return lax.shift_right_logical(x, jnp.int32(n.bit_length() - 1)) if n & (n - 1) == 0 else lax.div(x, jnp.int32(n))
+
+
+def divide_up(x: Any, n: int) -> Any:
+    """The smallest whole number that is at least x / n, for x >= 0."""
+    return divide(x + (n - 1), n)
+
+
+# Output [rows, width], largest score [rows], sum of the weights [rows], all float32. Weights are 2 ** (unit * (score -
+# largest score)).
+Carry = tuple[Array, Array, Array]
+
+
+def exp2(problem: Problem, x: Array, *, factor: float = 1.0, offset: Array | None = None) -> Array:
+    """2 ** (factor * x + offset), float32, with 0 for results below 2 ** -126.
+
+    offset: broadcast to x; None: 0. XLA's own lowering takes six instructions more: it keeps results below 2 ** -126,
+    and does not fuse the product with the sum.
+    """
+    if problem.interpret:
+        return jnp.exp2(x * factor + (0.0 if offset is None else offset))
+    number = "0f" + struct.pack(">f", factor).hex().upper()
+    args = [x] if offset is None else [x, jnp.broadcast_to(offset, x.shape)]
+    exponent = f"mul.rn.f32 e, $1, {number};" if offset is None else f"fma.rn.f32 e, $1, {number}, $2;"
+    (result,) = plgpu.elementwise_inline_asm(
+        f"{{ .reg .f32 e; {exponent} ex2.approx.ftz.f32 $0, e; }}",
+        args=args, constraints="=f" + ",f" * len(args), pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )  # fmt: skip
+    return result
+
+
+def start(rows: int, width: int) -> Carry:
+    """A carry without keys."""
+    return (
+        jnp.zeros((rows, width), jnp.float32),
+        jnp.full((rows,), MASKED, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+
+
+def _load_page(
+    problem: Problem, given: Given, which: int, blocks: Array, head: Array, offset: Array, valid: Array | None
+) -> tuple[Array, Array | None]:
+    """Keys (which=0) or values (which=1) of one KV head, [keys, width], and their scales, [keys] or a scalar.
+
+    blocks, offset: block of each key, and its offset in the block. valid: keys to read, others are zeros; None: all.
+    """
+    column = jnp.arange(problem.width)[None, :]
+    mask = None if problem.width == problem.head_dim else column < problem.head_dim
+    if valid is not None:
+        mask = valid[:, None] if mask is None else valid[:, None] & mask
+    # without a mask there is nothing to fill in
+    page = plgpu.load(
+        given.data.at[blocks[:, None], which, head, offset[:, None], column],
+        mask=mask, other=None if mask is None else 0.0,
+    )  # fmt: skip
+    match problem.scales:
+        case "token":
+            scale = plgpu.load(
+                given.scales.at[blocks, which, head, offset], mask=valid, other=None if valid is None else 0.0
+            )
+            return page, scale.astype(jnp.float32)
+        case "head":
+            return page, given.scales[which, head]
+    return page, None
+
+
+def attend_keys(
+    problem: Problem,
+    given: Given,
+    carry: Carry,
+    q: Array,
+    slope: Array | None,
+    query_position: Array,
+    row: Array,
+    head: Array,
+    position: Array,
+    valid: Array | None,
+) -> Carry:
+    """Online softmax (Milakov & Gimelshein 2018): `carry` after the row's keys at the given positions.
+
+    valid: keys that exist; None: all do, and every query sees every one of them, so nothing is masked.
+    """
+    out, top, total = carry
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    entry = divide(position, problem.block_size)
+    blocks = plgpu.load(given.tables.at[row, entry], mask=valid, other=None if valid is None else 0)
+    offset = position - entry * problem.block_size
+    key, key_scale = _load_page(problem, given, 0, blocks, head, offset, valid)
+    scores = plgpu.dot(q, key.astype(q.dtype).T, precision=precision)
+    if key_scale is not None:
+        scores *= key_scale[None, :] if key_scale.ndim else key_scale
+    if problem.softcap is None:
+        scores *= problem.scale * LOG2E / problem.unit
+    else:
+        scores = problem.softcap * LOG2E * jnp.tanh(scores * (problem.scale / problem.softcap))
+    distance = query_position[:, None] - position[None, :]
+    if slope is not None:
+        scores -= (slope * LOG2E)[:, None] * distance.astype(jnp.float32)
+    if valid is not None:
+        seen = (distance >= 0) & valid[None, :]
+        if problem.window is not None:
+            seen &= distance < problem.window
+        scores = jnp.where(seen, scores, MASKED)
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    # a query that has seen no key yet must not count hidden ones: 2 ** (MASKED - MASKED) is 1
+    base = new_top if valid is None else jnp.where(new_top == MASKED, 0.0, new_top)
+    weights = exp2(problem, scores, factor=problem.unit, offset=(-problem.unit * base)[:, None])
+    shrink = exp2(problem, top - base, factor=problem.unit)
+    total = total * shrink + weights.sum(axis=1)
+    value, value_scale = _load_page(problem, given, 1, blocks, head, offset, valid)
+    if value_scale is not None:
+        weights *= value_scale[None, :] if value_scale.ndim else value_scale
+    out = out * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), value.astype(q.dtype), precision=precision)
+    return out, new_top, total

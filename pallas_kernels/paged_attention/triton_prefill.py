@@ -1,0 +1,106 @@
+"""Prefill kernel of triton.py: rows of several tokens, in tiles (Dao et al. 2022).
+
+A program attends with one tile of a row's tokens and all query heads of one KV head, in one product. Only the tiles of
+keys at the edges are masked: those that some query of the tile does not see, or that begin before a window.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.paged_attention.tiles import prompt_tiles
+from pallas_kernels.paged_attention.triton_keys import (
+    LOG2E,
+    Carry,
+    Given,
+    Problem,
+    Ref,
+    attend_keys,
+    divide,
+    divide_up,
+    exp2,
+    start,
+)
+
+
+def prefill(problem: Problem, given: Given) -> Array:
+    """The output of rows of more than one token. Outputs of other rows are undefined."""
+    q, starts = given.q, given.starts
+    tiling = problem.tiling
+    tile_tokens = max(1, tiling.prefill_rows // pl.next_power_of_2(problem.q_per_kv))
+    tile_row, tile_first = prompt_tiles(starts, q.shape[0], tile_tokens)
+    counts = starts[1:] - starts[:-1]
+    # skip tiles without a row, and rows of one token, which `decode` computes
+    skipped = (tile_row < 0) | (jnp.take(counts, tile_row, mode="clip") < 2)
+    tile_row = jnp.where(skipped, -1, tile_row).astype(jnp.int32)
+    return pl.pallas_call(
+        functools.partial(_prefill_kernel, problem=problem, tile_tokens=tile_tokens),
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(tile_row.shape[0], q.shape[1] // problem.q_per_kv),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.prefill_warps, num_stages=tiling.prefill_stages),
+        interpret=problem.interpret,
+        name="paged_prefill",
+    )(tile_row, tile_first, *given)
+
+
+def _prefill_kernel(
+    tile_row_ref: Ref, tile_first_ref: Ref, *refs: Ref, problem: Problem, tile_tokens: int
+) -> None:
+    """One KV head and one tile of a row's tokens. Query rows: tokens times q_per_kv, padded to a power of two."""
+    given, out_ref = Given(*refs[:-1]), refs[-1]
+    tile, head = pl.program_id(0), pl.program_id(1)
+    row = tile_row_ref[tile]
+
+    def attend() -> None:
+        padded_heads = pl.next_power_of_2(problem.q_per_kv)
+        first, length = given.starts[row], given.lens[row]
+        count = given.starts[row + 1] - first
+        line = jnp.arange(tile_tokens * padded_heads)
+        token = tile_first_ref[tile] + divide(line, padded_heads)
+        lane = line - divide(line, padded_heads) * padded_heads
+        real = (token < count) & (lane < problem.q_per_kv)
+        query_head = head * problem.q_per_kv + jnp.minimum(lane, problem.q_per_kv - 1)
+        index = first + jnp.minimum(token, count - 1)
+        column = jnp.arange(problem.width)[None, :]
+        mask = real[:, None] & (column < problem.head_dim)
+        q = plgpu.load(given.q.at[index[:, None], query_head[:, None], column], mask=mask, other=0.0)
+        slope = plgpu.load(given.slopes.at[query_head]) if problem.has_slopes else None
+        query_position = length - count + token
+        first_query = length - count + tile_first_ref[tile]
+        size = problem.tiling.prefill_keys
+        # keys [begin, end) are seen by some query of the tile
+        end = jnp.minimum(first_query + tile_tokens, length)
+        begin = jnp.int32(0) if problem.window is None else jnp.maximum(first_query - problem.window + 1, 0)
+
+        def next_keys(i: Array, carry: Carry, *, at_edge: bool) -> Carry:
+            position = i * size + jnp.arange(size)
+            # blocks before the window may be freed already, and their entries in the block table may be anything
+            valid = (position >= begin) & (position < end) if at_edge else None
+            return attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid)
+
+        at_edge, inside = (functools.partial(next_keys, at_edge=edge) for edge in (True, False))
+        carry = start(tile_tokens * padded_heads, problem.width)
+        last = divide_up(end, size)
+        inside_end = divide(first_query + 1, size)  # before it, every query is after every key
+        inside_begin = jnp.int32(0)
+        if problem.window is not None:
+            # from here, every query's window has begun
+            inside_begin = jnp.minimum(divide_up(jnp.maximum(end - problem.window, 0), size), last)
+            inside_end = jnp.maximum(inside_end, inside_begin)
+            carry = lax.fori_loop(divide(begin, size), inside_begin, at_edge, carry)
+        carry = lax.fori_loop(inside_begin, inside_end, inside, carry)
+        out, top, total = lax.fori_loop(inside_end, last, at_edge, carry)
+        if problem.has_sinks:
+            total += exp2(problem, plgpu.load(given.sinks.at[query_head]) * LOG2E - top * problem.unit)
+        out /= jnp.where(total == 0, 1.0, total)[:, None]
+        target = jnp.where(real, index, out_ref.shape[0])
+        plgpu.store(
+            out_ref.at[target[:, None], query_head[:, None], column], out.astype(out_ref.dtype), mask=mask
+        )
+
+    pl.when(row >= 0)(attend)

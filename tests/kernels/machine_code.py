@@ -1,0 +1,94 @@
+"""The machine code of kernels compiled for an H200: NVIDIA's assembler and disassembler, from pip, need no card."""
+
+import dataclasses
+import importlib
+import pathlib
+import re
+import subprocess
+
+import jax
+
+from tests.deviceless import H200
+
+# of a multiprocessor of compute capability 9.0, as in runtime/targets.py
+REGISTERS, SHARED_BYTES = 65_536, 233_472
+RESERVED_BYTES = 1_024  # shared memory that the driver takes for each block
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel and its launch."""
+
+    registers: int       # of a thread
+    spilled_bytes: int   # of a thread
+    blocks: int
+    threads: int         # of a block
+    shared_bytes: int    # of a block
+    loops: list[list[str]]  # instructions of each loop that contains no other
+
+    @property
+    def resident_blocks(self) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        by_registers = REGISTERS // (self.registers * self.threads)
+        return min(by_registers, SHARED_BYTES // (self.shared_bytes + RESERVED_BYTES))
+
+
+def compile_for_h200(call, arguments, **options):
+    """compiler_options: of XLA. Other options: of `jax.jit`."""
+    compiler_options = options.pop("compiler_options", None)
+    sharding = H200.sharding()
+    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+    with H200.tracing():
+        return jax.jit(call, **options).trace(*placed).lower().compile(compiler_options=compiler_options)
+
+
+def tool(name: str) -> pathlib.Path | None:
+    """Path of a program of NVIDIA's wheels (nvidia-cuda-nvcc, nvidia-cuda-nvdisasm); None if it is not installed."""
+    try:
+        folders = importlib.import_module("nvidia").__path__
+    except ImportError:
+        return None
+    return next((path for folder in folders for path in pathlib.Path(folder).glob(f"*/bin/{name}")), None)
+
+
+def kernels_of(call, arguments, folder: pathlib.Path) -> dict[str, Kernel]:
+    """The kernels of a program, by name. folder: for files of the compiler."""
+    compile_for_h200(
+        call, arguments, compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
+    )  # fmt: skip
+    (sequence,) = folder.glob("*thunk_sequence.txt")
+    launch = re.compile(r" (\w+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+),.*shared_memory: (\d+)")
+    launches = {name: [int(n) for n in numbers] for name, *numbers in launch.findall(sequence.read_text())}
+    kernels = {}
+    for source in folder.glob("*.ptx"):
+        for name in re.findall(r"\.entry (\w+)", source.read_text()):
+            x, y, z, threads, shared = launches[name]
+            registers, spilled, lines = _assembled(source)
+            kernels[name] = Kernel(registers, spilled, x * y * z, threads, shared, _loops(lines))
+    return kernels
+
+
+def _assembled(source: pathlib.Path) -> tuple[int, int, list[tuple[str, str]]]:
+    """Registers, spilled bytes, and (label, instruction) of each line, for a file of PTX with one kernel."""
+    binary = source.with_suffix(".cubin")
+    report = subprocess.run(
+        [tool("ptxas"), "-v", "-arch=sm_90a", "-o", binary, source], check=True, capture_output=True, text=True
+    ).stderr  # fmt: skip
+    code = subprocess.run([tool("nvdisasm"), "-c", binary], check=True, capture_output=True, text=True).stdout
+    (registers,) = re.findall(r"Used (\d+) registers", report)
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report)))
+    lines = re.findall(r"^\s*(\.L\w+):|^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", code, re.MULTILINE)
+    return int(registers), spilled, lines
+
+
+def _loops(lines: list[tuple[str, str]]) -> list[list[str]]:
+    """Instructions of each loop that contains no other: from a label to a branch back to it."""
+    label = {name: index for index, (name, _) in enumerate(lines) if name}
+    found = []
+    for end, (_, instruction) in enumerate(lines):
+        target = re.search(r"\bBRA.*`\((\.L\w+)\)", instruction)
+        # a branch to itself pads the end of a kernel
+        if target and label[target[1]] < end - 1:
+            found.append((label[target[1]], end))
+    inner = [one for one in found if not any(one[0] <= b and e <= one[1] and (b, e) != one for b, e in found)]
+    return [[text for _, text in lines[begin : end + 1] if text] for begin, end in inner]
