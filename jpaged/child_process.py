@@ -40,7 +40,7 @@ class ChildProcess:
         purpose:     what it does, for errors: "compile the grammar".
         first_input: bytes that it reads before it is ready.
         """
-        self._arguments = [sys.executable, *arguments]
+        self._arguments = [sys.executable, "-P", *arguments]  # -P: import nothing from the current folder
         self._import_path = import_path
         self._purpose = purpose
         self._first_input = first_input

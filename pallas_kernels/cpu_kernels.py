@@ -56,13 +56,14 @@ def compile_ahead(modules: Sequence[str]) -> list[subprocess.Popen[bytes]]:
 
     Attention is left to the caller, who compares it with its reference at the shape of the model.
 
-    Returns the processes; none on a machine with one processor, or without room for a process. They end by themselves.
+    Returns the processes; none on a machine with one processor, without room for a process, or in a program that
+    contains Python. They end by themselves.
     """
     new = [module for module in reversed(modules) if module != PAGED_ATTENTION and module not in _ahead]
     _ahead.update(new)
     missing = library.not_stored(new) if new else []
-    count = min(processors.usable() - 1, len(missing))
-    with contextlib.suppress(OSError):
+    count = min(processors.usable() - 1, len(missing)) if sys.executable else 0
+    with contextlib.suppress(OSError, RuntimeError):  # no process or no thread can be started
         return [_child(missing[first:] + missing[:first]) for first in range(count)]
     return []
 
@@ -70,7 +71,7 @@ def compile_ahead(modules: Sequence[str]) -> list[subprocess.Popen[bytes]]:
 def _child(modules: Sequence[str]) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     child = subprocess.Popen(
-        [sys.executable, "-m", __name__, *modules],
+        [sys.executable, "-P", "-m", __name__, *modules],  # -P: import nothing from the current folder
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # what goes wrong there goes wrong in `load_kernels` too, which logs it

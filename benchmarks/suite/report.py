@@ -45,8 +45,8 @@ rate is less than {SLOW_RATIO:.0%} of the best peer's: it cannot be the best.
 STARTUP_NOTE = """\
 Time from the start of the process until it has the first token of W1, imports and loading included. Cold: no compiled
 programs are stored. Warm: those of a former start are. The files of the model and of packages are in the system's file
-cache in both cases. The whole process also ends the engine; jpaged first compiles and stores the programs that the
-first token did not need.
+cache in both cases. The whole process also ends the engine. This benchmark lets jpaged compile and store the programs
+that the first token did not need before it ends.
 """
 
 SCALING_NOTE = f"""\

@@ -55,7 +55,11 @@ class Startup:
 
         with tempfile.TemporaryDirectory() as folder:
             numbers = trange(1 + self.warm_starts, desc="Starts", disable=not sys.stderr.isatty(), leave=False)
-            starts = [start({**options, "compilation_cache_dir": folder}) for _ in numbers]
+            starts = []
+            for number in numbers:
+                if not sys.stderr.isatty():
+                    print(f"start {number + 1} of {1 + self.warm_starts}", file=sys.stderr, flush=True)
+                starts.append(start({**options, "compilation_cache_dir": folder}))
         cold, *warm = starts
         best = min(warm, key=lambda one: one["events"]["first token"]["wall"])
         print(table(cold, best))
@@ -68,7 +72,7 @@ class Startup:
 def start(options: dict[str, Any]) -> dict[str, Any]:
     """Start an engine in a new process. Returns its phases, its work, and its events with their times."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "jpaged.cli.startup_child", json.dumps(options)]
+    command = [sys.executable, "-P", "-m", "jpaged.cli.startup_child", json.dumps(options)]
     began, events = time.perf_counter(), {}
     with (
         tempfile.TemporaryFile("w+") as errors,

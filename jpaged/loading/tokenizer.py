@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ _FILES = (
 )  # fmt: skip
 
 _MAX_TOKENIZER = 256 << 20  # bytes. Gemma 3's tokenizer.json has 33 MB
+_importing = threading.Lock()  # two threads that import transformers at once find half of it
 _SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 
 
@@ -40,8 +42,9 @@ def load_tokenizer(folder: Path) -> Any | None:
     # Imported here because it takes seconds, and prompts of token ids do not need it. The filter drops its warning that
     # PyTorch is missing: only its tokenizers are used.
     logging.getLogger("transformers").addFilter(_is_news)
-    import transformers
-    from transformers.utils import logging as transformers_logging
+    with _importing:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging as transformers_logging
 
     _check_files(folder)
     if is_gguf(folder):
@@ -52,7 +55,7 @@ def load_tokenizer(folder: Path) -> Any | None:
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # damaged tokenizer files raise many types
         own_code = read_json(folder / "tokenizer_config.json").get("auto_map")
         if isinstance(own_code, dict) and "AutoTokenizer" in own_code:

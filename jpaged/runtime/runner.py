@@ -166,7 +166,8 @@ class ModelRunner:
             self._note_ready()
             return None
         seconds = time.perf_counter() - self._start
-        logger.info("%d programs exist after %.1f s, %d follow", len(table.programs), seconds, len(table.missing))
+        count, missing = len(table.programs), len(table.missing)
+        logger.info("%d programs exist after %.1f s; %d are compiled in the background", count, seconds, missing)
         return BackgroundCompiler(self._build, store, table, self._note_ready)
 
     def _note_ready(self) -> None:

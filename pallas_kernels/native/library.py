@@ -14,6 +14,7 @@ import json
 import logging
 import pathlib
 import platform
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -142,7 +143,8 @@ def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
         is_new = code is None
         if code is None:
             logger.info("compiling the native kernel %s for this processor, once: 2 to 25 s", kernel.split(".")[1])
-            code = _compile(kernel)
+            with _interruptible():
+                code = _compile(kernel)
         _register(name, code)
         if is_new:
             if check is not None:
@@ -201,6 +203,32 @@ def _compile(kernel: str) -> bytes:
     passes.getModulePassManager().run(whole, passes)
     whole.verify()
     return machine.emit_object(whole)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the block, at its end at the latest.
+
+    LLVM calls Python functions, and ctypes drops a KeyboardInterrupt that is raised in one.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Native CPU kernels: the offsets of XLA's structs, machine code on disk, threads, and the same bits everywhere."""
 
+import ctypes
 import errno
 import functools
 import importlib
@@ -8,6 +9,7 @@ import multiprocessing
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -377,9 +379,14 @@ def test_only_one_process_compiles_a_kernel(fresh, caplog, monkeypatch, end):
 
 
 @pytest.mark.skipif(processors.usable() == 1, reason="one processor compiles one kernel after the other")
-def test_child_processes_compile_kernels_ahead(fresh, monkeypatch):
+def test_child_processes_compile_kernels_ahead(fresh, monkeypatch, tmp_path):
+    """They import nothing from the current folder, which may hold a stranger's files."""
     start, compiled, _ = fresh
     start()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "random.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(foreign)
     monkeypatch.setattr(cpu_kernels, "_ahead", set())
     modules = (cpu_kernels.PAGED_ATTENTION, cpu_kernels.ROW_OPS)
     assert library.not_stored(modules) == [cpu_kernels.ROW_OPS]
@@ -391,6 +398,37 @@ def test_child_processes_compile_kernels_ahead(fresh, monkeypatch):
     assert compiled == [cpu.KERNEL]
     monkeypatch.setattr(cpu_kernels, "_ahead", set())
     assert not cpu_kernels.compile_ahead(modules)
+
+
+@pytest.mark.parametrize("executable", [None, ""])
+def test_a_program_that_contains_python_has_no_child_processes(fresh, monkeypatch, executable):
+    monkeypatch.setattr(cpu_kernels, "_ahead", set())
+    monkeypatch.setattr(sys, "executable", executable)
+    assert cpu_kernels.compile_ahead((cpu_kernels.ROW_OPS,)) == []
+
+
+def test_control_c_ends_compiling(fresh, monkeypatch):
+    """It arrives while LLVM calls a Python function, where ctypes drops the error that it raises."""
+    start, _, folder = fresh
+    compiled = library._compile
+    called = []
+
+    @ctypes.CFUNCTYPE(None)
+    def callback() -> None:
+        called.append(True)
+        signal.raise_signal(signal.SIGINT)
+
+    def compile_and_call_back(kernel: str) -> bytes:
+        callback()
+        return compiled(kernel)
+
+    monkeypatch.setattr(library, "_compile", compile_and_call_back)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert called
+    assert not [path for path in folder.iterdir() if path.suffix != ".lock"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_kernel_with_wrong_results_is_not_used(fresh, caplog):

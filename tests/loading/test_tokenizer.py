@@ -1,6 +1,8 @@
 """Tokenizers of folders, and the masks of their ids."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+import jpaged
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model, load_tokenizer, valid_token_mask
@@ -74,3 +77,22 @@ def test_larger_than_the_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixt
     model = load_model(EngineConfig(model=str(tmp_path)))
     assert model.tokenizer.encode("<image>") == [320]
     assert "1 added tokens have no row in the embedding and are refused in prompts: <image>" in caplog.text
+
+
+THREADS = """
+import sys, threading
+from pathlib import Path
+from jpaged.loading import load_tokenizer
+loaded = []
+threads = [threading.Thread(target=lambda: loaded.append(load_tokenizer(Path(sys.argv[1])))) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(loaded) == 2
+"""
+
+
+@pytest.mark.slow  # a new process imports transformers in 3 s
+def test_two_threads_load_tokenizers_in_a_new_process() -> None:
+    subprocess.run([sys.executable, "-c", THREADS, str(Path(jpaged.__file__).parent / "demo_model")], check=True)

@@ -310,6 +310,16 @@ def test_a_check_that_takes_too_long_is_killed():
         process.close()
 
 
+def test_the_child_process_imports_nothing_from_the_current_folder(monkeypatch, tmp_path):
+    (tmp_path / "random.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    process = body_process.BodyProcess()
+    try:
+        process.check(b'{"prompt": "a"}', "CompletionRequest")
+    finally:
+        process.close()
+
+
 def test_the_child_process_imports_no_jax():
     code = "import sys, jpaged.serving.body_worker, jpaged.serving.body; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
