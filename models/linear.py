@@ -33,7 +33,7 @@ class LayerContext:
 
     spec: DecoderSpec
     layout: WeightLayout
-    params: Params              # leaves by name: the layer's matrices, and its rows of the stacked vectors
+    params: Params              # leaves by name: the layer's own, and its rows of the stacked vectors
     cos: Array | None = None    # float32[tokens, half] of the rope angles; None: the layer has no rope. sin likewise
     sin: Array | None = None
     real: Array | None = None   # bool[tokens], False for padding; None: no token is padding

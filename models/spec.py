@@ -264,7 +264,8 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
 
     Matrices are [out, in], with one array per matrix and layer. q, k and v are fused by KV head, and gate and up are
     fused, so that they split over heads without a copy. Small vectors are stacked over layers, because every array
-    that is an argument costs 0.7 us a call.
+    that is an argument costs 0.7 us a call. XLA slices them inside the operation that reads them. The vectors that a
+    kernel reads are not stacked: a slice for a kernel is a copy, about 2 us on a GPU.
     """
     s = spec
     hidden, embed = s.hidden_size, s.embed_size or s.hidden_size
@@ -289,8 +290,8 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
 
 
 def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """Norms, biases and sinks. Those of layers are stacked over layers."""
-    layers, hidden, kv, inter = s.num_layers, s.hidden_size, s.num_kv_heads, s.intermediate_size
+    """Norms and biases that XLA's operations read. Those of layers are stacked over layers."""
+    layers, hidden, inter = s.num_layers, s.hidden_size, s.intermediate_size
     norms = {name: leaf(layers, hidden) for name in _norm_names(s)}
     if s.embed_norm:
         norms["embed_norm"] = leaf(hidden)
@@ -299,18 +300,12 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
     tree: Params = dict(norms)
     if s.norm is Norm.LAYER:
         tree |= {f"{name}_bias": shape for name, shape in norms.items()}
-    if s.qkv_bias and s.latent is None:
-        tree["qkv_bias"] = leaf(layers, kv, s.q_per_kv + 2, s.head_dim)
     if s.o_bias:
         tree["o_bias"] = leaf(layers, hidden)
     if s.up_bias:
         tree["up_bias"] = leaf(layers, 2, inter) if s.gated else leaf(layers, inter)
     if s.down_bias:
         tree["down_bias"] = leaf(layers, hidden)
-    if s.qk_norm is QKNorm.HEAD:
-        tree |= {"q_norm": leaf(layers, s.head_dim), "k_norm": leaf(layers, s.head_dim)}
-    if s.qk_norm is QKNorm.PROJECTION:
-        tree |= {"q_norm": leaf(layers, s.num_heads * s.head_dim), "k_norm": leaf(layers, kv * s.head_dim)}
     if s.latent is not None:
         tree["kv_a_norm"] = leaf(layers, s.latent.kv_rank)
         if s.qkv_bias:
@@ -319,13 +314,11 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
         tree["q_a_norm"] = leaf(layers, s.latent.q_rank)
         if s.qkv_bias:
             tree["q_a_bias"] = leaf(layers, s.latent.q_rank)
-    if s.sinks:
-        tree["sinks"] = leaf(layers, s.num_heads)
     return tree
 
 
 def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """The leaves of one layer: its matrices, and the biases of its experts."""
+    """The leaves of one layer: its matrices, the biases of its experts, and the vectors that kernels read."""
     hidden, kv = s.hidden_size, s.num_kv_heads
     if s.latent is None:
         # per KV head: its `q_per_kv` query heads, then its key head, then its value head
@@ -340,6 +333,13 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
         tree["q_b"] = leaf(s.num_heads, m.nope_dim + m.rope_dim, m.q_rank or hidden)
         if m.q_rank is not None:
             tree["q_a"] = leaf(m.q_rank, hidden)
+    if s.qkv_bias and s.latent is None:
+        tree["qkv_bias"] = leaf(kv, s.q_per_kv + 2, s.head_dim)
+    if s.qk_norm is not None:
+        heads = (1, 1) if s.qk_norm is QKNorm.HEAD else (s.num_heads, kv)
+        tree |= {name: leaf(n * s.head_dim) for name, n in zip(("q_norm", "k_norm"), heads, strict=True)}
+    if s.sinks:
+        tree["sinks"] = leaf(s.num_heads)
     if s.experts is not None and s.is_sparse(layer):
         return tree | _expert_shapes(s.experts, hidden, leaf)
     tree["down"] = leaf(hidden, s.intermediate_size)

@@ -25,7 +25,7 @@ from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, param_shapes
 from jpaged.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 PARAMS, SOURCE = "params", "source"
 MISSING = "missing"
 AGAIN = "convert the model again"

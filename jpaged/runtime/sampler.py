@@ -32,8 +32,7 @@ from jpaged.runtime.vocab_search import (
     BLOCK,
     CANDIDATE_BLOCK,
     argmax,
-    block_maxima,
-    has_nan,
+    block_maxima_and_nan,
     invert_cdf,
     kth_largest,
     likeliest,
@@ -121,9 +120,9 @@ def sample_tokens(
     if variant is SamplerVariant.FULL and extras is not None:
         work = _process(work, fields, extras, options.processors)
     block = BLOCK if variant is SamplerVariant.GREEDY else CANDIDATE_BLOCK
-    maxima = block_maxima(work, block)
+    maxima, is_nan = block_maxima_and_nan(work, logits, block)
     peak, greedy = argmax(work, block, maxima)
-    is_nan = has_nan(logits, block) | jnp.isnan(peak)
+    is_nan |= jnp.isnan(peak)
     is_wrong = is_nan | ~jnp.isfinite(peak)
     error = jnp.where(~is_nan & (peak == -jnp.inf), NOTHING_ALLOWED, NOT_FINITE)
     if variant is SamplerVariant.GREEDY:

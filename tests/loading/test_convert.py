@@ -454,8 +454,8 @@ class TestDamaged:
 
     def test_another_format(self, out: Path) -> None:
         path = out / "jpaged.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "version": "9.1"}))
-        with pytest.raises(ModelLoadError, match=r"format 2, written by jpaged 9\.1.*reads format 1: convert"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99, "version": "9.1"}))
+        with pytest.raises(ModelLoadError, match=r"format 99, written by jpaged 9\.1.*reads format 2: convert"):
             load(out)
 
     def test_config_of_another_model(self, out: Path) -> None:

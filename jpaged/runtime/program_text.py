@@ -1,0 +1,178 @@
+"""Reads the text of a compiled program: its operations, and the bytes that they move.
+
+A program is a list of operations, and each one is a kernel, or a copy. Their operands and results say how many bytes
+are read and written. Some operations read a part of an operand only: gathers, slices, and updates in place.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+
+# Bytes of an element. HLO's names; those of fewer than 8 bits are stored in bytes.
+_ITEM_BYTES = {"pred": 1, "bf16": 2, "f16": 2} | {
+    f"{kind}{bits}": bits // 8 for kind in ("s", "u", "f") for bits in (8, 16, 32, 64)
+}
+_SHAPE = re.compile(r"\b([a-z]+\d*)(?:e\dm\d\w*)?\[([\d,]*)\]")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)(.*)", re.MULTILINE)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*?^\}", re.MULTILINE | re.DOTALL)
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
+_PARTS = {"gather", "dynamic-slice", "slice"}        # read as much as they return
+_UPDATES = {"scatter", "dynamic-update-slice"}       # in place: read and write the update only
+_SAME = {"bitcast", "reshape", "get-tuple-element"}  # their operand under another name
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a computation."""
+
+    name: str
+    kind: str                  # "fusion", "custom-call", "while" and so on
+    shape: str                 # of the result; a tuple in parentheses
+    operands: tuple[str, ...]  # names
+    rest: str                  # attributes and metadata
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(array_bytes(self.shape))
+
+    @property
+    def kernel(self) -> str:
+        """Name of a Pallas kernel; "" for other operations."""
+        found = re.search(r'name = "(\w+)"', self.rest) or re.search(r'op_name="[^"]*?/(\w+)/pallas_call"', self.rest)
+        return found[1] if found and self.kind == "custom-call" else ""
+
+    def called(self, attribute: str) -> str:
+        """Name of a computation that the operation calls; "" if it has none by this attribute."""
+        found = re.search(rf"\b{attribute}=%([\w.-]+)", self.rest)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes and floating-point operations of one operation."""
+
+    operation: Operation
+    read: int
+    written: int
+    flops: int
+
+
+class Program:
+    """The computations of a compiled program."""
+
+    def __init__(self, text: str):
+        self._computations = {
+            match[1]: {operation.name: operation for operation in _operations(match[0])}
+            for match in _COMPUTATION.finditer(text)
+        }
+        (self.main,) = re.findall(r"^ENTRY %(\S+)", text, re.MULTILINE)
+
+    def operations(self, computation: str | None = None) -> list[Operation]:
+        """The operations of a computation that do something, in order. None: the main computation."""
+        found = self._computations[computation or self.main].values()
+        return [operation for operation in found if operation.kind not in _FREE]
+
+    def traffic(self, computation: str | None = None) -> Iterator[Traffic]:
+        """The traffic of the operations that run once. Of the branches of a condition, those of the one with the most.
+
+        Bodies of loops are left out: `loops` lists them.
+        """
+        name = computation or self.main
+        for operation in self.operations(name):
+            if operation.kind == "conditional":
+                branches = [list(self.traffic(branch)) for branch in self.branches(operation)]
+                yield from max(branches, key=lambda branch: sum(one.read + one.written for one in branch))
+            elif operation.kind == "call":
+                yield from self.traffic(operation.called("to_apply"))
+            elif operation.kind != "while":
+                yield self._traffic_of(operation, self._computations[name])
+
+    def loops(self, computation: str | None = None) -> list[str]:
+        """Bodies of all loops, those inside branches and other loops included."""
+        found = []
+        for operation in self.operations(computation):
+            inner = self.branches(operation) if operation.kind == "conditional" else []
+            if operation.kind == "while":
+                found.append(operation.called("body"))
+                inner = [operation.called("body")]
+            for name in inner:
+                found += self.loops(name)
+        return found
+
+    def branches(self, operation: Operation) -> list[str]:
+        """Names of the branches of a condition."""
+        listed = re.search(r"branch_computations=\{(.*?)\}", operation.rest)
+        if listed:
+            return re.findall(r"%([\w.-]+)", listed[1])
+        return [operation.called(f"{value}_computation") for value in ("true", "false")]
+
+    def _traffic_of(self, operation: Operation, around: Mapping[str, Operation]) -> Traffic:
+        body = self._computations.get(operation.called("calls"), {})
+        if not body:
+            read = sum(around[name].num_bytes for name in operation.operands if name in around)
+            if operation.kind in _PARTS:
+                read = operation.num_bytes
+            return Traffic(operation, read, operation.num_bytes, _flops(operation, around))
+        parameters = {int(inner.rest or 0): inner for inner in _parameters(body)}
+        read = sum(_bytes_read(parameters[i], body) for i in range(len(operation.operands)))
+        written = operation.num_bytes
+        for inner in body.values():
+            if inner.kind in _UPDATES:  # the operand and the result are the same memory
+                update = body[inner.operands[-1 if inner.kind == "scatter" else 1]].num_bytes
+                written -= inner.num_bytes - update
+        return Traffic(operation, read, max(0, written), sum(_flops(inner, body) for inner in body.values()))
+
+
+def array_bytes(shape: str) -> list[int]:
+    """Bytes of each array of a shape: "f32[8,128]{1,0}", or several in parentheses."""
+    sizes = []
+    for item, dimensions in _SHAPE.findall(shape):
+        size = _ITEM_BYTES.get(item, 1)
+        for dimension in filter(None, dimensions.split(",")):
+            size *= int(dimension)
+        sizes.append(size)
+    return sizes
+
+
+def _operations(text: str) -> Iterator[Operation]:
+    for name, shape, kind, operands, rest in _OPERATION.findall(text):
+        if kind == "parameter":
+            yield Operation(name, kind, shape, (), operands)  # `rest` is the parameter's number
+        else:
+            yield Operation(name, kind, shape, tuple(re.findall(r"%([\w.-]+)", operands)), rest)
+
+
+def _parameters(body: Mapping[str, Operation]) -> list[Operation]:
+    return [operation for operation in body.values() if operation.kind == "parameter"]
+
+
+def _bytes_read(parameter: Operation, body: Mapping[str, Operation]) -> int:
+    """Bytes of a parameter of a fusion that the fusion reads."""
+    total = 0
+    for user in [operation for operation in body.values() if parameter.name in operation.operands]:
+        if user.kind in _PARTS and user.operands[0] == parameter.name:
+            total += user.num_bytes
+        elif user.kind in _UPDATES and user.operands[0] == parameter.name:
+            continue
+        elif user.kind in _SAME:
+            total += _bytes_read(user, body)
+        else:
+            return parameter.num_bytes
+    return min(total, parameter.num_bytes)
+
+
+def _flops(operation: Operation, around: Mapping[str, Operation]) -> int:
+    """Floating-point operations of a product; 0 for other operations."""
+    if operation.kind != "dot":
+        return 0
+    sizes = [int(n) for n in re.findall(r"\d+", _SHAPE.search(around[operation.operands[0]].shape)[2])]
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.rest)
+    depth = 1
+    for dimension in filter(None, contracted[1].split(",")) if contracted else ():
+        depth *= sizes[int(dimension)]
+    elements = 1
+    for size in re.findall(r"\d+", _SHAPE.search(operation.shape)[2]):
+        elements *= int(size)
+    return 2 * elements * depth
