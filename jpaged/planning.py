@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jpaged.loading.described import DescribedModel
     from jpaged.runtime.blueprint import Blueprint
     from jpaged.runtime.memory import MemoryPlan
+    from jpaged.runtime.roofline import Roofline
     from jpaged.runtime.targets import Target
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ _UNITS = {"": 1, "B": 1} | {
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 ASSUMED = "h200"  # kind of device if only its memory is given
+ROOFLINE_ROWS = (1, 64, 256)  # requests of the steps whose times are predicted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,7 @@ class EnginePlan:
     requests: tuple[tuple[int, int], ...]  # (tokens of a request, number of such requests that run at once)
     memory_is_capped: bool                 # by kv_cache_memory_bytes
     host_blocks: int                       # blocks that fit into swap_space
+    roofline: "Roofline | None" = None     # predicted times of the programs, if asked for
 
     @property
     def weight_bytes(self) -> int:
@@ -129,6 +132,8 @@ def plan(
     target: str | None = None,
     device_memory: int | None = None,
     request_lens: Sequence[int] = (),
+    roofline_context: int | None = None,
+    progress: bool = False,
 ) -> EnginePlan:
     """Plan an engine's memory. Reads no weights, and allocates no device memory.
 
@@ -137,6 +142,8 @@ def plan(
     target:        a name in `runtime.targets.TARGETS`. None = an NVIDIA GPU if device_memory is given, else JAX's.
     device_memory: bytes; None = the target's own.
     request_lens:  lengths in tokens, to count how many requests run at once; () = powers of two, and max_model_len.
+    roofline_context: also predict the times of steps whose requests have this many tokens. None = do not.
+    progress:      show a bar while the programs of the prediction are compiled.
     Raises RequestError for a bad argument, and ModelLoadError for a model or an option that the engine would refuse.
     """
     config = engine_config(model, options or {})
@@ -149,6 +156,10 @@ def plan(
     for length in request_lens:
         if length < 1:
             raise RequestError("request_len", length, "must be at least 1 token")
+    if roofline_context is not None and roofline_context < 1:
+        raise RequestError("roofline_context", roofline_context, "must be at least 1 token")
+    if roofline_context is not None and (target is None or target == "cpu") and device_memory is None:
+        raise RequestError("roofline", target, "needs a GPU or TPU as --target: h200, a100, l4, v5e and so on")
     from jpaged.loading.described import describe
     from jpaged.runtime.targets import TARGETS, with_memory
 
@@ -161,7 +172,7 @@ def plan(
     device = "an NVIDIA GPU" if target is None and kind is not None else None
     platform = None if kind is None else kind.platform
     described = describe(config, platform)
-    return _plan(config, described, kind, device, tuple(request_lens))
+    return _plan(config, described, kind, device, tuple(request_lens), roofline_context, progress=progress)
 
 
 def _plan(
@@ -170,6 +181,9 @@ def _plan(
     target: "Target | None",
     device_name: str | None,
     lengths: tuple[int, ...],
+    roofline_context: int | None,
+    *,
+    progress: bool,
 ) -> EnginePlan:
     import jax
 
@@ -195,11 +209,18 @@ def _plan(
     weights = memory.tree_bytes(params)
     free = None if usable is None else max(0, usable - taken - weights)
     temporaries = _temporaries(blueprint, target, config, free)
-    fitted, problem = None, None
+    fitted, problem, roofline = None, None, None
     try:
-        fitted = blueprint.fit(temp_bytes=temporaries.num_bytes, free_bytes=free).memory_plan
+        build = blueprint.fit(temp_bytes=temporaries.num_bytes, free_bytes=free)
+        fitted = build.memory_plan
     except ModelLoadError as error:
         problem = str(error)
+    else:
+        if roofline_context is not None and target is not None:
+            from jpaged.runtime.roofline import Load, predict
+
+            context = min(roofline_context, fitted.limits.max_model_len)
+            roofline = predict(build, target, [Load(rows, context) for rows in ROOFLINE_ROWS], progress=progress)
     name = device_name or placement.device.device_kind
     return EnginePlan(
         model=described.name,
@@ -216,6 +237,7 @@ def _plan(
         requests=() if fitted is None else tuple((n, fitted.requests_of(n)) for n in _lengths(lengths, fitted)),
         memory_is_capped=config.kv_cache_memory_bytes is not None,
         host_blocks=0 if fitted is None else int(config.swap_space * 2**30) // fitted.block_bytes,
+        roofline=roofline,
     )
 
 

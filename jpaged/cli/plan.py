@@ -1,6 +1,8 @@
 """`jpaged plan`: plans an engine's device memory, without the device and without loading weights."""
 
+import contextlib
 import dataclasses
+import sys
 from typing import Annotated, Any
 
 import tyro
@@ -20,6 +22,8 @@ class Plan:
     Example: jpaged plan meta-llama/Llama-3.1-8B --device-memory 24GiB
 
     Example: jpaged plan Qwen/Qwen3-0.6B --target v5e --max-num-seqs 64 --request-len 2048 8192
+
+    Example: jpaged plan meta-llama/Llama-3.1-8B --target h200 --roofline
     """
 
     model_argument: ModelArgument = None
@@ -35,6 +39,13 @@ class Plan:
 
     request_len: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT ...]", help_behavior_hint="")] = ()
     """Lengths of requests in tokens, prompt and output together: print how many of each length run at once."""
+
+    roofline: bool = False
+    """Also compile the programs of a step and predict their times: kernels, bytes, and milliseconds against the limits
+    of the device. Needs --target, and its compiler: jax[cuda13] or jax[tpu]. Takes a minute."""
+
+    roofline_context: Annotated[int, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = 1024
+    """Tokens of each request in the predicted steps. Default: 1024."""
 
     output_json: OutputJson = None
     """Write the plan to this file, as JSON."""
@@ -55,10 +66,14 @@ class Plan:
             jax.config.update("jax_platforms", "cpu")
         from rich.console import Console
 
-        with Console(stderr=True).status("planning: compiling the largest program"):
+        context = self.roofline_context if self.roofline else None
+        bar = self.roofline and sys.stderr.isatty()
+        waiting = contextlib.nullcontext() if bar else Console(stderr=True).status("planning: compiling programs")
+        with waiting:
             result = plan(
-                options.pop("model"), options, target=self.target, device_memory=size, request_lens=self.request_len
-            )
+                options.pop("model"), options, target=self.target, device_memory=size, request_lens=self.request_len,
+                roofline_context=context, progress=bar,
+            )  # fmt: skip
         print(text_of(result))
         write_json(self.output_json, figures_of(result))
         return 0 if result.memory is not None else 2
@@ -96,7 +111,34 @@ def text_of(plan: Any) -> str:
         lines.append(f"max_model_len: {memory.limits.max_model_len:,}")
     if plan.largest_max_model_len is not None:
         lines.append(f"the largest max_model_len that fits: {plan.largest_max_model_len:,}")
+    if plan.roofline is not None:
+        lines += ["", *_roofline_lines(plan.roofline)]
     return "\n".join(lines)
+
+
+def _roofline_lines(roofline: Any) -> list[str]:
+    """The predicted times of programs and of steps."""
+    lines = [
+        f"predicted for {roofline.device}, from the compiled programs. Estimates: nothing was run. Matrix products are",
+        "not tuned without a device. A limit is the time to read the weights and the KV once, or of the products.",
+        "",
+        f"{'program':38}{'kernels':>8}{'commands':>9}{'loops':>6}{'GB moved':>9}{'at least':>9}{'ms':>8}{'limit':>8}",
+    ]
+    for cost in roofline.programs:
+        commands = "" if cost.commands is None else cost.commands
+        lines.append(
+            f"{cost.program:38}{cost.kernels:8}{commands:>9}{cost.loops:6}{cost.bytes_moved / 1e9:9.2f}"
+            f"{cost.least_bytes / 1e9:9.2f}{1e3 * cost.seconds:8.2f}{1e3 * cost.least_seconds:8.2f}"
+        )
+    lines += ["", f"{'a step of decodes, ms':38}{'limit':>8}{'greedy':>9}{'random':>9}{'tokens/s, greedy':>19}"]
+    for step in roofline.steps:
+        name = f"{step.load.rows} rows of {step.load.context:,} tokens"
+        rate = step.load.rows / step.greedy_seconds
+        lines.append(
+            f"{name:38}{1e3 * step.least_seconds:8.2f}{1e3 * step.greedy_seconds:9.2f}{1e3 * step.random_seconds:9.2f}"
+            f"{rate:19,.0f}"
+        )
+    return lines
 
 
 def figures_of(plan: Any) -> dict[str, Any]:
@@ -113,6 +155,7 @@ def figures_of(plan: Any) -> dict[str, Any]:
         "largest_max_model_len": plan.largest_max_model_len,
         "fits": memory is not None,
         "problem": plan.problem,
+        "roofline": None if plan.roofline is None else dataclasses.asdict(plan.roofline),
     }
     if memory is None:
         return figures

@@ -6,6 +6,7 @@ are read and written. Some operations read a part of an operand only: gathers, s
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -75,7 +76,7 @@ class Program:
         return [operation for operation in found if operation.kind not in _FREE]
 
     def traffic(self, computation: str | None = None) -> Iterator[Traffic]:
-        """The traffic of the operations that run once. Of the branches of a condition, those of the one with the most.
+        """The traffic of the operations that run once. A condition counts as its branch with the most traffic.
 
         Bodies of loops are left out: `loops` lists them.
         """
@@ -127,13 +128,8 @@ class Program:
 
 def array_bytes(shape: str) -> list[int]:
     """Bytes of each array of a shape: "f32[8,128]{1,0}", or several in parentheses."""
-    sizes = []
-    for item, dimensions in _SHAPE.findall(shape):
-        size = _ITEM_BYTES.get(item, 1)
-        for dimension in filter(None, dimensions.split(",")):
-            size *= int(dimension)
-        sizes.append(size)
-    return sizes
+    items = [_ITEM_BYTES.get(item, 1) for item, _ in _SHAPE.findall(shape)]
+    return [size * math.prod(dimensions) for size, dimensions in zip(items, _dimensions(shape), strict=True)]
 
 
 def _operations(text: str) -> Iterator[Operation]:
@@ -167,12 +163,12 @@ def _flops(operation: Operation, around: Mapping[str, Operation]) -> int:
     """Floating-point operations of a product; 0 for other operations."""
     if operation.kind != "dot":
         return 0
-    sizes = [int(n) for n in re.findall(r"\d+", _SHAPE.search(around[operation.operands[0]].shape)[2])]
+    (left,), (result,) = (_dimensions(shape) for shape in (around[operation.operands[0]].shape, operation.shape))
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.rest)
-    depth = 1
-    for dimension in filter(None, contracted[1].split(",")) if contracted else ():
-        depth *= sizes[int(dimension)]
-    elements = 1
-    for size in re.findall(r"\d+", _SHAPE.search(operation.shape)[2]):
-        elements *= int(size)
-    return 2 * elements * depth
+    depth = math.prod(left[int(n)] for n in filter(None, contracted[1].split(","))) if contracted else 1
+    return 2 * math.prod(result) * depth
+
+
+def _dimensions(shape: str) -> list[list[int]]:
+    """Dimensions of each array of a shape."""
+    return [[int(n) for n in filter(None, dimensions.split(","))] for _, dimensions in _SHAPE.findall(shape)]

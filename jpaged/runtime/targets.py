@@ -26,7 +26,8 @@ class Target:
     memory_bytes: int | None = None  # None: CPU, where the pool does not depend on it
     num_cores: int = 1               # multiprocessors, or TensorCores that JAX shows as one device
     compute_capability: str = ""     # NVIDIA only
-    bandwidth: int = 0               # bytes a second, NVIDIA only
+    bandwidth: int = 0               # bytes a second; 0: not known
+    flops: int = 0                   # of dense bfloat16 products, a second; 0: not known
     l2_bytes: int = 0                # NVIDIA only
     clock_ghz: float = 0.0           # NVIDIA only
     topology: str = ""               # TPU only: the smallest slice, as libtpu names it
@@ -116,26 +117,33 @@ device_description_str: "{target.device_kind}"
 
 
 def _nvidia(
-    name: str, kind: str, memory_gb: int, cores: int, capability: str, gb_a_second: int, l2_mib: int, clock: float
-) -> Target:
+    name: str, kind: str, memory_gb: int, cores: int, capability: str, gb_a_second: int, tera: int, l2_mib: int,
+    clock: float,
+) -> Target:  # fmt: skip
     return Target(
-        name, "gpu", kind, memory_gb * GB, cores, capability, gb_a_second * GB, l2_mib * 2**20, clock
-    )  # fmt: skip
+        name, "gpu", kind, memory_gb * GB, cores, capability, gb_a_second * GB, tera * 10**12, l2_mib * 2**20, clock
+    )
+
+
+def _tpu(name: str, kind: str, memory_gb: int, gb_a_second: int, tera: int, topology: str, cores: int = 1) -> Target:
+    return Target(
+        name, "tpu", kind, memory_gb * GB, cores, bandwidth=gb_a_second * GB, flops=tera * 10**12, topology=topology
+    )
 
 
 TARGETS = {
     target.name: target
     for target in (
-        _nvidia("h200", "NVIDIA H200", 141, 132, "9.0", 4800, 50, 1.98),
-        _nvidia("h100", "NVIDIA H100 80GB HBM3", 80, 132, "9.0", 3350, 50, 1.98),
-        _nvidia("a100", "NVIDIA A100-SXM4-80GB", 80, 108, "8.0", 2039, 40, 1.41),
-        _nvidia("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 108, "8.0", 1555, 40, 1.41),
-        _nvidia("l40s", "NVIDIA L40S", 48, 142, "8.9", 864, 96, 2.52),
-        _nvidia("l4", "NVIDIA L4", 24, 58, "8.9", 300, 48, 2.04),
-        _nvidia("a10", "NVIDIA A10", 24, 72, "8.6", 600, 6, 1.695),
-        Target("v5e", "tpu", "TPU v5 lite", 16 * GB, topology="v5e:2x2"),
-        Target("v6e", "tpu", "TPU v6 lite", 32 * GB, topology="v6e:2x2"),
-        Target("v5p", "tpu", "TPU v5", 95 * GB, num_cores=2, topology="v5p:2x2x1"),
+        _nvidia("h200", "NVIDIA H200", 141, 132, "9.0", 4800, 989, 50, 1.98),
+        _nvidia("h100", "NVIDIA H100 80GB HBM3", 80, 132, "9.0", 3350, 989, 50, 1.98),
+        _nvidia("a100", "NVIDIA A100-SXM4-80GB", 80, 108, "8.0", 2039, 312, 40, 1.41),
+        _nvidia("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 108, "8.0", 1555, 312, 40, 1.41),
+        _nvidia("l40s", "NVIDIA L40S", 48, 142, "8.9", 864, 362, 96, 2.52),
+        _nvidia("l4", "NVIDIA L4", 24, 58, "8.9", 300, 121, 48, 2.04),
+        _nvidia("a10", "NVIDIA A10", 24, 72, "8.6", 600, 125, 6, 1.695),
+        _tpu("v5e", "TPU v5 lite", 16, 819, 197, "v5e:2x2"),
+        _tpu("v6e", "TPU v6 lite", 32, 1640, 918, "v6e:2x2"),
+        _tpu("v5p", "TPU v5", 95, 2765, 459, "v5p:2x2x1", cores=2),
         Target("cpu", "cpu", "cpu"),
     )
 }

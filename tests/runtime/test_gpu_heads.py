@@ -1,4 +1,7 @@
-"""Programs after the forward pass, compiled for an H200 that need not be there: each is one CUDA graph."""
+"""Programs after the forward pass, compiled for an H200 that need not be there.
+
+Each is one CUDA graph, and the sampler reads the logits as often as it must.
+"""
 
 import dataclasses
 import re
@@ -11,6 +14,7 @@ from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
 from jpaged.runtime.output_programs import SampleShape, ScoreShape, compile_output
 from jpaged.runtime.placement import Placement
+from jpaged.runtime.program_text import Program
 from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import StateSizes, state_shapes
 from tests.deviceless import H200, marks
@@ -26,30 +30,28 @@ ROWS = 256
 SHAPES = [*(SampleShape(ROWS, variant) for variant in SamplerVariant), ScoreShape(ROWS)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Dumping(Placement):
-    """A placement whose programs are also written to a folder, as text."""
-
-    folder: str
-
-    @property
-    def compiler_options(self) -> dict[str, str]:
-        return {**super().compiler_options, "xla_dump_to": self.folder}
+# Reads of all logits: one for maxima and NaN, one for the mass that top_p needs, and one that draws. FULL also has masks,
+# bias, penalties and log-probabilities, here all in one step.
+MOST_READS = {SamplerVariant.GREEDY: 1, SamplerVariant.RANDOM: 3, SamplerVariant.FULL: 15}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_head_is_one_command_buffer(shape, tmp_path):
     """The host gives the card one command. It reads no condition, and starts no kernel by itself."""
-    target = Placement.for_target(H200)
-    placement = Dumping(target.device, target.sharding, str(tmp_path))
+    placement = dataclasses.replace(Placement.for_target(H200), dump_to=str(tmp_path))
     dtype = jnp.dtype("bfloat16")
     sizes = StateSizes(64, 16, ROWS, SPEC.max_position // 16, 512)
     state = state_shapes(SPEC, group_layers(SPEC.windows, SPEC.max_position), sizes, dtype=dtype, placement=placement)
     with H200.tracing():
-        compile_output(
+        program = compile_output(
             placement.shapes_of(param_shapes(SPEC, dtype)), None, state, shape, spec=SPEC, layout=WeightLayout(),
             options=SamplerOptions(20, rows_per_search=64), placement=placement,
         )  # fmt: skip
     # the commands that the host gives to the card, one a line; those inside a graph are indented
     (commands,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
     assert re.findall(r"^\d+: (\w+)", commands.read_text(), re.MULTILINE) == ["kCommandBuffer"]
+    if isinstance(shape, SampleShape):
+        # bisection over all logits is in loops: only rows that neither top_k nor the likeliest 64 ids settle need it
+        logits = ROWS * SPEC.vocab_size * 4
+        traffic = Program(program.as_text()).traffic()
+        assert 1 <= sum(one.read // logits for one in traffic if one.read >= logits) <= MOST_READS[shape.variant]

@@ -1,0 +1,198 @@
+"""Predicts how fast compiled programs run on a kind of device: `jpaged plan --roofline`.
+
+The programs are those that an engine runs, compiled for the device without having it. A prediction counts kernels,
+bytes and products. An operation takes as long as its bytes or its products take, whichever is longer, and at least as
+long as a small kernel does. These are estimates: the constants below are assumptions, not measurements.
+"""
+
+import dataclasses
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from tqdm import tqdm
+
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import ModelLoadError
+from jpaged.runtime import memory
+from jpaged.runtime.blueprint import FittedBuild
+from jpaged.runtime.output_programs import SampleShape, lm_head_params
+from jpaged.runtime.program_text import Operation, Program, Traffic
+from jpaged.runtime.programs import Shape
+from jpaged.runtime.step import ForwardShape
+from jpaged.runtime.targets import Target
+from pallas_kernels.paged_attention.tiling import Tiling
+
+KERNEL_SECONDS = 2.5e-6   # of a small kernel inside a CUDA graph, and of a small operation on a TPU
+COMMAND_SECONDS = 10e-6   # of a command that the host sends
+BYTES_SHARE = 0.8         # of the bandwidth that a kernel reaches
+PRODUCTS_SHARE = 0.6      # of the rate of the matrix units that a product reaches
+PAGED = re.compile("paged_|write_")  # names of kernels that take pages
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests of a step."""
+
+    rows: int
+    context: int  # tokens of each request
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """Predicted cost of one run of a program."""
+
+    program: str
+    kernels: int           # that run once; those of the largest branch of a condition are among them
+    commands: int | None   # that the host sends: CUDA graphs, kernels, copies. None: not an NVIDIA card
+    loops: int             # whose turns the program decides; their bodies are not in the other figures
+    copies: int            # operations that only copy
+    bytes_moved: int
+    least_bytes: int       # weights and KV read once
+    seconds: float
+    least_seconds: float   # least_bytes at the full bandwidth, or the products at the full rate
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Predicted time of a step of decodes: its forward program and the program that samples."""
+
+    load: Load
+    least_seconds: float
+    greedy_seconds: float
+    random_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Predictions for a model on a kind of device."""
+
+    device: str
+    programs: tuple[ProgramCost, ...]
+    steps: tuple[StepCost, ...]
+
+
+def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progress: bool = False) -> Roofline:
+    """Compile the programs that serve `loads`, and the largest mixed program, and predict their times.
+
+    build: of a placement for `target`. progress: show a bar. Raises ModelLoadError if the target's rates are not known,
+    or if its compiler is not installed.
+    """
+    if target.missing is not None:
+        raise ModelLoadError(f"roofline: the compiler for {target.device_kind} is in {target.missing}: install it")
+    if not target.bandwidth or not target.flops:
+        raise ModelLoadError(f"roofline: the rates of {target.device_kind} are not known; name a GPU or TPU as target")
+    shapes = build.blueprint.program_shapes
+    forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
+    samplers = [shape for shape in shapes if isinstance(shape, SampleShape)]
+    if not samplers:
+        raise ModelLoadError("roofline: this model pools, and has no decodes to predict")
+    most = max(shape.rows for shape in samplers)
+    loads = [load for load in loads if load.rows <= most]
+
+    def smallest(rows: int, variant: SamplerVariant) -> SampleShape:
+        fitting = [shape for shape in samplers if shape.variant is variant and shape.rows >= rows]
+        return min(fitting, key=lambda shape: shape.rows)
+
+    jobs: list[tuple[Shape, Load]] = []
+    for load in loads:
+        jobs.append((min((s for s in forwards if s.is_decode and s.rows >= load.rows), key=lambda s: s.rows), load))
+        jobs += [(smallest(load.rows, variant), load) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM)]
+    chunk = max((shape for shape in forwards if not shape.is_decode), key=lambda shape: shape.tokens)
+    jobs.append((chunk, Load(1, chunk.tokens)))
+    bar = tqdm(jobs, desc="Compiling", unit="program", disable=not progress, leave=False)
+    costs = [_cost(build, target, shape, load) for shape, load in bar]
+    steps = []
+    for load, decode, greedy, random in zip(loads, costs[0:-1:3], costs[1:-1:3], costs[2:-1:3], strict=True):
+        least = decode.least_seconds + greedy.least_seconds
+        steps.append(StepCost(load, least, decode.seconds + greedy.seconds, decode.seconds + random.seconds))
+    return Roofline(target.device_kind, tuple(costs), tuple(steps))
+
+
+def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> ProgramCost:
+    with tempfile.TemporaryDirectory() as folder, target.tracing():
+        program = Program(_with_dumps(build, folder).compile(shape).as_text() or "")
+        commands = _commands(pathlib.Path(folder)) if target.platform == "gpu" else None
+    counted = list(_of_load(build, shape, load, program.traffic()))
+    seconds = sum(
+        max(KERNEL_SECONDS, moved / (BYTES_SHARE * target.bandwidth), flops / (PRODUCTS_SHARE * target.flops))
+        for _, moved, flops in counted
+    )
+    least_bytes = _least_bytes(build, shape, load)
+    flops = sum(flops for _, _, flops in counted)
+    return ProgramCost(
+        program=f"{shape}, {load.rows} x {load.context:,}" if isinstance(shape, ForwardShape) else str(shape),
+        kernels=len(counted),
+        commands=commands,
+        loops=len(program.loops()),
+        copies=sum(operation.kind == "copy" for operation, _, _ in counted),
+        bytes_moved=sum(moved for _, moved, _ in counted),
+        least_bytes=least_bytes,
+        seconds=seconds + COMMAND_SECONDS * (commands or 1),
+        least_seconds=max(least_bytes / target.bandwidth, flops / target.flops),
+    )
+
+
+def _with_dumps(build: FittedBuild, folder: str) -> FittedBuild:
+    """The same build, whose compiler also writes its commands to a folder."""
+    placement = dataclasses.replace(build.blueprint.placement, dump_to=folder)
+    return dataclasses.replace(build, blueprint=dataclasses.replace(build.blueprint, placement=placement))
+
+
+def _commands(folder: pathlib.Path) -> int:
+    """Commands that the host sends. XLA writes one a line, and those inside a CUDA graph are indented."""
+    (file,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
+    return len(re.findall(r"^\d+: k", file.read_text("utf-8"), re.MULTILINE))
+
+
+def _of_load(
+    build: FittedBuild, shape: Shape, load: Load, traffic: Iterator[Traffic]
+) -> Iterator[tuple[Operation, int, int]]:
+    """Each operation with its bytes and products. Kernels over pages move those of the load, not the whole arrays."""
+    layer = -1
+    for one in traffic:
+        name = one.operation.kernel
+        if isinstance(shape, ForwardShape) and PAGED.match(name):
+            layer += name.startswith("write_")
+            yield one.operation, *_of_kernel(build, shape, load, name, layer)
+        else:
+            yield one.operation, one.read + one.written, one.flops
+
+
+def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, layer: int) -> tuple[int, int]:
+    """Bytes and products of a kernel over pages."""
+    spec, item = build.blueprint.model.spec, build.blueprint.dtype.itemsize
+    keys, key_bytes = _keys(build, load, layer), _token_bytes(build)
+    queries = shape.tokens * spec.num_heads * spec.head_dim * item
+    if name.startswith("write_"):
+        return 2 * (queries + shape.tokens * key_bytes), 0
+    if name in ("paged_decode", "paged_decode_merge"):
+        if not shape.is_decode:
+            return 0, 0
+        splits = Tiling.by_rule(spec.head_dim, item).splits(load.context, spec.windows[layer], spec.num_kv_heads)
+        parts = load.rows * splits * spec.num_heads * (spec.head_dim + 1) * 4 if splits > 1 else 0
+        return queries + parts + (load.rows * keys * key_bytes if name == "paged_decode" else 0), 0
+    products = 0 if shape.is_decode else 4 * load.rows * (load.context * keys // 2) * spec.num_heads * spec.head_dim
+    return 2 * queries + load.rows * keys * key_bytes, products
+
+
+def _keys(build: FittedBuild, load: Load, layer: int) -> int:
+    """Keys that a request's last query sees in a layer."""
+    window = build.blueprint.model.spec.windows[layer]
+    return load.context if window is None else min(window, load.context)
+
+
+def _token_bytes(build: FittedBuild) -> int:
+    """KV bytes of a token in one layer."""
+    limits = build.limits
+    return build.blueprint.block_bytes // (limits.block_size * limits.kv_groups.num_arrays)
+
+
+def _least_bytes(build: FittedBuild, shape: Shape, load: Load) -> int:
+    """Weights that a program reads, and the KV of its requests."""
+    model = build.blueprint.model
+    if not isinstance(shape, ForwardShape):
+        return memory.tree_bytes(lm_head_params(model.spec, model.params))
+    keys = sum(_keys(build, load, layer) for layer in range(model.spec.num_layers))
+    return memory.tree_bytes(model.params["layers"]) + load.rows * keys * _token_bytes(build)

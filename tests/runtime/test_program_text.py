@@ -1,0 +1,103 @@
+"""The traffic of a program, counted from its text, against numbers worked out by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.runtime.program_text import Program, array_bytes
+
+TEXT = """HloModule jit_f
+
+%cut (p.0: f32[1000,8], p.1: s32[4]) -> f32[4,8] {
+  %p.0 = f32[1000,8]{1,0} parameter(0)
+  %p.1 = s32[4]{0} parameter(1)
+  ROOT %gather.1 = f32[4,8]{1,0} gather(%p.0, %p.1), offset_dims={1}
+}
+
+%put (q.0: bf16[1000,8], q.1: bf16[1,8], q.2: s32[]) -> bf16[1000,8] {
+  %q.0 = bf16[1000,8]{1,0} parameter(0)
+  %q.1 = bf16[1,8]{1,0} parameter(1)
+  %q.2 = s32[] parameter(2)
+  ROOT %dus.1 = bf16[1000,8]{1,0} dynamic-update-slice(%q.0, %q.1, %q.2, %q.2)
+}
+
+%product (r.0: bf16[16,32], r.1: bf16[64,32]) -> f32[16,64] {
+  %r.0 = bf16[16,32]{1,0} parameter(0)
+  %r.1 = bf16[64,32]{1,0} parameter(1)
+  ROOT %dot.1 = f32[16,64]{1,0} dot(%r.0, %r.1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+%body (t: f32[4,8]) -> f32[4,8] {
+  %t = f32[4,8]{1,0} parameter(0)
+  ROOT %copy.9 = f32[4,8]{1,0} copy(%t)
+}
+
+%test (u: f32[4,8]) -> pred[] {
+  %u = f32[4,8]{1,0} parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+%small (v: f32[4,8]) -> f32[4,8] {
+  ROOT %v = f32[4,8]{1,0} parameter(0)
+}
+
+%large (w: f32[4,8]) -> f32[4,8] {
+  %w = f32[4,8]{1,0} parameter(0)
+  ROOT %copy.8 = f32[4,8]{1,0} copy(%w)
+}
+
+ENTRY %main (a: f32[1000,8], b: s32[4], c: bf16[1000,8], d: bf16[16,32], e: bf16[64,32]) -> f32[4,8] {
+  %a = f32[1000,8]{1,0} parameter(0), metadata={op_name="a"}
+  %b = s32[4]{0} parameter(1)
+  %c = bf16[1000,8]{1,0} parameter(2)
+  %d = bf16[16,32]{1,0} parameter(3)
+  %e = bf16[64,32]{1,0} parameter(4)
+  %one = bf16[1,8]{1,0} slice(%c), slice={[0:1], [0:8]}
+  %zero = s32[] constant(0)
+  %fusion.1 = f32[4,8]{1,0} fusion(%a, %b), kind=kLoop, calls=%cut
+  %fusion.2 = bf16[1000,8]{1,0} fusion(%c, %one, %zero), kind=kLoop, calls=%put
+  %fusion.3 = f32[16,64]{1,0} fusion(%d, %e), kind=kCustom, calls=%product
+  %kernel.1 = (f32[4,8]{1,0}, s32[4]{0}) custom-call(%fusion.1, %b), backend_config={name = "attend"}
+  %part = f32[4,8]{1,0} get-tuple-element(%kernel.1), index=0
+  %loop = f32[4,8]{1,0} while(%part), condition=%test, body=%body
+  %which = pred[] compare(%zero, %zero), direction=EQ
+  ROOT %branch = f32[4,8]{1,0} conditional(%which, %loop, %loop), true_computation=%small, false_computation=%large
+}
+"""
+
+
+def test_traffic_by_hand():
+    program = Program(TEXT)
+    traffic = {one.operation.name: (one.read, one.written, one.flops) for one in program.traffic()}
+    assert traffic == {
+        "one": (16, 16, 0),
+        "fusion.1": (4 * 8 * 4 + 4 * 4, 4 * 8 * 4, 0),  # 4 rows of 1,000, and their indices
+        "fusion.2": (16 + 4, 16, 0),                    # one row, in place
+        "fusion.3": (2 * (16 + 64) * 32, 4 * 16 * 64, 2 * 16 * 64 * 32),
+        "kernel.1": (128 + 16, 128 + 16, 0),
+        "which": (4 + 4, 1, 0),
+        "copy.8": (128, 128, 0),                        # the larger branch
+    }
+    assert program.loops() == ["body"]
+    assert [one.kernel for one in program.operations() if one.kernel] == ["attend"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [("f32[]", [4]), ("(s32[2,3]{1,0}, /*index=1*/pred[5]{0})", [24, 5]), ("f8e4m3fn[7]{0}", [7]), ("token[]", [1])],
+)
+def test_bytes_of_shapes(shape, sizes):
+    assert array_bytes(shape) == sizes
+
+
+def test_a_program_of_this_machine():
+    """XLA's own text: one product, and a gather that reads 3 of 100 rows."""
+
+    def f(table, ids, weights):
+        return table[ids] @ weights
+
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in
+              (((100, 64), jnp.float32), ((3,), jnp.int32), ((64, 256), jnp.float32))]  # fmt: skip
+    traffic = list(Program(jax.jit(f).lower(*shapes).compile().as_text()).traffic())
+    least = 4 * (3 * 64 + 64 * 256 + 3 * 256)
+    assert least <= sum(one.read + one.written for one in traffic) < 1.5 * least
