@@ -89,9 +89,9 @@ class EngineConfig:
     """Bytes for the KV cache. Default: the free memory of an accelerator; at most 1 GiB on CPU."""
 
     attention_implementation: str | None = None
-    """Implementation of attention. cpu: native kernel for CPUs. triton, mosaic_gpu: kernels for NVIDIA. mosaic_tpu:
-    kernel for TPUs. xla, xla_loop, reference: XLA operations, slower, on any device. Default: the fastest that can run
-    here."""
+    """Implementation of attention. cpu: native kernel for CPUs. triton, triton_small, mosaic_gpu: kernels for NVIDIA.
+    mosaic_tpu: kernel for TPUs. xla, xla_loop, reference: XLA operations, slower, on any device. Default: the fastest
+    that works here."""
 
     mask_unknown_tokens: bool = True
     """Never sample token ids that the tokenizer does not have."""

@@ -13,7 +13,7 @@ warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecat
 
 
 # Implementations by platform, best first. The first one that exists and accepts the call is chosen, else "xla".
-PREFERRED = {"cpu": ("cpu", "xla_loop"), "gpu": ("triton",), "tpu": ("mosaic_tpu",)}
+PREFERRED = {"cpu": ("cpu", "xla_loop"), "gpu": ("triton", "triton_small"), "tpu": ("mosaic_tpu",)}
 
 
 class Implementation(NamedTuple):
@@ -25,12 +25,15 @@ class Implementation(NamedTuple):
     refuse: Callable[..., str | None] = lambda *_: None
 
 
+def candidates(implementations: Mapping[str, Implementation], device: Any, *call: Any) -> tuple[str, ...]:
+    """Names of the implementations that accept a call on a jax Device, best first. The last one is "xla"."""
+    known = [name for name in PREFERRED.get(device.platform, ()) if name in implementations]
+    return *(name for name in known if implementations[name].refuse(device, *call) is None), "xla"
+
+
 def choose(implementations: Mapping[str, Implementation], device: Any, *call: Any) -> str:
     """Name of the best implementation for a jax Device and the arguments of a call."""
-    for name in PREFERRED.get(device.platform, ()):
-        if name in implementations and implementations[name].refuse(device, *call) is None:
-            return name
-    return "xla"
+    return candidates(implementations, device, *call)[0]
 
 
 def pick(implementations: Mapping[str, Implementation], wanted: str | None, *call: Any) -> Callable[..., Any]:

@@ -30,13 +30,14 @@ ALLOWED = {
         "jpaged.frontend", "jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models",
     },
     "jpaged.frontend": {"jpaged.engine"},
+    "jpaged.diagnosis": {"jpaged.runtime", "pallas_kernels"},
     "jpaged.planning": {"jpaged.frontend.engine_options", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
     "jpaged.llm": {"jpaged.frontend", "jpaged.engine"},
     "jpaged.async_llm": {"jpaged.frontend", "jpaged.engine"},
     "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli", "jpaged.frontend"},
     "jpaged.cli": {
         "jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading.convert", "jpaged.planning",
-        "jpaged.frontend", "jpaged.simulator",
+        "jpaged.diagnosis", "jpaged.frontend", "jpaged.simulator",
     },
 }
 # Leaves: plain data and helpers (jpaged.answers is a package of them) that import no part.

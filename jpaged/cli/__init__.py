@@ -72,6 +72,7 @@ def parse(args: Sequence[str]) -> Any:
     from jpaged.cli.inspect import Inspect
     from jpaged.cli.other_engines import without_neutral
     from jpaged.cli.plan import Plan
+    from jpaged.cli.report import Report
     from jpaged.cli.serve import Serve
     from jpaged.cli.simulate import Simulate
 
@@ -84,6 +85,7 @@ def parse(args: Sequence[str]) -> Any:
         | Annotated[Simulate, tyro.conf.subcommand("simulate")]
         | Annotated[Convert, tyro.conf.subcommand("convert")]
         | Annotated[Plan, tyro.conf.subcommand("plan")]
+        | Annotated[Report, tyro.conf.subcommand("report")]
     )
     read = functools.partial(
         tyro.cli,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from jpaged.loading import LoadedModel
     from jpaged.models.spec import DecoderSpec, WeightLayout
     from jpaged.runtime.runner import ModelRunner
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,11 +70,19 @@ def build_engine(
         import jax
 
         from jpaged.loading import valid_token_mask
+        from jpaged.runtime import cards
         from jpaged.runtime.compile_cache import persistent_cache
         from jpaged.runtime.memory import claim_gpu_memory
         from jpaged.runtime.runner import ModelRunner
 
-    claim_gpu_memory(config)  # before the first use of a device, which refuse_tracing makes
+    claim_gpu_memory(config)  # before the first use of a device
+    try:
+        problem = cards.problem(jax.default_backend())
+    except RuntimeError as error:  # JAX_PLATFORMS names a platform that does not start
+        reason = cards.problem("cpu") or "JAX_PLATFORMS, if it is set, names the device"
+        raise ModelLoadError(f"JAX cannot start: {str(error).splitlines()[0]}; {reason}") from error
+    if problem:
+        logger.warning("running on CPU: %s", problem)
     refuse_tracing(*jax.tree.leaves(params))
     # quantising compiles small programs
     cache = persistent_cache(config.compilation_cache_dir) if config.quantization else contextlib.nullcontext()

@@ -44,9 +44,9 @@ from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
 from jpaged.runtime.step import ForwardShape, compile_forward, upload_row
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
-from pallas_kernels import KernelCheckError, KVPages, self_check
+from pallas_kernels import KVPages, self_check
 from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, usable_implementations
 
 logger = logging.getLogger(__name__)
 
@@ -186,20 +186,52 @@ class Blueprint:
             return False
         return self.placement.platform != "cpu" or (self.implementation == "cpu" and cpu.is_new())
 
+    def with_checked_attention(self, device: jax.Device) -> "Blueprint":
+        """The blueprint with the first implementation of attention that agrees with its reference on this device.
+
+        An implementation that fails is logged as an error, and the next one in line is tried: smaller tiles, then XLA
+        operations. Raises ModelLoadError if the caller named the implementation, or if none is right.
+        """
+        named, failures = self.config.attention_implementation, []
+        names = (named,) if named else _implementations(self.model, self.limits, self.placement)
+        if names == ("xla",) and self.placement.platform == "gpu":
+            refused = IMPLEMENTATIONS["triton"].refuse(self.placement.device, *_attention_call(self.model, self.limits))
+            logger.warning("attention runs without kernels, which is slow: %s", refused)
+        for name in names:
+            attempt = dataclasses.replace(self, implementation=name)
+            try:
+                attempt.check_attention(device)
+            except Exception as error:  # wrong results, or a kernel that does not compile or run on this device
+                cpu.discard()
+                failures.append(f"{name}: {_first_line(error)}")
+                if named:
+                    raise ModelLoadError(
+                        f"attention_implementation={name!r} does not work on {device.device_kind}: "
+                        f"{_first_line(error)}; leave it out to try others"
+                    ) from error
+                logger.error(
+                    "attention %r does not work on %s, so another implementation is tried: %s. `jpaged report` writes "
+                    "what is needed to find out why", name, device.device_kind, _first_line(error),
+                )  # fmt: skip
+            else:
+                if failures:
+                    logger.warning("attention %r is used instead. It is slower", name)
+                return attempt
+        raise ModelLoadError(
+            f"no implementation of attention works on {device.device_kind}: {'; '.join(failures)}. `jpaged report` "
+            "writes what is needed to find out why"
+        )
+
     def check_attention(self, device: jax.Device) -> None:
-        """Compare attention with its reference. Raises ModelLoadError if the kernels are wrong on this device."""
+        """Compare attention with its reference. Raises KernelCheckError if the kernels are wrong on this device."""
         spec, largest = self.model.spec, 0.0
         for window in dict.fromkeys(spec.windows):
-            try:
-                errors = self_check(
-                    q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-                    block_size=self.limits.block_size, dtype=self.dtype, sliding_window=window,
-                    logit_softcap=spec.attention_softcap, with_sinks=spec.sinks, with_alibi=spec.alibi is not None,
-                    implementation=self.implementation, device=device,
-                )  # fmt: skip
-            except KernelCheckError as error:
-                cpu.discard()
-                raise ModelLoadError(f"{error}: attention_implementation='xla'") from error
+            errors = self_check(
+                q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+                block_size=self.limits.block_size, dtype=self.dtype, sliding_window=window,
+                logit_softcap=spec.attention_softcap, with_sinks=spec.sinks, with_alibi=spec.alibi is not None,
+                implementation=self.implementation, device=device,
+            )  # fmt: skip
             largest = max(largest, *errors.values())
         logger.info("attention %r agrees with its reference: largest difference %.2g", self.implementation, largest)
 
@@ -303,20 +335,33 @@ def _kernels(model: ServedModel, config: EngineConfig) -> tuple[str, ...]:
     return kernels_of_model(quantized=config.quantization is not None, experts=model.spec.experts is not None)
 
 
-def _implementation(model: ServedModel, config: EngineConfig, limits: memory.Limits, placement: Placement) -> str:
-    """The attention implementation that the options name, or the default of the platform and the model's shape."""
-    spec, dtype, device = model.spec, _dtype(model), placement.device
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
+
+
+def _attention_call(model: ServedModel, limits: memory.Limits) -> tuple[Any, ...]:
+    """Arguments of the largest call of attention, as shapes."""
+    spec, dtype = model.spec, _dtype(model)
     q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), dtype)
     pages = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
     tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.width), np.dtype(np.int32))
-    call: tuple[Any, ...] = (q, pages, tables, limits.max_num_batched_tokens)
+    return q, pages, tables, limits.max_num_batched_tokens
+
+
+def _implementations(model: ServedModel, limits: memory.Limits, placement: Placement) -> tuple[str, ...]:
+    """Attention implementations for the platform and the model's shape, best first."""
+    return usable_implementations(placement.device, *_attention_call(model, limits))
+
+
+def _implementation(model: ServedModel, config: EngineConfig, limits: memory.Limits, placement: Placement) -> str:
+    """The attention implementation that the options name, or the default of the platform and the model's shape."""
     name = config.attention_implementation
     if name is None:
-        return choose_implementation(device, *call)
+        return _implementations(model, limits, placement)[0]
     if name not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ModelLoadError(f"attention_implementation={name!r}: must be one of {known}; leave it out for the default")
-    reason = IMPLEMENTATIONS[name].refuse(device, *call)
+    reason = IMPLEMENTATIONS[name].refuse(placement.device, *_attention_call(model, limits))
     if reason is not None:
         raise ModelLoadError(
             f"attention_implementation={name!r} cannot serve this model here: {reason}; leave it out for the default"

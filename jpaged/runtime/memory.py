@@ -342,6 +342,12 @@ class HasMemoryStats(Protocol):
         ...
 
 
+def total_bytes(device: HasMemoryStats) -> int | None:
+    """Bytes of an accelerator; None as in `device_bytes`."""
+    found = device_bytes(device)
+    return None if found is None else found[0]
+
+
 def device_bytes(device: HasMemoryStats) -> tuple[int, int] | None:
     """Bytes of an accelerator, and bytes in use; None on CPU, and if the back end does not report them."""
     stats = _memory_stats(device)

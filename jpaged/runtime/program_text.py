@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 _ITEM_BYTES = {"pred": 1, "bf16": 2, "f16": 2} | {
     f"{kind}{bits}": bits // 8 for kind in ("s", "u", "f") for bits in (8, 16, 32, 64)
 }
-_SHAPE = re.compile(r"\b([a-z]+\d*)(?:e\dm\d\w*)?\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b([a-z]+\d*)(?:e\dm\d\w*)?\[([\d,]*)\](?:\{([^{}]*)\})?")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)(.*)", re.MULTILINE)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*?^\}", re.MULTILINE | re.DOTALL)
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota",
+         "copy-done", "slice-done"}  # fmt: skip
 _PARTS = {"gather", "dynamic-slice", "slice"}        # read as much as they return
 _UPDATES = {"scatter", "dynamic-update-slice"}       # in place: read and write the update only
 _SAME = {"bitcast", "reshape", "get-tuple-element"}  # their operand under another name
@@ -43,6 +44,11 @@ class Operation:
         """Name of a Pallas kernel; "" for other operations."""
         found = re.search(r'name = "(\w+)"', self.rest) or re.search(r'op_name="[^"]*?/(\w+)/pallas_call"', self.rest)
         return found[1] if found and self.kind == "custom-call" else ""
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it starts a copy that runs next to other operations."""
+        return self.kind.endswith("-start")
 
     def called(self, attribute: str) -> str:
         """Name of a computation that the operation calls; "" if it has none by this attribute."""
@@ -110,6 +116,10 @@ class Program:
         return [operation.called(f"{value}_computation") for value in ("true", "false")]
 
     def _traffic_of(self, operation: Operation, around: Mapping[str, Operation]) -> Traffic:
+        if operation.is_transfer:  # the result names source, target and a scalar; the target is the smaller one
+            arrays = [size for size in array_bytes(operation.shape, anywhere=True) if size > 4]
+            moved = min(arrays, default=0)
+            return Traffic(operation, moved, 0 if 0 in array_bytes(operation.shape) else moved, 0)
         body = self._computations.get(operation.called("calls"), {})
         if not body:
             read = sum(around[name].num_bytes for name in operation.operands if name in around)
@@ -126,10 +136,16 @@ class Program:
         return Traffic(operation, read, max(0, written), sum(_flops(inner, body) for inner in body.values()))
 
 
-def array_bytes(shape: str) -> list[int]:
-    """Bytes of each array of a shape: "f32[8,128]{1,0}", or several in parentheses."""
-    items = [_ITEM_BYTES.get(item, 1) for item, _ in _SHAPE.findall(shape)]
-    return [size * math.prod(dimensions) for size, dimensions in zip(items, _dimensions(shape), strict=True)]
+def array_bytes(shape: str, *, anywhere: bool = False) -> list[int]:
+    """Bytes of each array of a shape: "f32[8,128]{1,0}", or several in parentheses.
+
+    Arrays in a TPU's own fast memory ("S(1)" in the layout) have 0 bytes, unless `anywhere`.
+    """
+    sizes = []
+    for (item, _, layout), dimensions in zip(_SHAPE.findall(shape), _dimensions(shape), strict=True):
+        counts = anywhere or "S(" not in layout
+        sizes.append(_ITEM_BYTES.get(item, 1) * math.prod(dimensions) if counts else 0)
+    return sizes
 
 
 def _operations(text: str) -> Iterator[Operation]:
@@ -171,4 +187,4 @@ def _flops(operation: Operation, around: Mapping[str, Operation]) -> int:
 
 def _dimensions(shape: str) -> list[list[int]]:
     """Dimensions of each array of a shape."""
-    return [[int(n) for n in filter(None, dimensions.split(","))] for _, dimensions in _SHAPE.findall(shape)]
+    return [[int(n) for n in filter(None, dimensions.split(","))] for _, dimensions, _ in _SHAPE.findall(shape)]

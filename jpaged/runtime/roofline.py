@@ -24,7 +24,7 @@ from jpaged.runtime.step import ForwardShape
 from jpaged.runtime.targets import Target
 from pallas_kernels.paged_attention.tiling import Tiling
 
-KERNEL_SECONDS = 2.5e-6   # of a small kernel inside a CUDA graph, and of a small operation on a TPU
+KERNEL_SECONDS = {"gpu": 2.5e-6, "tpu": 0.5e-6}  # of a small kernel inside a CUDA graph, or a TPU's small operation
 COMMAND_SECONDS = 10e-6   # of a command that the host sends
 BYTES_SHARE = 0.8         # of the bandwidth that a kernel reaches
 PRODUCTS_SHARE = 0.6      # of the rate of the matrix units that a product reaches
@@ -116,14 +116,18 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
         commands = _commands(pathlib.Path(folder)) if target.platform == "gpu" else None
     counted = list(_of_load(build, shape, load, program.traffic()))
     seconds = sum(
-        max(KERNEL_SECONDS, moved / (BYTES_SHARE * target.bandwidth), flops / (PRODUCTS_SHARE * target.flops))
-        for _, moved, flops in counted
+        max(
+            0.0 if operation.is_transfer else KERNEL_SECONDS[target.platform],
+            moved / (BYTES_SHARE * target.bandwidth),
+            flops / (PRODUCTS_SHARE * target.flops),
+        )
+        for operation, moved, flops in counted
     )
     least_bytes = _least_bytes(build, shape, load)
     flops = sum(flops for _, _, flops in counted)
     return ProgramCost(
         program=f"{shape}, {load.rows} x {load.context:,}" if isinstance(shape, ForwardShape) else str(shape),
-        kernels=len(counted),
+        kernels=sum(not operation.is_transfer for operation, _, _ in counted),
         commands=commands,
         loops=len(program.loops()),
         copies=sum(operation.kind == "copy" for operation, _, _ in counted),

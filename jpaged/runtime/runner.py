@@ -22,11 +22,13 @@ from jpaged.models.quantization import quantized_shapes
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout, param_shapes
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
+from jpaged.runtime import memory
 from jpaged.runtime.background import BackgroundCompiler
 from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
 from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
 from jpaged.runtime.jax_settings import pinned
+from jpaged.runtime.out_of_memory import advice, explained
 from jpaged.runtime.output_programs import OutputShape, lm_head_params, pack_rows, uses_extras
 from jpaged.runtime.placement import Placement, device_of
 from jpaged.runtime.programs import SCORE, Program, Shape
@@ -103,6 +105,7 @@ class ModelRunner:
 
         self._build = build
         self._placement = placement
+        self._total_bytes = memory.total_bytes(device_of(params))
         self._params: Params | None = params
         self._lm_head_params: Params | None = lm_head_params(spec, params)
         self._token_mask = token_mask
@@ -151,10 +154,14 @@ class ModelRunner:
             token_mask = placement.put(np.asarray(tokenizer_ids, np.bool_))
         model = ServedModel(spec, params, layout, token_mask is not None, processors)
         blueprint = Blueprint.draw(model, config, placement)
-        with pinned(), persistent_cache(config.compilation_cache_dir) as folder:
+        with (
+            pinned(),
+            persistent_cache(config.compilation_cache_dir) as folder,
+            explained(config, memory.total_bytes(device)),
+        ):
             if blueprint.has_unchecked_attention:
                 with phase("check of the kernels"):
-                    blueprint.check_attention(device)
+                    blueprint = blueprint.with_checked_attention(device)
             with phase("plan of the memory"):
                 build = blueprint.fit_device(device, folder)
             return cls(build, params, token_mask, progress=progress, background=background)
@@ -347,7 +354,8 @@ class ModelRunner:
             if not isinstance(error, Exception):
                 raise
             which = "" if shape is None else f" of {shape}"
-            raise EngineError(f"the device failed a step{which}: {error}") from error
+            reason = advice(error, self._build.blueprint.config, self._total_bytes) or error
+            raise EngineError(f"the device failed a step{which}: {reason}") from error
 
     def _recover(self) -> None:
         """Allocate an empty state if the failed step has consumed the donated one."""

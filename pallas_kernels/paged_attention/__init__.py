@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_pages, expect_static
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import cpu, mosaic_tpu, reference, triton, xla
-from pallas_kernels.platforms import Implementation, choose, compiled_on, pick
+from pallas_kernels.platforms import Implementation, candidates, choose, compiled_on, pick
 
 
 def _mosaic_gpu(name: str) -> Callable[..., Any]:
@@ -32,9 +32,22 @@ IMPLEMENTATIONS = {
     "xla_loop": Implementation(functools.partial(xla.paged_attention, device_loops=True)),
     "cpu": Implementation(cpu.paged_attention, cpu.refuse),
     "triton": Implementation(compiled_on("cuda", triton.paged_attention), triton.refuse),
+    "triton_small": Implementation(
+        compiled_on("cuda", functools.partial(triton.paged_attention, small=True)), triton.refuse
+    ),
     "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.paged_attention), mosaic_tpu.refuse),
     "mosaic_gpu": Implementation(_mosaic_gpu("paged_attention"), _mosaic_gpu("refuse")),
 }
+
+
+def usable_implementations(
+    device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int
+) -> tuple[str, ...]:
+    """Names of the implementations that accept a call, best first: each can stand in for the one before.
+
+    Arguments as in `choose_implementation`.
+    """
+    return candidates(IMPLEMENTATIONS, device, q, pages, block_tables, max_query_len)
 
 
 def choose_implementation(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str:
@@ -79,9 +92,9 @@ def paged_attention(
     alibi_slopes:    float32, one per head: slope * (key position - query position) is added (arXiv:2108.12409).
     implementation:  None: the best one for device and shape. "reference" is plain and gathers every key. "xla" is an
                      online softmax over fixed blocks of keys, with static loops. "xla_loop" is the same for CPU, with
-                     loops that end at the longest row. "triton" are kernels for NVIDIA, "mosaic_tpu" is a kernel for
-                     TPU. On CPU, these two run in interpret mode. "mosaic_gpu" is experimental and never chosen: for
-                     Hopper and rows of one token.
+                     loops that end at the longest row. "triton" are kernels for NVIDIA, "triton_small" the same with
+                     small tiles, no splits and no pipeline. "mosaic_tpu" is a kernel for TPU. On CPU, these three run
+                     in interpret mode. "mosaic_gpu" is experimental and never chosen: for Hopper and rows of one token.
     debug:           check the values of the index arguments, also inside jit. Raises ValueError; from a running
                      program JaxRuntimeError with the same text. Costs a call back to the host. Without it, indices out
                      of range give undefined results.

@@ -66,6 +66,11 @@ class Tiling:
         return cls(32, 64, 32) if head_dim > 128 else cls(64, 128, 64, prefill_warps=8)
 
     @classmethod
+    def small(cls) -> "Tiling":
+        """Sizes that ask little of a device: the smallest products, one split for each row, no copies in flight."""
+        return cls(16, 16, 16, min_split_keys=2**30, decode_stages=1, prefill_stages=1)
+
+    @classmethod
     def choose(cls, q: Any, pages: KVPages) -> "Tiling":
         """The measured tiling for JAX's default device, or the rule. q, pages: arrays or ShapeDtypeStructs."""
         measured = _measured(FILE).get(default_device().device_kind, {}).get(key(q, pages))

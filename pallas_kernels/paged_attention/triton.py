@@ -38,11 +38,13 @@ def paged_attention(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
     tiling: Tiling | None = None,
+    small: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See `pallas_kernels.paged_attention`.
 
-    tiling: None: chosen by device and shape. interpret: run the kernels in XLA operations, on any platform.
+    tiling: None: chosen by device and shape. small: `Tiling.small`, for devices where that one fails.
+    interpret: run the kernels in XLA operations, on any platform.
     """
     problem = Problem(
         scale=scale,
@@ -55,7 +57,7 @@ def paged_attention(
         has_sinks=sinks is not None,
         has_slopes=alibi_slopes is not None,
         scales={INT8: "token", FP8: "head"}.get(pages.dtype, "none"),
-        tiling=tiling or Tiling.choose(q, pages),
+        tiling=Tiling.small() if small else tiling or Tiling.choose(q, pages),
         interpret=interpret,
     )
     # absent arrays have a placeholder, so that each kernel has one signature

@@ -28,6 +28,11 @@ def test_attention_compiles(name, max_query_len):
     assert len(kernels(program)) == (2 if max_query_len == 1 else 3)
 
 
+@pytest.mark.parametrize("name", ["llama-3-8b", "float32-256"])
+def test_the_small_kernels_compile(name):
+    assert len(kernels(compile_for_h200(*lowered.attention(name, 32, "triton_small")))) == 2  # one split: no merge
+
+
 @with_disassembler
 @pytest.mark.parametrize("name", lowered.ATTENTION)
 def test_machine_code_of_attention(name, tmp_path):

@@ -55,6 +55,7 @@ IMPLEMENTED = {
     "xla_loop": tuple(SHAPES),
     "cpu": tuple(SHAPES),
     "triton": tuple(name for name, shape in SHAPES.items() if shape.v_dim is None),
+    "triton_small": ("ragged-all-options", "decodes", "int8"),
     "mosaic_tpu": tuple(
         name for name, shape in SHAPES.items()
         if shape.v_dim is None and shape.kv_dtype is None and shape.dtype != "float16"
@@ -86,6 +87,7 @@ FIRST = {
     "xla_loop": ("ragged-all-options", "int8-decodes-bf16", "fp8", "latent", "96-block-128"),
     "cpu": tuple(SHAPES),  # a second in all
     "triton": ("ragged-all-options", "group-7-64-block-32", "int8", "fp8-decodes-bf16", "256"),
+    "triton_small": ("ragged-all-options",),
     "mosaic_tpu": ("ragged-all-options", "group-7-64-block-32", "decodes"),
     "triton-splits": ("all-options",),
 }

@@ -30,7 +30,7 @@ ROWS = 256
 SHAPES = [*(SampleShape(ROWS, variant) for variant in SamplerVariant), ScoreShape(ROWS)]
 
 
-# Reads of all logits: one for maxima and NaN, one for the mass that top_p needs, and one that draws. FULL also has masks,
+# Reads of all logits: one for maxima and NaN, one for the mass that top_p needs, one that draws. FULL also has masks,
 # bias, penalties and log-probabilities, here all in one step.
 MOST_READS = {SamplerVariant.GREEDY: 1, SamplerVariant.RANDOM: 3, SamplerVariant.FULL: 15}
 

@@ -84,10 +84,23 @@ def test_traffic_by_hand():
 
 @pytest.mark.parametrize(
     ("shape", "sizes"),
-    [("f32[]", [4]), ("(s32[2,3]{1,0}, /*index=1*/pred[5]{0})", [24, 5]), ("f8e4m3fn[7]{0}", [7]), ("token[]", [1])],
-)
+    [("f32[]", [4]), ("(s32[2,3]{1,0}, /*index=1*/pred[5]{0})", [24, 5]), ("f8e4m3fn[7]{0}", [7]), ("token[]", [1]),
+     ("(bf16[2,4]{1,0:T(8,128)(2,1)S(1)}, bf16[2,4]{1,0:T(8,128)(2,1)})", [0, 16])],
+)  # fmt: skip
 def test_bytes_of_shapes(shape, sizes):
     assert array_bytes(shape) == sizes
+
+
+def test_a_transfer_into_fast_memory_is_one_read():
+    text = """
+ENTRY %main (a: bf16[6,8]) -> bf16[2,8] {
+  %a = bf16[6,8]{1,0} parameter(0)
+  %cut = ((bf16[6,8]{1,0}), bf16[2,8]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:2], [0:8]}
+  ROOT %done = bf16[2,8]{1,0:T(8,128)S(1)} slice-done(%cut)
+}
+"""
+    (one,) = Program(text).traffic()
+    assert (one.operation.is_transfer, one.read, one.written) == (True, 2 * 8 * 2, 0)
 
 
 def test_a_program_of_this_machine():

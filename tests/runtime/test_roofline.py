@@ -31,21 +31,21 @@ def prediction(target: Target, layers: int):
 
 @pytest.mark.parametrize("target", [pytest.param(t, marks=marks(t), id=t.name) for t in (H200, V5E)])
 def test_a_layer_adds_its_weights_its_kv_and_twelve_kernels(target):
-    """No copies, and one command for the card. The predicted bytes are little more than the least."""
+    """The predicted bytes are little more than the least. A card copies nothing, and gets one command."""
     two, three = prediction(target, 2), prediction(target, 3)
     assert [step.load.rows for step in three.steps] == [64]  # 65 requests do not run at once
     decode, greedy, random, mixed = three.programs
     weights = 2 * 1024 * (4 * 8 * 128 + 16 * 128 + 3 * 3072)
     added = decode.least_bytes - two.programs[0].least_bytes
     assert added == weights + 64 * 1000 * KV + 2 * 2 * 128
-    assert decode.least_bytes < decode.bytes_moved < 1.5 * decode.least_bytes
+    assert decode.least_bytes < decode.bytes_moved < 1.1 * decode.least_bytes
     assert decode.seconds > decode.least_seconds > 0
     assert three.steps[0].greedy_seconds == decode.seconds + greedy.seconds
     assert random.seconds >= greedy.seconds
     assert mixed.least_seconds > 0
     print(target.name, decode, greedy, random, mixed, sep="\n")
-    assert decode.copies == 0
     if target is H200:
+        assert decode.copies == 0
         assert decode.kernels - two.programs[0].kernels <= 12
         assert {cost.commands for cost in three.programs} == {1}
 

@@ -1,0 +1,51 @@
+"""`jpaged report`: writes what is needed to find out why a device does not work."""
+
+import dataclasses
+import pathlib
+from typing import Annotated, Any
+
+import tyro
+
+from jpaged.cli.flags import one_line_help
+from jpaged.cli.results import check_writable, machine, write_json
+
+
+@one_line_help
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Check the kernels on this machine's device and write a report: versions, device, driver, results, errors.
+
+    Attach the file to an issue. It holds no prompts, no paths of models and no keys. Takes a minute.
+
+    Example: jpaged report
+    """
+
+    output: Annotated[pathlib.Path, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = pathlib.Path(
+        "jpaged-report.json"
+    )
+    """Write the report to this file, as JSON. Default: jpaged-report.json."""
+
+    def run(self) -> int:
+        """Check, print and write. The exit status is 1 if a check failed."""
+        check_writable(self.output, "output")
+        from jpaged.diagnosis import diagnose
+
+        found = diagnose()
+        found["machine"] = machine() if found["device"] else {}
+        print(text_of(found))
+        write_json(self.output, found)
+        print(f"written to {self.output}")
+        return 1 if any("error" in check for check in found["checks"]) else 0
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """The report in lines."""
+    lines = [", ".join(f"{name} {value}" for name, value in found["machine"].items())]
+    if found["nvidia_driver"]:
+        lines.append(f"NVIDIA driver {found['nvidia_driver']}")
+    if found["problem"]:
+        lines.append(f"problem: {found['problem']}")
+    for check in found["checks"]:
+        result = check.get("error") or f"agrees with the reference, largest difference {check['difference']:.2g}"
+        lines.append(f"  {check['implementation']:13} {check['shape']:8} {check['seconds']:6.1f} s  {result}")
+    return "\n".join(lines)

@@ -1,0 +1,89 @@
+"""Facts about a machine and checks of the kernels on its device, for `jpaged report`."""
+
+import importlib.metadata
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+PACKAGES = (
+    "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "numpy", "numba", "llvmlite", "transformers",
+    "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvcc",
+)  # fmt: skip
+VARIABLES = ("JAX_", "XLA_", "CUDA_", "NVIDIA_", "TPU_", "LD_LIBRARY_PATH")  # begins of their names
+SHAPES = {  # of attention: query heads, KV heads, head_dim, dtype
+    "llama": (32, 8, 128, "bfloat16"), "qwen2": (14, 2, 64, "bfloat16"), "gemma": (8, 4, 256, "bfloat16"),
+    "float32": (8, 2, 64, "float32"),
+}  # fmt: skip
+
+
+def diagnose() -> dict[str, Any]:
+    """The facts about the machine, and a check of every implementation of attention that its device takes."""
+    facts: dict[str, Any] = {"versions": _versions(), "environment": _environment()}
+    from jpaged.runtime import cards
+
+    facts["nvidia_driver"] = cards.driver_version()
+    try:
+        import jax
+
+        device = jax.devices()[0]
+    except Exception:  # JAX raises many types for a driver that it cannot use
+        return facts | {"problem": traceback.format_exc(limit=1), "device": {}, "checks": []}
+    facts |= {"problem": cards.problem(device.platform), "device": _device(device)}
+    return facts | {"checks": _checks(device)}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+
+
+def _device(device: Any) -> dict[str, Any]:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return {
+        "kind": device.device_kind,
+        "compute_capability": str(getattr(device, "compute_capability", "")),
+        "multiprocessors": getattr(device, "core_count", None),
+        "runtime": device.client.platform_version,
+        "memory": stats,
+    }
+
+
+def _checks(device: Any) -> list[dict[str, Any]]:
+    import jax
+    import jax.numpy as jnp
+    from tqdm import tqdm
+
+    from pallas_kernels import KVPages, self_check
+    from pallas_kernels.paged_attention import usable_implementations
+
+    jobs = []
+    for shape, (q_heads, kv_heads, head_dim, dtype) in SHAPES.items():
+        q = jax.ShapeDtypeStruct((64, q_heads, head_dim), jnp.dtype(dtype))
+        pages = KVPages.shapes(1, 16, kv_heads, head_dim, dtype)
+        tables = jax.ShapeDtypeStruct((4, 128), jnp.dtype("int32"))
+        jobs += [(shape, name) for name in usable_implementations(device, q, pages, tables, 64)]
+    checks = []
+    for shape, name in tqdm(jobs, desc="Checking", unit="kernel", disable=not sys.stderr.isatty(), leave=False):
+        q_heads, kv_heads, head_dim, dtype = SHAPES[shape]
+        begin = time.perf_counter()
+        result: dict[str, Any] = {"implementation": name, "shape": shape}
+        try:
+            errors = self_check(
+                q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, implementation=name, device=device
+            )
+            result["difference"] = max(errors.values())
+        except Exception as error:  # compilers and drivers raise many types
+            result |= {"error": (str(error).strip().splitlines() or [""])[0], "traceback": traceback.format_exc()}
+        checks.append(result | {"seconds": time.perf_counter() - begin})
+    return checks

@@ -1,0 +1,41 @@
+"""Finds out why JAX does not use an NVIDIA card that the machine has, and says what to do, in one sentence."""
+
+import importlib.util
+import pathlib
+import re
+
+# NVIDIA's kernel driver writes its version here. Linux only.
+VERSION_FILE = pathlib.Path("/proc/driver/nvidia/version")
+# Oldest driver of each plugin: NVIDIA's CUDA toolkit release notes, "minor version compatibility".
+OLDEST_DRIVER = {"jax_cuda13_plugin": 580, "jax_cuda12_plugin": 525}
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver, "580.65.06"; None if there is no driver."""
+    try:
+        text = VERSION_FILE.read_text("utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found[1] if found else None
+
+
+def problem(platform: str) -> str | None:
+    """Why an NVIDIA card of this machine is not used. None: it is used, or there is none.
+
+    platform: of JAX's default device.
+    """
+    driver = driver_version()
+    if platform != "cpu" or driver is None:
+        return None
+    plugins = [name for name in OLDEST_DRIVER if importlib.util.find_spec(name)]
+    if not plugins:
+        return "this machine has an NVIDIA card, but JAX's plugin for it is missing: pip install 'jax[cuda13]'"
+    oldest, plugin = OLDEST_DRIVER[plugins[0]], plugins[0].removesuffix("_plugin").replace("jax_", "")
+    if int(driver.split(".")[0]) < oldest:
+        other = "" if plugins[0] == "jax_cuda12_plugin" else ", or install jax[cuda12]"
+        return f"the NVIDIA driver {driver} is too old for {plugin}, which needs {oldest} or newer: update it{other}"
+    return (
+        "this machine has an NVIDIA card that JAX does not use. JAX says why with: "
+        "python -c \"import jax; jax.devices('cuda')\""
+    )

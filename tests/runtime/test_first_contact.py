@@ -1,0 +1,153 @@
+"""First start on a device where something does not work: what is tried instead, and what the user reads."""
+
+import dataclasses
+import json
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged import diagnosis, planning
+from jpaged.cli import main
+from jpaged.errors import ModelLoadError
+from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.runtime import cards
+from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
+from jpaged.runtime.out_of_memory import advice, explained
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.runner import ModelRunner
+from pallas_kernels import platforms
+from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from pallas_kernels.platforms import Implementation
+
+SPEC = DecoderSpec(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    max_position=256, rope=Rope(),
+)  # fmt: skip
+
+
+def blueprint(spec=SPEC, **options):
+    model = ServedModel(spec, param_shapes(spec, "float32"))
+    return Blueprint.draw(model, planning.engine_config("test", options), Placement.single(jax.devices()[0]))
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Two implementations that fail: one gives wrong results, and one does not compile."""
+
+    def wrong(*args, **options):
+        return jnp.zeros_like(IMPLEMENTATIONS["xla_loop"].call(*args, **options))
+
+    def broken(*args, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: 262144 > 232448\nmore")
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "wrong", Implementation(wrong))
+    monkeypatch.setitem(IMPLEMENTATIONS, "broken", Implementation(broken))
+    monkeypatch.setitem(platforms.PREFERRED, "cpu", ("wrong", "broken", "xla_loop"))
+
+
+def test_the_next_implementation_is_used(planted, caplog):
+    with caplog.at_level(logging.INFO):
+        found = blueprint().with_checked_attention(jax.devices()[0])
+    assert found.implementation == "xla_loop"
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    assert "attention 'wrong' does not work on cpu, so another implementation is tried" in errors[0]
+    assert "case decode" in errors[0]
+    assert "Shared memory size limit exceeded: 262144 > 232448. `jpaged report` writes" in errors[1]
+    assert "attention 'xla_loop' is used instead. It is slower" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "reason"), [("wrong", "differs from the reference"), ("broken", "Shared memory")])
+def test_an_implementation_that_the_user_named_ends_the_start(planted, name, reason):
+    with pytest.raises(ModelLoadError, match=rf"attention_implementation='{name}' does not work on cpu: .*{reason}"):
+        blueprint(attention_implementation=name).with_checked_attention(jax.devices()[0])
+
+
+def test_nothing_works(planted, monkeypatch):
+    monkeypatch.setitem(IMPLEMENTATIONS, "xla_loop", IMPLEMENTATIONS["broken"])
+    monkeypatch.setitem(IMPLEMENTATIONS, "xla", IMPLEMENTATIONS["wrong"])
+    with pytest.raises(ModelLoadError, match=r"no implementation of attention works on cpu: wrong: .*; xla: .*report"):
+        # a shape for which jit has not kept the real implementations
+        blueprint(dataclasses.replace(SPEC, num_heads=6)).with_checked_attention(jax.devices()[0])
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("message", "device_bytes", "sentence"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.", 80 * GIB,
+         "4.00 GiB could not be allocated. Lower gpu_memory_utilization from 0.9 to 0.84, or lower"),
+        ("RESOURCE_EXHAUSTED: Failed to allocate 1.50GiB on device", 80 * GIB,
+         "1.50 GiB could not be allocated. Lower gpu_memory_utilization from 0.9 to 0.87"),
+        ("RESOURCE_EXHAUSTED: CUDA_ERROR_OUT_OF_MEMORY", 16 * GIB, "Lower gpu_memory_utilization from 0.9 to 0.88"),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 9", None, "no memory is left: .*Lower kv_cache_memory_bytes"),
+        ("RESOURCE_EXHAUSTED: Failed to allocate 90.00GiB", 80 * GIB, "full: 90.00 GiB .*Free memory on it, or lower"),
+        ("INTERNAL: something else", 80 * GIB, None),
+    ],
+)  # fmt: skip
+def test_what_to_lower_when_memory_is_missing(message, device_bytes, sentence):
+    config, error = planning.engine_config("test", {}), jax.errors.JaxRuntimeError(message)
+    if sentence is None:
+        assert advice(error, config, device_bytes) is None
+        with pytest.raises(jax.errors.JaxRuntimeError), explained(config, device_bytes):
+            raise error
+        return
+    with pytest.raises(ModelLoadError, match=sentence), explained(config, device_bytes):
+        raise error
+
+
+def test_an_engine_whose_pool_cannot_be_allocated(monkeypatch):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99999999999 bytes")
+
+    monkeypatch.setattr(FittedBuild, "create_state", fail)
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), param_shapes(SPEC, "float32"))
+    with pytest.raises(ModelLoadError, match=r"no memory is left: .*Lower kv_cache_memory_bytes"):
+        ModelRunner.create(SPEC, params, planning.engine_config("test", {"row_buckets": (8,), "token_buckets": (16,)}))
+
+
+VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\nGCC version: 13\n"
+
+
+@pytest.mark.parametrize(
+    ("driver", "plugins", "sentence"),
+    [
+        (None, ["jax_cuda13_plugin"], None),
+        ("580.65.06", [], r"plugin for it is missing: pip install 'jax\[cuda13\]'"),
+        ("550.54.15", ["jax_cuda13_plugin"], "550.54.15 is too old for cuda13, which needs 580 or newer: update"),
+        ("510.10", ["jax_cuda12_plugin"], "510.10 is too old for cuda12, which needs 525 or newer: update it$"),
+        ("580.65.06", ["jax_cuda13_plugin"], "card that JAX does not use"),
+    ],
+)
+def test_why_a_card_is_not_used(monkeypatch, tmp_path, driver, plugins, sentence):
+    file = tmp_path / "version"
+    if driver:
+        file.write_text(VERSION.format(driver))
+    monkeypatch.setattr(cards, "VERSION_FILE", file)
+    monkeypatch.setattr(cards.importlib.util, "find_spec", lambda name: name if name in plugins else None)
+    found = cards.problem("cpu")
+    assert cards.problem("gpu") is None
+    assert (found is None) == (sentence is None)
+    assert sentence is None or re.search(sentence, found), found
+
+
+def test_the_report_holds_results_and_errors(planted, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(diagnosis, "SHAPES", {"small": (4, 2, 16, "float32")})
+    monkeypatch.setenv("JAX_TRACEBACK_FILTERING", "auto")
+    file = tmp_path / "report.json"
+    assert main(["report", "--output", str(file)]) == 1
+    printed = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert [(check["implementation"], "error" in check) for check in found["checks"]] == [
+        ("wrong", True), ("broken", True), ("xla_loop", False), ("xla", False)
+    ]  # fmt: skip
+    assert "Shared memory size limit exceeded" in printed
+    assert "agrees with the reference" in printed
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["environment"]["JAX_TRACEBACK_FILTERING"] == "auto"
+    assert main(["report", "--output", str(tmp_path / "no/such/folder")]) == 2
