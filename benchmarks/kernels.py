@@ -65,16 +65,34 @@ class Shape:
     head_dim: int = 128
     block_size: int = 16
     kv_dtype: str = "bfloat16"
+    decodes: tuple[int, ...] = ()  # keys of further rows, of one token each: a mixed step
+    table_keys: int = 0            # most keys that a block table holds; 0: as many as the longest row has
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Tokens and keys of each row."""
+        return [*((1, keys) for keys in self.decodes), *((self.chunk, keys) for keys in self.context)]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has one token."""
+        return self.chunk == 1
+
+    @property
+    def is_ours_alone(self) -> bool:
+        """Whether other implementations cannot take it, or take no notice of what it shows."""
+        return bool(self.decodes or self.table_keys)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that one call reads, without scales."""
-        return 2 * sum(self.context) * self.kv_heads * self.head_dim * jnp.dtype(self.kv_dtype).itemsize
+        keys = sum(keys for _, keys in self.rows)
+        return 2 * keys * self.kv_heads * self.head_dim * jnp.dtype(self.kv_dtype).itemsize
 
     @property
     def flops(self) -> int:
         """Operations of the two products, for the keys that a causal chunk sees."""
-        seen = sum(self.chunk * n - self.chunk * (self.chunk - 1) // 2 for n in self.context)
+        seen = sum(tokens * keys - tokens * (tokens - 1) // 2 for tokens, keys in self.rows)
         return 4 * seen * self.heads * self.head_dim
 
     @property
@@ -94,6 +112,12 @@ def shapes(tiny: bool) -> list[Shape]:
         Shape("prefill, 2,048 tokens on 8,192", (8192,), chunk=2048),
         Shape("decode, 64 rows of 4,096, int8 pages", (4096,) * 64, kv_dtype="int8"),
         Shape("decode, 64 rows of 4,096, fp8 pages", (4096,) * 64, kv_dtype="float8_e4m3fn"),
+        # in an engine for requests of 131,072 tokens
+        *(
+            Shape(f"decode, {rows} row{'s'[: rows - 1]} of {keys:,}, wide table", (keys,) * rows, table_keys=131_072)
+            for rows, keys in ((1, 1024), (1, 4096), (8, 1024), (8, 4096), (256, 1024))
+        ),
+        Shape("mixed, 1,024 tokens on 4,096 and 64 decodes of 2,048", (4096,), chunk=1024, decodes=(2048,) * 64),
     ]
     if not tiny:
         return real
@@ -105,6 +129,8 @@ def shapes(tiny: bool) -> list[Shape]:
         small("rehearsal: prefill, 16 tokens on 64", (64,), chunk=16),
         small("rehearsal: decode, int8 pages", (40,) * 4, kv_dtype="int8"),
         small("rehearsal: decode, fp8 pages", (40,) * 4, kv_dtype="float8_e4m3fn"),
+        small("rehearsal: decode, wide table", (40,), table_keys=4096),
+        small("rehearsal: mixed", (64,), chunk=16, decodes=(40, 7)),
     ]
 
 
@@ -171,9 +197,10 @@ def measure_card(tiny: bool, repeats: int) -> dict[str, float]:
 def paged_case(shape: Shape) -> tuple:
     """q, one KVPages per layer, block tables (shuffled blocks), context lengths, query starts."""
     rng = np.random.default_rng(0)
-    rows = len(shape.context)
-    blocks = [-(-n // shape.block_size) for n in shape.context]
-    order, tables, used = rng.permutation(sum(blocks)), np.zeros((rows, max(blocks)), np.int32), 0
+    counts, lens = np.array(shape.rows, np.int32).T
+    blocks = [int(-(-n // shape.block_size)) for n in lens]
+    width = max(*blocks, shape.table_keys // shape.block_size)
+    order, tables, used = rng.permutation(sum(blocks)), np.zeros((len(blocks), width), np.int32), 0
     for row, count in enumerate(blocks):
         tables[row, :count] = order[used : used + count]
         used += count
@@ -189,9 +216,9 @@ def paged_case(shape: Shape) -> tuple:
         return KVPages(data)
 
     layers = tuple(pages(k) for k in jax.random.split(key, shape.layers))
-    q = jax.random.normal(key, (rows * shape.chunk, shape.heads, shape.head_dim), jnp.bfloat16)
-    starts = np.arange(rows + 1, dtype=np.int32) * shape.chunk
-    return q, layers, jnp.asarray(tables), jnp.asarray(shape.context, jnp.int32), jnp.asarray(starts)
+    q = jax.random.normal(key, (int(counts.sum()), shape.heads, shape.head_dim), jnp.bfloat16)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return q, layers, jnp.asarray(tables), jnp.asarray(lens), jnp.asarray(starts)
 
 
 def ours(shape: Shape, implementation: str) -> tuple[Callable, tuple]:
@@ -293,12 +320,12 @@ def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: in
     results: dict[str, Any] = {}
     cases: dict[str, Callable[[], tuple[Callable, tuple]]] = {implementation: lambda: ours(shape, implementation)}
     on_gpu = jax.default_backend() == "gpu"
-    if on_gpu:
+    if on_gpu and not shape.table_keys:  # XLA's loops over whole block tables take seconds for wide ones
         cases["xla"] = lambda: ours(shape, "xla")
-    plain = shape.kv_dtype == "bfloat16"  # the only dtype of the other implementations
+    plain = shape.kv_dtype == "bfloat16" and not shape.is_ours_alone  # what the other implementations take
     if on_gpu and plain:
         cases["cuDNN, contiguous"] = lambda: cudnn(shape)
-        if shape.chunk == 1:
+        if shape.is_decode:
             cases["mosaic_gpu"] = lambda: ours(shape, "mosaic_gpu")
             cases["JAX paged_attention"] = lambda: jax_paged(shape)
             cases["JAX decode_attention, contiguous"] = lambda: jax_decode(shape)
@@ -468,7 +495,7 @@ def main() -> None:
             results = measure_attention(shape, implementation, args.tiny, args.repeats)
             attention[shape.name] = dataclasses.asdict(shape) | {"seconds": results}
             keep(attention=attention)
-            if shape.chunk == 1:
+            if shape.is_decode:
                 print_times(results, lambda _, s=shape: s.kv_bytes, "bytes", copy)
             else:
                 print_times(results, lambda _, s=shape: s.flops, "flops", product)

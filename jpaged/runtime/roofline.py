@@ -123,7 +123,7 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
         )
         for operation, moved, flops in counted
     )
-    least_bytes = _least_bytes(build, shape, load)
+    least = least_bytes(build, shape, load)
     flops = sum(flops for _, _, flops in counted)
     return ProgramCost(
         program=f"{shape}, {load.rows} x {load.context:,}" if isinstance(shape, ForwardShape) else str(shape),
@@ -132,9 +132,9 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
         loops=len(program.loops()),
         copies=sum(operation.kind == "copy" for operation, _, _ in counted),
         bytes_moved=sum(moved for _, moved, _ in counted),
-        least_bytes=least_bytes,
+        least_bytes=least,
         seconds=seconds + COMMAND_SECONDS * (commands or 1),
-        least_seconds=max(least_bytes / target.bandwidth, flops / target.flops),
+        least_seconds=max(least / target.bandwidth, flops / target.flops),
     )
 
 
@@ -193,7 +193,7 @@ def _token_bytes(build: FittedBuild) -> int:
     return build.blueprint.block_bytes // (limits.block_size * limits.kv_groups.num_arrays)
 
 
-def _least_bytes(build: FittedBuild, shape: Shape, load: Load) -> int:
+def least_bytes(build: FittedBuild, shape: Shape, load: Load) -> int:
     """Weights that a program reads, and the KV of its requests."""
     model = build.blueprint.model
     if not isinstance(shape, ForwardShape):

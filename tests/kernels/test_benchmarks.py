@@ -27,6 +27,19 @@ def test_tuning_writes_what_the_kernels_read(tmp_path):
     assert Tiling(**entry["tiling"]).decode_keys in (32, 64)
 
 
+def test_steps_are_measured_once(tmp_path):
+    """A second run finds every case in the file."""
+    file = tmp_path / "steps.jsonl"
+    printed = run("steps", "--out", file)
+    lines = file.read_text().splitlines()
+    results = [json.loads(line)["result"] for line in lines[1:]]
+    assert [result["step"] for result in results] == [*["decode, greedy", "decode, random"] * 2, "chunk of 32"]
+    assert all(result["seconds"] and not result["error"] for result in results)
+    assert printed.count("tiny ") == 5
+    assert run("steps", "--out", file) == printed
+    assert file.read_text().splitlines() == lines
+
+
 def test_the_benchmark_checks_and_measures(tmp_path):
     printed = run("kernels", "--implementation", "triton", "--out", tmp_path)
     assert printed.count("us") >= 10
@@ -35,6 +48,6 @@ def test_the_benchmark_checks_and_measures(tmp_path):
     assert record["tiny"]
     assert all(isinstance(found, dict) for found in record["checks"].values())
     timed = {name: entry["seconds"] for name, entry in record["attention"].items()} | {"write": record["write"]}
-    assert len(timed) == 7
+    assert len(timed) == 9
     for name, results in timed.items():
         assert all(isinstance(times, list) for times in results.values()), (name, results)

@@ -407,6 +407,15 @@ def test_a_program_that_contains_python_has_no_child_processes(fresh, monkeypatc
     assert cpu_kernels.compile_ahead((cpu_kernels.ROW_OPS,)) == []
 
 
+@pytest.fixture
+def default_sigint():
+    """Python's own handler of Ctrl-C. Under nohup a process ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_sigint")
 def test_control_c_ends_compiling(fresh, monkeypatch):
     """It arrives while LLVM calls a Python function, where ctypes drops the error that it raises."""
     start, _, folder = fresh
