@@ -50,6 +50,12 @@ class Operation:
         """Whether it starts a copy that runs next to other operations."""
         return self.kind.endswith("-start")
 
+    @property
+    def turns(self) -> int | None:
+        """Turns of a loop; None: the program decides."""
+        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
+        return int(found[1]) if found else None
+
     def called(self, attribute: str) -> str:
         """Name of a computation that the operation calls; "" if it has none by this attribute."""
         found = re.search(rf"\b{attribute}=%([\w.-]+)", self.rest)
@@ -82,9 +88,10 @@ class Program:
         return [operation for operation in found if operation.kind not in _FREE]
 
     def traffic(self, computation: str | None = None) -> Iterator[Traffic]:
-        """The traffic of the operations that run once. A condition counts as its branch with the most traffic.
+        """The traffic of every operation, once for each turn of a loop.
 
-        Bodies of loops are left out: `loops` lists them.
+        A condition counts as its branch with the most traffic. Loops whose turns the program decides are left out:
+        `loops` lists them.
         """
         name = computation or self.main
         for operation in self.operations(name):
@@ -93,17 +100,20 @@ class Program:
                 yield from max(branches, key=lambda branch: sum(one.read + one.written for one in branch))
             elif operation.kind == "call":
                 yield from self.traffic(operation.called("to_apply"))
-            elif operation.kind != "while":
+            elif operation.kind == "while":
+                for _ in range(operation.turns or 0):
+                    yield from self.traffic(operation.called("body"))
+            else:
                 yield self._traffic_of(operation, self._computations[name])
 
     def loops(self, computation: str | None = None) -> list[str]:
-        """Bodies of all loops, those inside branches and other loops included."""
+        """Bodies of the loops whose turns the program decides, those inside branches and other loops included."""
         found = []
         for operation in self.operations(computation):
             inner = self.branches(operation) if operation.kind == "conditional" else []
             if operation.kind == "while":
-                found.append(operation.called("body"))
                 inner = [operation.called("body")]
+                found += inner if operation.turns is None else []
             for name in inner:
                 found += self.loops(name)
         return found

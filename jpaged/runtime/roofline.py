@@ -44,9 +44,9 @@ class ProgramCost:
     """Predicted cost of one run of a program."""
 
     program: str
-    kernels: int           # that run once; those of the largest branch of a condition are among them
+    kernels: int           # those of loops once for each turn, and those of a condition's largest branch
     commands: int | None   # that the host sends: CUDA graphs, kernels, copies. None: not an NVIDIA card
-    loops: int             # whose turns the program decides; their bodies are not in the other figures
+    loops: int             # whose turns the program decides: they are not in the other figures
     copies: int            # operations that only copy
     bytes_moved: int
     least_bytes: int       # weights and KV read once

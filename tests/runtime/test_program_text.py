@@ -60,6 +60,7 @@ ENTRY %main (a: f32[1000,8], b: s32[4], c: bf16[1000,8], d: bf16[16,32], e: bf16
   %kernel.1 = (f32[4,8]{1,0}, s32[4]{0}) custom-call(%fusion.1, %b), backend_config={name = "attend"}
   %part = f32[4,8]{1,0} get-tuple-element(%kernel.1), index=0
   %loop = f32[4,8]{1,0} while(%part), condition=%test, body=%body
+  %fixed = f32[4,8]{1,0} while(%loop), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %which = pred[] compare(%zero, %zero), direction=EQ
   ROOT %branch = f32[4,8]{1,0} conditional(%which, %loop, %loop), true_computation=%small, false_computation=%large
 }
@@ -68,16 +69,19 @@ ENTRY %main (a: f32[1000,8], b: s32[4], c: bf16[1000,8], d: bf16[16,32], e: bf16
 
 def test_traffic_by_hand():
     program = Program(TEXT)
-    traffic = {one.operation.name: (one.read, one.written, one.flops) for one in program.traffic()}
+    every = list(program.traffic())
+    traffic = {one.operation.name: (one.read, one.written, one.flops) for one in every}
     assert traffic == {
         "one": (16, 16, 0),
         "fusion.1": (4 * 8 * 4 + 4 * 4, 4 * 8 * 4, 0),  # 4 rows of 1,000, and their indices
         "fusion.2": (16 + 4, 16, 0),                    # one row, in place
         "fusion.3": (2 * (16 + 64) * 32, 4 * 16 * 64, 2 * 16 * 64 * 32),
         "kernel.1": (128 + 16, 128 + 16, 0),
+        "copy.9": (128, 128, 0),                        # in the loop of three turns; the other one is left out
         "which": (4 + 4, 1, 0),
         "copy.8": (128, 128, 0),                        # the larger branch
     }
+    assert [one.operation.name for one in every].count("copy.9") == 3
     assert program.loops() == ["body"]
     assert [one.kernel for one in program.operations() if one.kernel] == ["attend"]
 
