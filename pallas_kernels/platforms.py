@@ -1,6 +1,7 @@
 """Choice of the implementation for a device, and of the form of a Pallas kernel. Only this module knows platforms."""
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -94,6 +95,19 @@ def num_multiprocessors() -> int:
     described = jax.sharding.get_abstract_mesh().abstract_device
     cores = described.num_cores if described is not None else getattr(default_device(), "core_count", None)
     return cores or 132
+
+
+# Names of cards whose blocks have at most 99 KiB of shared memory: compute capabilities 8.6, 8.9 and 12.
+_SMALL_BLOCKS = re.compile(r"\b(A2|A10G?|A16|A40|L4|L40S?|RTX|GeForce)\b")
+
+
+def has_small_blocks() -> bool:
+    """Whether the card that a kernel is traced for has little shared memory: 99 KiB a block, not 163 or 227."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:
+        return _SMALL_BLOCKS.search(described.device_kind) is not None
+    capability = nvidia_capability(default_device())
+    return capability is not None and (capability in ((8, 6), (8, 9)) or capability[0] == 12)
 
 
 def refuse_cpu(device: Any) -> str | None:

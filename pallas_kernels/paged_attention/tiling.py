@@ -10,7 +10,7 @@ import pathlib
 from typing import Any
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.platforms import default_device
+from pallas_kernels.platforms import default_device, has_small_blocks
 
 FILE = pathlib.Path(__file__).with_name("tuning.json")
 
@@ -52,8 +52,10 @@ class Tiling:
         return most if window is None else min(most, -(-(window - 1) // self.min_split_keys) + 1)
 
     @classmethod
-    def by_rule(cls, head_dim: int, itemsize: int) -> "Tiling":
+    def by_rule(cls, head_dim: int, itemsize: int, *, small_blocks: bool = False) -> "Tiling":
         """The rule for shapes that were not tuned. itemsize: bytes of a number in the products.
+
+        small_blocks: of `platforms.has_small_blocks`. A prefill then has no second tile in flight.
 
         A split's result (float32) is under 2% of the 512 keys and values that it read. One row of 4,096 keys and 8 KV
         heads has 64 tasks. Decodes: two tiles of 32 KiB are in flight while a third is used, and three programs fit
@@ -63,7 +65,10 @@ class Tiling:
         """
         if itemsize == 4:
             return cls(16, 32, 16, prefill_warps=8, prefill_stages=2)
-        return cls(32, 64, 32) if head_dim > 128 else cls(64, 128, 64, prefill_warps=8)
+        stages = 2 if small_blocks else 5
+        if head_dim > 128:
+            return cls(32, 64, 32, prefill_stages=stages)
+        return cls(64, 128, 64, prefill_warps=8, prefill_stages=stages)
 
     @classmethod
     def small(cls) -> "Tiling":
@@ -75,7 +80,7 @@ class Tiling:
         """The measured tiling for JAX's default device, or the rule. q, pages: arrays or ShapeDtypeStructs."""
         measured = _measured(FILE).get(default_device().device_kind, {}).get(key(q, pages))
         if measured is None:
-            return cls.by_rule(pages.head_dim, q.dtype.itemsize)
+            return cls.by_rule(pages.head_dim, q.dtype.itemsize, small_blocks=has_small_blocks())
         return cls(**measured["tiling"])
 
 

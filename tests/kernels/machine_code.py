@@ -33,12 +33,12 @@ class Kernel:
         return min(by_registers, SHARED_BYTES // (self.shared_bytes + RESERVED_BYTES))
 
 
-def compile_for_h200(call, arguments, **options):
+def compile_for(target, call, arguments, **options):
     """compiler_options: of XLA. Other options: of `jax.jit`."""
     compiler_options = options.pop("compiler_options", None)
-    sharding = H200.sharding()
+    sharding = target.sharding()
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
-    with H200.tracing():
+    with target.tracing():
         return jax.jit(call, **options).trace(*placed).lower().compile(compiler_options=compiler_options)
 
 
@@ -53,8 +53,8 @@ def tool(name: str) -> pathlib.Path | None:
 
 def kernels_of(call, arguments, folder: pathlib.Path) -> dict[str, Kernel]:
     """The kernels of a program, by name. folder: for files of the compiler."""
-    compile_for_h200(
-        call, arguments, compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
+    compile_for(
+        H200, call, arguments, compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
     )  # fmt: skip
     (sequence,) = folder.glob("*thunk_sequence.txt")
     launch = re.compile(r" (\w+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+),.*shared_memory: (\d+)")

@@ -8,9 +8,10 @@ import re
 
 import pytest
 
+from jpaged.runtime.targets import TARGETS
 from tests.deviceless import H200, marks
 from tests.kernels import lowered
-from tests.kernels.machine_code import compile_for_h200, kernels_of, tool
+from tests.kernels.machine_code import compile_for, kernels_of, tool
 
 pytestmark = marks(H200)
 with_disassembler = pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")
@@ -24,13 +25,19 @@ def kernels(program):
 @pytest.mark.parametrize("max_query_len", [1, 32], ids=["decode", "mixed"])
 @pytest.mark.parametrize("name", lowered.ATTENTION)
 def test_attention_compiles(name, max_query_len):
-    program = compile_for_h200(*lowered.attention(name, max_query_len, "triton"))
+    program = compile_for(H200, *lowered.attention(name, max_query_len, "triton"))
     assert len(kernels(program)) == (2 if max_query_len == 1 else 3)
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "float32-256"])
 def test_the_small_kernels_compile(name):
-    assert len(kernels(compile_for_h200(*lowered.attention(name, 32, "triton_small")))) == 2  # one split: no merge
+    assert len(kernels(compile_for(H200, *lowered.attention(name, 32, "triton_small")))) == 2  # one split: no merge
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "mha-256", "float32-256", "int8"])
+def test_kernels_compile_for_a_card_with_little_shared_memory(name):
+    """An L4's blocks have 99 KiB."""
+    assert len(kernels(compile_for(TARGETS["l4"], *lowered.attention(name, 32, "triton")))) == 3
 
 
 @with_disassembler
@@ -75,7 +82,7 @@ def test_writes_compile_and_stay_in_place(name):
         call, arguments = lowered.writing_qkv(name, "triton")
     else:
         call, arguments = lowered.writing(*lowered.WRITES[name], "triton")
-    program = compile_for_h200(call, arguments, donate_argnums=0)
+    program = compile_for(H200, call, arguments, donate_argnums=0)
     pages = arguments[0]
     memory = program.memory_analysis()
     assert len(kernels(program)) == 1

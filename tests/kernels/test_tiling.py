@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVPages
+from pallas_kernels import KVPages, platforms
 from pallas_kernels.paged_attention import tiling
 from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.paged_attention.triton_decode import splits_of_rows
@@ -37,7 +37,7 @@ def test_measured_shapes_use_their_tiling_and_others_the_rule(monkeypatch, tmp_p
     monkeypatch.setattr(tiling, "FILE", file)
     assert Tiling.choose(*call()) == measured
     assert Tiling.choose(*call(q_heads=16)) == Tiling.by_rule(128, 4) != measured
-    monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"device_kind": "another card"})])
+    monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"device_kind": "another card", "platform": "gpu"})])
     assert Tiling.choose(*call()) == Tiling.by_rule(128, 4)
 
 
@@ -45,6 +45,20 @@ def test_measured_shapes_use_their_tiling_and_others_the_rule(monkeypatch, tmp_p
 def test_splits_grow_with_the_row(keys, sizes):
     """At most 32 splits with 8 KV heads."""
     assert Tiling.by_rule(128, 2).longer_splits(keys, 8) == sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "small"),
+    [("NVIDIA L4", True), ("NVIDIA L40S", True), ("NVIDIA A10", True), ("NVIDIA GeForce RTX 4090", True),
+     ("NVIDIA A100-SXM4-80GB", False), ("NVIDIA H200", False), ("NVIDIA H100 80GB HBM3", False)],
+)  # fmt: skip
+def test_cards_with_little_shared_memory_are_known(kind, small):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=58, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        assert platforms.has_small_blocks() == small
+        assert platforms.num_multiprocessors() == 58
+        assert Tiling.choose(*call()).prefill_stages == 2  # float32
+        assert (Tiling.by_rule(128, 2, small_blocks=small).prefill_stages == 2) == small
 
 
 def test_splits_of_rows_follow_their_lengths():
