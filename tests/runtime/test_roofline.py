@@ -38,7 +38,7 @@ def test_a_layer_adds_its_weights_its_kv_and_twelve_kernels(target):
     weights = 2 * 1024 * (4 * 8 * 128 + 16 * 128 + 3 * 3072)
     added = decode.least_bytes - two.programs[0].least_bytes
     assert added == weights + 64 * 1000 * KV + 2 * 2 * 128
-    assert decode.least_bytes < decode.bytes_moved < 1.1 * decode.least_bytes
+    assert decode.least_bytes < decode.bytes_moved < 1.15 * decode.least_bytes
     assert decode.seconds > decode.least_seconds > 0
     assert three.steps[0].greedy_seconds == decode.seconds + greedy.seconds
     assert random.seconds >= greedy.seconds
