@@ -13,8 +13,8 @@ from pallas_kernels import KVPages, paged_attention, self_check
 from pallas_kernels.paged_attention.tiling import Tiling
 from tests.deviceless import H200
 from tests.kernels import lowered
+from tests.kernels.machine_code import compile_for
 from tests.kernels.oracle import DECODES, TOLERANCE, Shape, attend, expected, make_case
-from tests.kernels.test_compiling import compile_for_h200
 from tests.kernels.test_lowering import lower_for
 
 has_interpreter = pytest.mark.skipif(
@@ -108,6 +108,6 @@ def test_compiles_for_an_h200(name):
         pages = KVPages(pages.data.at[0, :, :, 0].add(1.0))
         return attention(q * 2, pages, *rest) + 1, pages
 
-    memory = compile_for_h200(step, arguments, donate_argnums=1).memory_analysis()
+    memory = compile_for(H200, step, arguments, donate_argnums=1).memory_analysis()
     assert memory.temp_size_in_bytes < arguments[1].num_bytes / 2
     assert memory.alias_size_in_bytes >= arguments[1].num_bytes
