@@ -37,7 +37,8 @@ def test_measured_shapes_use_their_tiling_and_others_the_rule(monkeypatch, tmp_p
     monkeypatch.setattr(tiling, "FILE", file)
     assert Tiling.choose(*call()) == measured
     assert Tiling.choose(*call(q_heads=16)) == Tiling.by_rule(128, 4) != measured
-    monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"device_kind": "another card", "platform": "gpu"})])
+    another = type("Device", (), {"device_kind": "another card", "platform": "gpu"})
+    monkeypatch.setattr(jax, "devices", lambda: [another])
     assert Tiling.choose(*call()) == Tiling.by_rule(128, 4)
 
 
