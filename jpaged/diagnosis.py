@@ -11,7 +11,13 @@ PACKAGES = (
     "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "numpy", "numba", "llvmlite", "transformers",
     "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvcc",
 )  # fmt: skip
-VARIABLES = ("JAX_", "XLA_", "CUDA_", "NVIDIA_", "TPU_", "LD_LIBRARY_PATH")  # begins of their names
+# Exact names, not beginnings of names: NVIDIA_API_KEY and its like are secrets.
+VARIABLES = (
+    "JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_TRACEBACK_FILTERING", "JAX_DISABLE_JIT",
+    "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR", "CUDA_VISIBLE_DEVICES", "CUDA_HOME",
+    "NVIDIA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "TF_CPP_MIN_LOG_LEVEL",
+)  # fmt: skip
 SHAPES = {  # of attention: query heads, KV heads, head_dim, dtype
     "llama": (32, 8, 128, "bfloat16"), "qwen2": (14, 2, 64, "bfloat16"), "gemma": (8, 4, 256, "bfloat16"),
     "float32": (8, 2, 64, "float32"),
@@ -28,8 +34,8 @@ def diagnose() -> dict[str, Any]:
         import jax
 
         device = jax.devices()[0]
-    except Exception:  # JAX raises many types for a driver that it cannot use
-        return facts | {"problem": traceback.format_exc(limit=1), "device": {}, "checks": []}
+    except Exception as error:  # JAX raises many types for a driver that it cannot use
+        return facts | {"problem": cards.cannot_start(error), "device": {}, "checks": []}
     facts |= {"problem": cards.problem(device.platform), "device": _device(device)}
     return facts | {"checks": _checks(device)}
 
@@ -45,7 +51,7 @@ def _versions() -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def _device(device: Any) -> dict[str, Any]:

@@ -171,8 +171,23 @@ def plan(
         kind = with_memory(kind, device_memory)
     device = "an NVIDIA GPU" if target is None and kind is not None else None
     platform = None if kind is None else kind.platform
+    if kind is None:
+        _start_device(config)
     described = describe(config, platform)
     return _plan(config, described, kind, device, tuple(request_lens), roofline_context, progress=progress)
+
+
+def _start_device(config: EngineConfig) -> None:
+    """Start JAX's own device, with the share of its memory that an engine claims. Raises ModelLoadError."""
+    import jax
+
+    from jpaged.runtime import cards, memory
+
+    memory.claim_gpu_memory(config)
+    try:
+        jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that does not start
+        raise ModelLoadError(cards.cannot_start(error)) from error
 
 
 def _plan(
@@ -194,7 +209,6 @@ def _plan(
     from jpaged.runtime.placement import Placement
 
     if target is None:
-        memory.claim_gpu_memory(config)
         device = jax.devices()[0]
         placement = Placement.single(device)
     else:

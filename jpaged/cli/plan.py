@@ -121,6 +121,7 @@ def _roofline_lines(roofline: Any) -> list[str]:
     lines = [
         f"predicted for {roofline.device}, from the compiled programs. Estimates: nothing was run. Matrix products are",
         "not tuned without a device. A limit is the time to read the weights and the KV once, or of the products.",
+        "Loops whose turns the program decides are not counted. Experts count as if all were read.",
         "",
         f"{'program':38}{'kernels':>8}{'commands':>9}{'loops':>6}{'GB moved':>9}{'at least':>9}{'ms':>8}{'limit':>8}",
     ]

@@ -15,7 +15,8 @@ from jpaged.cli.results import check_writable, machine, write_json
 class Report:
     """Check the kernels on this machine's device and write a report: versions, device, driver, results, errors.
 
-    Attach the file to an issue. It holds no prompts, no paths of models and no keys. Takes a minute.
+    Attach the file to an issue. It holds no prompts and no models, and of the environment only variables that set up
+    JAX and the device. Takes a minute or two.
 
     Example: jpaged report
     """
@@ -26,7 +27,7 @@ class Report:
     """Write the report to this file, as JSON. Default: jpaged-report.json."""
 
     def run(self) -> int:
-        """Check, print and write. The exit status is 1 if a check failed."""
+        """Check, print and write. The exit status is 1 if a check failed, or if no device starts."""
         check_writable(self.output, "output")
         from jpaged.diagnosis import diagnose
 
@@ -35,12 +36,13 @@ class Report:
         print(text_of(found))
         write_json(self.output, found)
         print(f"written to {self.output}")
-        return 1 if any("error" in check for check in found["checks"]) else 0
+        return 1 if not found["checks"] or any("error" in check for check in found["checks"]) else 0
 
 
 def text_of(found: dict[str, Any]) -> str:
     """The report in lines."""
-    lines = [", ".join(f"{name} {value}" for name, value in found["machine"].items())]
+    about = found["machine"] or found["versions"]
+    lines = [", ".join(f"{name} {value}" for name, value in about.items())]
     if found["nvidia_driver"]:
         lines.append(f"NVIDIA driver {found['nvidia_driver']}")
     if found["problem"]:

@@ -78,9 +78,8 @@ def build_engine(
     claim_gpu_memory(config)  # before the first use of a device
     try:
         problem = cards.problem(jax.default_backend())
-    except RuntimeError as error:  # JAX_PLATFORMS names a platform that does not start
-        reason = cards.problem("cpu") or "JAX_PLATFORMS, if it is set, names the device"
-        raise ModelLoadError(f"JAX cannot start: {str(error).splitlines()[0]}; {reason}") from error
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that does not start
+        raise ModelLoadError(cards.cannot_start(error)) from error
     if problem:
         logger.warning("running on CPU: %s", problem)
     refuse_tracing(*jax.tree.leaves(params))

@@ -20,6 +20,13 @@ def driver_version() -> str | None:
     return found[1] if found else None
 
 
+def cannot_start(error: Exception) -> str:
+    """One sentence for an error of JAX's when it starts a device. Some of them have no text."""
+    lines = str(error).strip().splitlines()
+    reason = problem("cpu") or "set JAX_PLATFORMS to a platform that this machine has, or unset it"
+    return f"JAX cannot start a device ({lines[0] if lines else type(error).__name__}): {reason}"
+
+
 def problem(platform: str) -> str | None:
     """Why an NVIDIA card of this machine is not used. None: it is used, or there is none.
 

@@ -21,10 +21,12 @@ def advice(error: BaseException, config: EngineConfig, device_bytes: int | None)
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
         return None
+    if re.search(r"shared memory|vmem|scoped memory", text, re.IGNORECASE):  # of a kernel: a smaller pool does not help
+        return None
     found = _NUMBER.search(text)
     missing = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     what = f"{missing / 2**30:.2f} GiB could not be allocated" if found else text.strip().splitlines()[0][:200]
-    if device_bytes is None:
+    if not device_bytes:
         return f"no memory is left: {what}. Lower kv_cache_memory_bytes, or max_num_batched_tokens"
     share = max(missing * _SPARE, 2**28) / device_bytes
     lower = math.floor(100 * (config.gpu_memory_utilization - share)) / 100

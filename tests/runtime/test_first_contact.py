@@ -12,6 +12,7 @@ import pytest
 from jpaged import diagnosis, planning
 from jpaged.cli import main
 from jpaged.errors import ModelLoadError
+from jpaged.frontend.build import build_engine
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.runtime import cards
 from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
@@ -88,6 +89,7 @@ GIB = 2**30
         ("RESOURCE_EXHAUSTED: Out of memory allocating 9", None, "no memory is left: .*Lower kv_cache_memory_bytes"),
         ("RESOURCE_EXHAUSTED: Failed to allocate 90.00GiB", 80 * GIB, "full: 90.00 GiB .*Free memory on it, or lower"),
         ("INTERNAL: something else", 80 * GIB, None),
+        ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: 262144 > 232448", 80 * GIB, None),
     ],
 )  # fmt: skip
 def test_what_to_lower_when_memory_is_missing(message, device_bytes, sentence):
@@ -139,6 +141,7 @@ def test_why_a_card_is_not_used(monkeypatch, tmp_path, driver, plugins, sentence
 def test_the_report_holds_results_and_errors(planted, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(diagnosis, "SHAPES", {"small": (4, 2, 16, "float32")})
     monkeypatch.setenv("JAX_TRACEBACK_FILTERING", "auto")
+    monkeypatch.setenv("NVIDIA_API_KEY", "a secret")
     file = tmp_path / "report.json"
     assert main(["report", "--output", str(file)]) == 1
     printed = capsys.readouterr().out
@@ -150,4 +153,25 @@ def test_the_report_holds_results_and_errors(planted, monkeypatch, tmp_path, cap
     assert "agrees with the reference" in printed
     assert found["versions"]["jax"] == jax.__version__
     assert found["environment"]["JAX_TRACEBACK_FILTERING"] == "auto"
+    assert "a secret" not in file.read_text()
     assert main(["report", "--output", str(tmp_path / "no/such/folder")]) == 2
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initialize backend 'cuda': no card")])
+def test_a_platform_that_does_not_start_is_one_sentence(monkeypatch, tmp_path, capsys, error):
+    """JAX_PLATFORMS=cuda without a card is a bare AssertionError in JAX."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setattr(jax, "default_backend", fail)
+    sentence = r"JAX cannot start a device \((AssertionError|Unable to initialize .*)\): set JAX_PLATFORMS"
+    with pytest.raises(ModelLoadError, match=sentence):
+        planning.plan("demo")
+    with pytest.raises(ModelLoadError, match=sentence):
+        build_engine("demo", None, {}, progress=False)
+    file = tmp_path / "report.json"
+    assert main(["report", "--output", str(file)]) == 1
+    assert re.search(sentence, capsys.readouterr().out)
+    assert "Traceback" not in file.read_text()
