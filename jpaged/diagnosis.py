@@ -7,6 +7,8 @@ import time
 import traceback
 from typing import Any
 
+from jpaged.errors import first_line
+
 PACKAGES = (
     "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "numpy", "numba", "llvmlite", "transformers",
     "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvcc",
@@ -90,6 +92,6 @@ def _checks(device: Any) -> list[dict[str, Any]]:
             )
             result["difference"] = max(errors.values())
         except Exception as error:  # compilers and drivers raise many types
-            result |= {"error": (str(error).strip().splitlines() or [""])[0], "traceback": traceback.format_exc()}
+            result |= {"error": first_line(error), "traceback": traceback.format_exc()}
         checks.append(result | {"seconds": time.perf_counter() - begin})
     return checks

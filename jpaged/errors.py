@@ -29,6 +29,12 @@ def shown(value: object) -> str:
     return _cut(_shortened.repr(value))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text for a message, cut to SHOWN characters; its type if it has no text."""
+    lines = str(error).strip().splitlines()
+    return _cut(lines[0] if lines else type(error).__name__)
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 

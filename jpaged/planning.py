@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
-from jpaged.errors import ModelLoadError, RequestError
+from jpaged.errors import ModelLoadError, RequestError, first_line
 from jpaged.frontend.engine_options import engine_config
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def plan(
     if roofline_context is not None and (target is None or target == "cpu") and device_memory is None:
         raise RequestError("roofline", target, "needs a GPU or TPU as --target: h200, a100, l4, v5e and so on")
     from jpaged.loading.described import describe
+    from jpaged.runtime.memory import start_backend
     from jpaged.runtime.targets import TARGETS, with_memory
 
     if target is not None and target not in TARGETS:
@@ -172,22 +173,9 @@ def plan(
     device = "an NVIDIA GPU" if target is None and kind is not None else None
     platform = None if kind is None else kind.platform
     if kind is None:
-        _start_device(config)
+        start_backend(config)
     described = describe(config, platform)
     return _plan(config, described, kind, device, tuple(request_lens), roofline_context, progress=progress)
-
-
-def _start_device(config: EngineConfig) -> None:
-    """Start JAX's own device, with the share of its memory that an engine claims. Raises ModelLoadError."""
-    import jax
-
-    from jpaged.runtime import cards, memory
-
-    memory.claim_gpu_memory(config)
-    try:
-        jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that does not start
-        raise ModelLoadError(cards.cannot_start(error)) from error
 
 
 def _plan(
@@ -285,7 +273,7 @@ def _temporaries(
             with cached, tracing:
                 shape, num_bytes = blueprint.largest_temporaries(free)
         except Exception as error:  # XLA's own errors: mostly a program that does not fit into the target's memory
-            why = f"its compiler refused the program: {str(error).strip().splitlines()[0][:200]}"
+            why = f"its compiler refused the program: {first_line(error)}"
             logger.warning("%s: %s", kind, why)
         else:
             how = f"the program was compiled for {kind}"

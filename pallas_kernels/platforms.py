@@ -87,12 +87,17 @@ def nvidia_capability(device: Any) -> tuple[int, int] | None:
     return (int(major), int(minor)) if device.platform == "gpu" and major.isdigit() and minor.isdigit() else None
 
 
+def _described_device() -> jax.sharding.AbstractDevice | None:
+    """The device of the mesh that a kernel is traced in, as for a card that is missing; None without such a mesh."""
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
 def num_multiprocessors() -> int:
     """Multiprocessors of the card that a kernel is traced for: of the mesh's device if it has one, else of JAX's first.
 
     132, as on an H200, where neither says it.
     """
-    described = jax.sharding.get_abstract_mesh().abstract_device
+    described = _described_device()
     cores = described.num_cores if described is not None else getattr(default_device(), "core_count", None)
     return cores or 132
 
@@ -103,7 +108,7 @@ _SMALL_BLOCKS = re.compile(r"\b(A2|A10G?|A16|A40|L4|L40S?|RTX|GeForce)\b")
 
 def has_small_blocks() -> bool:
     """Whether the card that a kernel is traced for has little shared memory: 99 KiB a block, not 163 or 227."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
+    described = _described_device()
     if described is not None:
         return _SMALL_BLOCKS.search(described.device_kind) is not None
     capability = nvidia_capability(default_device())

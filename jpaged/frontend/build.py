@@ -72,15 +72,10 @@ def build_engine(
         from jpaged.loading import valid_token_mask
         from jpaged.runtime import cards
         from jpaged.runtime.compile_cache import persistent_cache
-        from jpaged.runtime.memory import claim_gpu_memory
+        from jpaged.runtime.memory import start_backend
         from jpaged.runtime.runner import ModelRunner
 
-    claim_gpu_memory(config)  # before the first use of a device
-    try:
-        problem = cards.problem(jax.default_backend())
-    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that does not start
-        raise ModelLoadError(cards.cannot_start(error)) from error
-    if problem:
+    if problem := cards.problem(start_backend(config)):
         logger.warning("running on CPU: %s", problem)
     refuse_tracing(*jax.tree.leaves(params))
     # quantising compiles small programs

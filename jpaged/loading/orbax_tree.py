@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ModelLoadError, first_line
 from jpaged.loading.weights import aligned_empty
 
 _MAPPED = ts.Context({"file_io_mode": {"mode": "memmap"}})
@@ -66,7 +66,7 @@ def check_tree(folder: Path) -> StoredTree:
             leaf = jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
             grid = [divmod(size, piece) for size, piece in zip(shape, chunks, strict=True)]
         except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise _damaged(file, f"it cannot be read ({_first_line(error)})") from error
+            raise _damaged(file, f"it cannot be read ({first_line(error)})") from error
         if compressor is not None or any(rest for _, rest in grid):
             raise _damaged(file, "the leaf is not in equal, uncompressed pieces")
         wanted = math.prod(chunks) * leaf.dtype.itemsize
@@ -107,7 +107,7 @@ def read_leaf(folder: Path, name: str) -> np.ndarray:
         store = ts.open(_spec(folder / name), open=True, context=_MAPPED).result()
         return store.read().result()
     except Exception as error:  # tensorstore raises several types for damaged files
-        raise _damaged(folder / name, f"it cannot be read ({_first_line(error)})") from error
+        raise _damaged(folder / name, f"it cannot be read ({first_line(error)})") from error
 
 
 def leaf_name(path: Sequence[Any]) -> str:
@@ -210,8 +210,4 @@ def _metadata(file: Path, *keys: str) -> list[Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
         return [values[key] for key in keys]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(file, f"it cannot be read ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise _damaged(file, f"it cannot be read ({first_line(error)})") from error

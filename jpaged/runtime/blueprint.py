@@ -19,7 +19,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ModelLoadError, first_line
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
@@ -203,15 +203,16 @@ class Blueprint:
                 attempt.check_attention(device)
             except Exception as error:  # wrong results, or a kernel that does not compile or run on this device
                 cpu.discard()
-                failures.append(f"{name}: {_first_line(error)}")
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                failures.append(f"{name}: {reason}")
                 if named:
                     raise ModelLoadError(
                         f"attention_implementation={name!r} does not work on {device.device_kind}: "
-                        f"{_first_line(error)}; leave it out to try others"
+                        f"{reason}; leave it out to try others"
                     ) from error
                 logger.error(
                     "attention %r does not work on %s, so another implementation is tried: %s. `jpaged report` writes "
-                    "what is needed to find out why", name, device.device_kind, _first_line(error),
+                    "what is needed to find out why", name, device.device_kind, reason,
                 )  # fmt: skip
             else:
                 if failures:
@@ -333,10 +334,6 @@ def _dtype(model: ServedModel) -> np.dtype:
 def _kernels(model: ServedModel, config: EngineConfig) -> tuple[str, ...]:
     """Modules of the native kernels that a model's programs may call on CPU."""
     return kernels_of_model(quantized=config.quantization is not None, experts=model.spec.experts is not None)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
 
 
 def _attention_call(model: ServedModel, limits: memory.Limits) -> tuple[Any, ...]:

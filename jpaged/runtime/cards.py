@@ -4,6 +4,8 @@ import importlib.util
 import pathlib
 import re
 
+from jpaged.errors import first_line
+
 # NVIDIA's kernel driver writes its version here. Linux only.
 VERSION_FILE = pathlib.Path("/proc/driver/nvidia/version")
 # Oldest driver of each plugin: NVIDIA's CUDA toolkit release notes, "minor version compatibility".
@@ -22,9 +24,13 @@ def driver_version() -> str | None:
 
 def cannot_start(error: Exception) -> str:
     """One sentence for an error of JAX's when it starts a device. Some of them have no text."""
-    lines = str(error).strip().splitlines()
     reason = problem("cpu") or "set JAX_PLATFORMS to a platform that this machine has, or unset it"
-    return f"JAX cannot start a device ({lines[0] if lines else type(error).__name__}): {reason}"
+    return f"JAX cannot start a device ({first_line(error)}): {reason}"
+
+
+def installed_plugins() -> list[str]:
+    """JAX's plugins for NVIDIA that are installed, newest first."""
+    return [name for name in OLDEST_DRIVER if importlib.util.find_spec(name)]
 
 
 def problem(platform: str) -> str | None:
@@ -35,7 +41,7 @@ def problem(platform: str) -> str | None:
     driver = driver_version()
     if platform != "cpu" or driver is None:
         return None
-    plugins = [name for name in OLDEST_DRIVER if importlib.util.find_spec(name)]
+    plugins = installed_plugins()
     if not plugins:
         return "this machine has an NVIDIA card, but JAX's plugin for it is missing: pip install 'jax[cuda13]'"
     oldest, plugin = OLDEST_DRIVER[plugins[0]], plugins[0].removesuffix("_plugin").replace("jax_", "")

@@ -18,6 +18,7 @@ from jpaged.config import LOGPROBS_MODES, EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, max_blocks
 from jpaged.models.spec import DecoderSpec, Params
+from jpaged.runtime import cards
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes
@@ -314,15 +315,25 @@ def claim_gpu_memory(config: EngineConfig) -> None:
     if JAX has started already, or if the caller has set the share.
     """
     said = any(name in os.environ for name in _GPU_MEMORY_VARIABLES) or jax.config.jax_pjrt_client_create_options
-    installed = [name for name in _NVIDIA_PLUGINS if importlib.util.find_spec(name)]
-    if said or not installed or importlib.util.find_spec("libtpu") or backends_are_started():
+    if said or not cards.installed_plugins() or importlib.util.find_spec("libtpu") or backends_are_started():
         return
     if 0 < config.gpu_memory_utilization <= 1:  # `decide_limits` refuses other values
         share = (1 + config.gpu_memory_utilization) / 2
         jax.config.update("jax_pjrt_client_create_options", {_FRACTION: share})
 
 
-_NVIDIA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+def start_backend(config: EngineConfig) -> str:
+    """Start JAX with its share of a GPU's memory. Returns the platform of the default device.
+
+    Raises ModelLoadError if no device starts: JAX_PLATFORMS names a platform that this machine does not have.
+    """
+    claim_gpu_memory(config)
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a backend was found
+        raise ModelLoadError(cards.cannot_start(error)) from error
+
+
 # Variables that set JAX's share, or that switch its pool off.
 _GPU_MEMORY_VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator
 
 from jpaged.config import EngineConfig
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ModelLoadError, first_line
 
 _NUMBER = re.compile(r"allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -25,7 +25,7 @@ def advice(error: BaseException, config: EngineConfig, device_bytes: int | None)
         return None
     found = _NUMBER.search(text)
     missing = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    what = f"{missing / 2**30:.2f} GiB could not be allocated" if found else text.strip().splitlines()[0][:200]
+    what = f"{missing / 2**30:.2f} GiB could not be allocated" if found else first_line(error)
     if not device_bytes:
         return f"no memory is left: {what}. Lower kv_cache_memory_bytes, or max_num_batched_tokens"
     share = max(missing * _SPARE, 2**28) / device_bytes

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_pages, expect_static
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import cpu, mosaic_tpu, reference, triton, xla
-from pallas_kernels.platforms import Implementation, candidates, choose, compiled_on, pick
+from pallas_kernels.paged_attention.tiling import Tiling
+from pallas_kernels.platforms import Implementation, candidates, compiled_on, pick
 
 
 def _mosaic_gpu(name: str) -> Callable[..., Any]:
@@ -33,7 +34,7 @@ IMPLEMENTATIONS = {
     "cpu": Implementation(cpu.paged_attention, cpu.refuse),
     "triton": Implementation(compiled_on("cuda", triton.paged_attention), triton.refuse),
     "triton_small": Implementation(
-        compiled_on("cuda", functools.partial(triton.paged_attention, small=True)), triton.refuse
+        compiled_on("cuda", functools.partial(triton.paged_attention, tiling=Tiling.small())), triton.refuse
     ),
     "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.paged_attention), mosaic_tpu.refuse),
     "mosaic_gpu": Implementation(_mosaic_gpu("paged_attention"), _mosaic_gpu("refuse")),
@@ -55,7 +56,7 @@ def choose_implementation(device: Any, q: Any, pages: KVPages, block_tables: Any
 
     q, pages, block_tables: arrays or ShapeDtypeStructs. max_query_len: as in `paged_attention`.
     """
-    return choose(IMPLEMENTATIONS, device, q, pages, block_tables, max_query_len)
+    return usable_implementations(device, q, pages, block_tables, max_query_len)[0]
 
 
 def paged_attention(

@@ -38,16 +38,15 @@ def paged_attention(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
     tiling: Tiling | None = None,
-    small: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See `pallas_kernels.paged_attention`.
 
-    tiling: None: chosen by device and shape. small: `Tiling.small`, for devices where that one fails.
-    interpret: run the kernels in XLA operations, on any platform.
+    tiling: None: chosen by device and shape. interpret: run the kernels in XLA operations, on any platform.
     """
     problem = Problem(
         scale=scale,
+        kv_heads=pages.num_kv_heads,
         q_per_kv=q.shape[1] // pages.num_kv_heads,
         head_dim=q.shape[2],
         block_size=pages.block_size,
@@ -57,7 +56,7 @@ def paged_attention(
         has_sinks=sinks is not None,
         has_slopes=alibi_slopes is not None,
         scales={INT8: "token", FP8: "head"}.get(pages.dtype, "none"),
-        tiling=Tiling.small() if small else tiling or Tiling.choose(q, pages),
+        tiling=tiling or Tiling.choose(q, pages),
         interpret=interpret,
     )
     # absent arrays have a placeholder, so that each kernel has one signature

@@ -37,9 +37,9 @@ MERGE_PROGRAMS = 16  # per multiprocessor, of one warp each
 def decode(problem: Problem, given: Given, out: Array | None) -> Array:
     """The output of rows of one token. out: the result of `prefill`, completed in place; None: only decodes."""
     num_rows, q_heads = given.lens.shape[0], given.q.shape[1]
-    kv_heads, tiling = q_heads // problem.q_per_kv, problem.tiling
+    kv_heads, tiling = problem.kv_heads, problem.tiling
     splits = tiling.splits(problem.table_keys, problem.window, kv_heads)
-    ends = jnp.cumsum(splits_of_rows(problem, given.lens, given.starts, kv_heads))
+    ends = jnp.cumsum(splits_of_rows(problem, given.lens, given.starts))
     multiprocessors = num_multiprocessors()
     programs, mergers = multiprocessors * tiling.decode_programs, multiprocessors * MERGE_PROGRAMS
     if problem.interpret:
@@ -52,7 +52,7 @@ def decode(problem: Problem, given: Given, out: Array | None) -> Array:
             jax.ShapeDtypeStruct((splits, num_rows, q_heads), jnp.float32),
         ]
     out, *parts = pl.pallas_call(
-        functools.partial(_decode_kernel, problem=problem, kv_heads=kv_heads),
+        functools.partial(_decode_kernel, problem=problem),
         shapes, grid=(min(programs, num_rows * kv_heads * splits),), interpret=problem.interpret, name="paged_decode",
         compiler_params=plgpu.CompilerParams(num_warps=tiling.decode_warps, num_stages=tiling.decode_stages),
         input_output_aliases={len(given) + 1: 0} if before else {},
@@ -69,20 +69,20 @@ def decode(problem: Problem, given: Given, out: Array | None) -> Array:
 
 
 def splits_of_rows(
-    problem: Problem, context_lens: Int[Array, " rows"], query_start_loc: Int[Array, " rows_plus_1"], kv_heads: int
+    problem: Problem, context_lens: Int[Array, " rows"], query_start_loc: Int[Array, " rows_plus_1"]
 ) -> Int[Array, " rows"]:
     """Number of splits of each row: 0 for rows that are empty or have several tokens."""
-    size = _split_keys(problem, context_lens, kv_heads)
+    size = _split_keys(problem, context_lens)
     splits = (context_lens + size - 1) // size - _first_key(problem, context_lens) // size
     one_token = query_start_loc[1:] - query_start_loc[:-1] == 1
     return jnp.where(one_token & (context_lens > 0), splits, 0)
 
 
-def _split_keys(problem: Problem, length: Array, kv_heads: int) -> Array:
+def _split_keys(problem: Problem, length: Array) -> Array:
     """Keys of each split of a row. It doubles for rows that would have more than the most splits."""
     tiling = problem.tiling
-    most, size = tiling.max_splits(kv_heads), jnp.full(length.shape, tiling.min_split_keys, jnp.int32)
-    for keys in tiling.longer_splits(problem.table_keys, kv_heads):
+    most, size = tiling.max_splits(problem.kv_heads), jnp.full(length.shape, tiling.min_split_keys, jnp.int32)
+    for keys in tiling.longer_splits(problem.table_keys, problem.kv_heads):
         size = jnp.where(length > keys // 2 * most, keys, size)
     return size
 
@@ -92,10 +92,10 @@ def _first_key(problem: Problem, length: Array) -> Array:
     return jnp.zeros_like(length) if problem.window is None else jnp.maximum(length - problem.window, 0)
 
 
-def _decode_kernel(ends_ref: Ref, *refs: Ref, problem: Problem, kv_heads: int) -> None:
+def _decode_kernel(ends_ref: Ref, *refs: Ref, problem: Problem) -> None:
     """Every n-th task of the call."""
     given, rest = Given(*refs[: len(Given._fields)]), refs[len(Given._fields) :]
-    num_rows = given.lens.shape[0]
+    num_rows, kv_heads = given.lens.shape[0], problem.kv_heads
     outputs = rest[-3:] if len(rest) >= 3 else rest[-1:]  # before them: the output of prefill, which is `outputs[0]`
     programs, program = pl.num_programs(0), pl.program_id(0)
     lane = jnp.arange(pl.next_power_of_2(num_rows))
@@ -107,7 +107,7 @@ def _decode_kernel(ends_ref: Ref, *refs: Ref, problem: Problem, kv_heads: int) -
         passed = (ends <= split_index) & (lane < num_rows)
         row = passed.sum(dtype=jnp.int32)
         part = split_index - jnp.where(passed, ends, 0).max()
-        _attend_split(problem, given, outputs, row, index - split_index * kv_heads, part, kv_heads)
+        _attend_split(problem, given, outputs, row, index - split_index * kv_heads, part)
         return carry
 
     tasks = ends_ref[num_rows - 1] * kv_heads
@@ -115,11 +115,11 @@ def _decode_kernel(ends_ref: Ref, *refs: Ref, problem: Problem, kv_heads: int) -
 
 
 def _attend_split(
-    problem: Problem, given: Given, outputs: tuple[Ref, ...], row: Array, head: Array, part: Array, kv_heads: int
+    problem: Problem, given: Given, outputs: tuple[Ref, ...], row: Array, head: Array, part: Array
 ) -> None:
     """One split of a row, numbered from the first one that its query sees, and one KV head."""
     first, length = given.starts[row], given.lens[row]
-    split_keys, first_key = _split_keys(problem, length, kv_heads), _first_key(problem, length)
+    split_keys, first_key = _split_keys(problem, length), _first_key(problem, length)
     first_split = lax.div(first_key, split_keys)
     begin = jnp.maximum((first_split + part) * split_keys, first_key)
     end = jnp.minimum((first_split + part + 1) * split_keys, length)

@@ -41,6 +41,7 @@ class Problem:
     """The static facts of a call."""
 
     scale: float
+    kv_heads: int
     q_per_kv: int
     head_dim: int
     block_size: int

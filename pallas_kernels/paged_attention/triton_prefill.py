@@ -41,7 +41,7 @@ def prefill(problem: Problem, given: Given) -> Array:
     return pl.pallas_call(
         functools.partial(_prefill_kernel, problem=problem, tile_tokens=tile_tokens),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(tile_row.shape[0], q.shape[1] // problem.q_per_kv),
+        grid=(tile_row.shape[0], problem.kv_heads),
         compiler_params=plgpu.CompilerParams(num_warps=tiling.prefill_warps, num_stages=tiling.prefill_stages),
         interpret=problem.interpret,
         name="paged_prefill",

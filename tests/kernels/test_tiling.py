@@ -65,14 +65,14 @@ def test_cards_with_little_shared_memory_are_known(kind, small):
 def test_splits_of_rows_follow_their_lengths():
     """One row of 4,096 keys has 64 tasks with 8 KV heads, however long other requests may be."""
     problem = Problem(
-        scale=1.0, q_per_kv=4, head_dim=128, block_size=16, table_keys=131_072, window=None, softcap=None,
+        scale=1.0, kv_heads=8, q_per_kv=4, head_dim=128, block_size=16, table_keys=131_072, window=None, softcap=None,
         has_sinks=False, has_slopes=False, scales="none", tiling=Tiling.by_rule(128, 2), interpret=True,
     )  # fmt: skip
 
     def splits(problem):
         lens = jnp.asarray([0, 1, 512, 513, 4096, 16384, 16385, 131_072, 5000])
         starts = jnp.asarray([0, 0, 1, 2, 3, 4, 5, 6, 7, 9])  # the first row is empty, the last one has two tokens
-        return splits_of_rows(problem, lens, starts, 8).tolist()
+        return splits_of_rows(problem, lens, starts).tolist()
 
     assert splits(problem) == [0, 1, 1, 2, 4096 // 512, 32, 17, 32, 0]
     # a window of 600 keys, in splits that begin at multiples of their size
