@@ -1,27 +1,70 @@
-"""Measures the host side: a step of the engine, a block of the pool, a token of text. Needs no model and no device.
+"""Measures the host side: a step of the engine, a call of a program, a block of the pool, a token of text.
 
     python benchmarks/host_overhead.py
 
-Prints a table and the machine. The runner does nothing, so an engine step consists of host time only.
+Prints tables and the machine. Needs no model and no accelerator. `engine step` has a runner that does nothing.
+`engine and runner` has the real runner, with the weights' leaves of Llama 3.1 8B and programs that compute nothing.
+`clock` and `processor` are the least of several rounds: other programs on the machine only add to them.
 """
 
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import gc
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import prometheus_client
 from tokenizers import Tokenizer, decoders, models
 
-from jpaged.engine.engine import Engine
-from jpaged.engine.inspect import capture
+from jpaged import async_llm
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine, EngineOptions
+from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.detokenizer import TextDecoder, WindowDecoder, text_decoder
-from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
-from jpaged.params.sampling import SamplingParams
+from jpaged.engine.output.output_processor import OutputProcessor
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.step_plan import RowMask, SamplerVariant, StepPlan, StepResult
+from jpaged.frontend.build import BuiltEngine
+from jpaged.metrics import TOKEN_BOUNDS, Histogram, ProgramFigures
+from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.params.sampling import RequestOutputKind, SamplingParams
+from jpaged.runtime import output_programs, step
+from jpaged.runtime import runner as runner_module
+from jpaged.runtime.runner import ModelRunner
 
+# The layers and matrices of Llama 3.1 8B, each of them tiny: a call's cost follows the number of arrays.
+MANY_LEAVES = DecoderSpec(
+    vocab_size=256, hidden_size=64, intermediate_size=64, num_layers=32, num_heads=4, num_kv_heads=2, head_dim=16,
+    max_position=2048, rope=Rope(),
+)  # fmt: skip
+ROWS = (1, 64, 256)
+STEPS = 600  # measured one by one: a busy machine leaves a few of them alone
+DECODING = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+DELTAS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+# Parts of a step: the function, and where the engine finds it.
+PARTS: tuple[tuple[str, Any, str], ...] = (
+    ("schedule", Scheduler, "schedule"),
+    ("changes of block tables", runner_module, "block_updates"),
+    ("pack the plan", runner_module, "pack"),
+    ("call of the forward program", runner_module, "run_forward"),
+    ("call of the sampling program", ModelRunner, "_run_output"),
+    ("collect the tokens", ModelRunner, "collect"),
+    ("text, stops, outputs", OutputProcessor, "process"),
+)
 STOPPING = SamplingParams(stop=["\n\n", "rex"])
 
 
@@ -44,6 +87,9 @@ class NoDevice:
     def __init__(self, max_num_seqs: int, windows: tuple[int | None, ...]):
         self.max_num_seqs = max_num_seqs
         self.windows = windows
+
+    def program_figures(self) -> ProgramFigures:
+        return ProgramFigures(ready=0, missing=0, seconds=0.0)
 
     def dispatch(self, plan: StepPlan) -> int:
         return len(plan.rows)
@@ -90,52 +136,205 @@ class Backend:
         return self.backend
 
 
-def microseconds(work: Callable[[], int], rounds: int = 5) -> float:
-    """Median time of one unit of work. `work` returns the number of units that it did."""
-    times = []
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Time of one unit of work, in microseconds. A busy machine changes processor time less than the clock's."""
+
+    clock: float      # at best
+    processor: float  # of the calling thread, at best
+    median: float     # of the processor time
+
+
+def microseconds(work: Callable[[], int], rounds: int = 5) -> Cost:
+    """Time of one unit of work. `work` returns the number of units that it did."""
+    clock, processor = [], []
     for _ in range(rounds):
-        began = time.perf_counter()
+        cpu, began = time.thread_time(), time.perf_counter()
         count = work()
-        times.append((time.perf_counter() - began) / count * 1e6)
-    return statistics.median(times)
+        clock.append((time.perf_counter() - began) / count * 1e6)
+        processor.append((time.thread_time() - cpu) / count * 1e6)
+    return Cost(min(clock), min(processor), statistics.median(processor))
 
 
-def decoding(rows: int, windows: tuple[int | None, ...] = (None,)) -> Engine:
+def idle_runner(max_num_seqs: int) -> ModelRunner:
+    """A runner of MANY_LEAVES whose programs compute nothing: they return the state that they are given."""
+
+    def forward(params: Any, state: Any, packed: jax.Array, **static: Any) -> tuple[Any, jax.Array]:
+        return state, packed[0]
+
+    def sample(
+        params: Any, mask: Any, table: Any, sampling: Any, hidden: Any, rows: jax.Array, *, num_rows: int, **static: Any
+    ) -> tuple[Any, Any, jax.Array]:
+        return table, sampling, rows[0, :num_rows, None]
+
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), param_shapes(MANY_LEAVES, jnp.float32))
+    with (
+        tempfile.TemporaryDirectory() as folder,  # stored programs are found by name: these must not be found
+        mock.patch.object(step, "forward", forward),
+        mock.patch.object(output_programs, "sample", sample),
+    ):
+        config = EngineConfig(model="", max_num_seqs=max_num_seqs, max_model_len=2048, compilation_cache_dir=folder)
+        return ModelRunner.create(MANY_LEAVES, params, config)
+
+
+def tokenizer() -> "Backend":
+    """A byte-level tokenizer of 250 tokens, each a short word."""
+    backend = Tokenizer(models.BPE({f"word{i}": i for i in range(250)}, []))
+    backend.decoder = decoders.ByteLevel()
+    return Backend(backend)
+
+
+def decoding(
+    runner: Any, rows: int, params: SamplingParams = DECODING, text: "Backend | None" = None,
+    options: EngineOptions | None = None,
+) -> Engine:  # fmt: skip
     """An engine with `rows` requests, all decoding."""
-    engine = Engine(NoDevice(rows, windows))
+    engine = Engine(runner, text, options or EngineOptions())
     for row in range(rows):
-        engine.add_request(str(row), [row] * 100, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
+        stream = params.output_kind is RequestOutputKind.DELTA
+        engine.add_request(str(row), [row] * 100, params, stream=stream)
     while any(not request.schedule.decoding for request in engine._scheduler.running) or engine._scheduler.waiting:
         engine.step()
     return engine
 
 
-def decode_step(rows: int, windows: tuple[int | None, ...] = (None,)) -> float:
-    """Microseconds of one step with `rows` rows, all decoding. windows: one per kv_group."""
-    engine = decoding(rows, windows)
+def decode_step(runner: Any, rows: int, params: SamplingParams = DECODING, text: "Backend | None" = None) -> Cost:
+    """One step with `rows` rows, all decoding. Old objects are frozen, as in the server."""
+    engine = decoding(runner, rows, params, text)
+    gc.freeze()
 
-    def steps() -> int:
-        for _ in range(100):
+    def turn() -> int:
+        engine.step()
+        return 1
+
+    cost = microseconds(turn, rounds=STEPS)
+    engine.start_over()
+    return cost
+
+
+def parts_of_step(runner: ModelRunner, rows: int, text: "Backend") -> list[float]:
+    """Microseconds of each of PARTS, at best, and of all else in a step."""
+    engine, clock = decoding(runner, rows, text=text), time.perf_counter
+    gc.freeze()
+    totals = [0.0] * len(PARTS)
+
+    def timed(index: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = clock()
+            result = function(*args, **kwargs)
+            totals[index] += clock() - began
+            return result
+
+        return call
+
+    rounds = []
+    with contextlib.ExitStack() as stack:
+        for index, (_, owner, name) in enumerate(PARTS):
+            stack.enter_context(mock.patch.object(owner, name, timed(index, getattr(owner, name))))
+        for _ in range(STEPS):
+            totals[:] = [0.0] * len(PARTS)
+            began = clock()
             engine.step()
-        return 100
-
-    return microseconds(steps)
-
-
-def inspection() -> tuple[float, float, float]:
-    """Microseconds to capture an engine with 40,000 blocks and 256 requests, to describe it, and to check it."""
-    engine = decoding(256)
-    copy = capture(engine._scheduler)
-    copying, describing, checking = [], [], []
-    for _ in range(9):
-        copying.append(microseconds(lambda: len((capture(engine._scheduler),)), rounds=1))
-        describing.append(microseconds(lambda: len((copy.snapshot(),)), rounds=1))
-        checking.append(microseconds(lambda: len((engine.check_integrity(),)), rounds=1))
-    return statistics.median(copying), statistics.median(describing), statistics.median(checking)
+            whole = clock() - began
+            rounds.append([*totals, whole - sum(totals)])
+    engine.start_over()
+    return [min(each) * 1e6 for each in zip(*rounds, strict=True)]
 
 
-def pool_block(num_blocks: int) -> float:
-    """Microseconds to allocate, name, find and free one block of a full pool."""
+def async_steps(runner: ModelRunner, text: "Backend") -> list[tuple[float, float]]:
+    """Microseconds of a step of `AsyncLLM`, for each of ROWS streams: on the clock, and of processor time.
+
+    Each stream has a reader on the event loop. Closes the runner.
+    """
+    engine = Engine(runner, text)
+
+    def built(*args: Any, **kwargs: Any) -> BuiltEngine:
+        return BuiltEngine(engine, EngineConfig(model=""), MANY_LEAVES, None, SamplingParams())
+
+    async def read(llm: async_llm.AsyncLLM, row: int) -> None:
+        async for _ in llm.generate({"prompt_token_ids": [row] * 100}, dataclasses.replace(DELTAS, max_tokens=400)):
+            pass
+
+    async def step(llm: async_llm.AsyncLLM, streams: int) -> tuple[float, float]:
+        costs = []
+        for _ in range(3):
+            gc.freeze()
+            before, began, cpu = llm.stats().steps, time.perf_counter(), time.process_time()
+            await asyncio.gather(*(read(llm, row) for row in range(streams)))
+            steps = (llm.stats().steps - before) / 1e6
+            costs.append(((time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps))
+        return min(costs)
+
+    async def run() -> list[tuple[float, float]]:
+        async with async_llm.AsyncLLM("") as llm:
+            return [await step(llm, streams) for streams in ROWS]
+
+    with mock.patch.object(async_llm, "build_engine", built):
+        return asyncio.run(run())
+
+
+def metrics_cost(rows: int) -> list[Cost]:
+    """One step of `rows` decodes: with figures for /metrics, and with disable_log_stats.
+
+    The two engines take turns, so that a busy machine slows both.
+    """
+    runner = NoDevice(rows, (None,))
+    engines = [decoding(runner, rows, options=EngineOptions(disable_log_stats=off)) for off in (False, True)]
+    gc.freeze()
+    costs: list[list[Cost]] = [[], []]
+
+    def steps(engine: Engine) -> int:
+        for _ in range(20):
+            engine.step()
+        return 20
+
+    for _ in range(40):
+        for engine, found in zip(engines, costs, strict=True):
+            found.append(microseconds(functools.partial(steps, engine), rounds=1))
+    return [
+        Cost(
+            min(one.clock for one in found), min(one.processor for one in found),
+            statistics.median(one.processor for one in found),
+        )
+        for found in costs
+    ]  # fmt: skip
+
+
+def observation() -> tuple[Cost, Cost]:
+    """One observation: of the engine's histogram, and of prometheus_client's."""
+    own = Histogram(TOKEN_BOUNDS)
+    theirs = prometheus_client.Histogram("x", "x", ("a",), registry=None, buckets=TOKEN_BOUNDS).labels("b")
+
+    def turn(observe: Callable[[float], None]) -> Callable[[], int]:
+        def observations() -> int:
+            for _ in range(10_000):
+                observe(0.03)
+            return 10_000
+
+        return observations
+
+    return microseconds(turn(own.observe)), microseconds(turn(theirs.observe))
+
+
+def inspection() -> tuple[Cost, Cost, Cost]:
+    """Costs to capture an engine with 40,000 blocks and 256 requests, to describe it, and to check it."""
+    engine = decoding(NoDevice(256, (None,)), 256)
+
+    def capture() -> EngineCapture:
+        answer: Future[EngineCapture] = Future()
+        engine.inspect(answer)
+        return answer.result()
+
+    copy = capture()
+    return (
+        microseconds(lambda: len((capture(),)), rounds=9),
+        microseconds(lambda: len((copy.snapshot(),)), rounds=9),
+        microseconds(lambda: len((engine.check_integrity(),)), rounds=9),
+    )
+
+
+def pool_block(num_blocks: int) -> Cost:
+    """Cost to allocate, name, find and free one block of a full pool."""
     pool, root = BlockPool(num_blocks), prefix_root()
     names = []
     for index in range(num_blocks):
@@ -204,20 +403,39 @@ def _answer(decoder: TextDecoder, token_ids: list[int], params: SamplingParams) 
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     copying, describing, checking = inspection()
+    costs, (own, theirs) = {n: metrics_cost(n) for n in ROWS}, observation()
+    full_attention, seven = (None,), (512,) * 6 + (None,)
+    runner, text = idle_runner(256), tokenizer()
     rows = [
-        *((f"engine step, {count} rows decoding", decode_step(count)) for count in (8, 64, 256)),
-        ("engine step, 64 rows decoding, 7 kv_groups", decode_step(64, (512,) * 6 + (None,))),
+        *((f"engine step, {n} rows decoding", decode_step(NoDevice(n, full_attention), n)) for n in ROWS),
+        ("engine step, 64 rows decoding, 7 kv_groups", decode_step(NoDevice(64, seven), 64)),
+        *((f"engine step, {n} rows, with figures for /metrics", cost) for n, (cost, _) in costs.items()),
+        *((f"engine step, {n} rows, --disable-log-stats", cost) for n, (_, cost) in costs.items()),
+        ("one observation of a histogram", own),
+        ("one observation of prometheus_client's histogram", theirs),
+        *((f"engine and runner, {n} rows decoding", decode_step(runner, n)) for n in ROWS),
+        *((f"engine and runner, {n} rows, with text", decode_step(runner, n, text=text)) for n in ROWS),
+        *((f"engine and runner, {n} rows, streamed text", decode_step(runner, n, DELTAS, text)) for n in ROWS),
         *((f"one block, of {size:,}: allocate, name, find, free", pool_block(size)) for size in (1000, 100_000)),
         ("inspect 40,000 blocks: the copy; the engine stands still", copying),
         ("inspect 40,000 blocks: its description, on another thread", describing),
         ("check_integrity of 40,000 blocks, when idle", checking),
         *((f"text of one token, {way}", microseconds(turn)) for way, turn in texts()),
     ]
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, medians of 5")
+    parts = [parts_of_step(runner, n, text) for n in ROWS]
+    streams = async_steps(runner, text)
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, JAX {jax.__version__}")
+    print(f"{'microseconds':<66}{'clock':>11}{'processor':>11}{'median':>11}")
     for what, cost in rows:
-        print(f"{what:<60}{cost:>10.2f} us")
+        print(f"{what:<66}{cost.clock:>11.2f}{cost.processor:>11.2f}{cost.median:>11.2f}")
+    print(f"\n{'parts of a step with text, microseconds at best':<50}" + "".join(f"{n:>6} rows" for n in ROWS))
+    for part, name in enumerate((*(name for name, _, _ in PARTS), "all else")):
+        print(f"{name:<50}" + "".join(f"{each[part]:>11.1f}" for each in parts))
+    print(f"\n{'AsyncLLM, microseconds a step at best':<50}{'clock':>12}{'processor':>12}")
+    for n, (clock, processor) in zip(ROWS, streams, strict=True):
+        print(f"{f'{n} streams with a reader each':<50}{clock:>12.0f}{processor:>12.0f}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@
 
 1. The card's limits: bytes copied per second and bf16 flops per second. All other results are shares of them.
 2. paged_attention: decodes and a prefill chunk with Llama-3-8B's heads (32 query and 8 KV heads of 128, bf16, blocks of
-   16). For comparison: JAX's own `paged_attention` (pages) and `decode_attention`, cuDNN and torch (contiguous KV).
+   16). For comparison: JAX's own `paged_attention` (pages) and `decode_attention`, cuDNN and torch (contiguous KV), and
+   vLLM's unified attention (pages), if `--vllm-attention FILE` names a copy of it.
 3. write_kv, and write_qkv, which reads the product of the q, k and v matrices.
+4. gated_dot: gate, up and activation as one kernel, and as XLA's product and activation.
 
 A measurement is one jitted loop whose iterations depend on each other. It cycles through the pages of several layers,
 more than any cache holds. The table has the median of the repeats. The JSON file has all repeats and is written after
@@ -18,6 +20,7 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import importlib
 import importlib.util
 import json
 import math
@@ -28,15 +31,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import gated_products
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from timing import seconds, sentence, too_large, within_limit
 
-from pallas_kernels import KVPages, paged_attention, self_check, write_kv, write_qkv
+from pallas_kernels import KernelCheckError, KVPages, paged_attention, self_check, write_kv, write_qkv
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
-from pallas_kernels.self_check import CASES
 from pallas_kernels.write_kv import matching_write
 
 CHECKS = [  # query heads, KV heads, head_dim, block size, dtype, dtype of the pages, window
@@ -132,22 +136,6 @@ def shapes(tiny: bool) -> list[Shape]:
         small("rehearsal: decode, wide table", (40,), table_keys=4096),
         small("rehearsal: mixed", (64,), chunk=16, decodes=(40, 7)),
     ]
-
-
-def sentence(error: Exception) -> str:
-    """An error on one line, with its type."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-def seconds(call: Callable[..., Any], arguments: tuple, turns: int, repeats: int) -> list[float]:
-    """Seconds per iteration of `call(*arguments)`, a jitted loop of `turns` iterations. The first run is left out."""
-    jax.block_until_ready(call(*arguments))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*arguments))
-        times.append((time.perf_counter() - start) / turns)
-    return times
 
 
 def chained(attend: Callable[..., jax.Array], turns: int) -> Callable[..., jax.Array]:
@@ -288,40 +276,59 @@ def cudnn(shape: Shape) -> tuple[Callable, tuple]:
     return attend, (q, layers, lens)
 
 
-def torch_seconds(shape: Shape, repeats: int) -> list[float]:
-    """torch's scaled_dot_product_attention with contiguous KV of equal lengths: many calls, without a CUDA graph."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
+def torch_peers(shape: Shape, plain: bool, vllm: pathlib.Path | None, repeats: int) -> dict[str, list[float] | str]:
+    """Seconds of the implementations of torch_peers.py, or the reason why there are none.
 
-    rows, longest = len(shape.context), max(shape.context)
-    kv = [
-        torch.randn(2, rows, shape.kv_heads, longest, shape.head_dim, dtype=torch.bfloat16, device="cuda")
-        for _ in range(shape.layers)
-    ]
-    q = torch.randn(rows, shape.heads, shape.chunk, shape.head_dim, dtype=torch.bfloat16, device="cuda")
-    mask = None
-    if shape.chunk > 1:
-        position = longest - shape.chunk + torch.arange(shape.chunk, device="cuda")
-        mask = torch.arange(longest, device="cuda") <= position[:, None]
-    times = []
-    for repeat in range(repeats + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for k, v in kv * 4:
-            q = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        torch.cuda.synchronize()
-        if repeat:
-            times.append((time.perf_counter() - start) / (4 * shape.layers))
-    return times
+    plain: contiguous KV can stand for the shape. vllm: the user's copy of vLLM's attention.
+    """
+    heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+
+    def contiguous() -> list[float]:
+        rows, longest = len(shape.context), max(shape.context)
+        return torch_module().sdpa_seconds(rows, shape.chunk, longest, layers=shape.layers, repeats=repeats, **heads)
+
+    def unified(file: pathlib.Path) -> list[float]:
+        _, _, tables, lens, _ = paged_case(dataclasses.replace(shape, kv_dtype="bfloat16"))
+        counts = np.array([tokens for tokens, _ in shape.rows], np.int32)
+        return torch_module().unified_seconds(
+            file, counts, np.array(lens), np.array(tables), block_size=shape.block_size, layers=shape.layers,
+            repeats=repeats, **heads,
+        )  # fmt: skip
+
+    missing = None if importlib.util.find_spec("torch") else "not measured: torch is not installed"
+    if jax.default_backend() != "gpu":
+        missing = "not measured: needs an NVIDIA card"
+    calls: dict[str, Callable[[], list[float]] | str] = {}
+    if plain:
+        calls["torch, contiguous"] = missing or contiguous
+    if shape.kv_dtype == "bfloat16":
+        unnamed = "not measured: name a copy of vLLM's triton_unified_attention.py with --vllm-attention"
+        calls["vLLM unified attention"] = unnamed if vllm is None else missing or functools.partial(unified, vllm)
+    found: dict[str, list[float] | str] = {}
+    for name, call in calls.items():
+        try:
+            found[name] = call if isinstance(call, str) else call()
+        except Exception as error:  # continue with the other implementations
+            found[name] = sentence(error)
+    return found
 
 
-def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: int) -> dict[str, Any]:
-    """Seconds per call of each implementation, or the reason why it does not take the shape."""
+def torch_module() -> Any:
+    """torch_peers.py, which lies next to this file."""
+    return importlib.import_module("torch_peers")
+
+
+def measure_attention(
+    shape: Shape, implementation: str, tiny: bool, repeats: int, vllm: pathlib.Path | None
+) -> dict[str, Any]:
+    """Seconds per call of each implementation, or the reason why it does not take the shape. vllm: as `torch_peers`."""
     results: dict[str, Any] = {}
     cases: dict[str, Callable[[], tuple[Callable, tuple]]] = {implementation: lambda: ours(shape, implementation)}
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu and not shape.table_keys:  # XLA's loops over whole block tables take seconds for wide ones
         cases["xla"] = lambda: ours(shape, "xla")
+    if on_gpu and not shape.is_decode:
+        cases["mosaic_prefill"] = lambda: ours(shape, "mosaic_prefill")
     plain = shape.kv_dtype == "bfloat16" and not shape.is_ours_alone  # what the other implementations take
     if on_gpu and plain:
         cases["cuDNN, contiguous"] = lambda: cudnn(shape)
@@ -339,14 +346,7 @@ def measure_attention(shape: Shape, implementation: str, tiny: bool, repeats: in
             results[name] = times
         except Exception as error:  # continue with the other implementations
             results[name] = sentence(error)
-    if on_gpu and plain and not importlib.util.find_spec("torch"):
-        results["torch, contiguous"] = "not installed"
-    elif on_gpu and plain:
-        try:
-            results["torch, contiguous"] = torch_seconds(shape, repeats)
-        except Exception as error:  # as above
-            results["torch, contiguous"] = sentence(error)
-    return results
+    return results | torch_peers(shape, plain, vllm, repeats)
 
 
 def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, Any]:
@@ -398,12 +398,26 @@ def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, An
     return results
 
 
+def measure_gated(tiny: bool, repeats: int, card: dict[str, float], end: float) -> dict[str, Any]:
+    """Print and return the seconds per call of gated_dot, as long as the time `end` is not reached."""
+    found: dict[str, Any] = {}
+    for products in gated_products.workloads(tiny):
+        if time.monotonic() > end:
+            break
+        print(products.name, flush=True)
+        found[products.name] = gated_products.measure(products, repeats)
+        if products.rows <= 256:  # the weights are the limit
+            print_times(found[products.name], lambda _, p=products: p.weight_bytes, "bytes", card["copy_bytes_per_s"])
+        else:
+            print_times(found[products.name], lambda _, p=products: p.flops, "flops", card["bf16_flops_per_s"])
+    return found
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
 def check(implementation: str, tiny: bool) -> dict[str, Any]:
-    """Print and return the largest differences from the reference, or what went wrong."""
-    cases = ("decode",) if implementation == "mosaic_gpu" else CASES
+    """Print and return the largest differences from the reference, or what went wrong. Prints the limit as well."""
     found: dict[str, Any] = {}
     for heads, kv_heads, dim, block, dtype, kv_dtype, window in CHECKS[-1:] if tiny else CHECKS:
         shape = f"{heads:3}/{kv_heads} heads of {dim:3}, blocks of {block:3}, {dtype:8} pages {kv_dtype:13}"
@@ -411,9 +425,11 @@ def check(implementation: str, tiny: bool) -> dict[str, Any]:
         try:
             found[shape] = self_check(
                 q_heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=block, dtype=dtype, kv_dtype=kv_dtype,
-                sliding_window=window, implementation=implementation, cases=cases,
+                sliding_window=window, implementation=implementation,
             )  # fmt: skip
-            text = ", ".join(f"{case} {error:.1e}" for case, error in found[shape].items())
+            text = within_limit(found[shape], dtype)
+        except KernelCheckError as error:
+            text = found[shape] = too_large(error)
         except Exception as error:  # compiler errors as well; continue with the other shapes
             text = found[shape] = sentence(error)
         print(f"  {shape}: {text}", flush=True)
@@ -447,9 +463,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes: a rehearsal without a card")
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: the best one for this device")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--vllm-attention", type=pathlib.Path, metavar="FILE",
+                        help="a copy of vLLM's triton_unified_attention.py to compare with; needs torch")
     parser.add_argument("--minutes", type=float, default=8.0, help="start no measurement after this time (default: 8)")
     parser.add_argument("--out", type=pathlib.Path, help="folder for the results as JSON")
     args = parser.parse_args()
+    if args.vllm_attention and not args.vllm_attention.is_file():
+        parser.exit(2, f"--vllm-attention {args.vllm_attention}: no such file\n")
     end = time.monotonic() + 60 * args.minutes
     device = jax.devices()[0]
     q = jax.ShapeDtypeStruct((1, 32, 128), jnp.dtype(jnp.bfloat16))
@@ -479,7 +499,10 @@ def main() -> None:
 
     print(f"{device.device_kind}, JAX {jax.__version__}, Python {platform.python_version()}: {implementation!r}")
     print("difference from the reference:", flush=True)
-    checks = check(implementation, args.tiny)
+    checks = check(implementation, args.tiny) | gated_products.check(args.tiny)
+    if device.platform == "gpu" and args.implementation is None:
+        print("difference of 'mosaic_prefill' from the reference:", flush=True)
+        checks |= {f"mosaic_prefill, {shape}": found for shape, found in check("mosaic_prefill", args.tiny).items()}
     keep(checks=checks)
     if not args.check:
         card = measure_card(args.tiny, args.repeats)
@@ -492,7 +515,7 @@ def main() -> None:
             if time.monotonic() > end:
                 print(f"  left out: {args.minutes:g} minutes are over", flush=True)
                 continue
-            results = measure_attention(shape, implementation, args.tiny, args.repeats)
+            results = measure_attention(shape, implementation, args.tiny, args.repeats, args.vllm_attention)
             attention[shape.name] = dataclasses.asdict(shape) | {"seconds": results}
             keep(attention=attention)
             if shape.is_decode:
@@ -506,6 +529,7 @@ def main() -> None:
         print(f"writes of {tokens:,} tokens", flush=True)
         keep(write=measure_write(implementation, args.tiny, args.repeats), write_bytes=bytes_of)
         print_times(record["write"], lambda name: bytes_of[name.split()[0]], "bytes", copy)
+        keep(gated=measure_gated(args.tiny, args.repeats, card, end))
     if file:
         print(file)
     if wrong(checks):

@@ -27,7 +27,7 @@ from jpaged.runtime.output_programs import SampleShape, lm_head_params
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.state import row_values
-from jpaged.runtime.step import ForwardShape, pack
+from jpaged.runtime.step import ForwardShape, flat_weights, pack, run_forward
 
 NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 1}
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
@@ -82,7 +82,6 @@ def main() -> None:
     tables = np.array([(row, 0, i, row * 64 + i) for row in rows for i in range(context // 16 + 1)], np.int32)
     plan = StepPlan(rows, np.ones_like(rows), args.rows, np.ones(args.rows, bool), rows[:0], tables[:0])
     packed = placement.put(pack(plan, np.zeros((0, 3), np.int32), shape))
-    packed_rows = placement.put(np.stack([rows, rows]))
     blocks_of = np.zeros(state.blocks.shape, np.int32)
     blocks_of[tables[:, 0], tables[:, 2]] = tables[:, 3]
     state = dataclasses.replace(state, blocks=placement.put(blocks_of))
@@ -111,12 +110,12 @@ def main() -> None:
             if extras is not None:
                 copied: Any = jax.tree.map(jnp.copy, each.sampling)
                 each = uploader.start(dataclasses.replace(each, sampling=copied), init)
-        copied = jax.tree.map(jnp.copy, each.sampling)
+        copied = jax.tree.map(jnp.copy, each.sampling) if variant is SamplerVariant.FULL else None
         states[name] = variant, placement.put(table), copied
-    parts = lm_head_params(spec, params)
+    weights, parts = flat_weights(params), lm_head_params(spec, params)
     for _ in range(args.repeats + 1):
         start = time.perf_counter()
-        state, computed = forward(params, state, packed)
+        state, computed = run_forward(forward, weights, state, packed)
         jax.block_until_ready((state, computed))
         times["forward pass"].append(time.perf_counter() - start)
         start = time.perf_counter()
@@ -124,7 +123,8 @@ def main() -> None:
         times["logits"].append(time.perf_counter() - start)
         for name, (variant, table, sampling) in states.items():
             start = time.perf_counter()
-            out = jax.block_until_ready(samplers[variant](parts, None, table, sampling, state.hidden, packed_rows))
+            inputs = (parts, None, table, sampling, state.hidden, state.output_rows)
+            out = jax.block_until_ready(samplers[variant](*inputs))
             times[name].append(time.perf_counter() - start)
             states[name] = variant, *out[:2]  # table and sampling state were donated
     medians = {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}

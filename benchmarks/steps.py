@@ -39,7 +39,7 @@ from jpaged.runtime.output_programs import SampleShape, lm_head_params
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.roofline import Load, least_bytes
 from jpaged.runtime.state import DeviceState, Field
-from jpaged.runtime.step import ForwardShape, run_forward
+from jpaged.runtime.step import ForwardShape, flat_weights, run_forward
 
 MODELS = {
     "llama-3.1-8b": DecoderSpec(
@@ -113,7 +113,7 @@ class Steps:
         blocks[rows, : min(each, blocks.shape[1])] = order.reshape(load.rows, each)[:, : blocks.shape[1]]
         put = self.build.blueprint.placement.put
         pages = jax.tree.map(_random_like, state.pages)
-        return dataclasses.replace(state, table=put(table), blocks=put(blocks), pages=pages)
+        return dataclasses.replace(state.with_pages(pages), table=put(table), blocks=put(blocks))
 
     def decode(self, load: Load, variant: SamplerVariant, repeats: int) -> Result:
         """Steps of decodes that run one after the other: each reads the token that the one before sampled."""
@@ -124,13 +124,12 @@ class Steps:
         run, sample = self._compile(forward), self._compile(sampler)
         packed = np.full(forward.packed_size, -1, np.int32)
         packed[forward.cuts["rows"]][: load.rows] = np.arange(load.rows)
-        picked = np.full((2, sampler.rows), -1, np.int32)
-        picked[:, : load.rows] = np.arange(load.rows)
-        head = lm_head_params(self.spec, self.params)
+        packed[forward.cuts["output_rows"]].reshape(2, forward.rows)[:, : load.rows] = np.arange(load.rows)
+        weights, head = flat_weights(self.params), lm_head_params(self.spec, self.params)
 
         def step(state: DeviceState) -> tuple[DeviceState, Any]:
-            state, _ = run_forward(run, self.params, state, packed)
-            table, _, output = sample(head, None, state.table, None, state.hidden, picked)
+            state, _ = run_forward(run, weights, state, packed)
+            table, _, output = sample(head, None, state.table, None, state.hidden, state.output_rows)
             return dataclasses.replace(state, table=table), output
 
         seconds = self._time(self.state(load, float(variant is SamplerVariant.RANDOM), 1), step, repeats)
@@ -148,10 +147,10 @@ class Steps:
         packed[shape.cuts["num_tokens"]][0] = shape.tokens
         packed[shape.cuts["prompt_tokens"]] = np.arange(shape.tokens) % self.spec.vocab_size
         state = self.state(load, 0.0, shape.tokens)
-        table = state.table.copy()
+        weights, table = flat_weights(self.params), state.table.copy()
 
         def step(state: DeviceState) -> tuple[DeviceState, Any]:
-            state, tokens = run_forward(run, self.params, dataclasses.replace(state, table=table.copy()), packed)
+            state, tokens = run_forward(run, weights, dataclasses.replace(state, table=table.copy()), packed)
             return state, tokens
 
         seconds = self._time(state, step, repeats)
@@ -197,18 +196,38 @@ def random_params(shapes: Params) -> Params:
     return tree.unflatten(make(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True))
 
 
+def lines_of(file: pathlib.Path) -> list[dict[str, Any]]:
+    """The objects of a file of results. Exits with a sentence if it cannot be read, or has a line that is not JSON."""
+    try:
+        return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    except OSError as error:
+        raise SystemExit(f"{file}: {error.strerror}") from None
+    except ValueError:
+        raise SystemExit(f"{file}: has a line that is not JSON: remove the line, or name another file") from None
+
+
+def case_of(result: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells the cases of a file apart."""
+    return tuple(result[name] for name in ("model", "step", "rows", "context"))
+
+
 def report(file: pathlib.Path) -> None:
     """Print the table of a file's results, and draw a plot next to it if matplotlib is installed."""
-    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-    card = next(line for line in lines if "card" in line)
-    results = [Result(**line["result"]) for line in lines if "result" in line]
+    lines = lines_of(file)
+    card = next((line for line in lines if "card" in line), None)
+    if card is None:
+        raise SystemExit(f"{file}: has no results of this script")
+    found = [line["result"] for line in lines if "result" in line]
+    results = [Result(**result) for result in {case_of(one): one for one in found}.values()]  # the last of each case
     copy, products = card["card"]["copy_bytes_per_s"], card["card"]["bf16_flops_per_s"]
     print(
         f"{card['device']}, JAX {card['jax']}, {card['date']}: copy {copy / 1e9:,.0f} GB/s, products "
         f"{products / 1e12:,.1f} Tflop/s"
     )
+    if card["tiny"]:
+        print("a rehearsal: the figures mean nothing")
     print(f"{'model':14}{'step':20}{'rows':>5}{'context':>9}{'ms':>9}{'limit':>9}{'share':>7}{'tokens/s':>10}")
-    shares = []
+    names, shares, times = [], [], []
     for result in results:
         name = f"{result.model:14}{result.step:20}{result.rows:5}{result.context:9,}"
         if not result.seconds:
@@ -217,17 +236,26 @@ def report(file: pathlib.Path) -> None:
         limit = max(result.least_bytes / copy, result.flops / products)
         middle = statistics.median(result.seconds)
         tokens = float(result.step.split()[-1].replace(",", "")) if result.flops else result.rows
-        shares.append((f"{result.model}, {result.step}, {result.rows} x {result.context:,}", limit / middle))
+        names.append(f"{result.model}, {result.step}, {result.rows} x {result.context:,}")
+        shares.append(min(1.0, limit / middle))  # above 1, the limit was measured too low
+        times.append(f" {1e3 * middle:.3g} ms")
         print(f"{name}{1e3 * middle:9.3f}{1e3 * limit:9.3f}{limit / middle:7.0%}{tokens / middle:10,.0f}")
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    figure = Figure(figsize=(7, 0.28 * len(shares) + 1), layout="constrained")
+    figure = Figure(figsize=(8, 0.28 * len(shares) + 1.3), layout="constrained")
     axes = figure.add_subplot()
-    axes.barh([name for name, _ in shares], [100 * share for _, share in shares], color="C3")
+    bars = axes.barh(names, [100 * share for share in shares], color="C0")
+    axes.bar_label(bars, times)
     axes.invert_yaxis()
+    axes.set_xlim(0, 115)  # room for the labels
+    axes.set_xticks(range(0, 101, 20))
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
     axes.set_xlabel("limit of the device / time of the step, percent")
+    note = " (rehearsal: the figures mean nothing)" if card["tiny"] else ""
+    axes.set_title(f"{card['device']}, JAX {card['jax']}, {card['date']}{note}", fontsize="medium")
     figure.savefig(file.with_suffix(".png"), dpi=120)
 
 
@@ -246,9 +274,17 @@ def main() -> None:
         return
     if args.out is None:
         parser.exit(2, "name a file: --out FILE\n")
-    old = [json.loads(line) for line in args.out.read_text("utf-8").splitlines()] if args.out.exists() else []
-    names = ("model", "step", "rows", "context")
-    done = {tuple(line["result"][name] for name in names) for line in old if "result" in line}
+    if args.turns < 1 or args.repeats < 1:
+        parser.exit(2, "--turns and --repeats must be at least 1\n")
+    old = lines_of(args.out) if args.out.exists() else []
+    here = (jax.devices()[0].device_kind, jax.__version__, args.tiny)
+    for line in old:
+        there = tuple(line[name] for name in ("device", "jax", "tiny")) if "card" in line else here
+        if there != here:
+            parser.exit(2, f"{args.out}: has (device, JAX, tiny) {there}, not {here}: name another file\n")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    # A case that failed is measured again.
+    done = {case_of(line["result"]) for line in old if "result" in line and line["result"]["seconds"]}
 
     def keep(**line: Any) -> None:
         with args.out.open("a", encoding="utf-8") as file:

@@ -8,6 +8,9 @@ For each shape, decode and prefill are tuned separately. The search starts with 
 size at a time and keeps changes that are at least 2% faster, until no change is. The time of a tiling is the geometric
 mean over the workloads. A tiling that does not compile, or whose results differ from XLA's, is skipped. Calls are timed
 as in benchmarks/kernels.py. 8-bit pages are not tuned, and use the rule.
+
+gated_dot is tuned for Llama 3.1 8B with 1, 64, 256 and 2,048 rows. XLA's product and activation are chosen where no
+tiling takes at least 2% less time.
 """
 
 import argparse
@@ -18,18 +21,20 @@ import json
 import pathlib
 import statistics
 import time
-from typing import Any
+from typing import Any, Protocol
 
+import gated_products
 import jax
 import numpy as np
 from kernels import Shape, chained, paged_case, seconds, sentence
 from tqdm import tqdm
 
 from pallas_kernels import paged_attention
+from pallas_kernels.gated_dot import tiling as gated_tilings
+from pallas_kernels.paged_attention import mosaic_gpu, triton
 from pallas_kernels.paged_attention import tiling as tilings
-from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.tiling import Tiling
-from pallas_kernels.platforms import compiled_on, nvidia_capability
+from pallas_kernels.platforms import compiled_on, has_small_blocks, nvidia_capability
 
 MODELS = {  # query heads, KV heads, head_dim, block size
     "llama-3-8b": (32, 8, 128, 16),
@@ -37,13 +42,18 @@ MODELS = {  # query heads, KV heads, head_dim, block size
     "qwen3-30b-a3b": (32, 4, 128, 16),
     "gemma-2-9b": (16, 8, 256, 16),
 }
-DECODE = {
+DECODE: dict[str, tuple[Any, ...]] = {
     "decode_keys": (32, 64, 128), "decode_warps": (2, 4, 8), "decode_stages": (1, 2, 3, 4),
     "min_split_keys": (256, 512, 1024),
 }  # fmt: skip
-PREFILL = {
+PREFILL: dict[str, tuple[Any, ...]] = {
+    "prefill_kernel": ("triton", "mosaic_gpu"),  # the second one has no sizes to choose
     "prefill_rows": (32, 64, 128, 256), "prefill_keys": (32, 64, 128), "prefill_warps": (4, 8),
     "prefill_stages": (1, 2, 3, 4),
+}  # fmt: skip
+GATED = {
+    "rows": (64, 128, 256), "outputs": (32, 64, 128, 256), "inputs": (32, 64, 128), "warps": (4, 8),
+    "stages": (2, 3, 4, 5, 6),
 }  # fmt: skip
 GAIN = 0.98  # a time must be below this share of the best to count as faster: repeats differ by about 1%
 
@@ -72,8 +82,16 @@ class Judge:
         """Geometric mean of the seconds per call; infinite if the tiling does not run or gives wrong results."""
         times = []
         for shape, case in self._cases:
+            kernels = compiled_on("cuda", triton.paged_attention)
+            if tiling.prefill_kernel == "mosaic_gpu":
+                q, (layer, *_), tables, *_ = case
+                reason = mosaic_gpu.refuse_with_triton(jax.devices()[0], q, layer, tables, shape.chunk)
+                if reason is not None:
+                    self.problems[str(tiling)] = reason
+                    return float("inf")
+                kernels = mosaic_gpu.with_triton_decode
             attend = functools.partial(
-                compiled_on("cuda", triton.paged_attention), tiling=tiling, scale=shape.head_dim**-0.5,
+                kernels, tiling=tiling, scale=shape.head_dim**-0.5,
                 max_query_len=shape.chunk, sliding_window=None, logit_softcap=None, sinks=None, alibi_slopes=None,
             )  # fmt: skip
             try:
@@ -99,9 +117,19 @@ class Judge:
             raise ValueError(f"differs from XLA's by {difference.max():.3g}")
 
 
+class Measure(Protocol):
+    """Measures tilings."""
+
+    problems: dict[str, str]  # of tilings that do not run
+
+    def __call__(self, tiling: Any) -> float:
+        """Seconds per call; infinite if the tiling does not run."""
+        ...
+
+
 def search(
-    judge: Judge, start: Tiling, choices: dict[str, tuple[int, ...]], name: str, end: float
-) -> tuple[Tiling, float]:
+    judge: Measure, start: Any, choices: dict[str, tuple[Any, ...]], name: str, end: float
+) -> tuple[Any, float]:
     """The best tiling, and its time as a share of the first one's time. Raises RuntimeError if no tiling runs."""
     best, best_time = start, judge(start)
     first, seen = best_time, {start}
@@ -127,11 +155,44 @@ def search(
     return best, best_time / first if np.isfinite(first) else float("nan")
 
 
+def tune_gated_dot(args: argparse.Namespace, end: float) -> None:
+    """Search tiles for gated_dot, compare them with XLA's products, and write the choice for each number of rows."""
+    device = jax.devices()[0]
+    found = json.loads(args.gated_file.read_text("utf-8")) if args.gated_file.exists() else {}
+    choices = {"stages": GATED["stages"][:2]} if args.tiny else GATED
+    for products in gated_products.workloads(args.tiny):
+        judge = gated_products.Judge(products, args.repeats)
+        start = gated_tilings.Tiling.by_rule(products.rows, small_blocks=has_small_blocks())
+        share = float("inf")
+        best: Any = None
+        try:
+            best, _ = search(judge, start, choices, products.name, end)
+            share = judge(best) / judge.xla_seconds()
+        except RuntimeError as error:  # no tiling runs: XLA's products remain
+            print(f"  {error}")
+        for tiling, problem in judge.problems.items():
+            print(f"  out: {tiling}: {problem}")
+        print(f"{products.name}: {best}, {share:.3f} of XLA's time")
+        shapes = found.setdefault(device.device_kind, {}).setdefault(gated_tilings.key(*products.shapes()), {})
+        shapes[str(products.rows)] = {
+            "tiling": dataclasses.asdict(best) if share < GAIN else None,
+            "time_of_xla": round(share, 3) if np.isfinite(share) else None,
+            "jax": jax.__version__,
+            "date": datetime.date.today().isoformat(),
+        }
+        args.gated_file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    print(args.gated_file)
+
+
 def main() -> None:
     """Search, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=MODELS, help="one shape; default: all")
+    only = [*MODELS, "gated_dot"]
+    parser.add_argument("--only", choices=only, help="one shape of attention, or gated_dot; default: all")
     parser.add_argument("--file", type=pathlib.Path, default=tilings.FILE, help="default: %(default)s")
+    parser.add_argument(
+        "--gated-file", type=pathlib.Path, default=gated_tilings.FILE, help="of gated_dot; default: %(default)s"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=25.0, help="try no tiling after this time (default: 25)")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few candidates: a rehearsal")
@@ -140,8 +201,12 @@ def main() -> None:
     device = jax.devices()[0]
     if not args.tiny and nvidia_capability(device) is None:
         parser.exit(2, f"{device.device_kind} is no NVIDIA card: there is nothing to tune; --tiny rehearses\n")
-    if args.tiny and args.file == tilings.FILE:
-        parser.exit(2, "--tiny measures nothing: name another --file than the kernels' own\n")
+    if args.tiny and (args.file == tilings.FILE or args.gated_file == gated_tilings.FILE):
+        parser.exit(2, "--tiny measures nothing: name another --file and --gated-file than the kernels' own\n")
+    if args.only in (None, "gated_dot"):
+        tune_gated_dot(args, end)
+    if args.only == "gated_dot":
+        return
     found = json.loads(args.file.read_text("utf-8")) if args.file.exists() else {}
     for model in [args.only] if args.only else list(MODELS)[: 1 if args.tiny else None]:
         decodes, prefills = workloads(model, args.tiny)

@@ -15,11 +15,17 @@ from jpaged.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.params.pooling import PoolingParams
+from jpaged.params.prompts import TextPrompt, TokensPrompt
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.params.structured_outputs import StructuredOutputsParams
-from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
+from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot, StepSnapshot
 from jpaged.version import __version__
+
+# vLLM's names of the same classes.
+EngineArgs = AsyncEngineArgs = EngineConfig
+AsyncLLMEngine = AsyncLLM
 
 __all__ = [
     "LLM",
@@ -28,12 +34,20 @@ __all__ = [
     "SamplingParams",
     "RequestOutputKind",
     "StructuredOutputsParams",
+    "BeamSearchParams",
     "PoolingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "EngineConfig",
+    "EngineArgs",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "RequestOutput",
     "CompletionOutput",
     "PoolingRequestOutput",
     "ScoreOutput",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
     "EmbeddingOutput",
     "ClassificationOutput",
     "Logprob",
@@ -44,6 +58,7 @@ __all__ = [
     "BlockSnapshot",
     "BlockOwner",
     "RequestSnapshot",
+    "StepSnapshot",
     "JPagedError",
     "RequestError",
     "CapacityError",

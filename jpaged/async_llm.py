@@ -10,20 +10,23 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 from jpaged.engine.engine import Output
 from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.request_group import RequestGroup
-from jpaged.errors import EngineError, JPagedError, RequestError
+from jpaged.engine_arguments import EngineArguments
+from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 from jpaged.frontend.build import build_engine
 from jpaged.frontend.engine_access import EngineAccess
 from jpaged.frontend.engine_thread import EngineThread
 from jpaged.frontend.output_stream import OutputStream
+from jpaged.frontend.pausing import check_level, pause_mode, wake_tags
 from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
+from jpaged.frontend.watchdog import STALL_SECONDS
 from jpaged.outputs import PoolingRequestOutput, RequestOutput
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
@@ -36,15 +39,27 @@ class AsyncLLM(EngineAccess):
     """A model that serves requests on asyncio. Arguments and errors as for `jpaged.LLM`; the constructor blocks.
 
     Use it as an asynchronous context manager, or call `close`, to free the device memory.
+
+    watchdog_seconds: a step that takes longer is logged with what it does, and makes `check_health` fail.
     """
 
-    def __init__(self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Any):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        params: Any = None,
+        layout: Any = None,
+        watchdog_seconds: float = STALL_SECONDS,
+        **engine_options: Unpack[EngineArguments],
+    ):
+        if not 0 < watchdog_seconds < float("inf"):
+            raise RequestError("watchdog_seconds", watchdog_seconds, "must be a number of seconds above 0")
         built = build_engine(model, params, engine_options, layout=layout, progress=True, background=True)
         super().__init__(built)
         built.engine.inputs.prepare_grammars()
         self._tokenising = TokeniserThreads()
         self._streams: dict[str, OutputStream] = {}  # by request id, of all running generators
-        self._engine_thread = EngineThread(built.engine)
+        self._engine_thread = EngineThread(built.engine, watchdog_seconds=watchdog_seconds)
 
     def generate(
         self,
@@ -54,6 +69,7 @@ class AsyncLLM(EngineAccess):
         *,
         priority: int = 0,
         refuse_cut: bool = False,
+        on_admitted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt as they come. Each contains all before it, or only what is new, as
         `output_kind` says. The last one is `finished`.
@@ -64,13 +80,14 @@ class AsyncLLM(EngineAccess):
         priority:        lower ones start first, with scheduling_policy="priority".
         refuse_cut:      raise RequestError if prompt and max_tokens exceed max_model_len. Otherwise the answer ends
             at max_model_len, with finish_reason 'length'.
+        on_admitted:     called when the queue has accepted the request.
 
         A beam search, and `best_of`, yield one output, at the end. Raises RequestError for a bad request,
         CapacityError if the queue is full (both before the first output), and EngineError when the device fails.
         Closing or cancelling the generator aborts the request.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        outputs = self._outputs(prompt, params, request_id, priority, refuse_cut)
+        outputs = self._outputs(prompt, params, request_id, priority, refuse_cut, on_admitted)
         return cast(AsyncGenerator[RequestOutput, None], outputs)
 
     def encode(
@@ -96,6 +113,7 @@ class AsyncLLM(EngineAccess):
         request_id: str | None,
         priority: int,
         refuse_cut: bool = False,
+        on_admitted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Output, None]:
         request_id = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if request_id in self._streams:
@@ -105,7 +123,7 @@ class AsyncLLM(EngineAccess):
         stream = self._streams[request_id] = OutputStream(loop, deltas=deltas)
         in_engine = False
         try:
-            self._engine_thread.check_open()
+            self._engine_thread.check_room()
             work = partial(self._process, request_id, prompt, params, priority, refuse_cut)
             request_group = await self._tokenising.run(prompt_length(prompt), work)
             if request_group.grammar is not None:
@@ -113,6 +131,8 @@ class AsyncLLM(EngineAccess):
             await self._wait_for_programs(request_group)
             self._engine_thread.add(request_group, stream)
             in_engine = True
+            if on_admitted is not None:
+                on_admitted()
             if stream.aborted:
                 self._engine_thread.abort(request_id)
             while True:
@@ -178,9 +198,62 @@ class AsyncLLM(EngineAccess):
         captured = await asyncio.wrap_future(self._engine_thread.inspect())
         return await asyncio.to_thread(captured.snapshot)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all KV kept for reuse. Returns False, and does nothing, while a request runs."""
-        return await asyncio.wrap_future(self._engine_thread.reset_prefix_cache())
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all KV kept for reuse. Returns False, and does nothing, while a request runs.
+
+        reset_running_requests: preempt running requests instead. They continue, and recompute their KV.
+        """
+        answer = self._engine_thread.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        return await asyncio.wrap_future(answer)
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop running steps. Requests that come now wait until `resume_generation`. Returns when no step runs.
+
+        mode:        'abort': running requests end, with finish_reason 'abort'. 'wait': they finish first. 'keep': they
+            stop, and continue later.
+        clear_cache: forget all KV kept for reuse. Requests that are kept recompute their KV.
+        """
+        await asyncio.wrap_future(self._engine_thread.pause(pause_mode(mode), clear_cache=clear_cache))
+
+    async def resume_generation(self) -> None:
+        """End a pause. Raises RequestError while the engine sleeps."""
+        await asyncio.wrap_future(self._engine_thread.resume())
+
+    async def is_paused(self) -> bool:
+        """Whether requests that come now wait."""
+        return self._engine_thread.is_paused
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause, and free device memory. Requests that come now wait until `wake_up`.
+
+        level: 0: only pause. 1: free the KV pool, and move the weights to the host. Live arrays (`params`) stay where
+            they are: only their owner may delete them. On CPU the weights stay as well.
+        mode:  as in `pause_generation`. Kept requests recompute their KV.
+
+        Raises CapacityError while programs are still being compiled, because compiling uses the weights.
+        """
+        check_level(level)
+        if level > 0 and not self.is_ready:
+            raise CapacityError("programs are still being compiled, and the engine cannot sleep meanwhile: try later")
+        answer = self._engine_thread.pause(pause_mode(mode), clear_cache=level > 0, sleep=level > 0)
+        await asyncio.wrap_future(answer)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate again what `sleep` freed, and resume. Nothing compiles, and answers are the same as before.
+
+        tags: 'weights' or 'kv_cache', to wake up one part only. The engine resumes when both are there.
+
+        Raises EngineError if the device has not enough free memory; the engine sleeps on then.
+        """
+        await asyncio.wrap_future(self._engine_thread.wake_up(wake_tags(tags)))
+
+    async def is_sleeping(self) -> bool:
+        """Whether `sleep` has freed memory that is not allocated again."""
+        return self._engine_thread.is_sleeping
+
+    def when_fatal(self, callback: Callable[[EngineError], None]) -> None:
+        """Call a function once if the engine ends by itself. It may run on another thread."""
+        self._engine_thread.when_fatal(callback)
 
     async def __aenter__(self) -> Self:
         return self

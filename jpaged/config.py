@@ -4,8 +4,12 @@ Names are vLLM's where vLLM has one. The command line flags are made from these 
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's other names
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4")
 RUNNERS = ("auto", "generate", "pooling")
 SCHEDULING_POLICIES = ("fcfs", "priority", "shortest_first")
@@ -25,9 +29,26 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of a hub id. Default: the main branch."""
 
+    load_format: str = "auto"
+    """auto, safetensors, gguf: the files of the checkpoint, which must have that format unless it is auto. dummy: small
+    random weights for config.json's shapes; no weights are read, and answers have no meaning."""
+
+    download_dir: str | None = None
+    """Folder that models are downloaded to. Default: the hub's cache folder."""
+
+    hf_overrides: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """Values that replace those of config.json, as a JSON object."""
+
+    generation_config: str = "auto"
+    """Source of the default sampling parameters. auto: the model's generation_config.json. vllm: none, only the
+    defaults of SamplingParams. Or a folder with a generation_config.json."""
+
+    override_generation_config: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """Default sampling parameters that replace those of generation_config.json, as a JSON object with its keys."""
+
     dtype: str = "auto"
-    """Type of weights and activations: auto, bfloat16, float16 or float32. auto is the checkpoint's type; on CPU with
-    JAX 0.10 it is float32, unless native kernels compute all products."""
+    """Type of weights and activations: auto, bfloat16, float16 (or half), float32 (or float). auto is the checkpoint's
+    type; on CPU with JAX 0.10 it is float32, unless native kernels compute all products."""
 
     quantization: str | None = None
     """int8 or int4: round the weights to 8 or 4 bits while they are loaded, and activations to 8 bits. int8: one scale
@@ -89,15 +110,23 @@ class EngineConfig:
     """Bytes for the KV cache. Default: the free memory of an accelerator; at most 1 GiB on CPU."""
 
     attention_implementation: str | None = None
-    """Implementation of attention. cpu: native kernel for CPUs. triton, triton_small, mosaic_gpu: kernels for NVIDIA.
-    mosaic_tpu: kernel for TPUs. xla, xla_loop, reference: XLA operations, slower, on any device. Default: the fastest
-    that works here."""
+    """Implementation of attention. cpu: native kernel for CPUs. triton, triton_small, mosaic_prefill, mosaic_gpu:
+    kernels for NVIDIA. mosaic_tpu: kernel for TPUs. xla, xla_loop, reference: XLA operations, slower, on any device.
+    Default: the fastest that works here."""
+
+    gated_dot_implementation: str | None = None
+    """Implementation of the gate and up products and their activation. triton: one kernel, for NVIDIA. xla: a product,
+    then the activation. reference: XLA operations. Default: what was measured as the fastest on this card, else xla."""
 
     mask_unknown_tokens: bool = True
     """Never sample token ids that the tokenizer does not have."""
 
     trust_remote_code: bool = False
     """Accepted for compatibility with vLLM. Code from a checkpoint is never run, so a model that needs it fails."""
+
+    disable_log_stats: bool = False
+    """Collect no distributions of times and tokens. The server then logs no figures, and /metrics has only those of its
+    process and its HTTP requests."""
 
     max_logprobs: int = 20
     """Maximum number of log-probabilities per token that a request may ask for."""

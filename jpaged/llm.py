@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 from jpaged.answers.definitions import checked_tool_choice, checked_tools
 from jpaged.chat.prompt import RenderOptions
@@ -18,20 +18,24 @@ from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.strategies.pooling import check_task
+from jpaged.engine_arguments import EngineArguments
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import build_engine
 from jpaged.frontend.engine_access import EngineAccess
 from jpaged.frontend.interrupts import DeferredInterrupt, call_at_exit
+from jpaged.frontend.pausing import WAKE_TAGS, check_level, wake_tags
 from jpaged.frontend.progress import Progress, UseTqdm
 from jpaged.frontend.prompts import one_each, prompt_list, with_prompt_index
 from jpaged.frontend.tracing import refuse_tracing
 from jpaged.outputs import (
     ClassificationOutput,
+    CompletionOutput,
     EmbeddingOutput,
     PoolingRequestOutput,
     RequestOutput,
     ScoreOutput,
 )
+from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
@@ -54,12 +58,15 @@ class LLM(EngineAccess):
     or call `close`, to free the device memory. Calls from several threads run one after another.
     """
 
-    def __init__(self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Any):
+    def __init__(
+        self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Unpack[EngineArguments]
+    ):
         super().__init__(build_engine(model, params, engine_options, layout=layout, progress=True, background=True))
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread whose call holds the lock
         self._inspections: deque[Future[EngineCapture]] = deque()  # requested by other threads while a call runs
         self._num_requests = 0
+        self._asleep: frozenset[str] = frozenset()  # tags of `wake_up` that sleep
         self._interpreter_ends = False
         self._exit_hook = call_at_exit(self._close_at_exit)
 
@@ -99,6 +106,36 @@ class LLM(EngineAccess):
             scores = [entry.logprob for entry in logprobs], [entry.rank or 0 for entry in logprobs]
             outputs.append(ScoreOutput(output.prompt_token_ids, *scores))
         return outputs
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: UseTqdm = True
+    ) -> list[BeamSearchOutput]:
+        """Find the most likely answers to prompts. Returns one output per prompt, in order, each with its sequences.
+
+        This is `generate` with `use_beam_search`, in the form that vLLM has. Raises the errors of `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError("params", params, "must be a jpaged.BeamSearchParams")
+        found = []
+        for output in self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm):
+            prompt = output.prompt
+            if prompt is None and self._tokenizer is not None:
+                prompt = self._tokenizer.decode(output.prompt_token_ids)
+            found.append(BeamSearchOutput([_sequence(output.prompt_token_ids, prompt, one) for one in output.outputs]))
+        return found
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """Pool prompts: `embed` or `classify`, whichever `pooling_task` or the model says. Errors as for `generate`."""
+        pooling = self._live_engine.inputs.limits.pooling
+        task = pooling_task or ("embed" if pooling is None else pooling.task)
+        return cast(list[PoolingRequestOutput[Any]], self._pool(task, prompts, pooling_params, use_tqdm))
 
     def embed(
         self,
@@ -215,6 +252,35 @@ class LLM(EngineAccess):
         with self._exclusive("reset_prefix_cache"):
             return self._live_engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Free device memory until `wake_up`. Waits until no call runs. Calls that generate raise EngineError then.
+
+        level: 0: free nothing. 1: free the KV pool, and move the weights to the host. Live arrays (`params`) stay where
+            they are: only their owner may delete them. On CPU the weights stay as well.
+        """
+        check_level(level)
+        with self._exclusive("sleep"):
+            engine = self._live_engine
+            if level > 0:
+                engine.sleep()
+            self._asleep = frozenset(WAKE_TAGS)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate again what `sleep` freed. Nothing compiles, and answers are the same as before.
+
+        tags: 'weights' or 'kv_cache', to wake up one part only. Both must be awake to generate.
+
+        Raises EngineError if the device has not enough free memory. It can be called again then.
+        """
+        waking = wake_tags(tags)
+        with self._exclusive("wake_up"):
+            self._live_engine.wake_up(weights="weights" in waking, kv_cache="kv_cache" in waking)
+            self._asleep -= waking
+
+    def is_sleeping(self) -> bool:
+        """Whether the LLM sleeps, or a part of it."""
+        return bool(self._asleep)
+
     def close(self) -> None:
         """Free the device memory. The LLM cannot be used afterwards; a second `close` does nothing."""
         with self._exclusive("close"):
@@ -283,6 +349,8 @@ class LLM(EngineAccess):
         priorities = one_each("priority", 0 if priority is None else priority, len(each))
         with self._exclusive("generate"), DeferredInterrupt() as interrupt:
             engine = self._live_engine
+            if self._asleep:
+                raise EngineError(f"the LLM sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first")
             for one in params[:1]:
                 check_task(engine.inputs.limits.pooling, one)  # once: the error would name every prompt
             request_groups = [
@@ -347,7 +415,7 @@ def generate(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     use_tqdm: UseTqdm = True,
-    **engine_options: Any,
+    **engine_options: Unpack[EngineArguments],
 ) -> list[RequestOutput]:
     """Complete prompts with a model, in one call.
 
@@ -373,6 +441,18 @@ def generate(
                     raise RequestError("prompts", prompt, "live arrays come without a tokenizer: name one (tokenizer=)")
     with LLM(model, params=params, **engine_options) as llm:
         return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+
+def _sequence(prompt_token_ids: list[int], prompt: str | None, answer: CompletionOutput) -> BeamSearchSequence:
+    """Return an answer of a beam search in vLLM's form, which begins with the prompt."""
+    return BeamSearchSequence(
+        prompt_token_ids + answer.token_ids,
+        list(answer.logprobs or ()),
+        answer.cumulative_logprob or 0.0,
+        None if prompt is None else prompt + answer.text,
+        answer.finish_reason,
+        answer.stop_reason,
+    )
 
 
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:

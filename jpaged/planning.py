@@ -159,7 +159,7 @@ def plan(
     if roofline_context is not None and roofline_context < 1:
         raise RequestError("roofline_context", roofline_context, "must be at least 1 token")
     if roofline_context is not None and (target is None or target == "cpu") and device_memory is None:
-        raise RequestError("roofline", target, "needs a GPU or TPU as --target: h200, a100, l4, v5e and so on")
+        raise RequestError("target", target, "must be a GPU or TPU for --roofline: h200, a100, l4, v5e and so on")
     from jpaged.loading.described import describe
     from jpaged.runtime.memory import start_backend
     from jpaged.runtime.targets import TARGETS, with_memory

@@ -5,6 +5,8 @@ It contains no prompts, texts or token ids: requests are named by their ids. `jp
 
 import dataclasses
 
+from jpaged.outputs import EngineStats
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockOwner:
@@ -65,6 +67,18 @@ class PoolSnapshot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StepSnapshot:
+    """A step that the device has finished. It computed decodes + prompt_tokens tokens."""
+
+    index: int            # steps finished before this one
+    rows: int             # rows of the request table that took part
+    decodes: int          # those that computed the token that they had sampled last
+    prompt_tokens: int    # tokens of chunks of prompts
+    seconds: float        # from its dispatch, or the end of the step before it if that is later, to its result
+    age_seconds: float    # since its result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """State of an engine between two steps: the KV pool, all its blocks, the request table and the queue."""
 
@@ -73,3 +87,7 @@ class EngineSnapshot:
     blocks: tuple[BlockSnapshot, ...]      # blocks[i].block == i
     running: tuple[RequestSnapshot, ...]   # in order of arrival
     waiting: tuple[RequestSnapshot, ...]   # in the order in which they will start
+    max_num_seqs: int                      # rows of the request table
+    max_num_batched_tokens: int            # token budget of a step
+    stats: EngineStats
+    last_steps: tuple[StepSnapshot, ...]   # up to 256 finished steps, oldest first

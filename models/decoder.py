@@ -100,6 +100,7 @@ def decode(
     real: Bool[Array, " tokens"] | None = None,
     num_tokens: Int[Array, ""] | None = None,
     places: Sequence[KVPlace] | None = None,
+    gated_dot: str | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Pages, ...]]:
     """Hidden states after the last layer, before the final norm, and the pages with the new KV.
 
@@ -111,6 +112,7 @@ def decode(
     num_tokens: number of first tokens that are needed. The others are padding, with undefined results. None: all tokens
                are needed, and every product has a gradient.
     places:    per layer, its KV group and its page array.
+    gated_dot: implementation of `pallas_kernels.gated_dot`, with `num_tokens`. None: the best one.
     """
     x = _embed(LayerContext(spec, layout, params, num_rows=num_tokens), token_ids, positions)
     ropes = {rope for i in range(spec.num_layers) if (rope := spec.layer_rope(i)) is not None}
@@ -123,7 +125,7 @@ def decode(
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
         x, new_pages[place.page_array] = _layer(
-            x, LayerContext(spec, layout, {**matrices, **vectors}, cos, sin, real, num_tokens),
+            x, LayerContext(spec, layout, {**matrices, **vectors}, cos, sin, real, num_tokens, gated_dot),
             new_pages[place.page_array], metadata[place.kv_group], options=spec.attention(i), attend=attend,
         )  # fmt: skip
     return x, tuple(new_pages)

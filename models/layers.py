@@ -1,13 +1,15 @@
 """Parts of a layer that all models share: norms, activation functions, and the dense feed-forward network."""
 
+from collections.abc import Container
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
-from jpaged.models.spec import Activation, DecoderSpec, Norm
-from pallas_kernels import rms_norm, rms_norm_rows, silu_and_mul
+from jpaged.models.spec import Activation, DecoderSpec, Norm, WeightLayout
+from pallas_kernels import QuantizedWeight, activate, gated_dot, rms_norm, rms_norm_rows, silu_and_mul
 
 
 def softcap(x: Array, cap: float | None) -> Array:
@@ -32,25 +34,10 @@ def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) 
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def activate(spec: DecoderSpec, x: Array) -> Array:
-    """The activation function, in float32: bf16 transcendentals lose digits, and not every back end lowers them."""
-    y = x.astype(jnp.float32)
-    match spec.activation:
-        case Activation.SILU:
-            y = jax.nn.silu(y)
-        case Activation.GELU:
-            y = jax.nn.gelu(y, approximate=False)
-        case Activation.GELU_TANH:
-            y = jax.nn.gelu(y, approximate=True)
-        case Activation.RELU:
-            y = jax.nn.relu(y)
-    return y.astype(x.dtype)
-
-
 def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
     """Input of the down projection of a gated feed-forward network: act(gated) * up."""
     if spec.swiglu_limit is None:
-        return activate(spec, gated) * up
+        return activate(spec.activation.value, gated) * up
     # gpt-oss: gate and up are clamped, one is added to up, and the sigmoid is steeper than SiLU's
     x, y = gated.astype(jnp.float32), up.astype(jnp.float32)
     x = jnp.minimum(x, spec.swiglu_limit)
@@ -58,15 +45,23 @@ def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
     return ((y + 1) * x * jax.nn.sigmoid(spec.swiglu_alpha * x)).astype(gated.dtype)
 
 
+def takes_gated_dot(spec: DecoderSpec, layout: WeightLayout, leaves: Container[str]) -> bool:
+    """Whether gate, up and activation of a layer with these leaves are one `gated_dot`, if its weights are dense.
+
+    The others have biases, matrices stored apart or transposed, a clamp, or no gate.
+    """
+    one_matrix = "gate_up" in leaves and not layout.split_gate_up and "gate_up" not in layout.transposed
+    return one_matrix and spec.gated and spec.swiglu_limit is None and "up_bias" not in leaves
+
+
 def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens hidden"]:
     """The dense feed-forward network."""
     spec = context.spec
     if not spec.gated:
-        return linear_with_bias("down", activate(spec, linear_with_bias("up", x, context)), context)
-    is_plain_silu = spec.activation is Activation.SILU and spec.swiglu_limit is None and "up_bias" not in context.params
-    if context.num_rows is not None and is_plain_silu and not context.layout.split_gate_up:
-        gated = silu_and_mul(linear("gate_up", x, context), context.num_rows)
-        return linear_with_bias("down", gated, context)
+        hidden = activate(spec.activation.value, linear_with_bias("up", x, context))
+        return linear_with_bias("down", hidden, context)
+    if context.num_rows is not None and takes_gated_dot(spec, context.layout, context.params):
+        return linear_with_bias("down", _served_gate(x, context, context.num_rows), context)
     if context.layout.split_gate_up:
         gated, up = linear("gate", x, context), linear("up", x, context)
     else:
@@ -75,6 +70,18 @@ def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Flo
     if bias is not None:
         gated, up = add(gated, bias[0]), add(up, bias[1])
     return linear_with_bias("down", gate(spec, gated, up), context)
+
+
+def _served_gate(
+    x: Float[Array, "tokens hidden"], context: LayerContext, num_rows: Array
+) -> Float[Array, "tokens inter"]:
+    """Input of the down projection, when serving."""
+    weight, activation = context.params["gate_up"], context.spec.activation
+    if not isinstance(weight, QuantizedWeight):
+        return gated_dot(x, weight, num_rows, activation=activation.value, implementation=context.gated_dot)
+    if activation is Activation.SILU:
+        return silu_and_mul(linear("gate_up", x, context), num_rows)
+    return gate(context.spec, *gate_and_up("gate_up", x, context))
 
 
 def gate_and_up(

@@ -22,7 +22,7 @@ from pallas_kernels.dot.cpu import refuse as refuse_cpu_dot
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "cos", "sin", "real", "num_rows"], meta_fields=["spec", "layout"],
+    data_fields=["params", "cos", "sin", "real", "num_rows"], meta_fields=["spec", "layout", "gated_dot"],
 )
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
@@ -39,6 +39,7 @@ class LayerContext:
     real: Array | None = None   # bool[tokens], False for padding; None: no token is padding
     # int32[], number of first rows that are needed; None: all, and products have gradients
     num_rows: Array | None = None
+    gated_dot: str | None = None  # implementation of `gated_dot`; None: the best one
 
 
 def linear(

@@ -4,6 +4,7 @@
 - `write_kv` and `write_qkv` store keys and values in the pages; `paged_attention` attends over them.
 - `dot` multiplies rows with a matrix of weights: a kernel on CPU.
 - `quantized_dot` multiplies rows with a `QuantizedWeight`: weights in 8 or 4 bits, made by `quantize`.
+- `gated_dot` is both products of a gated feed-forward network, and the activation between them.
 - `grouped_dot` multiplies blocks of rows, each with its own matrix: the products of a mixture of experts.
 - `self_check` compares the implementations chosen for a device with the reference.
 - `rms_norm_rows` and `silu_and_mul` compute single rows: a kernel on CPU.
@@ -11,6 +12,8 @@
 """
 
 from pallas_kernels.dot import dot
+from pallas_kernels.gated_dot import gated_dot
+from pallas_kernels.gated_dot.activation import activate
 from pallas_kernels.grouped_dot import grouped_dot
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import paged_attention
@@ -25,8 +28,10 @@ __all__ = [
     "KVPages",
     "KernelCheckError",
     "QuantizedWeight",
+    "activate",
     "apply_rope",
     "dot",
+    "gated_dot",
     "grouped_dot",
     "norm_and_rope",
     "paged_attention",

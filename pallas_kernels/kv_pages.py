@@ -145,11 +145,18 @@ class KVPages:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
 
     def bytes_on(self, platform: str) -> int:
-        """Size in bytes on a platform. TPUs pad heads to a multiple of 128 numbers."""
+        """Size in bytes on a platform. TPUs pad the last axis of an array to a multiple of 128 numbers.
+
+        The KV heads of int8 pages' scales are padded as well: to 2, 4 or a multiple of 8.
+        """
         if platform != "tpu":
             return self.num_bytes
         scales = self.num_bytes - self.data.size * self.dtype.itemsize
-        return self.data.size // self.head_dim * -(-self.head_dim // 128) * 128 * self.dtype.itemsize + scales
+        if self.dtype == INT8:
+            heads = next((n for n in (2, 4) if self.num_kv_heads <= n), -(-self.num_kv_heads // 8) * 8)
+            blocks_and_parts = self.data.shape[0] * self.data.shape[1]
+            scales = blocks_and_parts * heads * _lanes(self.block_size) * self.scales.dtype.itemsize
+        return self.data.size // self.head_dim * _lanes(self.head_dim) * self.dtype.itemsize + scales
 
     def gather(
         self, blocks: Int[Array, "rows n"], dtype: Any
@@ -251,6 +258,11 @@ class KVPages:
         if self.dtype == INT8:
             scales = change(scales, *(other.scales for other in others))
         return dataclasses.replace(self, data=data, scales=scales)
+
+
+def _lanes(size: int) -> int:
+    """Numbers that an axis of this size takes in a TPU's lanes."""
+    return -(-size // 128) * 128
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> Array:

@@ -92,6 +92,18 @@ def _described_device() -> jax.sharding.AbstractDevice | None:
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
+def device_kind() -> str:
+    """Name of the device that a kernel is traced for: of the mesh's device if it has one, else of JAX's default."""
+    described = _described_device()
+    return (described if described is not None else default_device()).device_kind
+
+
+def is_interpreted() -> bool:
+    """Whether a kernel of Mosaic GPU is traced for the interpreter on CPU, not for a card, present or described."""
+    described = _described_device()
+    return (default_device() if described is None else described).platform == "cpu"
+
+
 def num_multiprocessors() -> int:
     """Multiprocessors of the card that a kernel is traced for: of the mesh's device if it has one, else of JAX's first.
 

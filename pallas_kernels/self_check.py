@@ -1,4 +1,7 @@
-"""self_check: compares the implementations chosen for a device with the reference. Takes seconds, at start-up."""
+"""Checks of the implementations chosen for a device against their references. They take seconds, at start-up.
+
+`self_check` is for attention and the writes, `check_gated_dot` for the products of a feed-forward network.
+"""
 
 import dataclasses
 import functools
@@ -9,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.gated_dot import IMPLEMENTATIONS as GATED_DOT
+from pallas_kernels.gated_dot import choose_implementation as choose_gated_dot
+from pallas_kernels.gated_dot.tiling import choose as choose_tiling
 from pallas_kernels.kv_pages import FP8, INT8, KVPages
 from pallas_kernels.paged_attention import choose_implementation, paged_attention
 from pallas_kernels.platforms import default_device
@@ -22,6 +28,8 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}
 # int8: the largest number, about 4.5, over 127. fp8: an eighth.
 WRITE_TOLERANCE = {"int8": 0.06, "float8_e4m3fn": 0.15}
 ROWS, WIDTH_KEYS = 4, 2048
+# Of gated_dot: several tiles, and the last one is not full.
+CHECKED_ROWS, CHECKED_OUTPUTS = 300, 1000
 CASES = {  # tokens of each row, keys of each row; None = block size + 1
     "decode": ((1, 1, 1, 1), (1, None, 777, WIDTH_KEYS)),
     "chunks": ((64, 0, 33, 2), (64, 0, 1000, None)),
@@ -118,13 +126,52 @@ def self_check(
                 differences = differences[: sum(counts)]  # results of padding tokens are undefined
             difference = float(differences.max())
             if not difference <= limit:  # also if it is NaN
+                # the advice is a line of its own: an engine shows the first line, and tries the next implementation
                 raise KernelCheckError(
                     f"{what} on {device.device_kind}, case {case} ({q_heads}/{kv_heads} heads of {head_dim}, "
                     f"{dtype.name}, pages of {kv_dtype.name}, blocks of {block_size}): differs from the reference by "
-                    f"{difference:.3g}, more than {limit:g}. Use implementation='xla', and please report this"
+                    f"{difference:.3g}, more than {limit:g}\n"
+                    "Use implementation='xla', and please report this"
                 )
             errors[case] = difference  # of the last comparison: attention
     return errors
+
+
+def check_gated_dot(
+    x: Any, weight: Any, activation: str, *, implementation: str | None = None, device: Any = None
+) -> float:
+    """Compare gated_dot with its reference, with the tiles that a call of this shape has, and return the difference.
+
+    x, weight:      arrays or ShapeDtypeStructs of the call. At most CHECKED_ROWS rows and CHECKED_OUTPUTS outputs are
+                    computed, so that large models leave memory for them.
+    implementation: None: the best one.
+    device:         a jax Device; None: JAX's default.
+
+    Raises KernelCheckError, with the implementation, the device, the shape and the difference, if the difference is too
+    large or NaN.
+    """
+    device = device or default_device()
+    name = implementation or choose_gated_dot(device, x, weight, activation)
+    rows, outputs, width = min(x.shape[0], CHECKED_ROWS), min(weight.shape[1], CHECKED_OUTPUTS), x.shape[1]
+    rng = np.random.default_rng(2)
+    numbers = rng.standard_normal((rows, width), np.float32), rng.standard_normal((2, outputs, width), np.float32)
+    a, b = jax.device_put((jnp.asarray(numbers[0], x.dtype), jnp.asarray(numbers[1] * width**-0.5, x.dtype)), device)
+    options = {"tiling": choose_tiling(x, weight)} if name == "triton" else {}
+    call, reference = GATED_DOT[name].call, GATED_DOT["reference"].call
+    count = jax.device_put(np.int32(rows), device)
+    ours, theirs = (
+        np.asarray(jax.jit(functools.partial(one, activation=activation, **given))(a, b, count), np.float64)
+        for one, given in ((call, options), (reference, {}))
+    )
+    difference = float((np.abs(ours - theirs) / np.maximum(1.0, np.abs(theirs))).max())
+    limit = TOLERANCE[x.dtype.name]
+    if not difference <= limit:  # also if it is NaN
+        raise KernelCheckError(
+            f"gated_dot {name!r} on {device.device_kind}, {activation}, {x.shape[0]} x {width} to {weight.shape[1]}, "
+            f"{x.dtype.name}: differs from the reference by {difference:.3g}, more than {limit:g}. Use "
+            "implementation='xla', and please report this"
+        )
+    return difference
 
 
 def _arguments(

@@ -2,7 +2,8 @@
 
 import sys
 
-from jpaged.cli import main
+from jpaged.cli import console
 
 if __name__ == "__main__":
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    sys.argv.insert(1, "serve")
+    console()

@@ -1,72 +1,149 @@
 """The ASGI application: its routes, and the keys that they require."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.errors import JPagedError
-from jpaged.serving import routes_admin, routes_service
+from jpaged.serving import (
+    routes_admin,
+    routes_embeddings,
+    routes_messages,
+    routes_models,
+    routes_responses,
+    routes_scores,
+    routes_service,
+    routes_text,
+)
+from jpaged.serving.app_options import AppOptions, CrossOrigin
 from jpaged.serving.auth import ADMIN, OPEN_PATHS, RequireKey
 from jpaged.serving.body_process import kill_children
+from jpaged.serving.browser_guards import CheckHost, RequireJson
 from jpaged.serving.error_responses import ClientDisconnected, handle_error
 from jpaged.serving.generation import Server
+from jpaged.serving.http_observer import HTTPObserver
+from jpaged.serving.intake import CountRequests, Intake
+from jpaged.serving.metrics import ServerMetrics
+from jpaged.serving.openapi import KeyRules
+from jpaged.serving.responses_store import MAX_BYTES, ResponseStore
+from jpaged.serving.root_path import RemoveRootPath
 from jpaged.serving.routes_chat import chat_completions
 from jpaged.serving.routes_completions import completions
-from jpaged.serving.routes_embeddings import embeddings
+from jpaged.serving.routes_docs import docs, openapi_json
+from jpaged.serving.routes_invocations import invocations
+from jpaged.serving.routes_metrics import metrics
+from jpaged.serving.routes_ui import Page
 from jpaged.serving.stats_log import log_stats
 from jpaged.serving.stopping import AnswerWhenStopped
 
 
-def create_app(server: Server, *, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> Starlette:
-    """Make the application of a running engine. It closes the engine when it shuts down.
+def posts(paths: str, endpoint: Callable[[Request], Awaitable[Response]]) -> list[Route]:
+    """Return routes of the method POST. paths: separated by blanks."""
+    return [Route(path, endpoint, methods=["POST"]) for path in paths.split()]
 
-    api_keys:   if not empty, every route except /health requires one of them.
-    admin_keys: if not empty, there are routes below /admin. They require one of these keys, and no API key.
-    """
-    admin = [Route("/admin/inspect", routes_admin.inspect)] if admin_keys else []
-    guards = []
-    if api_keys:
-        guards.append(Middleware(RequireKey, keys=api_keys, guards=_needs_api_key(bool(admin_keys)), name="API key"))
-    if admin_keys:
-        guards.append(Middleware(RequireKey, keys=admin_keys, guards=_is_admin, name="admin key"))
+
+# Those of every application. The routes of operators and of the page depend on its options.
+ROUTES = [
+    Route("/v1/models", routes_models.models),
+    Route("/v1/models/{model:path}", routes_models.model),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    *routes_responses.ROUTES,
+    *routes_messages.ROUTES,
+    *posts("/v1/embeddings", routes_embeddings.embeddings),
+    *posts("/pooling", routes_embeddings.pooling),
+    *posts("/classify", routes_embeddings.classify),
+    *posts("/score /v1/score", routes_scores.score),
+    *posts("/rerank /v1/rerank /v2/rerank", routes_scores.rerank),
+    *posts("/tokenize", routes_text.tokenize),
+    *posts("/detokenize", routes_text.detokenize),
+    *posts("/invocations", invocations),
+    Route("/openapi.json", openapi_json),
+    Route("/docs", docs),
+    Route("/health", routes_service.health),
+    Route("/ping", routes_service.health, methods=["GET", "POST"]),
+    Route("/ready", routes_service.ready),
+    Route("/load", routes_service.load),
+    Route("/version", routes_service.version),
+    Route("/metrics", metrics),
+]
+
+
+def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
+    """Make the application of a running engine. It closes the engine when it shuts down."""
+    page = Page.read() if options.ui else Page({})
+    admin = routes_admin.routes(options.profile_dir) if options.admin_keys else []
+    tokenizer = [Route("/tokenizer_info", routes_text.tokenizer_info)] if options.tokenizer_info else []
+    admin_paths = frozenset(route.path for route in admin if isinstance(route, Route))
+    key_rules = KeyRules(bool(options.api_keys), OPEN_PATHS | page.paths, admin_paths)
+    intake = Intake()
+    server_metrics = ServerMetrics(lambda: server.engine.metrics(), server.model_names[0])
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
-        logged = asyncio.create_task(log_stats(server.engine.stats))
+        logged = None if options.disable_log_stats else asyncio.create_task(log_stats(server.engine.stats))
         yield
-        logged.cancel()
+        if logged is not None:
+            logged.cancel()
         kill_children()
+        server.tokenising.close()
+        await app.state.responses.close()
         await run_in_threadpool(server.engine.close)
 
     app = Starlette(
-        routes=[
-            Route("/v1/models", routes_service.models),
-            Route("/v1/models/{model:path}", routes_service.model),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/embeddings", embeddings, methods=["POST"]),
-            Route("/health", routes_service.health),
-            Route("/version", routes_service.version),
-            *admin,
-        ],
-        middleware=[Middleware(AnswerWhenStopped), *guards],
+        routes=[*ROUTES, *tokenizer, *admin, *page.routes()],
+        middleware=_middleware(options, key_rules, intake, server_metrics),
         exception_handlers=dict.fromkeys((JPagedError, HTTPException, ClientDisconnected, Exception), handle_error),
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # a redirect would repeat the Host header
     app.state.server = server
+    app.state.intake = intake
+    app.state.key_rules = key_rules
+    app.state.profile_dir = options.profile_dir
+    app.state.metrics = server_metrics
+    app.state.responses = ResponseStore(MAX_BYTES if options.keep_responses else 0)
     return app
 
 
-def _needs_api_key(admin: bool) -> Callable[[str], bool]:
-    """Return a function that says whether a path requires an API key. admin: there are routes below /admin."""
-    return lambda path: path not in OPEN_PATHS and not (admin and _is_admin(path))
+def _middleware(options: AppOptions, rules: KeyRules, intake: Intake, metrics: ServerMetrics) -> list[Middleware]:
+    """Return what handles a request before its route does, outermost first."""
+    is_admin = _admin_check(rules.admin_paths)
+    layers = [] if not options.root_path else [Middleware(RemoveRootPath, root_path=options.root_path)]
+    layers.append(Middleware(HTTPObserver, metrics=metrics, access_log=options.access_log))
+    layers.append(Middleware(AnswerWhenStopped))
+    if options.allowed_hosts is not None:
+        layers.append(Middleware(CheckHost, hosts=options.allowed_hosts))
+    if options.cross_origin.origins:
+        layers.append(_cors(options.cross_origin))
+    if options.api_keys:
+        keys, name = options.api_keys, "API key"
+        needs_key = lambda path: path not in rules.open_paths and not is_admin(path)  # noqa: E731
+        layers.append(Middleware(RequireKey, keys=keys, guards=needs_key, name=name))
+    if options.admin_keys:
+        layers.append(Middleware(RequireKey, keys=options.admin_keys, guards=is_admin, name="admin key"))
+    return [*layers, Middleware(RequireJson), Middleware(CountRequests, intake=intake, exempt=rules.admin_paths)]
 
 
-def _is_admin(path: str) -> bool:
-    return path.startswith(ADMIN)
+def _cors(options: CrossOrigin) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=options.origins,
+        allow_methods=options.methods,
+        allow_headers=options.headers,
+        allow_credentials=options.credentials,
+    )
+
+
+def _admin_check(paths: frozenset[str]) -> Callable[[str], bool]:
+    """Return a function that says whether a path requires an admin key. paths: of the admin routes; empty: none."""
+    return lambda path: bool(paths) and (path.startswith(ADMIN) or path in paths)

@@ -1,4 +1,4 @@
-"""Checks keys: an API key on every route except /health, an admin key on routes below /admin."""
+"""Checks keys: an API key on every route except `OPEN_PATHS`, an admin key on the routes of `routes_admin`."""
 
 import hashlib
 import hmac
@@ -10,7 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jpaged.serving.error_responses import APIError, error_response
 
 ADMIN = "/admin/"
-OPEN_PATHS = frozenset({"/health"})
+OWNER = "jpaged.key"  # entry of a request's ASGI scope: the hash of its valid key
+# For load balancers and orchestrators, which have no key. The answers contain nothing about requests or the model.
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 
 
 class RequireKey:
@@ -30,16 +32,31 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request: pass it on, or answer 401."""
-        if scope["type"] != "http" or not self._guards(scope["path"]) or self._known(scope):
+        if scope["type"] == "lifespan" or not self._guards(scope["path"]) or self._known(scope):
             await self._app(scope, receive, send)
             return
-        message = f"send the {self._name}: Authorization: Bearer KEY"
+        message = f"send the {self._name}: Authorization: Bearer KEY, or x-api-key: KEY"
         error = APIError(HTTPStatus.UNAUTHORIZED, message, code=f"invalid_{self._name.lower().replace(' ', '_')}")
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._hashes]
-        return scheme.lower() == b"bearer" and any(matches)
+        """Return True if the request has a valid key. The key's hash is noted in the scope."""
+        known = False
+        for digest in map(_hash, _keys(scope)):
+            for one in self._hashes:
+                if hmac.compare_digest(digest, one):
+                    known = True
+                    scope[OWNER] = one
+        return known
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _keys(scope: Scope) -> list[bytes]:
+    """Return the keys of a request: in `Authorization: Bearer`, and in `x-api-key`, the header of Anthropic's API."""
+    headers = dict(reversed(scope["headers"]))  # the first one of a name counts
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    keys = [key.strip()] if scheme.lower() == b"bearer" else []
+    return [*keys, headers[b"x-api-key"].strip()] if b"x-api-key" in headers else keys

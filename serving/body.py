@@ -7,6 +7,7 @@ interpreter's lock. The server itself only decodes bodies that are within all li
 import difflib
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -15,12 +16,13 @@ from starlette.requests import ClientDisconnect, Request
 from jpaged.errors import SHOWN, CapacityError, RequestError
 from jpaged.serving.address import address_key
 from jpaged.serving.body_process import check_in_process
+from jpaged.serving.body_schemas import INVOCATION, body_schema
 from jpaged.serving.body_size import count_values
 from jpaged.serving.disconnect import until_disconnect
 from jpaged.serving.error_responses import APIError, ClientDisconnected
-from jpaged.serving.request_schema import EmbeddingRequest, GenerationRequest
+from jpaged.serving.request_schema import SizeLimits
 
-Body = TypeVar("Body", bound=GenerationRequest | EmbeddingRequest)
+Body = TypeVar("Body", bound=SizeLimits)
 
 MAX_BODY_BYTES = 16 * 2**20  # decoding that many bytes takes at most 60 ms
 INLINE_BYTES = 256 * 1024  # decoding this many bytes takes at most 10 ms
@@ -43,6 +45,17 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
     Raises RequestError that names the field, APIError with status 413 for a body of more than MAX_BODY_BYTES. Raises
     CapacityError if other requests have too many large bodies, and ClientDisconnected if the client has left.
     """
+    return await _read(request, schema.__name__, lambda raw: schema)
+
+
+async def read_invocation(request: Request, task: str) -> SizeLimits:
+    """Read a body whose fields say which struct it is. task: of the engine. Errors as `read_body`."""
+    name = INVOCATION + task
+    return await _read(request, name, lambda raw: body_schema(name, raw))
+
+
+async def _read(request: Request, name: str, choose: Callable[[bytes], type[Body]]) -> Body:
+    """Read a body as the struct that `choose` returns for it. name: of the struct, for `body_schema`."""
     too_large = APIError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and (len(announced) > 18 or int(announced) > MAX_BODY_BYTES):
@@ -62,9 +75,9 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
         raw = b"".join(chunks)
         chunks.clear()
         if len(raw) <= INLINE_BYTES:
-            return decode_body(raw, schema)
-        await until_disconnect(request.receive, check_in_process(raw, schema.__name__))
-        return msgspec.json.decode(raw, type=schema)
+            return decode_body(raw, choose(raw))
+        await until_disconnect(request.receive, check_in_process(raw, name))
+        return msgspec.json.decode(raw, type=choose(raw))
 
 
 class _LargeBody:
@@ -151,6 +164,8 @@ def _check_other(name: str, raw: msgspec.Raw, schema: type[Body]) -> None:
     if name in schema.NEUTRAL:
         _check_neutral(name, value, schema.NEUTRAL[name])
         return
+    if name in schema.MISPLACED:
+        raise RequestError(name, value, f"is a field of {schema.MISPLACED[name]}: send the request there")
     if name.startswith("guided_"):  # vLLM's names before 0.12
         kind = name.removeprefix("guided_")[:MAX_FIELD_NAME]
         raise RequestError(name, value, f'not a field any more: send structured_outputs: {{"{kind}": ...}}')

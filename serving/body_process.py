@@ -23,7 +23,7 @@ class BodyProcess(ChildProcess):
     def check(self, raw: bytes, schema: str, seconds: float = SECONDS) -> None:
         """Check a body. Raises the RequestError that `decode_body` raises for it, or one after `seconds`.
 
-        schema: name of the struct in `request_schema`. Raises CapacityError if a process cannot be started now or is
+        schema: name of the struct, for `body_schema`. Raises CapacityError if a process cannot be started now or is
         killed, EngineError if it never can be started.
         """
         answer = self._answer(raw, schema, seconds)

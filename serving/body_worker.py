@@ -16,9 +16,9 @@ MEMORY = 2 * 2**30  # bytes of address space
 def main() -> None:
     """Answer requests until the input ends."""
     from jpaged.errors import RequestError, shown
-    from jpaged.serving import request_schema
     from jpaged.serving.body import decode_body
     from jpaged.serving.body_process import SECONDS
+    from jpaged.serving.body_schemas import body_schema
 
     os.nice(5)
     if sys.platform == "linux":  # other systems ignore this limit
@@ -33,7 +33,7 @@ def main() -> None:
         signal.alarm(math.ceil(SECONDS) + 1)  # in case the parent is gone and cannot kill this process
         answer = None
         try:
-            decode_body(raw, getattr(request_schema, name.decode()))
+            decode_body(raw, body_schema(name.decode(), raw))
         except RequestError as error:
             answer = {"parameter": error.parameter, "value": shown(error.value), "accepted": error.accepted[:2_000]}
         except MemoryError:

@@ -6,6 +6,7 @@ httptools has no limit on a header: it copies a header that grows with each piec
 import asyncio
 import dataclasses
 import select
+import uuid
 from collections import Counter, deque
 from http import HTTPStatus
 from typing import Any, cast
@@ -332,4 +333,5 @@ def _error(status: int, message: str) -> bytes:
     kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": None}})
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+    head += f"x-request-id: {uuid.uuid4().hex}\r\n"
     return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body

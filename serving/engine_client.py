@@ -1,11 +1,13 @@
 """The engine's interface that the server uses. `jpaged.AsyncLLM` implements it, and so does the tests' fake engine."""
 
-from collections.abc import AsyncGenerator
+import os
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from jpaged.frontend.prompt_streams import Generates
+from jpaged.metrics import EngineMetricsSnapshot
 from jpaged.outputs import EngineStats, PoolingRequestOutput
-from jpaged.params.pooling import PoolingParams
+from jpaged.params.pooling import PooledModel, PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
@@ -29,6 +31,11 @@ class EngineClient(Generates, Protocol):
         ...
 
     @property
+    def pooling(self) -> PooledModel | None:
+        """Task, size and labels of a pooling engine; None if the engine generates."""
+        ...
+
+    @property
     def is_ready(self) -> bool:
         """Whether all programs exist."""
         ...
@@ -47,12 +54,55 @@ class EngineClient(Generates, Protocol):
         """Return the engine's statistics. Raises EngineError when the engine is closed."""
         ...
 
+    def metrics(self) -> EngineMetricsSnapshot | None:
+        """Return the figures for /metrics. None if none are collected. Raises EngineError when the engine is closed.
+
+        Any thread may call it.
+        """
+        ...
+
     async def check_health(self) -> None:
         """Raise EngineError when the engine has ended or makes no progress."""
         ...
 
     async def inspect(self) -> EngineSnapshot:
         """Return the engine's state at one moment. Raises EngineError when the engine has ended."""
+        ...
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop running steps. Requests that come now wait until `resume_generation`."""
+        ...
+
+    async def resume_generation(self) -> None:
+        """End a pause. Raises RequestError while the engine sleeps."""
+        ...
+
+    async def is_paused(self) -> bool:
+        """Whether requests that come now wait."""
+        ...
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause, and free device memory."""
+        ...
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate again what `sleep` freed, and resume."""
+        ...
+
+    async def is_sleeping(self) -> bool:
+        """Whether memory is freed."""
+        ...
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached KV. Returns False, and does nothing, while a request runs that must not be reset."""
+        ...
+
+    def start_profile(self, folder: str | os.PathLike[str]) -> None:
+        """Record a profile into a folder. Raises EngineError if one is running. Blocks."""
+        ...
+
+    def stop_profile(self) -> None:
+        """Write the profile. Raises EngineError if none is running. Blocks."""
         ...
 
     def close(self) -> None:

@@ -2,27 +2,37 @@
 
 import bisect
 import dataclasses
+import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import aclosing, contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
 from jpaged.errors import MAX_INTEGER, LogitsError, RequestError, shown
-from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.frontend.tokenising import TokeniserThreads
+from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
-from jpaged.serving.engine_client import EngineClient, Prompt
+from jpaged.serving.engine_client import EngineClient
 from jpaged.serving.error_responses import APIError
 from jpaged.serving.output_format import structured_outputs
-from jpaged.serving.request_schema import SAMPLING_FIELDS, EmbeddingRequest, GenerationRequest
-from jpaged.serving.response_schema import CachedTokens, Usage
+from jpaged.serving.request_context import current, engine_request_id
+from jpaged.serving.request_schema import SAMPLING_FIELDS, GenerationRequest
+from jpaged.serving.response_schema import CachedTokens, ChatCompletionChunk, Completion, Usage
+from jpaged.version import __version__
 
+Padded = TypeVar("Padded", Completion, ChatCompletionChunk)
+PADDING = 64  # bytes
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (index of the prompt, output)
 
 FAILED = "the answer could not be processed; see the server's log"
-ABORTED = "the request was aborted: the server is stopping"
+ABORTED = "the request was aborted: the server is stopping or was paused"
+FINGERPRINT = f"jpaged-{__version__}"
+TIER = "default"  # there is one tier: a request that names another gets this one, and its answer says so
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +45,7 @@ class Server:
     # Chat template, and formats of tool calls and reasoning.
     chat: ChatFormats = dataclasses.field(default_factory=ChatFormats)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    tokenising: TokeniserThreads = dataclasses.field(default_factory=TokeniserThreads)  # for texts that no engine reads
 
     def model_name(self, asked: str | None) -> str:
         """Return the model name for the answer. Raises APIError 404 for a name that is not served."""
@@ -55,31 +66,59 @@ class Head:
     created: int
     model: str
     request_id: str  # in the engine: clients may send the same id twice
+    service_tier: str | UnsetType = UNSET
 
     @classmethod
-    def new(cls, prefix: str, model: str, asked: str | None = None) -> "Head":
-        """Make a head. asked: the id that the request gives; None: a new one."""
-        request_id = f"{prefix}-{uuid.uuid4().hex}"
-        return cls(request_id if asked is None else f"{prefix}-{asked}", int(time.time()), model, request_id)
+    def new(cls, prefix: str, model: str, asked: str | None = None, *, tier: str | None = None) -> "Head":
+        """Make a head. tier: the request's service_tier.
+
+        asked: the id that the body gives; None: that of the header X-Request-Id, or a new one.
+        """
+        request_id, context = engine_request_id(prefix), current.get()
+        if asked is None and context is not None:
+            asked = context.request_id
+        answer_id = request_id if asked is None else f"{prefix}-{asked}"
+        return cls(answer_id, int(time.time()), model, request_id, UNSET if tier is None else TIER)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields as keyword arguments of a response struct."""
-        return {"id": self.id, "created": self.created, "model": self.model}
+        """Return the fields as keyword arguments of a response struct that generates."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "service_tier": self.service_tier,
+        }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Update:
     """New text and tokens of one answer since its last update."""
 
     choice: int             # index of the answer in the response
     text: str               # new text; empty while a character is incomplete or a stop string may follow
-    token_range: slice      # the new tokens, in output.token_ids
-    output: CompletionOutput
+    num_characters: int     # of the answer, this text included
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None   # one entry per token
+    text_offsets: list[int] | None              # as in CompletionOutput, one per token
+    finish_reason: str | None   # 'stop', 'length' or 'repetition' at the end; None before
+    stop_reason: int | str | None
 
-    @property
-    def finish_reason(self) -> str | None:
-        """'stop', 'length' or 'repetition' at the end; None before."""
-        return self.output.finish_reason
+
+class Progress:
+    """A streamed request so far. `updates` keeps it current.
+
+    last:       the last output of each prompt.
+    num_tokens: tokens of all answers.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[int, RequestOutput] = {}
+        self.num_tokens = 0
+
+    def usage(self) -> Usage:
+        """Count the tokens of all prompts, and of all answers so far."""
+        return _usage(self.last, self.num_tokens)
 
 
 def sampling_params(
@@ -94,31 +133,55 @@ def sampling_params(
     if request.use_beam_search:
         # A beam search has no repetition penalty. The model's default must not refuse it: the client did not send it.
         given.setdefault("repetition_penalty", 1.0)
-    kind = RequestOutputKind.CUMULATIVE if request.stream else RequestOutputKind.FINAL_ONLY
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     params = dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
+    if request.stream and request.prompt_logprobs is not None:
+        raise RequestError("stream", True, "prompt_logprobs come with whole answers only: leave stream out")
     if request.stream and params.chooses:
         what = "a beam search" if params.use_beam_search else "best_of > n"
         raise RequestError("stream", True, f"{what} has its answers only at the end: leave stream out")
     return params
 
 
-def salted(prompts: list[Prompt], request: GenerationRequest | EmbeddingRequest) -> list[Prompt]:
-    """Add the request's cache_salt to its prompts. Raises RequestError for an empty salt, which isolates nothing."""
-    salt = request.cache_salt
-    if salt is None:
-        return prompts
-    if not salt:
-        raise RequestError("cache_salt", salt, "must not be empty: leave it out to share the cache with all requests")
-    return [{**({"prompt": one} if isinstance(one, str) else one), "cache_salt": salt} for one in prompts]
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamFields:
+    """The fields that `stream_options` adds to the events of a stream.
 
+    total:      the last event has the usage of the request.
+    continuous: every event has the usage so far.
+    padded:     every event has a field `obfuscation`, whose length hides the length of the event's text.
+    """
 
-def check_stream_options(request: GenerationRequest) -> bool:
-    """Return True if the stream ends with the usage. Raises RequestError for stream options without a stream."""
-    if request.stream_options is None:
-        return False
-    if not request.stream:
-        raise RequestError("stream_options", {}, "only goes with stream=true")
-    return bool(request.stream_options.include_usage)
+    total: bool = False
+    continuous: bool = False
+    padded: bool = False
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> "StreamFields":
+        """Read a request's stream options. Raises RequestError for stream options without a stream."""
+        options = request.stream_options
+        if options is None:
+            return cls()
+        if not request.stream:
+            raise RequestError("stream_options", {}, "only goes with stream=true")
+        return cls(
+            total=bool(options.include_usage),
+            continuous=bool(options.continuous_usage_stats),
+            padded=bool(options.include_obfuscation),
+        )
+
+    def usage(self, progress: Progress) -> dict[str, Any]:
+        """Return the usage field of an event as keyword arguments."""
+        if self.continuous:
+            return {"usage": progress.usage()}
+        return {"usage": None} if self.total else {}
+
+    def pad(self, event: Padded) -> Padded:
+        """Return an event with its padding: the texts of all events then have lengths that are multiples of PADDING."""
+        if self.padded:
+            size = len(msgspec.json.encode(event.choices, enc_hook=_length_only))
+            event.obfuscation = secrets.token_hex(PADDING)[: PADDING - size % PADDING]
+        return event
 
 
 @contextmanager
@@ -137,26 +200,49 @@ def named_as_sent(names: Mapping[str, str]) -> Generator[None]:
         raise RequestError(parameter, error.value, error.accepted) from None
 
 
-async def updates(
-    outputs: Outputs, n: int, finals: dict[int, RequestOutput]
-) -> AsyncGenerator[Update, None]:
-    """Convert cumulative outputs to updates. `finals` receives the last output of each prompt, for the usage."""
-    sent: dict[int, tuple[int, int]] = {}  # choice -> (tokens, characters) sent so far
-    ended: set[int] = set()  # choices that are complete, while other choices of the prompt still run
+async def updates(outputs: Outputs, n: int, progress: Progress) -> AsyncGenerator[Update, None]:
+    """Convert the outputs of a stream, which have what is new, to updates."""
+    lengths: dict[int, int] = {}  # choice -> characters so far
+    held: dict[int, _Tokens] = {}  # choice -> tokens that are not sent yet
     async with aclosing(outputs):
         async for prompt, request_output in outputs:
-            finals[prompt] = request_output
+            progress.last[prompt] = request_output
             for output in request_output.outputs:
-                check_finished_well(output)
+                if output.finish_reason is not None:
+                    check_finished_well(output)
                 choice = prompt * n + output.index
-                if choice in ended:
-                    continue
-                if output.finished():
-                    ended.add(choice)
-                tokens, characters = sent.get(choice, (0, 0))
-                num_tokens = _num_sendable_tokens(output)
-                sent[choice] = (num_tokens, len(output.text))
-                yield Update(choice, output.text[characters:], slice(tokens, num_tokens), output)
+                length = lengths[choice] = lengths.get(choice, 0) + len(output.text)
+                progress.num_tokens += len(output.token_ids)
+                ids, logprobs, offsets = output.token_ids, output.logprobs, output.text_offsets
+                if logprobs is not None and offsets is not None:
+                    new = _Tokens(ids, logprobs, offsets)
+                    sent, held[choice] = held.get(choice, _NONE).sendable(new, length, end=output.finished())
+                    ids, logprobs, offsets = sent
+                yield Update(
+                    choice, output.text, length, ids, logprobs, offsets, output.finish_reason, output.stop_reason
+                )
+
+
+class _Tokens(NamedTuple):
+    """Tokens of one answer."""
+
+    ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    offsets: list[int]
+
+    def sendable(self, new: "_Tokens", length: int, *, end: bool) -> "tuple[_Tokens, _Tokens]":
+        """Add new tokens. Returns those that begin in the text so far, and the others. end: the answer is complete.
+
+        Text that may be the beginning of a stop string is held back, and the log-probabilities of its tokens as well.
+        They are sent at the answer's end, even if the stop string is cut off: an answer without a stream has them too.
+        """
+        ids, logprobs, offsets = self.ids + new.ids, self.logprobs + new.logprobs, self.offsets + new.offsets
+        count = len(ids) if end else bisect.bisect_right(offsets, length)
+        rest = _Tokens(ids[count:], logprobs[count:], offsets[count:])
+        return _Tokens(ids[:count], logprobs[:count], offsets[:count]), rest
+
+
+_NONE = _Tokens([], [], [])
 
 
 async def finished(outputs: Outputs) -> dict[int, RequestOutput]:
@@ -167,17 +253,6 @@ async def finished(outputs: Outputs) -> dict[int, RequestOutput]:
         for output in request_output.outputs:
             check_finished_well(output)
     return dict(sorted(finals.items()))
-
-
-def _num_sendable_tokens(output: CompletionOutput) -> int:
-    """Return how many of an answer's tokens begin in its text so far.
-
-    Text that may be the beginning of a stop string is held back, and the log-probabilities of its tokens as well. They
-    are sent at the answer's end, even if the stop string is cut off: an answer without a stream has them too.
-    """
-    if output.text_offsets is None or output.finished():
-        return len(output.token_ids)
-    return bisect.bisect_right(output.text_offsets, len(output.text))
 
 
 def check_finished_well(output: CompletionOutput) -> None:
@@ -194,11 +269,18 @@ def check_finished_well(output: CompletionOutput) -> None:
 
 
 def usage(finals: dict[int, RequestOutput]) -> Usage:
-    """Count the tokens of all prompts and answers."""
+    """Count the tokens of all prompts and answers of a request without a stream."""
+    return _usage(finals, sum(len(output.token_ids) for final in finals.values() for output in final.outputs))
+
+
+def _usage(finals: dict[int, RequestOutput], completion: int) -> Usage:
     prompt = sum(len(final.prompt_token_ids) for final in finals.values())
-    completion = sum(len(output.token_ids) for final in finals.values() for output in final.outputs)
     cached = sum(final.num_cached_tokens for final in finals.values())
     return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
+
+
+def _length_only(value: Any) -> None:
+    """Encode log-probabilities of a prompt as null: their size does not depend on the answer."""
 
 
 def _token_id(key: str) -> int:

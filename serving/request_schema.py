@@ -1,4 +1,4 @@
-"""The request bodies that the routes accept: one struct per route. Unknown fields are refused by name.
+"""The request bodies of the generating routes: one struct per route. Unknown fields are refused by name.
 
 `NEUTRAL` lists fields of OpenAI's and vLLM's API that are not supported yet, each with its neutral values. A neutral
 value asks for nothing and is accepted, because some clients always send the field. Any other value is refused.
@@ -57,6 +57,7 @@ SAMPLING_FIELDS = (
     "include_stop_str_in_output",
     "truncate_prompt_tokens",
     "truncation_side",
+    "prompt_logprobs",
     "stream_interval",
     "thinking_token_budget",
     "repetition_detection",
@@ -71,22 +72,24 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None  # padding against traffic analysis: not supported
-    continuous_usage_stats: Literal[False] | None = None  # the usage in every chunk: not supported
+    include_obfuscation: bool | None = None     # pad every event, so that its size does not show its text's length
+    continuous_usage_stats: bool | None = None  # the usage so far, in every event
 
 
 class SizeLimits(msgspec.Struct):
     """Limits of a body that are checked before it is decoded. See `body.decode_body`."""
 
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    MISPLACED: ClassVar[dict[str, str]] = {}  # fields of another route, with the route
     MAX_BODY_VALUES: ClassVar[int] = MAX_TOKEN_IDS + MAX_VALUES
     MAX_VALUES: ClassVar[int] = MAX_VALUES
     MANY_VALUES: ClassVar[dict[str, int]] = {
-        "prompt": MAX_TOKEN_IDS, "input": MAX_TOKEN_IDS, "allowed_token_ids": MAX_ALLOWED_IDS,
+        "prompt": MAX_TOKEN_IDS, "input": MAX_TOKEN_IDS, "tokens": MAX_TOKEN_IDS, "allowed_token_ids": MAX_ALLOWED_IDS,
     }  # fmt: skip
     # Fields that hold any JSON, with the most bytes they may have. The engine accepts 64 KiB of a schema by default.
     MAX_BYTES: ClassVar[dict[str, int]] = {
         "response_format": 2**20, "structured_outputs": 2**20, "tools": 8 * 2**20, "documents": 8 * 2**20,
-        "prediction": 8 * 2**20,
+        "prediction": 8 * 2**20, "functions": 8 * 2**20,
     }  # fmt: skip
 
 
@@ -132,6 +135,11 @@ class GenerationRequest(SizeLimits, kw_only=True):
     priority: Int | None = None
     cache_salt: Label | None = None
     request_id: RequestId | None = None  # the answer's id ends with it
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    echo: bool | None = None
+    prompt_logprobs: Int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # Labels for the client's bookkeeping, without effect on the answer. The server stores nothing.
     user: Label | None = None
     metadata: Annotated[dict[Label, Label], Meta(max_length=128)] | None = None
@@ -141,13 +149,8 @@ class GenerationRequest(SizeLimits, kw_only=True):
     store: bool | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "service_tier": ("auto", "default"),
         "prompt_cache_retention": ("in_memory", "in-memory"),
-        "prompt_logprobs": (),
         "logprob_token_ids": ([],),
-        "echo": (False,),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
         "return_token_offsets": (False,),
         "return_weight_versions": (False,),
         "routed_experts_prompt_start": (0,),
@@ -164,35 +167,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | Many[str | Int | Many[Int]]
     best_of: Int | None = None
     logprobs: Int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
 
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
-        "suffix": ("",),
-        "add_special_tokens": (True,),
-        "prompt_embeds": (),
-    }
-
-
-class EmbeddingRequest(SizeLimits, kw_only=True):
-    """Body of POST /v1/embeddings."""
-
-    model: Label | None = None
-    input: str | Many[str | Int | Many[Int]]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Int | None = None
-    priority: Int | None = None
-    cache_salt: Label | None = None
-    # Labels for the client's bookkeeping.
-    user: Label | None = None
-    request_id: RequestId | None = None
-
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-        "use_activation": (True,),
-        "truncate_prompt_tokens": (),
-        "add_special_tokens": (True,),
-        "messages": (),
-    }
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {"prompt_embeds": ()}
+    MISPLACED: ClassVar[dict[str, str]] = {"messages": "/v1/chat/completions", "input": "/v1/responses"}
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -209,19 +188,30 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     arguments: str | dict[str, Any] | None = None
 
 
+class CalledCustom(msgspec.Struct, forbid_unknown_fields=True):
+    """`custom` of a tool call in an assistant's message."""
+
+    name: str
+    input: str
+
+
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tool call in an assistant's message. `index` is accepted because clients copy it from a stream's deltas."""
+    """A tool call in an assistant's message: of a function or of a custom tool.
+
+    `index` is accepted because clients copy it from a stream's deltas.
+    """
 
     id: str | None = None
-    type: Literal["function"] | None = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
     index: Int | None = None
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation. An assistant message of the official client is accepted unchanged."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Long[TextPart] | None = None
     name: str | None = None
     tool_calls: Short[MessageToolCall] | None = None
@@ -231,7 +221,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     refusal: None = None
     annotations: Short[Any] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: CalledFunction | None = None
 
 
 class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -240,11 +230,20 @@ class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool choice that names the tool."""
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    """`allowed_tools` of a tool choice: the tools that may be called, by name."""
 
-    type: Literal["function"]
-    function: NamedFunction
+    mode: Literal["auto", "required"]
+    tools: Short[dict[str, Any]]
+
+
+class ToolChoiceObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool choice that names one tool, or the tools that may be called. The field named by `type` is set."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -255,10 +254,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
     tools: Short[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
+    functions: Short[dict[str, Any]] | None = None  # OpenAI's fields before tools and tool_choice
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     thinking_token_budget: Int | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    include_reasoning: bool | None = None
+    return_prompt_text: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Short[Annotated[dict[str, str], Meta(max_length=1_024)]] | None = None
     add_generation_prompt: bool | None = None
@@ -267,15 +271,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     prediction: dict[str, Any] | None = None  # a hint for speed, without effect on the answer
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
-        "verbosity": ("medium",),
-        "include_reasoning": (True,),
-        "return_prompt_text": (False,),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "web_search_options": (),
         "chat_template": (),
     }
+    MISPLACED: ClassVar[dict[str, str]] = {"prompt": "/v1/completions", "input": "/v1/responses"}

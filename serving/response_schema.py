@@ -23,18 +23,33 @@ class CompletionLogprobs(msgspec.Struct):
     """Log-probabilities in the format of /v1/completions: one entry per token in each list."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]           # None for the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]  # as above
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct):
+    """vLLM's entry of `prompt_logprobs`: a token at one position of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for the first token
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One answer, or the part of it in a stream event."""
+    """One answer, or the part of it in a stream event. The fields from `stop_reason` on are vLLM's."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None  # stop, length, repetition
+    stop_reason: int | str | UnsetType | None = UNSET  # at the end of an answer: the stop string or token, or None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -46,6 +61,9 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str
+    service_tier: str | UnsetType = UNSET
+    obfuscation: str | UnsetType = UNSET
 
 
 class TokenLogprob(msgspec.Struct):
@@ -79,12 +97,20 @@ class FunctionCall(msgspec.Struct):
     arguments: str
 
 
+class CustomCall(msgspec.Struct):
+    """The called custom tool, with its input: any text."""
+
+    name: str
+    input: str
+
+
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A tool call."""
+    """A tool call: `function` or `custom` is set, as `type` says."""
 
     id: str
     type: str = "function"
-    function: FunctionCall
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
@@ -96,26 +122,45 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET  # for a request with `functions`
 
 
-class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer."""
+class AnyChatChoice(msgspec.Struct, kw_only=True):
+    """Fields of a whole answer and of its parts. Those from `stop_reason` on are vLLM's."""
 
     index: int
-    message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None  # stop, length, tool_calls, repetition
+    finish_reason: str | None  # stop, length, tool_calls, function_call, repetition; None before the end
+    stop_reason: int | str | UnsetType | None = UNSET  # at the end of an answer: the stop string or token, or None
+    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    """Response of POST /v1/chat/completions."""
+class ChatChoice(AnyChatChoice, kw_only=True):
+    """One answer."""
+
+    message: AssistantMessage
+
+
+class AnyChatCompletion(msgspec.Struct, kw_only=True):
+    """Fields of a whole response and of an event of its stream."""
 
     id: str
-    object: str = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
+    service_tier: str | UnsetType = UNSET
+    # vLLM's fields, if the request asks for them. A stream has them in its first event.
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
+
+
+class ChatCompletion(AnyChatCompletion, kw_only=True):
+    """Response of POST /v1/chat/completions."""
+
+    object: str = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # vLLM's
 
 
 class FunctionCallDelta(msgspec.Struct):
@@ -125,13 +170,21 @@ class FunctionCallDelta(msgspec.Struct):
     arguments: str | UnsetType = UNSET
 
 
+class CustomCallDelta(msgspec.Struct):
+    """New part of a call of a custom tool: its name once, then pieces of its input."""
+
+    name: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
 class ToolCallDelta(msgspec.Struct, kw_only=True):
     """New part of a tool call in a stream event. `id` and `type` are in the first one of the call."""
 
     index: int
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
-    function: FunctionCallDelta
+    function: FunctionCallDelta | UnsetType = UNSET
+    custom: CustomCallDelta | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -142,26 +195,22 @@ class Delta(msgspec.Struct):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionCallDelta | UnsetType = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
+class ChatChunkChoice(AnyChatChoice, kw_only=True):
     """The part of one answer in a stream event."""
 
-    index: int
     delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None  # stop, length, tool_calls, repetition
 
 
-class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+class ChatCompletionChunk(AnyChatCompletion, kw_only=True):
     """One event of a chat stream."""
 
-    id: str
     object: str = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    obfuscation: str | UnsetType = UNSET
 
 
 class EmbeddingUsage(msgspec.Struct):
@@ -186,6 +235,177 @@ class EmbeddingList(msgspec.Struct):
     model: str
     usage: EmbeddingUsage
     object: str = "list"
+
+
+class Classification(msgspec.Struct, kw_only=True):
+    """One input's classes. `label` is the most probable one."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationList(msgspec.Struct, kw_only=True):
+    """Response of POST /classify."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+
+
+class PooledVector(msgspec.Struct, kw_only=True):
+    """One input's vector: an embedding, or a classifier's probabilities. As numbers or base64."""
+
+    index: int
+    object: str = "pooling"
+    data: list[float] | str
+
+
+class PooledList(msgspec.Struct, kw_only=True):
+    """Response of POST /pooling."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[PooledVector]
+    usage: EmbeddingUsage
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """The score of one pair of texts."""
+
+    index: int
+    object: str = "score"
+    score: float
+
+
+class ScoreList(msgspec.Struct, kw_only=True):
+    """Response of POST /score."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RankedText(msgspec.Struct):
+    """A document's text."""
+
+    text: str
+
+
+class RankedDocument(msgspec.Struct, kw_only=True):
+    """A document of a rerank request, with its score. `index` is its place in the request."""
+
+    index: int
+    document: RankedText | UnsetType = UNSET
+    relevance_score: float
+
+
+class Ranking(msgspec.Struct, kw_only=True):
+    """Response of POST /rerank: the best document first."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RankedDocument]
+
+
+class TokenList(msgspec.Struct, kw_only=True):
+    """Response of POST /tokenize. `token_strs` are the tokens as they are in the vocabulary."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """Response of GET /tokenizer_info. A token that the tokenizer lacks is null."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
+class DetokenizedText(msgspec.Struct):
+    """Response of POST /detokenize."""
+
+    prompt: str
+
+
+class ServerLoad(msgspec.Struct):
+    """Response of GET /load: requests that run or wait."""
+
+    server_load: int
+
+
+class Version(msgspec.Struct):
+    """Response of GET /version."""
+
+    version: str
+
+
+class ServerStatus(msgspec.Struct, kw_only=True):
+    """Response of /admin/status and /admin/drain. drained: the server drains, and no request is left."""
+
+    draining: bool
+    drained: bool
+    paused: bool
+    sleeping: bool
+    open_requests: int
+    running: int
+    waiting: int
+
+
+class Done(msgspec.Struct):
+    """Response of an admin route: the new state, such as paused."""
+
+    status: str
+
+
+class IsPaused(msgspec.Struct):
+    """Response of GET /is_paused."""
+
+    is_paused: bool
+
+
+class IsSleeping(msgspec.Struct):
+    """Response of GET /is_sleeping."""
+
+    is_sleeping: bool
+
+
+class CacheReset(msgspec.Struct):
+    """Response of POST /reset_prefix_cache. success: whether all cached KV is forgotten."""
+
+    success: bool
+
+
+class ErrorFields(msgspec.Struct):
+    """OpenAI's fields of an error. `param` is the request's field, if one is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """Body of every answer with an error status."""
+
+    error: ErrorFields
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

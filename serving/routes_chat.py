@@ -3,32 +3,37 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any, cast
 
-import msgspec
 from msgspec import UNSET
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jpaged.chat.turn import ChatTurn
 from jpaged.errors import RequestError
 from jpaged.frontend.prompt_streams import outputs_of
-from jpaged.outputs import CompletionOutput
+from jpaged.outputs import RequestOutput
 from jpaged.params.sampling import SamplingParams
 from jpaged.serving import generation
 from jpaged.serving.body import read_body
 from jpaged.serving.chat_answers import ChatAnswers
-from jpaged.serving.chat_turns import turn_of
+from jpaged.serving.chat_tools import ChatTools, tools_of
+from jpaged.serving.chat_turns import echoed_text, turn_of, turn_params
 from jpaged.serving.disconnect import until_disconnect
-from jpaged.serving.generation import Head, Outputs, Server
-from jpaged.serving.logprob_shapes import chat_logprobs
+from jpaged.serving.echo import prompt_logprob_pieces
+from jpaged.serving.generation import Head, Outputs, Server, StreamFields, Update
+from jpaged.serving.json_pieces import JSONPieces, plain_pieces
+from jpaged.serving.logprob_shapes import chat_logprob_pieces, chat_logprobs
 from jpaged.serving.output_format import names_as_sent
-from jpaged.serving.request_schema import ChatRequest, NamedToolChoice
+from jpaged.serving.prompts import salted
+from jpaged.serving.request_schema import ChatRequest
 from jpaged.serving.response_schema import (
+    AnyChatCompletion,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatLogprobs,
     Delta,
 )
 from jpaged.serving.sse import open_stream
@@ -36,11 +41,16 @@ from jpaged.serving.sse import open_stream
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, rendered by the model's chat template."""
+    return await answer_chat(request, await read_body(request, ChatRequest))
+
+
+async def answer_chat(request: Request, body: ChatRequest) -> Response:
+    """Answer a request whose body was read."""
     server: Server = request.app.state.server
-    body = await read_body(request, ChatRequest)
     names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
     if body.tools:
         names["structured_outputs.grammar"] = "tools"  # the grammar of a forced call is made of the tools
+        names["structured_outputs.regex"] = "tools"
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     with generation.named_as_sent(names | names_as_sent(body)):
@@ -48,65 +58,112 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _answer(request: Request, server: Server, body: ChatRequest) -> Response:
-    head = Head.new("chatcmpl", server.model_name(body.model), body.request_id)
-    with_usage = generation.check_stream_options(body)
-    top = _top_logprobs(body)
+    head = Head.new("chatcmpl", server.model_name(body.model), body.request_id, tier=body.service_tier)
+    fields = StreamFields.of(body)
     defaults = server.engine.default_sampling_params
-    params = generation.sampling_params(body, defaults, max_tokens=_max_tokens(body, defaults), logprobs=top)
-    turn = await run_in_threadpool(turn_of, server, body, params)
-    params = turn.sampling_params(params)
-    answers = ChatAnswers(turn.reader, named=isinstance(body.tool_choice, NamedToolChoice))
-    prompts = generation.salted([turn.prompt], body)
+    params = generation.sampling_params(
+        body, defaults, max_tokens=_max_tokens(body, defaults), logprobs=_top_logprobs(body)
+    )
+    tools, turn = await run_in_threadpool(_prepared, server, body, params)
+    params = turn_params(body, turn, params)
+    answers = ChatAnswers(
+        turn.reader, tools, reasoning=body.include_reasoning is not False, before=echoed_text(body)
+    )
+    prompts = salted([turn.prompt], body.cache_salt)
     # Clients expect an error for a max_tokens that does not fit, as from OpenAI and vLLM.
     asked = body.max_tokens is not None or body.max_completion_tokens is not None
     outputs = outputs_of(
         server.engine, prompts, params, head.request_id, priority=body.priority or 0, refuse_cut=asked
     )
     if body.stream:
-        return await open_stream(request.receive, _events(outputs, params, answers, head, with_usage))
-    work = generation.finished(outputs)
-    finals = await until_disconnect(request.receive, work)
+        events = _events(server, body, outputs, params.n, answers, head, fields)
+        return await open_stream(request.receive, events)
+    return await until_disconnect(request.receive, _whole(server, body, outputs, answers, head))
+
+
+def _prepared(server: Server, body: ChatRequest, params: SamplingParams) -> tuple[ChatTools, ChatTurn]:
+    tools = tools_of(body)
+    return tools, turn_of(server, body, tools, params)
+
+
+async def _whole(server: Server, body: ChatRequest, outputs: Outputs, answers: ChatAnswers, head: Head) -> Response:
+    finals = await generation.finished(outputs)
     choices = []
     for output in finals[0].outputs:
-        choices.append(
-            ChatChoice(
-                index=output.index,
-                message=answers.message(output.index, output.text),
-                logprobs=_logprobs(output, slice(None), top),
-                finish_reason=answers.finish_reason(output.index, output.finish_reason),
-            )
+        choice = ChatChoice(
+            index=output.index,
+            message=answers.message(output.index, output.text),
+            finish_reason=answers.finish_reason(output.index, output.finish_reason),
+            stop_reason=output.stop_reason,
         )
-        await asyncio.sleep(0)  # one with log-probabilities takes milliseconds: other requests run between two
+        if output.logprobs is not None and body.logprobs and output.token_ids:
+            choice.logprobs = await chat_logprob_pieces(
+                output.token_ids, output.logprobs, body.top_logprobs or 0,
+                as_ids=bool(body.return_tokens_as_token_ids),
+            )  # fmt: skip
+        if body.return_token_ids:
+            choice.token_ids = output.token_ids
+        choices.append(choice)
+        await asyncio.sleep(0)
     answer = ChatCompletion(**head.fields(), choices=choices, usage=generation.usage(finals))
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    await _add_prompt(answer, server, body, finals[0])
+    if body.prompt_logprobs is not None and finals[0].prompt_logprobs is not None:
+        answer.prompt_logprobs = cast(Any, await prompt_logprob_pieces(finals[0].prompt_logprobs))
+    return JSONPieces(answer)
+
+
+async def _add_prompt(
+    answer: AnyChatCompletion, server: Server, body: ChatRequest, final: RequestOutput
+) -> None:
+    """Add what the request wants of its prompt."""
+    if body.return_token_ids:
+        answer.prompt_token_ids = cast(Any, await plain_pieces(final.prompt_token_ids))
+    if body.return_prompt_text:
+        decode = server.engine.get_tokenizer().decode
+        answer.prompt_text = await run_in_threadpool(decode, final.prompt_token_ids)
 
 
 async def _events(
-    outputs: Outputs, params: SamplingParams, answers: ChatAnswers, head: Head, with_usage: bool
+    server: Server, body: ChatRequest, outputs: Outputs, n: int, answers: ChatAnswers, head: Head, fields: StreamFields
 ) -> AsyncGenerator[ChatCompletionChunk, None]:
-    finals: dict = {}
-    blank = {"usage": None} if with_usage else {}
-    async with aclosing(generation.updates(outputs, params.n, finals)) as updates:
+    progress, shared = generation.Progress(), head.fields()
+    first = True
+    async with aclosing(generation.updates(outputs, n, progress)) as updates:
         async for new in updates:
-            logprobs = _logprobs(new.output, new.token_range, params.logprobs)
-            delta = answers.delta(new)
-            if delta is None and logprobs is None and not new.finish_reason:
+            choice = _part(body, new, answers)
+            if choice is None:
                 continue
-            choice = ChatChunkChoice(
-                index=new.choice,
-                delta=delta or Delta(content="" if logprobs is not None else UNSET),
-                logprobs=logprobs,
-                finish_reason=answers.finish_reason(new.choice, new.finish_reason),
-            )
-            yield ChatCompletionChunk(**head.fields(), choices=[choice], **blank)
-    if with_usage:
-        yield ChatCompletionChunk(**head.fields(), choices=[], usage=generation.usage(finals))
+            chunk = ChatCompletionChunk(**shared, choices=[choice], **fields.usage(progress))
+            if first:
+                await _add_prompt(chunk, server, body, progress.last[0])
+                first = False
+            yield fields.pad(chunk)
+    if fields.total:
+        yield ChatCompletionChunk(**shared, choices=[], usage=progress.usage())
 
 
-def _logprobs(output: CompletionOutput, tokens: slice, top: int | None) -> ChatLogprobs | None:
-    if top is None or output.logprobs is None or not output.token_ids[tokens]:
+def _part(body: ChatRequest, new: Update, answers: ChatAnswers) -> ChatChunkChoice | None:
+    """Return the choice of a stream event; None if the update has nothing for the client."""
+    logprobs = None
+    if new.logprobs is not None and body.logprobs and new.token_ids:
+        logprobs = chat_logprobs(
+            new.token_ids, new.logprobs, body.top_logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids)
+        )
+    delta = answers.delta(new)
+    shown = body.return_token_ids and new.token_ids
+    if delta is None and logprobs is None and not new.finish_reason and not shown:
         return None
-    return chat_logprobs(output.token_ids[tokens], output.logprobs[tokens], top)
+    choice = ChatChunkChoice(
+        index=new.choice,
+        delta=delta or Delta(content="" if logprobs is not None else UNSET),
+        logprobs=logprobs,
+        finish_reason=answers.finish_reason(new.choice, new.finish_reason),
+    )
+    if new.finish_reason is not None:
+        choice.stop_reason = new.stop_reason
+    if shown:
+        choice.token_ids = new.token_ids
+    return choice
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:

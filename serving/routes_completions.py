@@ -1,103 +1,109 @@
 """POST /v1/completions."""
 
-import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import cast
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.errors import RequestError
 from jpaged.frontend.prompt_streams import outputs_of
-from jpaged.outputs import CompletionOutput
 from jpaged.params.sampling import SamplingParams
 from jpaged.serving import generation
 from jpaged.serving.body import read_body
+from jpaged.serving.completion_answers import CompletionAnswers
 from jpaged.serving.disconnect import until_disconnect
-from jpaged.serving.engine_client import Prompt
-from jpaged.serving.generation import Head, Outputs, Server
-from jpaged.serving.logprob_shapes import completion_logprobs
+from jpaged.serving.echo import prompt_only
+from jpaged.serving.generation import Head, Outputs, Server, StreamFields
+from jpaged.serving.json_pieces import JSONPieces
 from jpaged.serving.output_format import names_as_sent
+from jpaged.serving.prompts import completion_prompts, prompt_list
 from jpaged.serving.request_schema import CompletionRequest
-from jpaged.serving.response_schema import Completion, CompletionChoice
+from jpaged.serving.response_schema import Completion
 from jpaged.serving.sse import open_stream
-
-MAX_PROMPTS = 1024  # per request
 
 
 async def completions(request: Request) -> Response:
     """Complete one or several prompts: a string, strings, token ids, or lists of token ids."""
+    return await answer_completion(request, await read_body(request, CompletionRequest))
+
+
+async def answer_completion(request: Request, body: CompletionRequest) -> Response:
+    """Answer a request whose body was read."""
     server: Server = request.app.state.server
-    body = await read_body(request, CompletionRequest)
-    with generation.named_as_sent({"prompt_token_ids": "prompt"} | names_as_sent(body)):
+    names = {"prompt_token_ids": "prompt"} | names_as_sent(body)
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        names["prompt_logprobs"] = "logprobs"
+    with generation.named_as_sent(names):
         return await _answer(request, server, body)
 
 
 async def _answer(request: Request, server: Server, body: CompletionRequest) -> Response:
-    head = Head.new("cmpl", server.model_name(body.model), body.request_id)
-    with_usage = generation.check_stream_options(body)
-    defaults = server.engine.default_sampling_params
-    max_tokens = defaults.max_tokens if body.max_tokens is None else body.max_tokens
-    params = generation.sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs)
-    prompts = generation.salted(prompt_list(body.prompt), body)
+    head = Head.new("cmpl", server.model_name(body.model), body.request_id, tier=body.service_tier)
+    fields = StreamFields.of(body)
+    params, only_prompt = _sampling_params(body, server.engine.default_sampling_params)
+    sent = prompt_list(body.prompt)
+    prepared = completion_prompts(server, body, params, sent)
+    if body.add_special_tokens is False:  # texts are tokenised here
+        prepared = until_disconnect(request.receive, prepared)
+    prompts = await prepared
     # Clients expect an error for a max_tokens that does not fit, as from OpenAI and vLLM.
     asked = body.max_tokens is not None
     outputs = outputs_of(
         server.engine, prompts, params, head.request_id, priority=body.priority or 0, refuse_cut=asked
     )
+    if only_prompt:
+        outputs = prompt_only(outputs)
+    answers = CompletionAnswers(
+        body, sent, server.engine.get_tokenizer(), skip_special_tokens=params.skip_special_tokens
+    )
     if body.stream:
-        return await open_stream(request.receive, _events(outputs, params, head, with_usage))
-    work = generation.finished(outputs)
-    finals = await until_disconnect(request.receive, work)
-    choices = []
-    for prompt, final in finals.items():
-        for output in final.outputs:
-            choices.append(_choice(prompt * params.n + output.index, output, output.text, slice(None)))
-            await asyncio.sleep(0)  # one with log-probabilities takes milliseconds: other requests run between two
-    answer = Completion(**head.fields(), choices=choices, usage=generation.usage(finals))
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+        return await open_stream(request.receive, _events(outputs, params.n, answers, head, fields))
+    return await until_disconnect(request.receive, _whole(outputs, params.n, answers, head))
 
 
-def prompt_list(prompt: str | list[str | int | list[int]], most: int = MAX_PROMPTS) -> list[Prompt]:
-    """Return the prompts of a request. Raises RequestError for a mixed, empty or too long list."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise RequestError("prompt", prompt, "must not be empty")
-    kinds = set(map(type, prompt))  # there may be a million
-    if kinds == {int}:
-        return [{"prompt_token_ids": cast(list[int], prompt)}]
-    if len(prompt) > most:
-        raise RequestError("prompt", f"{len(prompt)} prompts", f"at most {most} in one request: send several")
-    if kinds == {str}:
-        return list(cast(list[str], prompt))
-    if kinds == {list}:
-        return [{"prompt_token_ids": ids} for ids in cast(list[list[int]], prompt)]
-    raise RequestError("prompt", prompt, "mixes text and token ids: send one kind")
+def _sampling_params(body: CompletionRequest, defaults: SamplingParams) -> tuple[SamplingParams, bool]:
+    """Return the sampling parameters, and whether the answer is the prompt only: `echo` with `max_tokens` 0."""
+    max_tokens = defaults.max_tokens if body.max_tokens is None else body.max_tokens
+    only_prompt = bool(body.echo) and max_tokens == 0
+    params = generation.sampling_params(
+        body, defaults, max_tokens=1 if only_prompt else max_tokens, logprobs=body.logprobs
+    )
+    if body.echo and body.logprobs is not None:
+        if body.prompt_logprobs not in (None, body.logprobs):
+            accepted = f"must equal logprobs ({body.logprobs}) of a request with echo: leave it out"
+            raise RequestError("prompt_logprobs", body.prompt_logprobs, accepted)
+        params = dataclasses.replace(params, prompt_logprobs=body.logprobs)
+    if only_prompt:
+        params = dataclasses.replace(params, logprobs=None)
+    return params, only_prompt
+
+
+async def _whole(outputs: Outputs, n: int, answers: CompletionAnswers, head: Head) -> Response:
+    finals = await generation.finished(outputs)
+    choices = [
+        await answers.whole(prompt * n + output.index, prompt, final, output)
+        for prompt, final in finals.items()
+        for output in final.outputs
+    ]
+    return JSONPieces(Completion(**head.fields(), choices=choices, usage=generation.usage(finals)))
 
 
 async def _events(
-    outputs: Outputs, params: SamplingParams, head: Head, with_usage: bool
+    outputs: Outputs, n: int, answers: CompletionAnswers, head: Head, fields: StreamFields
 ) -> AsyncGenerator[Completion, None]:
-    finals: dict = {}
-    blank = {"usage": None} if with_usage else {}
-    async with aclosing(generation.updates(outputs, params.n, finals)) as updates:
+    progress, shared = generation.Progress(), head.fields()
+    opened: set[int] = set()
+    async with aclosing(generation.updates(outputs, n, progress)) as updates:
         async for new in updates:
-            choice = _choice(new.choice, new.output, new.text, new.token_range)
-            if choice.text or choice.logprobs is not None or choice.finish_reason:
-                yield Completion(**head.fields(), choices=[choice], **blank)
-    if with_usage:
-        yield Completion(**head.fields(), choices=[], usage=generation.usage(finals))
-
-
-def _choice(index: int, output: CompletionOutput, text: str, tokens: slice) -> CompletionChoice:
-    logprobs = None
-    token_ids = output.token_ids[tokens]
-    if output.logprobs is not None and token_ids:
-        offsets = [0] * len(token_ids)  # a model without a tokenizer has no text
-        if output.text_offsets is not None:
-            offsets = [min(offset, len(output.text)) for offset in output.text_offsets[tokens]]
-        logprobs = completion_logprobs(token_ids, output.logprobs[tokens], offsets)
-    return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=output.finish_reason)
+            prompt = new.choice // n
+            if answers.has_opening and new.choice not in opened:
+                opened.add(new.choice)
+                choice = await answers.opening(new.choice, prompt, progress.last[prompt])
+                yield fields.pad(Completion(**shared, choices=[choice], **fields.usage(progress)))
+            choice = answers.part(new, prompt)
+            if choice.text or choice.logprobs is not None or choice.finish_reason or choice.token_ids:
+                yield fields.pad(Completion(**shared, choices=[choice], **fields.usage(progress)))
+    if fields.total:
+        yield Completion(**shared, choices=[], usage=progress.usage())

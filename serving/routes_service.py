@@ -1,31 +1,19 @@
-"""GET /v1/models, /health and /version."""
+"""The routes for operators: /health, /ping, /ready, /load and /version."""
 
 import logging
 from http import HTTPStatus
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from jpaged.errors import EngineError
 from jpaged.serving.error_responses import APIError
 from jpaged.serving.generation import Server
-from jpaged.serving.response_schema import ModelCard, ModelList
+from jpaged.serving.response_schema import ServerLoad, Version
 from jpaged.version import __version__
 
 logger = logging.getLogger("jpaged.serving")
-
-
-async def models(request: Request) -> Response:
-    """List the names of the served model."""
-    server: Server = request.app.state.server
-    return _json(ModelList([_card(server, name) for name in server.model_names]))
-
-
-async def model(request: Request) -> Response:
-    """Return the entry of one model name."""
-    server: Server = request.app.state.server
-    return _json(_card(server, server.model_name(request.path_params["model"])))
 
 
 async def health(request: Request) -> Response:
@@ -41,13 +29,24 @@ async def health(request: Request) -> Response:
     return Response()
 
 
+async def ready(request: Request) -> Response:
+    """Answer 200 while the server is healthy and takes new requests, else 503: it drains, is paused or sleeps."""
+    server: Server = request.app.state.server
+    if request.app.state.intake.draining or await server.engine.is_paused():
+        return Response("no new requests\n", HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"})
+    return await health(request)
+
+
+async def load(request: Request) -> Response:
+    """Return the number of requests that run or wait, for load balancers."""
+    server: Server = request.app.state.server
+    stats = server.engine.stats()
+    return _json(ServerLoad(stats.num_running + stats.num_waiting))
+
+
 async def version(request: Request) -> Response:
     """Return jpaged's version."""
-    return JSONResponse({"version": __version__})
-
-
-def _card(server: Server, name: str) -> ModelCard:
-    return ModelCard(id=name, created=server.created, max_model_len=server.engine.max_model_len)
+    return _json(Version(__version__))
 
 
 def _json(data: msgspec.Struct) -> Response:

@@ -1,6 +1,7 @@
-"""Server-sent events: writes a stream of JSON objects, ends it with [DONE], and stops if the client disconnects."""
+"""Server-sent events: writes a stream of JSON objects, and stops if the client disconnects."""
 
-from collections.abc import AsyncGenerator
+import dataclasses
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -8,15 +9,43 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jpaged.serving import json_pieces
 from jpaged.serving.disconnect import until_disconnect
-from jpaged.serving.error_responses import ClientDisconnected, error_body
+from jpaged.serving.error_responses import ClientDisconnected, anthropic_error_body, error_body
 
 DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any) -> bytes:
     """Encode an object as one event."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    try:
+        return b"data: " + msgspec.json.encode(data) + b"\n\n"  # a third of the time of `json_pieces.encode`
+    except TypeError:  # it contains Pieces: an echoed prompt
+        return b"".join((b"data: ", *json_pieces.encode(data), b"\n\n"))
+
+
+def typed_event(data: Any) -> bytes:
+    """Encode an object with a field `type` as one event of that name."""
+    return b"event: " + data.type.encode() + b"\n" + event(data)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Framing:
+    """How an API writes its streams.
+
+    encode: returns an event's bytes.
+    error:  returns the bytes for an error after the first event.
+    end:    bytes at the end of the stream.
+    """
+
+    encode: Callable[[Any], bytes]
+    error: Callable[[Exception], bytes]
+    end: bytes
+
+
+COMPLETIONS = Framing(event, lambda error: event(error_body(error)[1]), DONE)
+RESPONSES = Framing(typed_event, COMPLETIONS.error, b"")
+MESSAGES = Framing(typed_event, lambda error: b"event: error\n" + event(anthropic_error_body(error)[1]), b"")
 
 
 class EventStream(Response):
@@ -27,8 +56,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Any, events: AsyncGenerator[Any, None]):
+    def __init__(self, first: Any, events: AsyncGenerator[Any, None], framing: Framing = COMPLETIONS):
         self._first = first
+        self._framing = framing
         self._events = events
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
@@ -41,19 +71,21 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_body(send, event(self._first))
+        await _send_body(send, self._framing.encode(self._first))
         try:
             async for data in self._events:
-                await _send_body(send, event(data))
+                await _send_body(send, self._framing.encode(data))
         except Exception as error:  # the status was sent already: the error is sent as an event
-            await _send_body(send, event(error_body(error)[1]))
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await _send_body(send, self._framing.error(error))
+        await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
 
 
-async def open_stream(receive: Receive, events: AsyncGenerator[Any, None]) -> EventStream:
+async def open_stream(
+    receive: Receive, events: AsyncGenerator[Any, None], framing: Framing = COMPLETIONS
+) -> EventStream:
     """Wait for the first event, and return a stream. An error before the first event is raised, for an error status."""
     try:
-        return EventStream(await until_disconnect(receive, _first(events)), events)
+        return EventStream(await until_disconnect(receive, _first(events)), events, framing)
     except BaseException:
         await events.aclose()
         raise

@@ -4,10 +4,13 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jpaged.serving.error_responses import APIError, error_body, error_response
-from jpaged.serving.sse import DONE, event
+from jpaged.serving import error_responses, sse
+from jpaged.serving.error_responses import APIError, error_response
 
 STOPPED = APIError(503, "the server is stopping: send the request again, to another server or later", code="stopping")
+
+# Framing by path. Other streams are COMPLETIONS.
+FRAMINGS = {error_responses.MESSAGES: sse.MESSAGES, error_responses.RESPONSES: sse.RESPONSES}
 
 
 class AnswerWhenStopped:
@@ -34,7 +37,8 @@ class AnswerWhenStopped:
         except asyncio.CancelledError:
             # Not raised further: the task ends here, and uvicorn would log the request as failed.
             if not began:
-                await error_response(STOPPED)(scope, receive, send)
+                await error_response(STOPPED, scope)(scope, receive, send)
             elif not ended:
-                body = event(error_body(STOPPED)[1]) + DONE
+                framing = FRAMINGS.get(scope["path"], sse.COMPLETIONS)
+                body = framing.error(STOPPED) + framing.end
                 await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -188,6 +188,22 @@ def test_ids_in_use_are_refused_and_free_again_afterwards(engine: AsyncLLM):
     asyncio.run(main())
 
 
+def test_on_admitted_is_called_before_the_first_output(engine: AsyncLLM):
+    async def run() -> None:
+        seen: list[str] = []
+        note = lambda: seen.append("admitted")  # noqa: E731
+        async for _ in engine.generate([1, 2], GREEDY, on_admitted=note):
+            seen.append("output")  # noqa: PERF401
+        assert seen[:2] == ["admitted", "output"]
+        assert seen.count("admitted") == 1
+        long = SamplingParams(temperature=0, max_tokens=5000)
+        with pytest.raises(RequestError, match="max_tokens"):
+            await anext(engine.generate([1], long, refuse_cut=True, on_admitted=note))
+        assert seen.count("admitted") == 1
+
+    asyncio.run(run())
+
+
 def test_a_slow_reader_gets_the_latest(engine: AsyncLLM):
     async def main() -> list[int]:
         lengths = []
@@ -237,8 +253,8 @@ def test_a_bug_in_the_engine_ends_it_with_an_error_for_all(
     assert not engine._engine.has_work
 
 
-def test_a_stalled_engine_is_unhealthy(engine: AsyncLLM, runner: SlowRunner, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jpaged.frontend.engine_thread.STALL_SECONDS", 0.05)
+def test_a_stalled_engine_is_unhealthy(engine: AsyncLLM, runner: SlowRunner):
+    engine._engine_thread._watchdog.seconds = 0.05
 
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
@@ -331,7 +347,7 @@ def test_no_error_ends_the_engine_thread_silently(
 ):
     """Python ends a thread silently on SystemExit. All clients get an error, and the engine is unhealthy."""
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise error
 
     owner, name = {

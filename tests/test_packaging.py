@@ -107,6 +107,7 @@ def test_wheel_has_all_files_whatever_became_of_the_links(tree, change: Callable
     found, expected = wheel_files(tree), expected_files()
     assert found.keys() == expected.keys()
     assert found == expected
+    assert "jpaged/serving/page/index.html" in found
 
 
 def test_wheel_from_the_source_distribution_has_all_files(tree, tmp_path):

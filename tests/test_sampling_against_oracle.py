@@ -123,7 +123,7 @@ def _empty_state(vocab: int) -> tuple[ExtrasUploader, DeviceState]:
         vocab_size=vocab, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
         max_position=64,
     )  # fmt: skip
-    sizes = StateSizes(num_blocks=1, block_size=8, rows=BATCH, width=1, tokens=8, custom=1)
+    sizes = StateSizes(num_blocks=1, block_size=8, rows=BATCH, width=1, tokens=8, program_rows=8, custom=1)
     placement = Placement.single(jax.devices()[0])
     state = create_state(spec, group_layers((None,), 64), sizes, dtype=np.dtype(np.float32), placement=placement)
     return ExtrasUploader(state, 64, placement), state

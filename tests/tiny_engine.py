@@ -109,7 +109,7 @@ def poison(engine):
                 computed = request.schedule.num_computed - index * BLOCK_SIZE
                 written[block] = max(written[block], min(computed, BLOCK_SIZE))
     unwritten = np.arange(BLOCK_SIZE) >= written[:, None]
-    runner._state = runner._state.replace(pages=_poisoned(runner._state.pages, unwritten))
+    runner._state = runner._state.with_pages(_poisoned(runner._state.pages, unwritten))
 
 
 @jax.jit

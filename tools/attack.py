@@ -29,8 +29,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from drawn_requests import (
@@ -63,11 +64,11 @@ BODY_FACTOR, BODY_ROOM = 10, 2**20  # memory that a request may add: 10 times it
 
 
 @contextlib.contextmanager
-def server() -> Iterator[tuple[subprocess.Popen, int]]:
-    """Start `jpaged serve demo`. Gives the process and its port, and checks that SIGTERM ends it with status 0."""
+def serving(options: Sequence[str], model: str = "demo") -> Iterator[tuple[subprocess.Popen, int]]:
+    """Start `jpaged serve`. Gives the process and its port, and checks that SIGTERM ends it with status 0."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    command = [sys.executable, "-m", "jpaged", "serve", "demo", "--port", str(port), *OPTIONS]
+    command = [sys.executable, "-m", "jpaged", "serve", model, "--port", str(port), *options]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -178,10 +179,11 @@ def stream_body(number: int) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 120, "seed": number, "stream": True} | kinds[number % 4]
 
 
-def streamed(port: int, number: int) -> tuple[str, str | None]:
-    """Run a stream to its end. Returns its text and finish reason."""
+def streamed(port: int, number: int, headers: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str | None]:
+    """Run a stream to its end. Returns its text and finish reason. headers: further ones, such as keys."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    connection.request("POST", COMPLETIONS, json.dumps(stream_body(number)), {"content-type": "application/json"})
+    sent_headers = {"content-type": "application/json", **headers}
+    connection.request("POST", COMPLETIONS, json.dumps(stream_body(number)), sent_headers)
     answer, text, reason, done = connection.getresponse(), "", None, False
     for line in answer:
         if line.startswith(b"data: {"):
@@ -265,7 +267,7 @@ CONNECTIONS: dict[str, Callable[[int], bytes]] = {
 
 def hundred(output: Path) -> None:
     """Send the hostile requests while the streams run, and write the figures."""
-    with server() as (process, port):
+    with serving(OPTIONS) as (process, port):
         wanted = [streamed(port, number) for number in range(NUM_STREAMS)]
         requests = list(hostile_bodies())
         actions: list[tuple[str, int, Callable[[], tuple[int, bytes]]]] = [
@@ -342,7 +344,7 @@ def drawn(output: Path, count: int, seed: int, clients: int) -> None:
     findings: list[dict[str, Any]] = []
     slow: list[tuple[float, int]] = []
     lock = threading.Lock()
-    with server() as (process, port), Progress() as progress:
+    with serving(OPTIONS) as (process, port), Progress() as progress:
         wanted = [streamed(port, number) for number in range(4)]
         warm_up(port)
         before = resident(process.pid)

@@ -9,6 +9,8 @@ import random
 import socket
 import struct
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -18,12 +20,14 @@ SECONDS = 60.0  # of any answer
 MAX_MESSAGE = 2_000  # characters of an error
 
 
-def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-    """Send one request on a new connection. Returns the status and the answer."""
+def ask(
+    port: int, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, bytes]:
+    """Send one request on a new connection. Returns the status and the answer. headers: further ones, such as keys."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # answered before the end of the body
-            connection.request(method, path, body, {"content-type": "application/json"})
+            connection.request(method, path, body, {"content-type": "application/json", **headers})
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -138,9 +142,12 @@ def good_bodies() -> dict[str, list[dict[str, Any]]]:
 
 def field_names() -> dict[str, list[str]]:
     """The names of all fields of each path."""
+    from jpaged.serving import pooling_schema
     from jpaged.serving import request_schema as schema
 
-    structs = {COMPLETIONS: schema.CompletionRequest, CHAT: schema.ChatRequest, EMBEDDINGS: schema.EmbeddingRequest}
+    structs = {
+        COMPLETIONS: schema.CompletionRequest, CHAT: schema.ChatRequest, EMBEDDINGS: pooling_schema.EmbeddingRequest,
+    }  # fmt: skip
     return {path: [*struct.__struct_fields__, *struct.NEUTRAL] for path, struct in structs.items()}
 
 

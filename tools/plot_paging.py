@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import pathlib
 from contextlib import aclosing, closing
+from typing import Any
 
 from jpaged import AsyncLLM, EngineSnapshot, SamplingParams
 from jpaged.cli.block_picture import draw
@@ -76,7 +77,9 @@ def main() -> None:
     """Write the picture."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     # A pool of 96 blocks: small enough that each can be seen.
-    small = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 9 * 2**20}
+    small: dict[str, Any] = {
+        "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 9 * 2**20,
+    }  # fmt: skip
     with closing(AsyncLLM("demo", row_buckets=(8,), token_buckets=(64,), **small)) as engine:
         snapshot = asyncio.run(watch(engine))
     print(snapshot.pool)

@@ -15,7 +15,8 @@ from jpaged.errors import JPagedError
 DESCRIPTION = """LLM inference in JAX: paged KV cache, continuous batching, an OpenAI-compatible server.
 
 Most commands take a model, as first argument or as --model: a folder, a Hugging Face hub id, a .gguf file, or demo, the
-small model that ships with jpaged. `jpaged COMMAND --help` lists the flags of a command."""
+small model that ships with jpaged. `jpaged COMMAND --help` lists the flags of a command. --config FILE reads flags from
+a YAML file, and whole numbers may have a unit: 32k is 32,000, and 32K is 32,768."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,12 +68,15 @@ def parse(args: Sequence[str]) -> Any:
 
     from jpaged.cli.bench import Bench
     from jpaged.cli.chat import Chat
+    from jpaged.cli.config_file import with_config_file
     from jpaged.cli.convert import Convert
     from jpaged.cli.generate import Generate
     from jpaged.cli.inspect import Inspect
+    from jpaged.cli.numbers import with_whole_numbers
     from jpaged.cli.other_engines import without_neutral
     from jpaged.cli.plan import Plan
     from jpaged.cli.report import Report
+    from jpaged.cli.run_batch import RunBatch
     from jpaged.cli.serve import Serve
     from jpaged.cli.simulate import Simulate
 
@@ -80,6 +84,7 @@ def parse(args: Sequence[str]) -> Any:
         Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Chat, tyro.conf.subcommand("chat")]
         | Annotated[Serve, tyro.conf.subcommand("serve")]
+        | Annotated[RunBatch, tyro.conf.subcommand("run-batch")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Inspect, tyro.conf.subcommand("inspect")]
         | Annotated[Simulate, tyro.conf.subcommand("simulate")]
@@ -94,7 +99,11 @@ def parse(args: Sequence[str]) -> Any:
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-    args = without_neutral(args)
+    if any("key" in word for word in args):
+        from jpaged.serving.keys import warn_of_visible_keys
+
+        warn_of_visible_keys(args)
+    args = with_whole_numbers(without_neutral(with_config_file(args)))
     # Prompts may come before and after flags (`generate demo --max-tokens 8 "def f"`). After a bare -- they may begin
     # with a dash. A parser like argparse accepts only one run of positional arguments and reports the others as
     # unknown: here the unknown ones become prompts.

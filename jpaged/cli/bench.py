@@ -1,6 +1,6 @@
 """`jpaged bench`: measures the engine on this machine, with the workloads and figures of vLLM's benchmarks.
 
-`quality` measures the model.
+`serve` measures a running server, `quality` the model.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import tyro
 
 from jpaged.cli.bench_latency import Latency
 from jpaged.cli.bench_quality import QualityCommand
+from jpaged.cli.bench_serve import BenchServe
 from jpaged.cli.bench_startup import Startup
 from jpaged.cli.bench_steps import Steps
 from jpaged.cli.bench_throughput import Throughput
@@ -17,10 +18,11 @@ from jpaged.cli.bench_throughput import Throughput
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Measure the throughput of many requests, the latency of one batch, the time of steps or a start, or quality."""
+    """Measure a running server, the throughput of many requests, the latency of a batch, steps, a start, or quality."""
 
     command: Annotated[
-        Annotated[Throughput, tyro.conf.subcommand("throughput")]
+        Annotated[BenchServe, tyro.conf.subcommand("serve")]
+        | Annotated[Throughput, tyro.conf.subcommand("throughput")]
         | Annotated[Latency, tyro.conf.subcommand("latency")]
         | Annotated[Steps, tyro.conf.subcommand("steps")]
         | Annotated[QualityCommand, tyro.conf.subcommand("quality")]

@@ -4,14 +4,25 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import json
 import pathlib
 import types
 import typing
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from jpaged.config import DTYPES, LOGPROBS_MODES, QUANTIZATIONS, RUNNERS, SCHEDULING_POLICIES, EngineConfig
+from jpaged.config import (
+    DTYPE_ALIASES,
+    DTYPES,
+    LOAD_FORMATS,
+    LOGPROBS_MODES,
+    QUANTIZATIONS,
+    RUNNERS,
+    SCHEDULING_POLICIES,
+    EngineConfig,
+)
 from jpaged.errors import RequestError
 
 T = TypeVar("T")
@@ -21,10 +32,28 @@ NO_MODEL = "name a model: a folder, a Hugging Face hub id, a .gguf file, or demo
 CHOICES = {
     "runner": RUNNERS,
     "scheduling_policy": SCHEDULING_POLICIES,
-    "dtype": DTYPES,
+    "dtype": (*DTYPES, *DTYPE_ALIASES),
+    "load_format": LOAD_FORMATS,
     "quantization": QUANTIZATIONS,
     "logprobs_mode": LOGPROBS_MODES,
 }
+
+
+def _json_object(words: list[str]) -> dict[str, Any]:
+    """Return the object of a flag's word. Raises ValueError, which tyro shows next to the flag."""
+    value = json.loads(words[0])  # JSONDecodeError is a ValueError
+    if not isinstance(value, dict):
+        raise ValueError('write a JSON object, such as {"temperature": 0.7}')
+    return value
+
+
+JSON_OBJECT: Any = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="JSON",
+    instance_from_str=_json_object,
+    is_instance=lambda value: value is None or isinstance(value, dict),
+    str_from_instance=lambda value: [json.dumps(value)],
+)
 
 ModelArgument = Annotated[
     tyro.conf.Positional[str | None],
@@ -52,6 +81,8 @@ def one_line_help(cls: type[T]) -> type[T]:
 
 def _flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
     """Annotate a field's type with its help text. An optional value shows its type alone; the text explains None."""
+    if hint == Mapping[str, Any] | None:
+        return Annotated[hint, JSON_OBJECT, tyro.conf.arg(help=help_text, help_behavior_hint="")]
     optional = isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
     if name in CHOICES:
         return Annotated[hint, tyro.conf.arg(help=help_text, metavar="{" + ",".join(CHOICES[name]) + "}")]

@@ -1,23 +1,26 @@
 """`jpaged inspect`: shows the KV cache, the request table and the queue of a running server."""
 
 import dataclasses
-import importlib.util
+import os
 import pathlib
-import urllib.error
 import urllib.parse
-import urllib.request
-from typing import Annotated, Any
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from jpaged.cli.flags import one_line_help
-from jpaged.cli.results import OutputJson, check_writable, write_json
+from jpaged.cli.results import OutputJson, check_writable, needs_matplotlib, write_json
+from jpaged.cli.server_tls import SERVER_TLS_DEFAULTS, ServerTlsArguments
 from jpaged.errors import RequestError
 from jpaged.snapshot import EngineSnapshot
 
+if TYPE_CHECKING:
+    import ssl
+
 TIMEOUT_SECONDS = 30.0
 NO_SERVER = "no jpaged server answers there"
-NO_ROUTE = "this server was started without --admin-key: start it with one, `jpaged serve MODEL --admin-key KEY`"
+NO_ROUTE = "this server was started without an admin key: start it with one, `jpaged serve MODEL --admin-key-file FILE`"
 
 
 @one_line_help
@@ -25,16 +28,22 @@ NO_ROUTE = "this server was started without --admin-key: start it with one, `jpa
 class Inspect:
     """Print the state of a running server: the owner of each KV cache block, and the running and waiting requests.
 
-    The server must have been started with --admin-key. Prompts and answers are not shown, only request ids.
+    The server must have been started with an admin key. Prompts and answers are not shown, only request ids.
 
-    Example: jpaged inspect http://127.0.0.1:8000 --admin-key SECRET --png blocks.png
+    Example: jpaged inspect http://127.0.0.1:8000 --admin-key-file admin.txt --png blocks.png
     """
 
     url: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="URL", help_behavior_hint="")]
     """The server's address, as the server printed it: with or without /v1."""
 
-    admin_key: Annotated[str, tyro.conf.arg(metavar="KEY", help_behavior_hint="")]
-    """One of the keys that the server was started with."""
+    admin_key: Annotated[str | None, tyro.conf.arg(metavar="KEY", help_behavior_hint="")] = None
+    """One of the admin keys that the server was started with. Every user of the machine can read it in the list of
+    processes: prefer --admin-key-file, or the environment variable JPAGED_ADMIN_KEY."""
+
+    admin_key_file: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """File with the admin key, as the server's."""
+
+    server_tls: ServerTlsArguments = SERVER_TLS_DEFAULTS
 
     png: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Draw the blocks into this PNG file, coloured by request. Needs matplotlib."""
@@ -44,12 +53,11 @@ class Inspect:
 
     def run(self) -> int:
         """Fetch the state, print it, and write the files."""
-        if self.png is not None and importlib.util.find_spec("matplotlib") is None:
-            accepted = "needs matplotlib: python -m pip install matplotlib (it is in jpaged's extra: 'jpaged[bench]')"
-            raise RequestError("png", str(self.png), accepted)
+        if self.png is not None:
+            needs_matplotlib("png", self.png)
         check_writable(self.png, "png")
         check_writable(self.output_json)
-        snapshot = fetch(self.url, self.admin_key)
+        snapshot = fetch(self.url, self._key(), self.server_tls.context())
         from rich.console import Console
 
         from jpaged.cli.block_map import show
@@ -64,10 +72,26 @@ class Inspect:
             out.print(f"drawn: {self.png}", markup=False)
         return 0
 
+    def _key(self) -> str:
+        """Return the admin key. Raises RequestError if there is none, or a bad one."""
+        from jpaged.serving.keys import ADMIN_VARIABLES, read_keys
 
-def fetch(url: str, admin_key: str) -> EngineSnapshot:
-    """Fetch the state of the server at `url`. Raises RequestError with the reason if the server does not return it."""
+        given = () if self.admin_key is None else (self.admin_key,)
+        keys = read_keys("admin_key", given, self.admin_key_file, ADMIN_VARIABLES, os.environ)
+        if not keys:
+            raise RequestError("admin_key", None, f"needed: --admin-key-file, or the variable {ADMIN_VARIABLES[0]}")
+        return keys[0]
+
+
+def fetch(url: str, admin_key: str, tls: "ssl.SSLContext | None" = None) -> EngineSnapshot:
+    """Fetch the state of the server at `url`. Raises RequestError with the reason if the server does not return it.
+
+    tls: for an https server. None: the system's certificates are trusted.
+    """
     import msgspec
+
+    from jpaged.load_client.connection import LoadError
+    from jpaged.load_client.http_get import get
 
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -75,32 +99,18 @@ def fetch(url: str, admin_key: str) -> EngineSnapshot:
     if not admin_key or not (admin_key.isascii() and admin_key.isprintable()):
         raise RequestError("admin_key", "the one given", "must be printable ASCII characters, at least one")
     base = url.split("?")[0].split("#")[0].rstrip("/").removesuffix("/v1")
-    request = urllib.request.Request(f"{base}/admin/inspect", headers={"Authorization": f"Bearer {admin_key}"})
-    # No proxy and no redirect: the request contains the key, which is for this server only.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+    headers = {"Authorization": f"Bearer {admin_key}"}
     try:
-        with opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
-            body = answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            raise RequestError("url", url, _refusal(error.code, error.read())) from None
-    except (OSError, ValueError) as error:  # ValueError: the port is not a number
-        reason = getattr(error, "reason", error)
-        raise RequestError("url", url, f"{NO_SERVER} ({reason}): is it running, and is the address right?") from None
-    except Exception as error:  # http.client's own errors, for an answer that is not HTTP
-        raise RequestError("url", url, f"{NO_SERVER}: the answer is not HTTP ({error!r})") from None
+        status, body = get(f"{base}/admin/inspect", headers, tls=tls, timeout=TIMEOUT_SECONDS)
+    except LoadError as error:
+        raise RequestError("url", url, f"{NO_SERVER} ({error}): is it running, and is the address right?") from None
+    if status != HTTPStatus.OK:
+        raise RequestError("url", url, _refusal(status, body))
     try:
         return msgspec.json.decode(body, type=EngineSnapshot)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         accepted = f"{NO_SERVER}, or one of another version: the answer is not a snapshot ({error})"
         raise RequestError("url", url, accepted) from None
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the key is for this server only."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """Return None: do not follow."""
 
 
 def _refusal(status: int, body: bytes) -> str:

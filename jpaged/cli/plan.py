@@ -121,7 +121,7 @@ def _roofline_lines(roofline: Any) -> list[str]:
     lines = [
         f"predicted for {roofline.device}, from the compiled programs. Estimates: nothing was run. Matrix products are",
         "not tuned without a device. A limit is the time to read the weights and the KV once, or of the products.",
-        "Loops whose turns the program decides are not counted. Experts count as if all were read.",
+        "Loops whose turns the program decides are not counted. A CUDA graph is one command.",
         "",
         f"{'program':38}{'kernels':>8}{'commands':>9}{'loops':>6}{'GB moved':>9}{'at least':>9}{'ms':>8}{'limit':>8}",
     ]
@@ -131,9 +131,12 @@ def _roofline_lines(roofline: Any) -> list[str]:
             f"{cost.program:38}{cost.kernels:8}{commands:>9}{cost.loops:6}{cost.bytes_moved / 1e9:9.2f}"
             f"{cost.least_bytes / 1e9:9.2f}{1e3 * cost.seconds:8.2f}{1e3 * cost.least_seconds:8.2f}"
         )
+    chosen = [f"{cost.program}: {cost.experts_read:.1f}" for cost in roofline.programs if cost.experts_read is not None]
+    if chosen:
+        lines += ["", "experts of a layer that are read, the expected number if all are equally likely:", *chosen]
     lines += ["", f"{'a step of decodes, ms':38}{'limit':>8}{'greedy':>9}{'random':>9}{'tokens/s, greedy':>19}"]
     for step in roofline.steps:
-        name = f"{step.load.rows} rows of {step.load.context:,} tokens"
+        name = f"{step.load.rows} row{'s'[: step.load.rows - 1]} of {step.load.context:,} tokens"
         rate = step.load.rows / step.greedy_seconds
         lines.append(
             f"{name:38}{1e3 * step.least_seconds:8.2f}{1e3 * step.greedy_seconds:9.2f}{1e3 * step.random_seconds:9.2f}"

@@ -16,7 +16,8 @@ class Report:
     """Check the kernels on this machine's device and write a report: versions, device, driver, results, errors.
 
     Attach the file to an issue. It holds no prompts and no models, and of the environment only variables that set up
-    JAX and the device. Takes a minute or two.
+    JAX and the device. Each kernel that the device takes is compiled and run: the time depends on their number, and on
+    how fast this machine compiles.
 
     Example: jpaged report
     """

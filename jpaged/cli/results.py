@@ -1,5 +1,6 @@
 """Writes a command's results to a JSON file, and describes the machine that they were measured on."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -39,14 +40,27 @@ def _processor() -> str:
 
 
 def check_writable(path: pathlib.Path | None, parameter: str = "output_json") -> None:
-    """Raise RequestError if a file cannot be written. Called before the work, so that no results are lost."""
+    """Raise RequestError if a file cannot be written. Called before the work, so that no results are lost.
+
+    The file's content stays. A file that did not exist still does not exist afterwards, because the work may fail.
+    """
     if path is None:
         return
+    is_new = not path.exists()
     try:
         with path.open("a", encoding="utf-8"):
             pass
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise RequestError(parameter, str(path), f"cannot be written: {error.strerror}") from None
+
+
+def needs_matplotlib(parameter: str, path: pathlib.Path) -> None:
+    """Raise RequestError for a picture that cannot be drawn, because matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        accepted = "needs matplotlib: python -m pip install matplotlib (it is in jpaged's extra: 'jpaged[bench]')"
+        raise RequestError(parameter, str(path), accepted)
 
 
 def write_json(path: pathlib.Path | None, data: Any) -> None:

@@ -6,39 +6,21 @@ from typing import Annotated
 
 import tyro
 
-from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help, read_text
+from jpaged.cli.chat_flags import ChatFlags
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
+from jpaged.cli.serve_access import ACCESS_DEFAULTS, AccessArguments
 from jpaged.errors import RequestError
-
-
-def _keys(words: list[str]) -> tuple[str, ...]:
-    """Return the keys after a flag. Raises ValueError if there is none: the server would require no key at all."""
-    if not words:
-        raise ValueError("write at least one key after it; leave the flag out for a server without keys")
-    return tuple(words)
-
-
-Keys = Annotated[
-    tuple[str, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="KEY [KEY ...]",
-        instance_from_str=_keys,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=list,
-    ),
-    tyro.conf.arg(help_behavior_hint=""),
-]
 
 
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve:
+class Serve(ChatFlags):
     """Serve a model over HTTP, with OpenAI's API. Ctrl-C stops the server.
 
-    Routes: /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /version.
+    Routes: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings, /health,
+    /ready, /version, /metrics, /ui, and more: docs/server.md. --config FILE reads flags from a YAML file.
 
-    Example: jpaged serve Qwen/Qwen3-0.6B --port 8000 --api-key SECRET
+    Example: jpaged serve Qwen/Qwen3-0.6B --port 8000 --api-key-file keys.txt
     """
 
     model_argument: ModelArgument = None
@@ -46,40 +28,13 @@ class Serve:
 
     host: str = "127.0.0.1"
     """Address to listen on. The default accepts connections from this machine only. 0.0.0.0 accepts connections from
-    everywhere: set --api-key then."""
+    everywhere: set --api-key-file then."""
 
     port: int = 8000
     """Port to listen on. 0: any free port; the server prints it."""
 
-    served_model_name: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="")] = ()
-    """Model names that requests may use. Default: the name of the model as given to this command."""
-
-    api_key: Keys = ()
-    """Require one of these keys (Authorization: Bearer KEY) on every route except /health. Default: require no key."""
-
-    admin_key: Keys = ()
-    """Add the route /admin/inspect, for `jpaged inspect`: the owner of each KV cache block, and the running and waiting
-    requests. It requires one of these keys (Authorization: Bearer KEY). Default: no such route."""
-
-    chat_template: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """File with a Jinja chat template, in place of the model's own."""
-
-    tool_call_parser: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Format in which the model writes tool calls: hermes, llama3_json, mistral, pythonic or json. Default: derived
-    from the chat template."""
-
-    reasoning_parser: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Return the model's reasoning separately from its answer: deepseek_r1 or qwen3. Default: not separated."""
-
-    reasoning_tags: Annotated[
-        tuple[str, str] | None, tyro.conf.arg(metavar="START END", help_behavior_hint="")
-    ] = None
-    """Tags around the reasoning, for a model that no --reasoning-parser fits."""
-
-    chat_template_kwargs: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="")
-    ] = DEFAULT_TEMPLATE_KWARGS
-    """Variables of the chat template that requests may set in chat_template_kwargs."""
+    uds: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Listen on this Unix domain socket, in place of --host and --port. Its owner and group may connect."""
 
     shutdown_timeout: int = 30
     """Seconds that running requests may take to finish after Ctrl-C or SIGTERM."""
@@ -88,43 +43,93 @@ class Serve:
     """Maximum number of open connections from one client address. Behind a proxy all clients have the proxy's address:
     set it higher there."""
 
+    disable_ui: bool = False
+    """Do not serve the page at /ui, which has a chat and shows the engine. Default: served. It holds no data itself:
+    API keys and admin keys protect the routes that it asks."""
+
+    enable_tokenizer_info_endpoint: bool = False
+    """Serve /tokenizer_info: special tokens and the chat template. lm-eval reads it, and then needs no tokenizer files.
+    Off by default, because a chat template may be private."""
+
     access_log: bool = False
-    """Log every HTTP request."""
+    """Log every HTTP request: client, method, path, status, seconds, request id."""
+
+    log_format: str = "text"
+    """Format of the log on stderr. text, or json: one JSON object per line, with time, level, logger, message and
+    request id."""
+
+    metrics_port: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
+    """Serve /metrics on this port as well, on the same --host, without a key. 0: any free port. Default: only on the
+    main port, where it requires an API key if there is one."""
+
+    otlp_traces_endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL", help_behavior_hint="")] = None
+    """Send a trace of each request to this OpenTelemetry collector (OTLP over HTTP, as http://localhost:4318). Needs
+    pip install 'jpaged[otel]'."""
+
+    watchdog_seconds: float = 120.0
+    """A step that takes longer is logged with what it does, and /health answers 503 until it ends."""
+
+    access: AccessArguments = ACCESS_DEFAULTS
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM."""
         options = engine_options(self.engine, self.model_argument)
-        chat_template = read_text("chat_template", self.chat_template)
-        chat = ChatFormats.named(chat_template, self.tool_call_parser, self.reasoning_parser, self.reasoning_tags)
+        chat = self.chat_formats()
         from jpaged.serving.connection import ConnectionLimits
-        from jpaged.serving.process import serve, take_address
+        from jpaged.serving.log_format import FORMATS, log_as_json
+        from jpaged.serving.process import MetricsPort, serve, take_address, take_unix_socket
+        from jpaged.serving.tracing import RequestTracer, traced
 
         if self.shutdown_timeout < 0:
             raise RequestError("shutdown_timeout", self.shutdown_timeout, "must be at least 0 seconds")
         if self.max_connections_per_address < 1:
             value = self.max_connections_per_address
             raise RequestError("max_connections_per_address", value, "must be at least 1")
-        for name in ("api_key", "admin_key"):
-            if not all(key.strip() for key in getattr(self, name)):
-                raise RequestError(name, "", "must not be empty: anyone could send an empty key")
-        address = take_address(self.host, self.port)
+        if not self.watchdog_seconds > 0:
+            raise RequestError("watchdog_seconds", self.watchdog_seconds, "must be a number of seconds above 0")
+        if self.log_format not in FORMATS:
+            raise RequestError("log_format", self.log_format, f"must be {' or '.join(FORMATS)}")
+        if self.log_format == "json":
+            log_as_json()
+        names = self.served_model_name or (options["model"],)
+        tracer = None
+        if self.otlp_traces_endpoint is not None:
+            tracer = RequestTracer(self.otlp_traces_endpoint, names[0])
+        app_options = self.access.app_options(self.host if self.uds is None else None)
+        app_options = dataclasses.replace(
+            app_options,
+            ui=not self.disable_ui,
+            tokenizer_info=self.enable_tokenizer_info_endpoint,
+            access_log=self.access_log,
+            disable_log_stats=options.get("disable_log_stats", False),
+        )
+        tls = self.access.tls().context()
+        address = take_address(self.host, self.port) if self.uds is None else take_unix_socket(self.uds)
+        metrics_address = None
+        if self.metrics_port is not None:
+            metrics_address = take_address(self.host, self.metrics_port, "--metrics-port")
         from jpaged.async_llm import AsyncLLM
         from jpaged.serving.application import create_app
         from jpaged.serving.generation import Server
+        from jpaged.serving.routes_metrics import metrics_app
 
-        engine = AsyncLLM(**options)
-        names = self.served_model_name or (options["model"],)
-        server = Server(engine=engine, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
-        app = create_app(server, api_keys=self.api_key, admin_keys=self.admin_key)
+        engine = AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
+        client = engine if tracer is None else traced(engine, tracer)
+        server = Server(engine=client, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
+        app = create_app(server, app_options)
+        metrics = None
+        if metrics_address is not None:
+            metrics = MetricsPort(metrics_app(app.state.metrics), metrics_address)
         limits = ConnectionLimits(per_address=self.max_connections_per_address)
-        serve(
+        return serve(
             app,
             address,
             shutdown_timeout=self.shutdown_timeout,
-            access_log=self.access_log,
             limits=limits,
             engine=engine,
+            tls=tls,
+            metrics=metrics,
+            has_page=app_options.ui,
         )
-        return 0

@@ -1,5 +1,6 @@
 """The requests of a benchmark: prompts as token ids, each with the number of tokens to generate."""
 
+import csv
 import dataclasses
 import json
 import pathlib
@@ -14,9 +15,26 @@ from jpaged.errors import RequestError
 
 # vLLM's sizes of the random dataset, and its limits on conversations, in tokens.
 RANDOM_INPUT_LEN, RANDOM_OUTPUT_LEN = 1024, 128
+CUSTOM_OUTPUT_LEN = 256
+PREFIX_LEN, SUFFIX_LEN, NUM_PREFIXES, REPETITION_OUTPUT_LEN = 256, 256, 10, 128  # of prefix_repetition
 SHAREGPT_MIN_LEN, SHAREGPT_MAX_PROMPT_LEN, SHAREGPT_MAX_TOTAL_LEN = 4, 1024, 2048
 
+DATASETS = ("random", "random-total", "sharegpt", "custom", "prefix_repetition", "burstgpt")
+FROM_FILES = ("sharegpt", "custom", "burstgpt")
+
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+
+
+# Optional numbers that also have the names of vLLM's flags.
+InputLen = Annotated[OptionalInt, tyro.conf.arg(aliases=["--random-input-len"])]
+OutputLen = Annotated[
+    OptionalInt,
+    tyro.conf.arg(
+        aliases=[
+            "--random-output-len", "--sharegpt-output-len", "--custom-output-len", "--prefix-repetition-output-len",
+        ]
+    ),
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +43,7 @@ class BenchRequest:
 
     prompt_token_ids: list[int]
     output_len: int  # tokens to generate, past any end-of-sequence token
+    text: str | None = None  # the prompt's text in the file; None for a prompt of random ids
 
 
 @one_line_help
@@ -33,30 +52,42 @@ class WorkloadFlags:
     """The flags that choose a workload."""
 
     dataset_name: Annotated[
-        Literal["random", "random-total", "sharegpt"] | None,
-        tyro.conf.arg(metavar="{random,random-total,sharegpt}", help_behavior_hint=""),
+        Literal["random", "random-total", "sharegpt", "custom", "prefix_repetition", "burstgpt"] | None,
+        tyro.conf.arg(metavar="{" + ",".join(DATASETS) + "}", help_behavior_hint=""),
     ] = None
     """random: random token ids, with lengths around --input-len and --output-len. random-total: random token ids, with
-    a total length between --total-len-min and --total-len-max. sharegpt: conversations from the file --dataset-path.
-    Default: sharegpt if --dataset-path is given, else random."""
+    a total length between --total-len-min and --total-len-max. prefix_repetition: random token ids after one of a few
+    prefixes. From the file --dataset-path: sharegpt: conversations. custom: prompts. burstgpt: random token ids, with
+    the lengths of the file. Default: sharegpt if --dataset-path is given, else random."""
 
     dataset_path: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """JSON file of conversations in ShareGPT's format."""
+    """sharegpt: JSON file of conversations. custom: JSON lines with a prompt, and output_tokens if they differ from
+    --output-len. burstgpt: CSV file of the BurstGPT trace."""
 
     num_prompts: int = 1000
     """Number of requests."""
 
-    input_len: OptionalInt = None
+    input_len: InputLen = None
     """Prompt tokens per request, with random. Default: 1024."""
 
-    output_len: OptionalInt = None
-    """Tokens to generate per request. Default: 128 with random; with sharegpt, the length of the recorded answer."""
+    output_len: OutputLen = None
+    """Tokens to generate per request. Default: 128 with random and prefix_repetition, 256 with custom; with sharegpt
+    and burstgpt, the length of the recorded answer."""
 
     random_range_ratio: float = 0.0
     """With random, draw lengths uniformly between (1 - ratio) and (1 + ratio) times --input-len and --output-len."""
 
-    prefix_len: int = 0
+    prefix_len: Annotated[int, tyro.conf.arg(aliases=["--random-prefix-len"])] = 0
     """With random, length of a prefix shared by all prompts. It comes before the --input-len tokens of each prompt."""
+
+    prefix_repetition_prefix_len: int = PREFIX_LEN
+    """With prefix_repetition, length of each prefix."""
+
+    prefix_repetition_suffix_len: int = SUFFIX_LEN
+    """With prefix_repetition, tokens of each prompt after its prefix."""
+
+    prefix_repetition_num_prefixes: int = NUM_PREFIXES
+    """With prefix_repetition, number of prefixes. Each gets as many prompts."""
 
     total_len_min: int = 256
     """With random-total, minimum number of tokens of a request, prompt and output together."""
@@ -70,7 +101,7 @@ class WorkloadFlags:
     def requests(
         self, *, vocab_size: int, max_model_len: int, seed: int, encode: Callable[[str], list[int]] | None
     ) -> list[BenchRequest]:
-        """Make the requests. encode: the model's tokenizer, which only sharegpt needs.
+        """Make the requests. encode: the model's tokenizer, which only sharegpt and custom need.
 
         Raises RequestError for flags that contradict each other or exceed the model's limits.
         """
@@ -82,6 +113,12 @@ class WorkloadFlags:
                 requests = self._random(rng, vocab_size)
             case "random-total":
                 requests = self._random_total(rng, vocab_size)
+            case "prefix_repetition":
+                requests = self._prefix_repetition(rng, vocab_size)
+            case "custom":
+                requests = self._custom(encode)
+            case "burstgpt":
+                requests = self._burstgpt(rng, vocab_size)
             case _:
                 return self._sharegpt(rng, max_model_len, encode)
         longest = max(len(request.prompt_token_ids) + request.output_len for request in requests)
@@ -128,14 +165,56 @@ class WorkloadFlags:
             requests.append(BenchRequest(random_ids(rng, int(total) - output_len, vocab_size), output_len))
         return requests
 
+    def _prefix_repetition(self, rng: np.random.Generator, vocab_size: int) -> list[BenchRequest]:
+        sizes = {
+            "prefix_repetition_prefix_len": self.prefix_repetition_prefix_len,
+            "prefix_repetition_suffix_len": self.prefix_repetition_suffix_len,
+            "prefix_repetition_num_prefixes": self.prefix_repetition_num_prefixes,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise RequestError(name, value, "must be at least 1")
+        prefix_len, suffix_len, count = sizes.values()
+        prefixes = [random_ids(rng, prefix_len, vocab_size) for _ in range(count)]
+        output_len = REPETITION_OUTPUT_LEN if self.output_len is None else self.output_len
+        order = rng.permutation(np.arange(self.num_prompts) % count)
+        return [BenchRequest(prefixes[i] + random_ids(rng, suffix_len, vocab_size), output_len) for i in order]
+
+    def _custom(self, encode: Callable[[str], list[int]] | None) -> list[BenchRequest]:
+        path, encode = self._file("custom", "a file of JSON lines, each with a prompt"), _needed(encode, "custom")
+        length = CUSTOM_OUTPUT_LEN if self.output_len is None else self.output_len
+        requests = []
+        for prompt, own in custom_prompts(path)[: self.num_prompts]:
+            output_len = length if self.output_len is not None or own is None else own
+            requests.append(BenchRequest(encode(prompt), output_len, prompt))
+        return self._enough(requests, path)
+
+    def _burstgpt(self, rng: np.random.Generator, vocab_size: int) -> list[BenchRequest]:
+        path = self._file("burstgpt", "the CSV file of the trace")
+        pairs = burstgpt_lengths(path)
+        requests = []
+        for index in rng.permutation(len(pairs))[: self.num_prompts]:
+            prompt, output = pairs[index]
+            output = output if self.output_len is None else self.output_len
+            requests.append(BenchRequest(random_ids(rng, prompt, vocab_size), output))
+        return self._enough(requests, path)
+
+    def _file(self, dataset: str, what: str) -> pathlib.Path:
+        if self.dataset_path is None:
+            raise RequestError("dataset_path", None, f"{dataset} needs {what}")
+        return self.dataset_path
+
+    def _enough(self, requests: list[BenchRequest], path: pathlib.Path) -> list[BenchRequest]:
+        if len(requests) < self.num_prompts:
+            raise RequestError("num_prompts", self.num_prompts, f"{path} has only {len(requests)} prompts")
+        return requests
+
     def _sharegpt(
         self, rng: np.random.Generator, max_model_len: int, encode: Callable[[str], list[int]] | None
     ) -> list[BenchRequest]:
-        if self.dataset_path is None:
-            raise RequestError("dataset_path", None, "sharegpt needs a JSON file of conversations")
-        if encode is None:
-            raise RequestError("dataset_name", "sharegpt", "needs a model with a tokenizer: use random")
-        turns = _first_turns(self.dataset_path)
+        path = self._file("sharegpt", "a JSON file of conversations")
+        encode = _needed(encode, "sharegpt")
+        turns = _first_turns(path)
         requests: list[BenchRequest] = []
         for index in rng.permutation(len(turns)):
             question, answer = turns[index]
@@ -146,17 +225,51 @@ class WorkloadFlags:
                 and len(prompt) <= SHAREGPT_MAX_PROMPT_LEN
                 and len(prompt) + output_len <= min(SHAREGPT_MAX_TOTAL_LEN, max_model_len)
             ):
-                requests.append(BenchRequest(prompt, output_len))
+                requests.append(BenchRequest(prompt, output_len, question))
                 if len(requests) == self.num_prompts:
                     return requests
-        raise RequestError(
-            "num_prompts", self.num_prompts, f"{self.dataset_path} has only {len(requests)} conversations that fit"
-        )
+        raise RequestError("num_prompts", self.num_prompts, f"{path} has only {len(requests)} conversations that fit")
 
 
 def random_ids(rng: np.random.Generator, count: int, vocab_size: int) -> list[int]:
     """Draw token ids uniformly from the vocabulary."""
     return rng.integers(0, vocab_size, size=count).tolist()
+
+
+def _needed(encode: Callable[[str], list[int]] | None, dataset: str) -> Callable[[str], list[int]]:
+    if encode is None:
+        raise RequestError("dataset_name", dataset, "needs a model with a tokenizer: use random")
+    return encode
+
+
+def custom_prompts(path: pathlib.Path) -> list[tuple[str, int | None]]:
+    """Read JSON lines with `prompt` and optional `output_tokens`. Raises RequestError with the number of a bad line."""
+    prompts: list[tuple[str, int | None]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError("dataset_path", str(path), f"cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            entry: Any = json.loads(line) if line.strip() else None
+            if entry is not None:
+                own = entry.get("output_tokens")
+                prompts.append((str(entry["prompt"]), None if own is None else int(own)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            accepted = f"line {number} is not a JSON object with a prompt ({error})"
+            raise RequestError("dataset_path", str(path), accepted) from None
+    return prompts
+
+
+def burstgpt_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
+    """Read (prompt tokens, output tokens) of a BurstGPT trace: requests of GPT-4 with an answer, as vLLM's client."""
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            rows = [(row["Model"], int(row["Request tokens"]), int(row["Response tokens"]))
+                    for row in csv.DictReader(lines)]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError("dataset_path", str(path), f"is not a CSV file of the BurstGPT trace: {error!r}") from None
+    return [(prompt, output) for model, prompt, output in rows if model == "GPT-4" and prompt > 0 and output > 0]
 
 
 def _first_turns(path: pathlib.Path) -> Sequence[tuple[str, str]]:

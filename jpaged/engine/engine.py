@@ -16,10 +16,12 @@ Single-threaded: one thread makes all calls.
 
 import logging
 import random
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from jpaged.engine.engine_metrics import EngineMetrics
 from jpaged.engine.engine_options import EngineOptions
 from jpaged.engine.engine_stats import EngineCounters, collect_stats
 from jpaged.engine.input.admission import AdmissionControl
@@ -33,10 +35,12 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduler_state import SchedulerCounters, SchedulerLimits
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
+from jpaged.engine.step_log import StepLog
 from jpaged.engine.step_pipeline import StepPipeline
 from jpaged.engine.step_plan import Runner
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
 from jpaged.errors import EngineError, RequestError
+from jpaged.metrics import EngineMetricsSnapshot, PhaseSeconds
 from jpaged.outputs import EngineStats
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
@@ -66,9 +70,12 @@ class Engine:
         """tokenizer: a transformers tokenizer; None: prompts and answers are token ids only."""
         self.options = options
         self.inputs = InputProcessor.create(ModelLimits.of(runner, options), tokenizer, options)
-        self.pipeline = StepPipeline(runner)
+        self._phases = PhaseSeconds()
+        self.pipeline = StepPipeline(runner, self._phases)
         self._writer = AnswerWriter(tokenizer)
         self._counters = EngineCounters()
+        self._steps = StepLog()
+        self._metrics = None if options.disable_log_stats else EngineMetrics(runner.max_model_len, self._phases)
         self._seeds = random.Random(options.seed)
         self._num_arrived = 0
         self._replace_state(SchedulerCounters())
@@ -138,16 +145,32 @@ class Engine:
         """
         self.pipeline.raise_failure()
         collected = self._turn()
+        began = time.monotonic()
         outputs = [] if collected is None else self._outputs.process(collected)
         outputs += self._sample_with_late_masks()
+        self._phases.output += time.monotonic() - began
         self._outputs.check_idle()
         return outputs
 
+    def flush(self) -> list[Output]:
+        """Collect the step in flight, and start no other. Returns and raises as `step`."""
+        self.pipeline.raise_failure()
+        try:
+            collected = self.pipeline.turn(None)
+        except BaseException as error:
+            failed = self._fail_running()
+            if not isinstance(error, Exception):
+                raise
+            raise StepError(failed, error) from error
+        return [] if collected is None else self._outputs.process(collected)
+
     def _turn(self) -> CollectedStep | None:
         """Schedule and dispatch a step, and collect the step before it."""
+        began = time.monotonic()
         try:
             step = self._scheduler.schedule()
             self.admission.note_scheduled()
+            self._phases.schedule += time.monotonic() - began
             collected = self.pipeline.turn(step)
         except BaseException as error:
             failed = self._fail_running()
@@ -155,7 +178,11 @@ class Engine:
                 raise  # an interrupt: the engine can continue, or be closed
             raise StepError(failed, error) from error
         if collected is not None:
-            self._scheduler.note_seconds(collected.step, collected.now - collected.began)
+            seconds = collected.now - collected.began
+            self._scheduler.note_seconds(collected.step, seconds)
+            self._steps.add(collected)
+            if self._metrics is not None:
+                self._metrics.note_step(collected.step.plan, seconds)
         elif step is None and self._outputs.request_groups:
             raise EngineError(f"{len(self._outputs.request_groups)} requests wait and none can be scheduled")
         return collected
@@ -192,17 +219,26 @@ class Engine:
         """The engine's figures."""
         return collect_stats(self._scheduler, self.runner, self._counters)
 
+    def metrics(self) -> EngineMetricsSnapshot | None:
+        """All figures, with distributions. None with `disable_log_stats`. Any thread may call it."""
+        if self._metrics is None:
+            return None
+        caching = self.options.enable_prefix_caching
+        return self._metrics.snapshot(self._scheduler, self.runner, self._counters, enable_prefix_caching=caching)
+
     def reset_stats(self) -> None:
         """Set counters and peaks to their start values. `compiles_after_ready` is the runner's and continues."""
         self._scheduler.counters.reset()
         self._counters.reset()
         self._manager.pool.reset_peak()
+        if self._metrics is not None:
+            self._metrics.reset()
 
     def inspect(self, answer: Future[EngineCapture]) -> None:
         """Answer another thread with a copy of the engine's state. That thread makes the description."""
         if answer.set_running_or_notify_cancel():
             try:
-                answer.set_result(capture(self._scheduler))
+                answer.set_result(capture(self._scheduler, self._steps, self.stats()))
             except Exception as error:  # for the thread that asked: running requests are not affected
                 answer.set_exception(error)
             except BaseException as error:  # ends the engine. Raised on an event loop, it would end that loop too
@@ -216,12 +252,28 @@ class Engine:
 
     # -- weights, cache, end ------------------------------------------------------------------------------------
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV. Does nothing and returns False while there are requests."""
-        if self._outputs.request_groups:
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget all cached KV. Does nothing and returns False while there are requests.
+
+        reset_running_requests: preempt running requests instead. They recompute their KV. Call `flush` before.
+        """
+        if self._outputs.request_groups and not reset_running_requests:
             return False
+        self._scheduler.preempt_all()
         self._manager.pool.forget_all()
         return True
+
+    def sleep(self) -> None:
+        """Free the KV pool, and the device memory of weights that only the engine uses. Call `flush` before.
+
+        Running requests are preempted, and recompute their KV after `wake_up`. No step may run until then.
+        """
+        self.reset_prefix_cache(reset_running_requests=True)
+        self.runner.release()
+
+    def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
+        """Allocate again what `sleep` freed. Raises EngineError if the memory is not free: the engine sleeps on."""
+        self.runner.restore(weights=weights, kv_cache=kv_cache)
 
     def set_params(self, params: Any) -> None:
         """Use other weights of the same shapes from the next step on. Running requests continue with them."""
@@ -244,6 +296,8 @@ class Engine:
         """
         peak_used = self._manager.pool.peak_used
         self._counters.finished_requests += len(self._outputs.request_groups)
+        if self._metrics is not None:
+            self._metrics.note_lost(len(self._outputs.request_groups))
         self._replace_state(self._scheduler.counters)
         self._manager.pool.peak_used = peak_used
         self.pipeline.drop()
@@ -269,5 +323,6 @@ class Engine:
         self._outputs = OutputProcessor(
             StrategyContext(
                 self._writer, self._scheduler, self._counters, options.jump_forward, runner.min_jump_per_request
-            )
+            ),
+            self._metrics,
         )

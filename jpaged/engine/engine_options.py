@@ -23,4 +23,5 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     jump_forward: bool = True            # append tokens that a grammar forces without sampling them
     grammar_limits: GrammarLimits | None = None
+    disable_log_stats: bool = False      # collect no distributions for metrics
     seed: int = 0                        # of the seeds of requests that bring none

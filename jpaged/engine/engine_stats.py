@@ -13,11 +13,12 @@ class EngineCounters:
     """Events since the start or the last reset that the scheduler does not count."""
 
     generated_tokens: int = 0
-    finished_requests: int = 0  # request groups
+    finished_requests: int = 0   # request groups
+    corrupted_requests: int = 0  # requests whose logits were not finite
 
     def reset(self) -> None:
         """Set all counters to 0."""
-        self.generated_tokens = self.finished_requests = 0
+        self.generated_tokens = self.finished_requests = self.corrupted_requests = 0
 
 
 def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCounters) -> EngineStats:

@@ -11,6 +11,9 @@ import time
 from jpaged.engine.kv_cache.block_pool import BlockStates
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
 from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler_state import SchedulerLimits
+from jpaged.engine.step_log import LoggedStep, StepLog
+from jpaged.outputs import EngineStats
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
 
 
@@ -35,6 +38,10 @@ class EngineCapture:
     held: list[_Held]
     running: tuple[RequestSnapshot, ...]
     waiting: tuple[RequestSnapshot, ...]
+    limits: SchedulerLimits
+    stats: EngineStats
+    steps: tuple[LoggedStep, ...]
+    now: float  # seconds of `time.monotonic()`
 
     def snapshot(self) -> EngineSnapshot:
         """The description, as plain data."""
@@ -54,7 +61,17 @@ class EngineCapture:
             prefix_hash = None if name is None else name.digest.hex()
             last = self.step if used else states.last_used[block]
             blocks.append(BlockSnapshot(block, ref_count, tuple(owners[block]), prefix_hash, last, tokens))
-        return EngineSnapshot(self.step, self._pool(blocks), tuple(blocks), self.running, self.waiting)
+        return EngineSnapshot(
+            step=self.step,
+            pool=self._pool(blocks),
+            blocks=tuple(blocks),
+            running=self.running,
+            waiting=self.waiting,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            stats=self.stats,
+            last_steps=tuple(step.described(self.now) for step in self.steps),
+        )
 
     def _pool(self, blocks: list[BlockSnapshot]) -> PoolSnapshot:
         used = [block for block in blocks if block.ref_count > 0]
@@ -72,8 +89,8 @@ class EngineCapture:
         )
 
 
-def capture(scheduler: Scheduler) -> EngineCapture:
-    """Copy the state of scheduler, block tables and pool. To be called between two steps."""
+def capture(scheduler: Scheduler, steps: StepLog, stats: EngineStats) -> EngineCapture:
+    """Copy the state of scheduler, block tables and pool. To be called between two steps. stats: the figures now."""
     manager, now = scheduler.manager, time.monotonic()
     running = [(request, _described(request, now)) for request in scheduler.running]
     waiting = [(request, _described(request, now)) for request in scheduler.waiting]
@@ -89,6 +106,10 @@ def capture(scheduler: Scheduler) -> EngineCapture:
         ],
         running=tuple(described for _, described in running),
         waiting=tuple(described for _, described in waiting),
+        limits=scheduler.limits,
+        stats=stats,
+        steps=steps.last(),
+        now=now,
     )
 
 

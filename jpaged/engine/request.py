@@ -96,6 +96,8 @@ class OutputState:
     num_emitted: int = 0                   # output tokens in the outputs that the caller has
     end_emitted: bool = False              # the caller has the finish reason
     stop_reason: int | str | None = None
+    # When the last token arrived, in `time.monotonic()`; 0 before the first one. `EngineMetrics` sets it steps later.
+    last_token_time: float = 0.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -4,11 +4,12 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
-from typing import Generic
+from typing import Generic, Literal
 
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep
-from jpaged.engine.step_plan import HandleT, RowMask, Runner
+from jpaged.engine.step_plan import HandleT, RowMask, Runner, StepPlan
 from jpaged.engine.strategies import CollectedStep
+from jpaged.metrics import PhaseSeconds
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +21,26 @@ class _StepInFlight(Generic[HandleT]):
     began: float  # seconds of time.monotonic()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _DeviceCall:
+    """A call of the runner that has not returned."""
+
+    kind: Literal["dispatch", "collect", "sample"]
+    plan: StepPlan
+    began: float  # seconds of time.monotonic()
+
+
 class StepPipeline(Generic[HandleT]):
     """Owns the step in flight. There is at most one between two turns of the engine."""
 
-    def __init__(self, runner: Runner[HandleT]):
+    def __init__(self, runner: Runner[HandleT], phases: PhaseSeconds):
+        """phases: receives the time of each call of the runner."""
         self.runner = runner
+        self._phases = phases
         self.failure: Exception | None = None  # of a step that failed after its turn
         self._in_flight: _StepInFlight[HandleT] | None = None
         self._last_collect = 0.0
+        self._call: _DeviceCall | None = None
 
     @property
     def has_work(self) -> bool:
@@ -42,12 +55,21 @@ class StepPipeline(Generic[HandleT]):
 
     def turn(self, step: ScheduledStep | None) -> CollectedStep | None:
         """Dispatch a step, if there is one, and collect the step before it. None: there was no step before."""
-        previous, began = self._in_flight, time.monotonic()
-        self._in_flight = None if step is None else _StepInFlight(step, self.runner.dispatch(step.plan), began)
+        previous, began, phases = self._in_flight, time.monotonic(), self._phases
+        self._in_flight = None
+        if step is not None:
+            self._call = _DeviceCall("dispatch", step.plan, began)
+            self._in_flight = _StepInFlight(step, self.runner.dispatch(step.plan), began)
+        dispatched = time.monotonic()
+        phases.dispatch += dispatched - began
         if previous is None:
+            self._call = None
             return None
+        self._call = _DeviceCall("collect", previous.step.plan, time.monotonic())
         result = self.runner.collect(previous.handle)
         now = time.monotonic()
+        self._call = None
+        phases.collect += now - dispatched
         # The device runs one step at a time: this one began when it was dispatched, or when the one before it ended.
         began, self._last_collect = max(self._last_collect, previous.began), now
         return CollectedStep(previous.step, result, result.token_ids.tolist(), began, now)
@@ -61,7 +83,20 @@ class StepPipeline(Generic[HandleT]):
         """Let the step in flight sample. masks: those that it waits for."""
         in_flight = self._in_flight
         if in_flight is not None:
+            self._call = _DeviceCall("sample", in_flight.step.plan, time.monotonic())
             self._in_flight = dataclasses.replace(in_flight, handle=self.runner.sample(in_flight.handle, masks))
+            self._call = None
+
+    def describe(self) -> str:
+        """Say what the device is asked to do at this moment, for a log. Any thread may call it."""
+        call = self._call
+        if call is None:
+            return "no call of the device: the host schedules, or processes outputs"
+        plan, seconds = call.plan, time.monotonic() - call.began
+        return (
+            f"{call.kind} for {seconds:.1f} s of {self.runner.describe(plan)} with {len(plan.rows)} rows "
+            f"({plan.num_decodes} decodes) and {plan.total_tokens} tokens"
+        )
 
     def drop(self) -> None:
         """Wait for the step in flight, and discard its result. Forget a failure that was not raised yet.
@@ -70,6 +105,7 @@ class StepPipeline(Generic[HandleT]):
         ending.
         """
         dropped, self._in_flight, self.failure = self._in_flight, None, None
+        self._call = None
         if dropped is not None:
             try:
                 self.runner.collect(dropped.handle)

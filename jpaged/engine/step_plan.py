@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from jpaged.metrics import ProgramFigures
+
 HandleT = TypeVar("HandleT")
 
 # Results of a row in place of a token id.
@@ -112,6 +114,7 @@ class StepPlan:
     R rows of the request table take part, each at most once, in this order:
 
     1. `num_decodes` decodes. Each computes one token: the one that it sampled last, which only the device may know.
+       Each samples the next one.
     2. Prompt rows. Each computes a chunk of known tokens, which the plan brings along.
     3. Forks. Each computes nothing, and samples from the last hidden state of another row of the plan.
     """
@@ -142,9 +145,19 @@ class StepPlan:
     waits_for_masks: bool = False
 
     @property
+    def decodes_only(self) -> bool:
+        """Whether every row is a decode. Then every row computes one token and samples one."""
+        return self.num_decodes == len(self.rows)
+
+    @property
     def total_tokens(self) -> int:
         """Tokens that the step computes."""
-        return int(self.num_tokens.sum())
+        return self.num_decodes if self.decodes_only else int(self.num_tokens.sum())
+
+    @property
+    def num_samples(self) -> int:
+        """Rows that sample, or are pooled."""
+        return self.num_decodes if self.decodes_only else int(np.count_nonzero(self.samples))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,6 +229,10 @@ class Runner(Protocol[HandleT]):
         """
         ...
 
+    def program_figures(self) -> ProgramFigures:
+        """Number and cost of the compiled programs. Any thread may call it."""
+        ...
+
     def dispatch(self, plan: StepPlan) -> HandleT:
         """Start a step; returns at once. Steps run in the order of dispatch."""
         ...
@@ -228,8 +245,28 @@ class Runner(Protocol[HandleT]):
         """Wait for a dispatched step, and return its result."""
         ...
 
+    def describe(self, plan: StepPlan) -> str:
+        """Name the program of a plan, for a log. Any thread may call it."""
+        ...
+
     def set_params(self, params: Any) -> None:
         """Use other weights of the same shapes from the next step on."""
+        ...
+
+    def release(self) -> None:
+        """Free the KV pool, and move the weights to the host where that frees device memory. No step is in flight."""
+        ...
+
+    def restore(self, *, weights: bool, kv_cache: bool) -> None:
+        """Allocate again what `release` freed. The KV pool is empty then. Compiles nothing."""
+        ...
+
+    def start_profile(self, folder: str) -> None:
+        """Record what host and device do, into a folder, until `stop_profile`. Raises EngineError if one is running."""
+        ...
+
+    def stop_profile(self) -> None:
+        """Write the profile. Raises EngineError if none is running."""
         ...
 
     def prefix_cacheable(self, prompt_len: int) -> bool:

@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import logging
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.grammar import GrammarLimits
-from jpaged.engine.strategies.pooling import Pooling, activation_of
+from jpaged.engine.strategies.pooling import Pooling, activation_of, labels_of
 from jpaged.errors import LogitsError, ModelLoadError, RequestError
 from jpaged.frontend.engine_options import engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
@@ -85,7 +86,7 @@ def build_engine(
     pooling = _pooling(loaded)
     has_mask = config.mask_unknown_tokens and pooling is None
     mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if has_mask else None
-    defaults = SamplingParams() if pooling else generation_defaults(loaded.generation_config)
+    defaults = SamplingParams() if pooling else _sampling_defaults(loaded, config)
     runner = ModelRunner.create(
         loaded.spec,
         loaded.params,
@@ -95,6 +96,7 @@ def build_engine(
         processors=processors,
         progress=progress,
         background=background,
+        owns_params=params is None,
     )
     engine = _engine(runner, loaded, config, pooling, mask, processors)
     try:
@@ -104,6 +106,19 @@ def build_engine(
         engine.close()
         raise
     return BuiltEngine(engine, config, loaded.spec, loaded.tokenizer, defaults)
+
+
+def _sampling_defaults(loaded: "LoadedModel", config: EngineConfig) -> SamplingParams:
+    """Return the sampling parameters of requests that bring none. Raises ModelLoadError, or RequestError."""
+    from jpaged.loading.checkpoint import read_json
+
+    source: Mapping[str, Any] = loaded.generation_config
+    if config.generation_config == "vllm":
+        source = {}
+    elif config.generation_config != "auto":
+        folder = pathlib.Path(config.generation_config).expanduser()
+        source = read_json(folder / "generation_config.json", required=True)
+    return generation_defaults(source, config.override_generation_config)
 
 
 def _check_model_arguments(model: Any, params: Any, layout: Any) -> None:
@@ -162,6 +177,7 @@ def _engine(
         scheduling=SchedulingOptions(**scheduling),
         enable_prefix_caching=config.enable_prefix_caching,
         jump_forward=config.jump_forward,
+        disable_log_stats=config.disable_log_stats,
         grammar_limits=GrammarLimits.from_options(config),
         seed=config.seed,
     )
@@ -202,5 +218,7 @@ def _pooling(loaded: "LoadedModel") -> Pooling | None:
     spec = loaded.spec
     if not spec.pools:
         return None
-    activation = None if spec.num_labels is None else activation_of(loaded.config, spec.num_labels)
-    return Pooling(spec.output_size, activation)
+    if spec.num_labels is None:
+        return Pooling(spec.output_size)
+    labels = labels_of(loaded.config, spec.num_labels)
+    return Pooling(spec.output_size, activation_of(loaded.config, spec.num_labels), labels)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.config import QUANTIZATIONS, RUNNERS, SCHEDULING_POLICIES, EngineConfig
+from jpaged.config import DTYPE_ALIASES, LOAD_FORMATS, QUANTIZATIONS, RUNNERS, SCHEDULING_POLICIES, EngineConfig
 from jpaged.errors import RequestError
 from jpaged.params.pooling import TASKS
 
@@ -21,14 +21,14 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
     "distributed_executor_backend": (None,), "kv_cache_dtype": ("auto",),
     "cpu_offload_gb": (0,), "enforce_eager": (False, True), "enable_chunked_prefill": (True, None),
-    "max_seq_len_to_capture": (), "disable_log_stats": (False, True), "enable_lora": (False, None),
+    "max_seq_len_to_capture": (), "enable_lora": (False, None),
     "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
-    "tokenizer_mode": ("auto",), "load_format": ("auto", "safetensors"), "skip_tokenizer_init": (False,),
-    "hf_overrides": (None, {}), "rope_scaling": (None, {}), "task": ("auto", "generate"),
+    "tokenizer_mode": ("auto",), "skip_tokenizer_init": (False,),
+    "rope_scaling": (None, {}), "task": ("auto", "generate"),
     "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
-    "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,), "generation_config": ("auto",),
+    "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,),
     "async_scheduling": (True, False, None), "enable_expert_parallel": (False,), "compilation_config": (None, {}),
-    "kv_transfer_config": (None,), "override_generation_config": (None, {}), "num_scheduler_steps": (1,),
+    "kv_transfer_config": (None,), "num_scheduler_steps": (1,),
 }  # fmt: skip
 
 
@@ -45,6 +45,8 @@ def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
         raise RequestError("model", model, "name a folder, a hub id, a .gguf file or demo")
     hints = typing.get_type_hints(EngineConfig)
     checked = {name: _checked(name, hints[name], value) for name, value in options.items()}
+    if "dtype" in checked:
+        checked["dtype"] = DTYPE_ALIASES.get(checked["dtype"], checked["dtype"])
     config = EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
     _check_values(config)
     return config
@@ -87,6 +89,8 @@ def _check_values(config: EngineConfig) -> None:
         raise RequestError("runner", config.runner, f"must be {', '.join(RUNNERS)}")
     if config.scheduling_policy not in SCHEDULING_POLICIES:
         raise RequestError("scheduling_policy", config.scheduling_policy, f"must be {', '.join(SCHEDULING_POLICIES)}")
+    if config.load_format not in LOAD_FORMATS:
+        raise RequestError("load_format", config.load_format, f"must be {', '.join(LOAD_FORMATS)}")
     if config.quantization not in (None, *QUANTIZATIONS):
         raise RequestError("quantization", config.quantization, f"must be {' or '.join(QUANTIZATIONS)}, or left out")
     for name in ("max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens"):
@@ -105,6 +109,8 @@ def _checked(name: str, hint: Any, value: object) -> Any:
     kind, *rest = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and rest:  # every union in EngineConfig is `type | None`
         return None
+    if isinstance(value, Mapping):
+        value = dict(value)  # the caller's may change
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = tuple(_python_scalar(part) for part in value)
     value = _python_scalar(value)
@@ -122,11 +128,16 @@ def _are_positive_integers(value: object) -> bool:
     return type(value) is tuple and bool(value) and all(type(part) is int and part >= 1 for part in value)
 
 
+def _has_names(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
 # For each type of a field: the accepted values in words, and a check. `type(...) is int` refuses True and False.
 _ACCEPTED: dict[Any, tuple[str, Callable[[object], bool]]] = {
     str: ("a string", lambda value: isinstance(value, str)),
     bool: ("True or False", lambda value: type(value) is bool),
     int: ("a whole number", lambda value: type(value) is int),
     float: ("a number", lambda value: type(value) in (int, float)),
+    Mapping[str, Any]: ("a dictionary with names as keys", _has_names),
     tuple[int, ...]: ("a sequence of one or more whole numbers above 0", _are_positive_integers),
 }

@@ -1,9 +1,10 @@
 """Steps an engine on a thread of its own, for `AsyncLLM`.
 
-1. Event loops submit commands: add, abort, inspect, reset the prefix cache. The thread carries them out in order,
-   between two steps.
+1. Event loops submit commands: add, abort, inspect, pause, sleep. The thread carries them out in order, between two
+   steps. While the engine is paused, new requests are held, and are added when it resumes.
 2. After each step the thread posts the new outputs to the event loops of their readers, with one call per loop.
 3. When the engine is idle, the thread checks the engine's integrity.
+4. A watchdog logs what a step does that takes too long (`frontend/watchdog.py`).
 """
 
 import asyncio
@@ -15,20 +16,25 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
 
 from jpaged.engine.engine import Engine, Output, StepError
+from jpaged.engine.input.admission import QueueLength
 from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 from jpaged.frontend.engine_access import CLOSED
 from jpaged.frontend.interrupts import call_at_exit
 from jpaged.frontend.output_stream import OutputStream
+from jpaged.frontend.pausing import WAKE_TAGS, PauseMode
+from jpaged.frontend.watchdog import STALL_SECONDS, Watchdog
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-STALL_SECONDS = 120.0  # a step that takes longer counts as an engine that makes no progress
 CHECK_AFTER_SECONDS = 1.0  # idle time before the integrity check: a request is then unlikely to wait for it
 CHECK_EVERY_SECONDS = 60.0  # at least, between two integrity checks: each one walks the whole pool
 
@@ -50,18 +56,28 @@ class _Inspect:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Reset:
-    answer: Future[bool]
+class _Call:
+    work: Callable[[], Any]  # may raise RequestError or EngineError
+    answer: Future[Any]
 
 
-_Command = _Add | _Abort | _Inspect | _Reset
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pause:
+    mode: PauseMode
+    clear_cache: bool
+    sleep: bool  # free the KV pool when the engine is paused
+    answer: Future[None]
+
+
+_Command = _Add | _Abort | _Inspect | _Call | _Pause
 _ByLoop = dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, Output | JPagedError]]]
 
 
 class EngineThread:
     """Owns an engine, and runs it until `close`. The public methods may be called from any thread."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, *, watchdog_seconds: float = STALL_SECONDS):
+        """watchdog_seconds: a step that takes longer is logged, and makes the engine unhealthy."""
         self._engine = engine
         self._live: dict[str, OutputStream] = {}  # by request id, of all requests in the engine
         self._wake = threading.Condition()
@@ -70,16 +86,44 @@ class EngineThread:
         self._ended: EngineError | None = None  # why the thread accepts no more commands
         self._step_error: EngineError | None = None  # of the last step
         self._integrity_error: EngineError | None = None  # of the integrity check; only a new engine is healthy again
+        self._when_fatal: list[Callable[[EngineError], None]] = []
+        self._paused = False
+        self._asleep: frozenset[str] = frozenset()  # tags of `wake_up` that sleep
+        self._pausing: list[_Pause] = []            # wait until no request runs
+        self._held: dict[str, _Add] = {}            # requests that came while the engine is paused, by id
+        self._queue = QueueLength(-engine.runner.max_num_seqs)  # after the last step or command
+        self._arriving = QueueLength()              # requests among the commands
         self._last_step = time.monotonic()
         self._last_check = -math.inf
         self._next_check: float | None = None  # when to check the integrity; None: no step since the last check
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
+        self._watchdog = Watchdog(self._thread, engine.pipeline.describe, watchdog_seconds)
         self._thread.start()
         self._exit_hook = call_at_exit(self.close)
 
     def add(self, request_group: RequestGroup, stream: OutputStream) -> None:
-        """Add a request group; its outputs go to `stream`. Raises EngineError when the engine is closed or ended."""
-        self._submit(_Add(request_group, stream))
+        """Add a request group; its outputs go to `stream`.
+
+        Raises EngineError when the engine is closed or ended, and CapacityError if the queue is full.
+        """
+        tokens = len(request_group.prompt_token_ids)
+        with self._wake:
+            self.check_room(tokens)
+            self._arriving = QueueLength(self._arriving.queued + 1, self._arriving.num_tokens + tokens)
+            self._commands.append(_Add(request_group, stream))
+            self._wake.notify()
+
+    def check_room(self, num_tokens: int = 0) -> None:
+        """Raise CapacityError if the queue has no room for a prompt of `num_tokens` tokens. EngineError as `add`.
+
+        Reads the queue's length after the last step, so a request is refused at once, however long the step takes.
+        """
+        self.check_open()
+        admission = self._engine.admission
+        if admission.has_limits:
+            queue, arriving = self._queue, self._arriving
+            length = QueueLength(queue.queued + arriving.queued, queue.num_tokens + arriving.num_tokens)
+            admission.check_length(length, num_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request. An id that is not in use is ignored."""
@@ -93,11 +137,50 @@ class EngineThread:
         self._submit(_Inspect(answer))
         return answer
 
-    def reset_prefix_cache(self) -> Future[bool]:
-        """Forget all KV kept for reuse, unless requests are running. Raises EngineError as `add`."""
-        answer: Future[bool] = Future()
-        self._submit(_Reset(answer))
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> Future[bool]:
+        """See `Engine.reset_prefix_cache`. Raises EngineError as `add`."""
+
+        def work() -> bool:
+            if reset_running_requests:
+                self._advance(self._engine.flush)
+            return self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+        return self._call(work)
+
+    def pause(self, mode: PauseMode, *, clear_cache: bool, sleep: bool = False) -> Future[None]:
+        """Pause; see `PauseMode`. The answer comes when no step runs any more. Raises EngineError as `add`.
+
+        clear_cache: forget all cached KV. Kept requests recompute theirs. sleep: also free the KV pool.
+        """
+        answer: Future[None] = Future()
+        self._submit(_Pause(mode, clear_cache, sleep, answer))
         return answer
+
+    def resume(self) -> Future[None]:
+        """End a pause, and add the requests that were held. The answer is RequestError if the engine sleeps."""
+        return self._call(self._resume)
+
+    def wake_up(self, tags: frozenset[str]) -> Future[None]:
+        """Allocate again what sleep has freed. Resume if all of it is there. The answer may be EngineError."""
+        return self._call(lambda: self._wake_up(tags))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests are held."""
+        return self._paused
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether a part of the engine's memory is freed."""
+        return bool(self._asleep)
+
+    def when_fatal(self, callback: Callable[[EngineError], None]) -> None:
+        """Call a function once if the engine ends by itself, on this or the engine's thread."""
+        with self._wake:
+            self._when_fatal.append(callback)
+            ended = None if self._closing else self._ended
+        if ended is not None:
+            callback(ended)
 
     def check_open(self) -> None:
         """Raise EngineError when the engine is closed or has ended."""
@@ -114,7 +197,7 @@ class EngineThread:
         if self._step_error is not None:
             raise self._step_error
         stalled = time.monotonic() - self._last_step
-        if self._live and stalled > STALL_SECONDS:
+        if self._live and not self._frozen and stalled > self._watchdog.seconds:
             raise EngineError(f"no step has ended for {stalled:.0f} s with {len(self._live)} requests running")
 
     def close(self) -> None:
@@ -124,6 +207,13 @@ class EngineThread:
             self._wake.notify()
         atexit.unregister(self._exit_hook)
         self._thread.join()
+        self._watchdog.close()
+
+    def _call(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` on the engine's thread, between two steps."""
+        answer: Future[T] = Future()
+        self._submit(_Call(work, answer))
+        return answer
 
     def _submit(self, command: _Command) -> None:
         with self._wake:
@@ -147,22 +237,27 @@ class EngineThread:
         """
         try:
             while self._carry_out_commands():
-                if self._engine.has_work:
-                    self._step()
-                elif self._next_check is not None and time.monotonic() >= self._next_check:
+                if self._can_step:
+                    self._advance(self._engine.step)
+                    self._finish_pausing()
+                    self._publish_queue()
+                elif self._check_is_due:
                     self._check_integrity()
+            for held in self._held.values():
+                self._add(held)
             self._post((output.request_id, output) for output in self._engine.abort(tuple(self._live)))
         except BaseException as error:
             logger.critical("the engine thread ends", exc_info=True)
             self._ended = EngineError(f"the engine has ended: {type(error).__name__}: {error}")
         with self._wake:
+            fatal = self._when_fatal if self._ended else []
             self._ended = self._ended or EngineError(CLOSED)
             left, self._commands = self._commands, deque()
-        for command in left:
+        for command in (*left, *self._pausing):
             match command:
                 case _Add(request_group, stream):
                     self._live[request_group.request_id] = stream
-                case _Inspect(answer) | _Reset(answer):
+                case _Inspect(answer=answer) | _Call(answer=answer) | _Pause(answer=answer):
                     with contextlib.suppress(InvalidStateError):  # cancelled, or answered before the engine failed
                         answer.set_exception(self._ended)
         streams, self._live = self._live, {}
@@ -171,7 +266,22 @@ class EngineThread:
             by_loop[stream.loop].append((stream, self._ended))
         for loop, pairs in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_put_all, pairs)
+                loop.call_soon_threadsafe(put_all, pairs)
+        for callback in fatal:
+            callback(self._ended)
+
+    @property
+    def _frozen(self) -> bool:
+        """Whether the engine runs no step, whatever requests it has."""
+        return bool(self._asleep) or (self._paused and not self._pausing)
+
+    @property
+    def _can_step(self) -> bool:
+        return self._engine.has_work and not self._frozen
+
+    @property
+    def _check_is_due(self) -> bool:
+        return self._next_check is not None and not self._engine.has_work and time.monotonic() >= self._next_check
 
     def _carry_out_commands(self) -> bool:
         """Carry out all commands. Returns False after `close`.
@@ -179,34 +289,127 @@ class EngineThread:
         An idle engine waits here, for a command or for the time of the next integrity check.
         """
         with self._wake:
-            while not (self._commands or self._closing or self._engine.has_work):
-                wait = None if self._next_check is None else max(self._next_check - time.monotonic(), 0.0)
+            while not (self._commands or self._closing or self._can_step):
+                wait = None
+                if self._next_check is not None and not self._engine.has_work:
+                    wait = max(self._next_check - time.monotonic(), 0.0)
                 woken = self._wake.wait(wait)
                 self._last_step = time.monotonic()
                 if not woken:
                     break
             if self._closing:
                 return False
-        for _ in range(len(self._commands)):
+        count = len(self._commands)
+        for _ in range(count):
             match self._commands[0]:
-                case _Add(request_group, stream):
-                    self._add(request_group, stream)
+                case _Add() as add:
+                    self._live[add.request_group.request_id] = add.stream
+                    self._admit(add)
+                    self._note_arrived(add)
                 case _Abort(request_id):
+                    if held := self._held.pop(request_id, None):
+                        self._add(held)
                     self._post((output.request_id, output) for output in self._engine.abort([request_id]))
                 case _Inspect(answer):
                     self._engine.inspect(answer)
-                case _Reset(answer) if answer.set_running_or_notify_cancel():
-                    answer.set_result(self._engine.reset_prefix_cache())
+                case _Call(work, answer) if answer.set_running_or_notify_cancel():
+                    try:
+                        answer.set_result(work())
+                    except (RequestError, EngineError) as error:  # concerns this call only
+                        answer.set_exception(error)
+                case _Pause() as pause if pause.answer.set_running_or_notify_cancel():
+                    self._pause(pause)
             self._commands.popleft()  # only now: if a command fails, `_serve` still finds it and reports the failure
+        if count:
+            self._publish_queue()
         return True
 
-    def _add(self, request_group: RequestGroup, stream: OutputStream) -> None:
-        self._live[request_group.request_id] = stream
+    def _admit(self, add: _Add) -> None:
+        """Add a request, or hold it while the engine is paused. Refuse it if the queue is full."""
+        request_group = add.request_group
         try:
-            self._engine.admission.check_capacity(request_group)
-            self._engine.add(request_group)
-        except (RequestError, CapacityError) as error:  # concerns this request only
+            self._engine.admission.check_length(self._queue_length(), len(request_group.prompt_token_ids))
+        except CapacityError as error:
             self._post([(request_group.request_id, error)])
+            return
+        if self._paused:
+            self._held[request_group.request_id] = add
+        else:
+            self._add(add)
+
+    def _add(self, add: _Add) -> None:
+        try:
+            self._engine.add(add.request_group)
+        except (RequestError, CapacityError) as error:  # concerns this request only
+            self._post([(add.request_group.request_id, error)])
+
+    def _queue_length(self) -> QueueLength:
+        """The length of the queue, with the requests that are held."""
+        if not self._engine.admission.has_limits:
+            return QueueLength()
+        length, held = self._engine.admission.queue_length(), self._held.values()
+        tokens = sum(len(add.request_group.prompt_token_ids) for add in held)
+        return QueueLength(length.queued + len(held), length.num_tokens + tokens)
+
+    def _publish_queue(self) -> None:
+        """Let other threads see the length of the queue."""
+        if self._engine.admission.has_limits:
+            self._queue = self._queue_length()
+
+    def _note_arrived(self, add: _Add) -> None:
+        """A request is no longer among the commands."""
+        queue = self._queue_length()
+        with self._wake:
+            tokens = self._arriving.num_tokens - len(add.request_group.prompt_token_ids)
+            self._arriving = QueueLength(self._arriving.queued - 1, tokens)
+            self._queue = queue
+
+    def _pause(self, pause: _Pause) -> None:
+        self._paused = True
+        self._pausing.append(pause)
+        if pause.mode is not PauseMode.WAIT:
+            self._advance(self._engine.flush)
+        if pause.mode is PauseMode.ABORT:
+            running = [request_id for request_id in self._live if request_id not in self._held]
+            self._post((output.request_id, output) for output in self._engine.abort(running))
+        self._finish_pausing()
+
+    def _finish_pausing(self) -> None:
+        """Answer the pauses that wait, if nothing runs any more, or if a newer one keeps what runs."""
+        if not self._pausing or (self._pausing[-1].mode is PauseMode.WAIT and self._engine.has_work):
+            return
+        pauses, self._pausing = self._pausing, []
+        for pause in pauses:
+            try:
+                if pause.sleep and not self._asleep:
+                    self._engine.sleep()
+                    self._asleep = frozenset(WAKE_TAGS)
+                elif pause.clear_cache and not self._asleep:
+                    self._engine.reset_prefix_cache(reset_running_requests=True)
+            except BaseException as error:
+                pause.answer.set_exception(EngineError(f"the engine has ended: {error}"))
+                raise
+            pause.answer.set_result(None)
+
+    def _resume(self) -> None:
+        if self._asleep:
+            raise RequestError("resume", ", ".join(sorted(self._asleep)), "the engine sleeps: wake it up")
+        for pause in self._pausing:
+            error = RequestError("mode", pause.mode.value, "the engine was resumed before its requests had finished")
+            pause.answer.set_exception(error)
+        self._pausing.clear()
+        self._paused = False
+        self._last_step = time.monotonic()
+        held, self._held = self._held, {}
+        for add in held.values():
+            self._add(add)
+
+    def _wake_up(self, tags: frozenset[str]) -> None:
+        if self._asleep:
+            self._engine.wake_up(weights="weights" in tags, kv_cache="kv_cache" in tags)
+            self._asleep -= tags
+        if not self._asleep:
+            self._resume()
 
     def _check_integrity(self) -> None:
         """Check the idle engine. If its state is inconsistent, reset the engine and report it as unhealthy."""
@@ -220,9 +423,11 @@ class EngineThread:
             self._engine.start_over()  # requests before the restart get a free pool: the old one may mix up KV
         self._last_check = time.monotonic()
 
-    def _step(self) -> None:
+    def _advance(self, turn: Callable[[], list[Output]]) -> None:
+        """Run one turn of the engine, and post its outputs. turn: `Engine.step` or `Engine.flush`."""
         try:
-            outputs = self._engine.step()
+            with self._watchdog.watching():
+                outputs = turn()
         except StepError as error:
             logger.error("%s", error)
             self._step_error = error
@@ -243,14 +448,16 @@ class EngineThread:
             by_loop[stream.loop].append((stream, result))
         for loop, pairs in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_put_all, pairs)
+                loop.call_soon_threadsafe(put_all, pairs)
             except RuntimeError:  # the loop is closed, so its generators have no reader
                 gone = [request_id for request_id, stream in self._live.items() if stream.loop is loop]
                 self._engine.abort(gone)
                 for request_id in gone:
                     del self._live[request_id]
+                    self._held.pop(request_id, None)
 
 
-def _put_all(pairs: list[tuple[OutputStream, Output | JPagedError]]) -> None:
+def put_all(pairs: list[tuple[OutputStream, Output | JPagedError]]) -> None:
+    """Put outputs and errors into their streams. Called on the event loop of the streams."""
     for stream, result in pairs:
         stream.put(result)

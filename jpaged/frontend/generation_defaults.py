@@ -20,15 +20,28 @@ KEYS = {
 }
 
 
-def generation_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
+def generation_defaults(
+    generation_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> SamplingParams:
     """Make the sampling parameters of requests that bring none.
 
     generation_config: content of generation_config.json. A key that is absent or null leaves vLLM's default.
-    Raises ModelLoadError for a value that SamplingParams refuses.
+    overrides:         `EngineConfig.override_generation_config`. Raises RequestError for a key or a value that sets no
+        default.
+    Raises ModelLoadError for a value of the file that SamplingParams refuses.
     """
+    replaced = {}
+    for key, value in (overrides or {}).items():
+        name = KEYS.get(key, key)
+        if name not in KEYS.values():
+            accepted = f"sets no sampling parameter: use {', '.join(KEYS)}"
+            raise RequestError(f"override_generation_config.{key}", value, accepted)
+        replaced[name] = value
+    SamplingParams(**replaced)  # names the option's own mistakes
     given = {name: generation_config[key] for key, name in KEYS.items() if generation_config.get(key) is not None}
+    given |= replaced
     if given:
-        logger.info("requests without sampling parameters use generation_config.json's: %s", given)
+        logger.info("requests without sampling parameters use: %s", given)
     try:
         return SamplingParams(**given)
     except RequestError as error:

@@ -18,21 +18,25 @@ class OutputStream:
         self.loop = loop
         self.deltas = deltas
         self.aborted = False  # the caller aborted the request before its prompt was tokenised
-        self._latest: Output | JPagedError  # valid while `_news` is set
-        self._news = asyncio.Event()
+        self._unread: Output | JPagedError | None = None
+        self._reader: asyncio.Future[None] | None = None  # a reader waits for it: half the time of an asyncio.Event
 
     def put(self, latest: Output | JPagedError) -> None:
         """Store an output, or the error that ended the request. Called on the event loop."""
-        unread = self._latest if self.deltas and self._news.is_set() else None
-        if isinstance(unread, RequestOutput) and isinstance(latest, RequestOutput):
+        unread = self._unread
+        if self.deltas and isinstance(unread, RequestOutput) and isinstance(latest, RequestOutput):
             latest = unread.followed_by(latest)
-        self._latest = latest
-        self._news.set()
+        self._unread = latest
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> Output:
-        """Wait for the next output. Raises the error that ended the request."""
-        await self._news.wait()
-        self._news.clear()
-        if isinstance(self._latest, JPagedError):
-            raise self._latest
-        return self._latest
+        """Wait for the next output. Raises the error that ended the request. There is one reader."""
+        if self._unread is None:
+            self._reader = self.loop.create_future()
+            await self._reader
+        latest, self._unread, self._reader = self._unread, None, None
+        assert latest is not None
+        if isinstance(latest, JPagedError):
+            raise latest
+        return latest

@@ -1,7 +1,7 @@
 """Runs several prompts on one `AsyncLLM` and merges their outputs, for the server and the command line."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -22,10 +22,12 @@ class Generates(Protocol):
         *,
         priority: int = 0,
         refuse_cut: bool = False,
+        on_admitted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output so far, after each step. Closing the generator aborts the request.
 
         refuse_cut: raise RequestError if prompt and max_tokens exceed max_model_len.
+        on_admitted: called when the queue has accepted the request.
         """
         ...
 
@@ -38,15 +40,18 @@ def outputs_of(
     *,
     priority: int = 0,
     refuse_cut: bool = False,
+    on_admitted: Callable[[], None] | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (index of the prompt, output) for several prompts, in order of arrival. Closing it aborts all requests.
 
-    refuse_cut: as for `AsyncLLM.generate`.
+    refuse_cut: as for `AsyncLLM.generate`. on_admitted: as well; called once per prompt.
 
     If one prompt fails, its error is raised and the other requests are aborted.
     """
     streams = [
-        engine.generate(prompt, params, f"{request_id}-{i}", priority=priority, refuse_cut=refuse_cut)
+        engine.generate(
+            prompt, params, f"{request_id}-{i}", priority=priority, refuse_cut=refuse_cut, on_admitted=on_admitted
+        )
         for i, prompt in enumerate(prompts)
     ]
     return merge_streams(streams)

@@ -37,11 +37,11 @@ def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
     platform: platform of the device that the model is for; None: JAX's default.
     Raises ModelLoadError in the same cases as the engine, except for errors in the weights' bytes.
     """
-    path = find_config(config.model, config.revision)
+    path = find_config(config.model, config.revision, config.download_dir)
     alone = path.name == CONFIG
     folder = path.parent if alone else path
     if alone or not _has_weights(folder):
-        values = read_json(folder / CONFIG, required=True)
+        values = read_json(folder / CONFIG, required=True) | dict(config.hf_overrides or {})
         spec = for_runner(spec_of(values), config.runner)
         named = CheckpointConfig(values).get("dtype", "torch_dtype")
         stored = BY_NAME.get(named) if isinstance(named, str) else None

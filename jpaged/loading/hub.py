@@ -27,8 +27,8 @@ MODEL_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors
 _UNWANTED = ("[!1]*/*", "1*/*.safetensors*", "1*/*.model", "consolidated*")
 
 
-def find_model(model: str, revision: str | None = None) -> Path:
-    """Return the folder or the GGUF file of a model. A hub id is fetched first.
+def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """Return the folder or the GGUF file of a model. A hub id is fetched first, to `download_dir` or the hub's cache.
 
     For a folder without config.json and with one GGUF model, the GGUF file is returned.
     Raises ModelLoadError that says what to do.
@@ -40,11 +40,11 @@ def find_model(model: str, revision: str | None = None) -> Path:
                 f"{folder} is missing: this installation of jpaged has no demo model, install jpaged again"
             )
         return folder
-    path = _find(model, revision, MODEL_FILES + TOKENIZER_FILES)
+    path = _find(model, revision, MODEL_FILES + TOKENIZER_FILES, download_dir)
     return path if path.is_file() or (path / "config.json").is_file() else _gguf_in(path) or path
 
 
-def find_config(model: str, revision: str | None = None) -> Path:
+def find_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the folder of a model, its GGUF file, or the config.json that `model` names.
 
     If `model` is a hub id, only its config.json is fetched. Raises ModelLoadError that says what to do.
@@ -53,13 +53,13 @@ def find_config(model: str, revision: str | None = None) -> Path:
     if path.name == CONFIG and path.is_file():
         return path
     if model == DEMO or path.exists():
-        return find_model(model, revision)
-    return _find(model, revision, (CONFIG,))
+        return find_model(model, revision, download_dir)
+    return _find(model, revision, (CONFIG,), download_dir)
 
 
-def find_tokenizer(tokenizer: str, revision: str | None = None) -> Path:
+def find_tokenizer(tokenizer: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the folder or the GGUF file of a tokenizer. A hub id is fetched first."""
-    return _find(tokenizer, revision, ("config.json", *TOKENIZER_FILES))
+    return _find(tokenizer, revision, ("config.json", *TOKENIZER_FILES), download_dir)
 
 
 def is_gguf(path: Path) -> bool:
@@ -67,7 +67,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == _GGUF
 
 
-def _find(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _find(name: str, revision: str | None, patterns: tuple[str, ...], download_dir: str | None) -> Path:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
@@ -83,7 +83,7 @@ def _find(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
         )
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(f"there is no folder {name!r}, and the name is not a hub id (owner/name)")
-    return _fetch(name, revision, patterns)
+    return _fetch(name, revision, patterns, download_dir)
 
 
 def _gguf_in(folder: Path) -> Path | None:
@@ -97,7 +97,7 @@ def _gguf_in(folder: Path) -> Path | None:
     return models[0] if models else None
 
 
-def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...], download_dir: str | None) -> Path:
     # Imported here because it takes 0.25 s, and a local folder does not need it.
     import huggingface_hub
     from huggingface_hub import errors
@@ -105,7 +105,8 @@ def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_UNWANTED)
+                repo, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns),
+                ignore_patterns=list(_UNWANTED),
             )
         )
     except errors.GatedRepoError as error:
@@ -120,13 +121,14 @@ def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     except errors.RevisionNotFoundError as error:
         raise ModelLoadError(f"{repo}: the model on the hub has no revision {revision!r}") from error
     except errors.LocalEntryNotFoundError as error:
+        cache = download_dir or huggingface_hub.constants.HF_HUB_CACHE
         # A snapshot that another program fetched may lack files. Missing files that jpaged needs are reported by name
         # when the folder is opened.
         if snapshot := getattr(error, "snapshot_path", None):
             logger.warning("%s: the hub cannot be reached, and its cached snapshot lacks files; trying it", repo)
             return Path(snapshot)
         raise ModelLoadError(
-            f"{repo}: no such folder here, it is not in the cache ({huggingface_hub.constants.HF_HUB_CACHE}), and the "
+            f"{repo}: no such folder here, it is not in the cache ({cache}), and the "
             "hub cannot be reached (or HF_HUB_OFFLINE is set): fetch it with a network, or name a local folder"
         ) from error
     except Exception as error:  # the client's HTTP library and its error types differ between versions

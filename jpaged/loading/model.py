@@ -26,8 +26,9 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import TensorSource, is_converted, read_json
 from jpaged.loading.dtypes import checkpoint_dtype, resolve_dtype
+from jpaged.loading.dummy import dummy_weights
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
-from jpaged.loading.hub import POOLING, find_model, find_tokenizer, is_gguf
+from jpaged.loading.hub import CONFIG, POOLING, find_config, find_model, find_tokenizer, is_gguf
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
@@ -85,7 +86,7 @@ def load_model(
 
 
 def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtype], None] | None) -> LoadedModel:
-    path = find_model(config.model, config.revision)
+    path = _find(config)
     with open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
         dtype = resolve_dtype(config.dtype, weights.dtype, weights.spec)
@@ -96,6 +97,8 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
         started = time.perf_counter()  # after the check, which may compile kernels
         tokenizer = _tokenizer(config, path, weights.spec.vocab_size)
         params = weights.load(dtype, _change(config))
+    if config.load_format == "dummy":
+        logger.warning("load_format='dummy': the weights are random, and answers have no meaning")
     seconds, size = time.perf_counter() - started, weights.num_bytes / 1e6
     stored_as = f"{dtype.name}, quantised to {config.quantization}," if config.quantization else dtype.name
     logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", size, path, stored_as, seconds)
@@ -118,18 +121,40 @@ def _change(config: EngineConfig) -> ChangeLeaf:
     return functools.partial(quantize_leaf, SCHEMES[config.quantization])
 
 
+def _find(config: EngineConfig) -> Path:
+    """Return the folder or the GGUF file of the model. With dummy weights, only its config is fetched."""
+    if config.load_format != "dummy":
+        path = find_model(config.model, config.revision, config.download_dir)
+        if config.load_format != "auto" and is_gguf(path) != (config.load_format == "gguf"):
+            found = "a GGUF file" if is_gguf(path) else "a folder of safetensors files"
+            raise ModelLoadError(f"load_format={config.load_format!r}, but {path} is {found}: leave load_format out")
+        return path
+    path = find_config(config.model, config.revision, config.download_dir)
+    return path.parent if path.name == CONFIG else path
+
+
+def _overridden(values: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
+    """Return the values of config.json with those of `hf_overrides` in their place."""
+    return values | dict(config.hf_overrides or {})
+
+
 @contextlib.contextmanager
 def open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, Any], StoredWeights]]:
     """Open a folder or a GGUF file. Yields the values of config.json and the checked weights, not loaded yet."""
+    if config.load_format == "dummy":
+        values = _overridden(_config_of(path), config)
+        _log_remote_code(config, values, path)
+        yield values, dummy_weights(for_runner(spec_of(values), config.runner), CheckpointConfig(values))
+        return
     if is_converted(path):
         from jpaged.loading.converted import open_converted  # imports Orbax, which takes 0.5 s
 
-        values = read_json(path / "config.json", required=True)
+        values = _overridden(read_json(path / "config.json", required=True), config)
         spec = for_runner(spec_of(values), config.runner)
         _log_remote_code(config, values, path)
         yield values, open_converted(path, spec, CheckpointConfig(values))
         return
-    with open_source(path) as (values, checkpoint):
+    with open_source(path, config.hf_overrides or {}) as (values, checkpoint):
         _log_remote_code(config, values, path)
         yield values, _stored(values, checkpoint, config.runner)
 
@@ -169,9 +194,9 @@ def _from_live(
             f"quantization={config.quantization!r}: live arrays are used without a copy, so they are not quantised: "
             "leave it out, or load a checkpoint"
         )
-    folder = find_model(config.model, config.revision) if model_config is None else None
+    folder = _find(config) if model_config is None else None
     if folder is not None:
-        model_config = _config_of(folder)
+        model_config = _overridden(_config_of(folder), config)
     if isinstance(model_config, DecoderSpec):
         values, spec = {}, model_config
     else:
@@ -233,7 +258,7 @@ def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Pa
 
 def _tokenizer(config: EngineConfig, folder: Path | None, vocab_size: int) -> Any | None:
     if config.tokenizer is not None:
-        folder = find_tokenizer(config.tokenizer)
+        folder = find_tokenizer(config.tokenizer, None, config.download_dir)
     if folder is None:
         return None
     tokenizer = load_tokenizer(folder)

@@ -1,8 +1,9 @@
 """Opens the tensors of a model: a folder of safetensors files, with or without packed tensors, or a GGUF file."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jpaged.loading.checkpoint import Checkpoint, TensorSource, read_json
@@ -13,17 +14,19 @@ from jpaged.models.families import family_of
 
 
 @contextlib.contextmanager
-def open_source(path: Path) -> Iterator[tuple[dict[str, Any], TensorSource]]:
+def open_source(
+    path: Path, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[tuple[dict[str, Any], TensorSource]]:
     """Open a folder or a GGUF file. Yields the values of config.json and the tensors.
 
-    The tensors are a `Checkpoint` if none of them is packed.
+    overrides: values in place of config.json's. The tensors are a `Checkpoint` if none of them is packed.
     Raises ModelLoadError. For an unsupported family it is raised before any file with weights is opened.
     """
     if is_gguf(path):
         with GgufCheckpoint(path) as checkpoint:
-            yield checkpoint.config, checkpoint
+            yield checkpoint.config | dict(overrides), checkpoint
         return
-    values = read_json(path / "config.json", required=True)
+    values = read_json(path / "config.json", required=True) | dict(overrides)
     family_of(values)
     with Checkpoint(path) as checkpoint:
         packed = Mxfp4Checkpoint(checkpoint)

@@ -1,4 +1,4 @@
-"""PoolingParams: parameters of `embed` and `classify`. Checked when created, then immutable."""
+"""PoolingParams: parameters of `embed` and `classify`. Checked when created, then immutable. PooledModel: the model."""
 
 import dataclasses
 
@@ -24,6 +24,13 @@ class PoolingParams:
     task: str | None = None
     """"embed" or "classify"; `LLM.embed` and `LLM.classify` set it. None: the model's own task."""
 
+    truncate_prompt_tokens: int | None = None
+    """Keep at most this many tokens of the prompt, at least 1; -1: as many as the model takes. None: all. Special
+    tokens that the tokenizer adds around a text are counted, and are kept."""
+
+    truncation_side: str | None = None
+    """End of the prompt to remove, with `truncate_prompt_tokens`: "left" or "right". None: "left"."""
+
     def __post_init__(self) -> None:
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
             raise RequestError("dimensions", self.dimensions, "must be a whole number of at least 1, or None")
@@ -32,3 +39,19 @@ class PoolingParams:
                 raise RequestError(name, getattr(self, name), "must be True or False")
         if self.task is not None and self.task not in TASKS:
             raise RequestError("task", self.task, f"must be {' or '.join(TASKS)}, or None")
+        kept = self.truncate_prompt_tokens
+        if kept is not None and (type(kept) is not int or (kept < 1 and kept != -1)):
+            raise RequestError("truncate_prompt_tokens", kept, "must be a whole number of at least 1, -1, or None")
+        if self.truncation_side not in (None, "left", "right"):
+            raise RequestError("truncation_side", self.truncation_side, "must be 'left' or 'right', or None")
+        if self.truncation_side is not None and kept is None:
+            raise RequestError("truncation_side", self.truncation_side, "needs truncate_prompt_tokens: leave it out")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledModel:
+    """Task, size and labels of a pooling engine."""
+
+    task: str                    # "embed" or "classify"
+    size: int                    # length of an embedding, or number of labels
+    labels: tuple[str, ...] = ()  # names of a classifier's labels, in order

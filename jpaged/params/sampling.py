@@ -218,7 +218,10 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Raise RequestError for an unknown field. The generated `__init__` would raise a TypeError."""
+        """Raise RequestError for an unknown field. The generated `__init__` would raise a TypeError.
+
+        Type checkers read the signature of `__init__`, and name an unknown field too.
+        """
         for name in fields:
             if name not in cls.__dataclass_fields__:
                 close = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)

@@ -168,7 +168,7 @@ def _pinned_sharding(placement: Placement) -> jax.sharding.Sharding | None:
 
 
 def _copy(state: DeviceState, from_to: Int[Array, "copies 2"]) -> DeviceState:
-    return state.replace(pages=tuple(pages.copy_blocks(from_to) for pages in state.pages))
+    return state.with_pages(pages.copy_blocks(from_to) for pages in state.pages)
 
 
 def _take(pages: tuple[KVPages, ...], blocks: Int[Array, " blocks"]) -> tuple[HostBlock, ...]:
@@ -183,7 +183,7 @@ def _put(state: DeviceState, blocks: Int[Array, " blocks"], contents: tuple[Host
     pages = [
         each.put_blocks(blocks, jax.tree.map(lambda x, i=i: x[:, i], stacked)) for i, each in enumerate(state.pages)
     ]
-    return state.replace(pages=tuple(pages))
+    return state.with_pages(pages)
 
 
 def _runs(moves: Sequence[Sequence[int]]) -> Iterator[tuple[BlockMove, list[tuple[int, int]]]]:

@@ -26,6 +26,7 @@ from jpaged.phases import phase
 from jpaged.runtime import memory
 from jpaged.runtime.block_moves import host_slots
 from jpaged.runtime.estimate import estimate_temporaries
+from jpaged.runtime.feed_forward import checked_implementation, named_implementation
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.output_programs import PoolShape, SampleShape, compile_output
 from jpaged.runtime.placement import Placement
@@ -71,6 +72,7 @@ class Blueprint:
     placement: Placement
     limits: memory.Limits  # `fit` may lower max_model_len
     implementation: str    # of attention
+    gated_dot: str | None = None  # implementation; None: the tuning table chooses, for each program
 
     @classmethod
     def draw(cls, model: ServedModel, config: EngineConfig, placement: Placement) -> "Blueprint":
@@ -89,8 +91,9 @@ class Blueprint:
         custom = sum(len(processor.parameters) for processor in model.processors)
         limits = dataclasses.replace(limits, custom=custom)
         implementation = _implementation(model, config, limits, placement)
+        gated_dot = named_implementation(config, model.spec, model.params, model.layout, placement.device)
         model = dataclasses.replace(model, params=placement.shapes_of(model.params))
-        return cls(model, config, placement, limits, implementation)
+        return cls(model, config, placement, limits, implementation, gated_dot)
 
     @property
     def dtype(self) -> np.dtype:
@@ -223,6 +226,13 @@ class Blueprint:
             "writes what is needed to find out why"
         )
 
+    def with_checked_gated_dot(self, device: jax.Device) -> "Blueprint":
+        """The blueprint with an implementation of `gated_dot` that works on this device: `checked_implementation`."""
+        model, shapes = self.model, self.program_shapes
+        tokens = [shape.tokens for shape in shapes if isinstance(shape, ForwardShape)]
+        name = checked_implementation(self.gated_dot, model.spec, model.params, model.layout, tokens, device)
+        return dataclasses.replace(self, gated_dot=name)
+
     def check_attention(self, device: jax.Device) -> None:
         """Compare attention with its reference. Raises KernelCheckError if the kernels are wrong on this device."""
         spec, largest = self.model.spec, 0.0
@@ -305,7 +315,8 @@ class FittedBuild:
             if isinstance(shape, ForwardShape):
                 return compile_forward(
                     model.params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
-                    implementation=blueprint.implementation, placement=blueprint.placement, store=self.store,
+                    implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
+                    placement=blueprint.placement, store=self.store,
                 )  # fmt: skip
             return compile_output(
                 model.params, blueprint.mask_shape, state, shape, spec=model.spec, layout=model.layout,
@@ -359,6 +370,9 @@ def _implementation(model: ServedModel, config: EngineConfig, limits: memory.Lim
         known = ", ".join(IMPLEMENTATIONS)
         raise ModelLoadError(f"attention_implementation={name!r}: must be one of {known}; leave it out for the default")
     reason = IMPLEMENTATIONS[name].refuse(placement.device, *_attention_call(model, limits))
+    if name in ("mosaic_gpu", "mosaic_prefill") and placement.device.platform == "cpu":
+        # `refuse` accepts a CPU for the kernels' tests, which switch on JAX's interpreter of Mosaic GPU
+        reason = "it is for NVIDIA's Hopper (compute capability 9), not for a CPU"
     if reason is not None:
         raise ModelLoadError(
             f"attention_implementation={name!r} cannot serve this model here: {reason}; leave it out for the default"

@@ -12,10 +12,13 @@ import platformdirs
 from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.errors import ModelLoadError
+from jpaged.runtime.jax_compat import damaged_programs_replaced
 
 logger = logging.getLogger(__name__)
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # also fires for programs read from the disk cache
+
+HIT_EVENT, MISS_EVENT = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 
 _lock = threading.Lock()
 
@@ -28,6 +31,8 @@ def default_folder() -> pathlib.Path:
 @contextlib.contextmanager
 def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
     """Keep every program compiled inside on disk, however short its compile was. Restores JAX's settings on exit.
+
+    A damaged file is replaced.
 
     folder: None = the folder that JAX's own setting names, else `default_folder()`.
     Yields the folder in use. Yields None, and logs a warning, if the default folder cannot be written: then nothing is
@@ -61,12 +66,30 @@ def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
             if moved:
                 # JAX reads these settings at its first compile only. Resetting makes it read them again.
                 compilation_cache.reset_cache()
-            yield used
+            with damaged_programs_replaced():
+                yield used
         finally:
             for name, value in before.items():
                 jax.config.update(name, value)
             if moved:
                 compilation_cache.reset_cache()
+
+
+class CacheCounter:
+    """Counts the programs that this process found in JAX's compile cache, and those that it did not find."""
+
+    def __init__(self) -> None:
+        self.hits = self.misses = 0
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def close(self) -> None:
+        """Stop listening to JAX's events."""
+        with contextlib.suppress(ValueError):
+            jax.monitoring.unregister_event_listener(self._on_event)
+
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
+        self.hits += event == HIT_EVENT
+        self.misses += event == MISS_EVENT
 
 
 class CompileCounter:

@@ -1,8 +1,32 @@
 """Private names of JAX that have no public counterpart. Tried on JAX 0.10.2 and 0.11.2."""
 
-from jax._src import xla_bridge
+import contextlib
+from collections.abc import Iterator
+
+from jax._src import lru_cache, xla_bridge
 
 
 def backends_are_started() -> bool:
     """True once JAX has a back end. Options of the back end that are set later have no effect."""
     return xla_bridge.backends_are_initialized()
+
+
+@contextlib.contextmanager
+def damaged_programs_replaced() -> Iterator[None]:
+    """Let JAX's compile cache replace a file that it could not read.
+
+    JAX compiles the program again, but keeps the damaged file: every later start would compile it, too. A process that
+    is killed, or a full disk, leaves such files.
+    """
+    write = lru_cache.LRUCache.put
+
+    def put(self: lru_cache.LRUCache, key: str, value: bytes) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / f"{key}{lru_cache._CACHE_SUFFIX}").unlink()
+        write(self, key, value)
+
+    lru_cache.LRUCache.put = put
+    try:
+        yield
+    finally:
+        lru_cache.LRUCache.put = write

@@ -47,13 +47,21 @@ class Limits:
         return max(self.max_num_batched_tokens, self.smallest_bucket)
 
     @property
+    def program_rows(self) -> int:
+        """Largest row bucket of the program table."""
+        return max(self.max_num_seqs, self.smallest_bucket)
+
+    @property
     def width(self) -> int:
         """Entries of a block table: blocks of the longest request in a KV group without a window."""
         return -(-self.max_model_len // self.block_size)
 
     def state_sizes(self, num_blocks: int) -> StateSizes:
         """Sizes of the device state over a pool of `num_blocks` blocks."""
-        return StateSizes(num_blocks, self.block_size, self.max_num_seqs, self.width, self.state_tokens, self.custom)
+        return StateSizes(
+            num_blocks, self.block_size, rows=self.max_num_seqs, width=self.width, tokens=self.state_tokens,
+            program_rows=self.program_rows, custom=self.custom,
+        )  # fmt: skip
 
     @property
     def blocks_per_request(self) -> int:

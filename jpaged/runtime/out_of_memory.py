@@ -8,8 +8,16 @@ from collections.abc import Generator
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, first_line
 
-_NUMBER = re.compile(r"allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)")
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = r"(\d+(?:\.\d+)?) ?(bytes|B|[KMGT](?:iB)?)\b"
+# XLA's messages on CPU, CUDA and TPU (jaxlib 0.10 and 0.11, libtpu 0.0.48). TPU's are in docs/errors of openxla/xla.
+_ASKED = re.compile(rf"\b(?:allocat(?:e|ing)|reserve) (?:request for )?{_SIZE}", re.IGNORECASE)
+_FREE = re.compile(rf"There are {_SIZE} free")
+_EXCEEDED = re.compile(rf"Exceeded hbm capacity by {_SIZE}", re.IGNORECASE)
+_CORES = re.compile(rf"Hbm usage: {_SIZE}, SparseCore Hbm usage {_SIZE}, exceeding available bytes: {_SIZE}")
+_TEMPORARIES = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
+# of a kernel, or of the card's own memories: a smaller pool does not help
+_OTHER_MEMORY = re.compile(r"shared memory|scoped memory|vmem|memory space (?!hbm)", re.IGNORECASE)
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SPARE = 1.1  # the allocator's blocks are larger than the arrays
 
 
@@ -21,22 +29,50 @@ def advice(error: BaseException, config: EngineConfig, device_bytes: int | None)
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
         return None
-    if re.search(r"shared memory|vmem|scoped memory", text, re.IGNORECASE):  # of a kernel: a smaller pool does not help
+    if _OTHER_MEMORY.search(text) and not _EXCEEDED.search(text):
         return None
-    found = _NUMBER.search(text)
-    missing = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    what = f"{missing / 2**30:.2f} GiB could not be allocated" if found else first_line(error)
+    missing = _missing_bytes(text)
+    size = f"{missing / 2**30:.2f} GiB"
+    smaller_steps = f"lower max_num_batched_tokens or max_num_seqs (now {_now(config)})"
+    if _TEMPORARIES.search(text):  # a smaller pool does not help
+        return f"the largest program does not fit the device's memory: {size} are missing. {smaller_steps.capitalize()}"
+    what = f"{size} could not be allocated" if missing else first_line(error)
     if not device_bytes:
         return f"no memory is left: {what}. Lower kv_cache_memory_bytes, or max_num_batched_tokens"
     share = max(missing * _SPARE, 2**28) / device_bytes
     lower = math.floor(100 * (config.gpu_memory_utilization - share)) / 100
-    others = f"lower max_num_batched_tokens or max_num_seqs (now {_now(config)})"
     if lower <= 0:
-        return f"the device's memory is full: {what}. Free memory on it, or {others}"
+        return f"the device's memory is full: {what}. Free memory on it, or {smaller_steps}"
     return (
         f"the device's memory is full: {what}. Lower gpu_memory_utilization from {config.gpu_memory_utilization:g} to "
-        f"{lower:g}, or {others}"
+        f"{lower:g}, or {smaller_steps}"
     )
+
+
+def _missing_bytes(text: str) -> int:
+    """Bytes that a message names as missing; 0 if it names none."""
+    if found := _EXCEEDED.search(text):
+        (missing,) = _sizes(found)
+    elif found := _TEMPORARIES.search(text):
+        needed, available = _sizes(found)
+        missing = needed - available
+    elif found := _CORES.search(text):
+        tensor_core, sparse_core, available = _sizes(found)
+        missing = tensor_core + sparse_core - available
+    elif found := _ASKED.search(text):
+        (missing,) = _sizes(found)
+        if free := _FREE.search(text):  # a TPU's memory; it may be in pieces
+            missing = max(missing - _sizes(free)[0], missing // 2)
+    else:
+        missing = 0
+    return missing
+
+
+def _sizes(found: re.Match[str]) -> list[int]:
+    """The sizes of a match, in bytes."""
+    groups = found.groups()
+    pairs = zip(groups[::2], groups[1::2], strict=True)
+    return [int(float(number) * _UNITS.get(unit[0], 1)) for number, unit in pairs]
 
 
 def _now(config: EngineConfig) -> str:

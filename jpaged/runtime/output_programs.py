@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.sampler import Sampled, SamplerOptions, describe_tokens, sample_tokens
+from jpaged.runtime.sampler import SamplerOptions, describe_tokens, sample_tokens
 from jpaged.runtime.state import DeviceState, Field, SamplingState
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
 
@@ -72,21 +72,6 @@ def lm_head_params(spec: DecoderSpec, params: Params) -> Params:
     return {name: params[name] for name in LM_HEAD_PARAMS if name in params and (name != "embed" or tied)}
 
 
-def pack_rows(plan: StepPlan, num_rows: int) -> np.ndarray:
-    """int32[2, num_rows]: of each row that samples or pools its row of the request table, and an index.
-
-    The index is that of its last token among the step's tokens. Padding is -1.
-    """
-    last_token = np.cumsum(plan.num_tokens, dtype=np.int32) - 1
-    first_fork = len(plan.rows) - len(plan.forked_from)
-    last_token[first_fork:] = last_token[plan.forked_from]
-    packed = np.full((2, num_rows), -1, np.int32)
-    count = np.count_nonzero(plan.samples)
-    packed[0, :count] = plan.rows[plan.samples]
-    packed[1, :count] = last_token[plan.samples]
-    return packed
-
-
 def uses_extras(shape: OutputShape) -> bool:
     """Whether a program reads the extras of sampling. Others get None: fewer arguments make a call faster."""
     return isinstance(shape, SampleShape) and shape.variant is SamplerVariant.FULL
@@ -94,8 +79,9 @@ def uses_extras(shape: OutputShape) -> bool:
 
 # The three functions take the same arguments and return (table, sampling, result), so that the runner calls every
 # program alike. params: of `lm_head_params`. mask: token ids that the tokenizer has; None = all. sampling: see
-# `uses_extras`. packed: int32[2, N], its second line is the indices of the tokens whose hidden states are read.
-# `table` and `sampling` are donated.
+# `uses_extras`. The last argument is int32[2, N]; its second line is the indices of the tokens whose hidden states are
+# read. For `sample` and `pool` it is `DeviceState.output_rows`, which the forward program has written: the host uploads
+# nothing. The first `num_rows` are used. `table` and `sampling` are donated.
 
 
 def sample(
@@ -104,16 +90,18 @@ def sample(
     table: Table,
     sampling: SamplingState | None,
     hidden: Float[Array, "tokens hidden"],
-    packed: Int[Array, "2 rows"],
+    output_rows: Int[Array, "2 program_rows"],
     *,
+    num_rows: int,
     spec: DecoderSpec,
     layout: WeightLayout,
     variant: SamplerVariant,
     options: SamplerOptions,
-) -> tuple[Table, SamplingState | None, Sampled]:
-    """Sample one token for each row. packed: see `pack_rows`; padding gets a token that is written nowhere."""
-    logits = _lm_head(spec, params, hidden, packed[1], layout)
-    rows = jnp.where(packed[0] < 0, table.shape[0], packed[0])  # a negative index would count from the end
+) -> tuple[Table, SamplingState | None, Int[Array, "rows columns"]]:
+    """Sample one token for each row. Padding gets a token that is written nowhere. Returns `Sampled.packed`."""
+    rows, last_token = output_rows[:, :num_rows]
+    logits = _lm_head(spec, params, hidden, last_token, layout)
+    rows = jnp.where(rows < 0, table.shape[0], rows)  # a negative index would count from the end
     fields = jnp.take(table, rows, axis=0, mode="clip")
     extras = None
     if sampling is not None:
@@ -121,7 +109,7 @@ def sample(
     sampled = sample_tokens(logits, fields, fields[:, Field.LENGTH], mask, extras, variant=variant, options=options)
     if sampling is not None:
         sampling = sampling.replace(counts=sampling.counts.at[rows, sampled.token_ids].add(2, mode="drop"))
-    return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampling, sampled
+    return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampling, sampled.packed()
 
 
 def score(
@@ -130,15 +118,15 @@ def score(
     table: Table,
     sampling: SamplingState | None,
     hidden: Float[Array, "tokens hidden"],
-    packed: Int[Array, "2 scored"],
+    scored: Int[Array, "2 scored"],
     *,
     spec: DecoderSpec,
     layout: WeightLayout,
     options: SamplerOptions,
-) -> tuple[Table, SamplingState | None, Sampled]:
-    """Log-probabilities of known tokens, whose ids are in the first line of `packed`."""
-    logits = _lm_head(spec, params, hidden, packed[1], layout)
-    return table, sampling, describe_tokens(logits, packed[0], options=options)
+) -> tuple[Table, SamplingState | None, Int[Array, "scored columns"]]:
+    """Log-probabilities of known tokens, whose ids are in the first line of `scored`. Returns `Sampled.packed`."""
+    logits = _lm_head(spec, params, hidden, scored[1], layout)
+    return table, sampling, describe_tokens(logits, scored[0], options=options).packed()
 
 
 def pool(
@@ -147,13 +135,14 @@ def pool(
     table: Table,
     sampling: SamplingState | None,
     hidden: Float[Array, "tokens hidden"],
-    packed: Int[Array, "2 rows"],
+    output_rows: Int[Array, "2 program_rows"],
     *,
+    num_rows: int,
     spec: DecoderSpec,
     layout: WeightLayout,
 ) -> tuple[Table, SamplingState | None, Float[Array, "rows output"]]:
-    """One vector for each row, of a model that pools. packed: see `pack_rows`; padding gets a vector, too."""
-    return table, sampling, _lm_head(spec, params, hidden, packed[1], layout)
+    """One vector for each row, of a model that pools. Padding gets a vector, too."""
+    return table, sampling, _lm_head(spec, params, hidden, output_rows[1, :num_rows], layout)
 
 
 def _lm_head(
@@ -178,16 +167,19 @@ def compile_output(
 ) -> jax.stages.Compiled:
     """Compile a `sample`, `score` or `pool` program from arrays or ShapeDtypeStructs. params: the whole tree."""
     call: functools.partial[Any]
+    rows = state.output_rows
     match shape:
         case SampleShape(size, variant):
-            call = functools.partial(sample, spec=spec, layout=layout, variant=variant, options=options)
+            call = functools.partial(
+                sample, num_rows=size, spec=spec, layout=layout, variant=variant, options=options
+            )
         case ScoreShape(size):
             call = functools.partial(score, spec=spec, layout=layout, options=options)
+            rows = placement.shape((2, size), np.int32)
         case PoolShape(size):
-            call = functools.partial(pool, spec=spec, layout=layout)
-    packed = placement.shape((2, size), np.int32)
+            call = functools.partial(pool, num_rows=size, spec=spec, layout=layout)
     sampling = state.sampling if uses_extras(shape) else None
-    arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, packed)
+    arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, rows)
     if options.processors:
         store = None  # a stored program is found by jpaged's own sources, and these functions are the caller's
     return compile_program(

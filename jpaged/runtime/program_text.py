@@ -143,7 +143,12 @@ class Program:
             if inner.kind in _UPDATES:  # the operand and the result are the same memory
                 update = body[inner.operands[-1 if inner.kind == "scatter" else 1]].num_bytes
                 written -= inner.num_bytes - update
-        return Traffic(operation, read, max(0, written), sum(_flops(inner, body) for inner in body.values()))
+        return Traffic(operation, read, max(0, written), self._flops_of(body))
+
+    def _flops_of(self, body: Mapping[str, Operation]) -> int:
+        """Floating-point operations of the products of a computation, and of the fusions in it."""
+        inside = [self._computations.get(one.called("calls"), {}) for one in body.values() if one.kind == "fusion"]
+        return sum(_flops(one, body) for one in body.values()) + sum(self._flops_of(inner) for inner in inside)
 
 
 def array_bytes(shape: str, *, anywhere: bool = False) -> list[int]:
@@ -187,12 +192,37 @@ def _bytes_read(parameter: Operation, body: Mapping[str, Operation]) -> int:
 
 def _flops(operation: Operation, around: Mapping[str, Operation]) -> int:
     """Floating-point operations of a product; 0 for other operations."""
+    if operation.kernel == "gated_dot":  # its last operands are x [rows, in] and the weights [2, out, in]
+        (x,), (weight,) = (_dimensions(around[name].shape) for name in operation.operands[-2:])
+        return 2 * x[0] * math.prod(weight)
+    if operation.kind == "convolution":
+        return _convolution_flops(operation, around)
     if operation.kind != "dot":
         return 0
     (left,), (result,) = (_dimensions(shape) for shape in (around[operation.operands[0]].shape, operation.shape))
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.rest)
     depth = math.prod(left[int(n)] for n in filter(None, contracted[1].split(","))) if contracted else 1
     return 2 * math.prod(result) * depth
+
+
+def _convolution_flops(operation: Operation, around: Mapping[str, Operation]) -> int:
+    """Floating-point operations of a product that XLA writes as a convolution, as it does on TPU.
+
+    An axis of the weights is contracted ("i"), kept ("o"), or a window. A window is contracted where the rows have the
+    axis as well. Where they have one entry, the result has it.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->", operation.rest)
+    if labels is None:
+        return 0
+    (left,), (right,), (result,) = (
+        _dimensions(shape) for shape in (*(around[name].shape for name in operation.operands[:2]), operation.shape)
+    )
+    rows = dict(zip(labels[1], left, strict=True))
+    contracted = [
+        size if label == "i" else min(size, rows[label])
+        for label, size in zip(labels[2], right, strict=True) if label != "o"
+    ]  # fmt: skip
+    return 2 * math.prod(result) * math.prod(contracted)
 
 
 def _dimensions(shape: str) -> list[list[int]]:

@@ -185,9 +185,10 @@ class ProgramTable:
 
         # The largest programs take longest. They start first, so that none of them runs alone at the end.
         order = sorted(shapes, key=lambda shape: (not isinstance(shape, ForwardShape), -size(shape)))
+        hidden = None if progress else True  # None: hidden where stderr is not a terminal, as in a log of JSON lines
         with (
             concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
-            tqdm(total=len(shapes), desc="Compiling", unit="program", disable=not progress, leave=False) as bar,
+            tqdm(total=len(shapes), desc="Compiling", unit="program", disable=hidden, leave=False) as bar,
         ):
             futures = [pool.submit(compiled, shape, compile_one) for shape in order]
             try:
@@ -237,8 +238,7 @@ class ProgramTable:
 
     def forward(self, plan: StepPlan) -> Program[ForwardShape]:
         """The smallest forward program that can run the plan."""
-        decode_only = plan.num_decodes == len(plan.rows)
-        tokens, rows = plan.total_tokens, len(plan.rows)
+        decode_only, tokens, rows = plan.decodes_only, plan.total_tokens, len(plan.rows)
 
         def find() -> Program[ForwardShape] | None:
             for program in self.forwards:

@@ -6,6 +6,7 @@ long as a small kernel does. These are estimates: the constants below are assump
 """
 
 import dataclasses
+import itertools
 import pathlib
 import re
 import tempfile
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
+from jpaged.models.spec import DecoderSpec
 from jpaged.runtime import memory
 from jpaged.runtime.blueprint import FittedBuild
 from jpaged.runtime.output_programs import SampleShape, lm_head_params
@@ -29,6 +31,7 @@ COMMAND_SECONDS = 10e-6   # of a command that the host sends
 BYTES_SHARE = 0.8         # of the bandwidth that a kernel reaches
 PRODUCTS_SHARE = 0.6      # of the rate of the matrix units that a product reaches
 PAGED = re.compile("paged_|write_")  # names of kernels that take pages
+_DECODE = ("paged_decode", "paged_decode_merge")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +52,10 @@ class ProgramCost:
     loops: int             # whose turns the program decides: they are not in the other figures
     copies: int            # operations that only copy
     bytes_moved: int
-    least_bytes: int       # weights and KV read once
+    least_bytes: int       # weights and KV read once; of the experts, those of `experts_read`
     seconds: float
     least_seconds: float   # least_bytes at the full bandwidth, or the products at the full rate
+    experts_read: float | None  # experts of a layer that some token chooses, see `experts_read`; None: has no experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +139,7 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
         least_bytes=least,
         seconds=seconds + COMMAND_SECONDS * (commands or 1),
         least_seconds=max(least / target.bandwidth, flops / target.flops),
+        experts_read=experts_read(build.blueprint.model.spec, shape, load),
     )
 
 
@@ -155,9 +160,14 @@ def _of_load(
 ) -> Iterator[tuple[Operation, int, int]]:
     """Each operation with its bytes and products. Kernels over pages move those of the load, not the whole arrays."""
     layer = -1
+    unread = itertools.cycle(_unread_bytes(build, shape, load, name) for name in ("expert_gate_up", "expert_down"))
     for one in traffic:
         name = one.operation.kernel
-        if isinstance(shape, ForwardShape) and PAGED.match(name):
+        if name.startswith("grouped_dot"):
+            yield one.operation, one.read + one.written - next(unread), one.flops
+        elif isinstance(shape, ForwardShape) and PAGED.match(name):
+            if not shape.is_decode and name in _DECODE:
+                continue  # the predicted chunk has no decodes, so the card skips the branch with these kernels
             layer += name.startswith("write_")
             yield one.operation, *_of_kernel(build, shape, load, name, layer)
         else:
@@ -171,9 +181,7 @@ def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, l
     queries = shape.tokens * spec.num_heads * spec.head_dim * item
     if name.startswith("write_"):
         return 2 * (queries + shape.tokens * key_bytes), 0
-    if name in ("paged_decode", "paged_decode_merge"):
-        if not shape.is_decode:
-            return 0, 0
+    if name in _DECODE:
         splits = Tiling.by_rule(spec.head_dim, item).splits(load.context, spec.windows[layer], spec.num_kv_heads)
         parts = load.rows * splits * spec.num_heads * (spec.head_dim + 1) * 4 if splits > 1 else 0
         return queries + parts + (load.rows * keys * key_bytes if name == "paged_decode" else 0), 0
@@ -193,10 +201,38 @@ def _token_bytes(build: FittedBuild) -> int:
     return build.blueprint.block_bytes // (limits.block_size * limits.kv_groups.num_arrays)
 
 
+def experts_read(spec: DecoderSpec, shape: Shape, load: Load) -> float | None:
+    """Expected number of a layer's experts that some token of a step chooses; None without experts.
+
+    If all are equally likely, and tokens choose independently: a token chooses k of n, and R tokens leave out
+    (1 - k / n) ** R of them.
+    """
+    experts = spec.experts
+    if experts is None or not isinstance(shape, ForwardShape):
+        return None
+    tokens = load.rows if shape.is_decode else min(shape.tokens, load.rows * load.context)
+    return experts.num * (1 - (1 - experts.per_token / experts.num) ** tokens)
+
+
+def _unread_bytes(build: FittedBuild, shape: Shape, load: Load, prefix: str) -> int:
+    """Bytes of the experts that no token chooses: of the leaves of one layer whose names begin with `prefix`."""
+    spec = build.blueprint.model.spec
+    read = experts_read(spec, shape, load)
+    if read is None or spec.experts is None:
+        return 0
+    layers = build.blueprint.model.params["layers"]
+    layer = next(layer for layer in range(spec.num_layers) if spec.is_sparse(layer))
+    size = memory.tree_bytes({name: leaf for name, leaf in layers[layer].items() if name.startswith(prefix)})
+    return int(size * (1 - read / spec.experts.num))
+
+
 def least_bytes(build: FittedBuild, shape: Shape, load: Load) -> int:
-    """Weights that a program reads, and the KV of its requests."""
+    """Weights that a program reads, and the KV of its requests. Of experts: the expected number of those that it reads.
+    """
     model = build.blueprint.model
     if not isinstance(shape, ForwardShape):
         return memory.tree_bytes(lm_head_params(model.spec, model.params))
     keys = sum(_keys(build, load, layer) for layer in range(model.spec.num_layers))
-    return memory.tree_bytes(model.params["layers"]) + load.rows * keys * _token_bytes(build)
+    sparse = sum(model.spec.is_sparse(layer) for layer in range(model.spec.num_layers))
+    weights = memory.tree_bytes(model.params["layers"]) - sparse * _unread_bytes(build, shape, load, "expert_")
+    return weights + load.rows * keys * _token_bytes(build)

@@ -18,6 +18,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowMask, SamplerVariant, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
+from jpaged.metrics import ProgramFigures
 from jpaged.models.quantization import quantized_shapes
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout, param_shapes
 from jpaged.params.logits_processors import LogitsProcessor
@@ -26,32 +27,33 @@ from jpaged.runtime import memory
 from jpaged.runtime.background import BackgroundCompiler
 from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
-from jpaged.runtime.compile_cache import CompileCounter, persistent_cache
-from jpaged.runtime.jax_settings import pinned
+from jpaged.runtime.compile_cache import CacheCounter, CompileCounter, persistent_cache
+from jpaged.runtime.jax_settings import DOWNLOADS, pinned
 from jpaged.runtime.out_of_memory import advice, explained
-from jpaged.runtime.output_programs import OutputShape, lm_head_params, pack_rows, uses_extras
+from jpaged.runtime.output_programs import OutputShape, lm_head_params, uses_extras
 from jpaged.runtime.placement import Placement, device_of
+from jpaged.runtime.profiling import Profiler
 from jpaged.runtime.programs import SCORE, Program, Shape
 from jpaged.runtime.row_extras import ExtrasUploader
-from jpaged.runtime.sampler import Sampled
+from jpaged.runtime.sampler import unpack
+from jpaged.runtime.sleeping import HostWeights
 from jpaged.runtime.state import DeviceState
-from jpaged.runtime.step import block_updates, pack, run_forward
+from jpaged.runtime.step import block_updates, flat_weights, pack, run_forward
 
 logger = logging.getLogger(__name__)
 
 CLOSED = "the engine is closed: make a new one"
-
-Output = Sampled | jax.Array  # of a `sample` or `score` program, or float32[rows, size] of a `pool` program
-
 
 @dataclasses.dataclass(frozen=True)
 class StepHandle:
     """A step that was dispatched. Arrays are still on the device, and may still be computed."""
 
     plan: StepPlan
-    num_tokens: jax.Array        # int32[]  ready when the forward pass is done
-    scores: tuple[Sampled, ...]  # of the plan's `scored` tokens, in chunks
-    output: Output | None        # of the rows that sample or pool, then padding; None if no row does, or not yet
+    num_tokens: jax.Array          # int32[]  ready when the forward pass is done
+    scores: tuple[jax.Array, ...]  # `Sampled.packed` of the plan's `scored` tokens, in chunks
+    # Rows that sample or pool, then padding: `Sampled.packed`, or float32[rows, size] of a model that pools. None if no
+    # row does, or not yet.
+    output: jax.Array | None
 
 
 class ModelRunner:
@@ -65,6 +67,8 @@ class ModelRunner:
         *,
         progress: bool = False,
         background: bool = False,
+        owns_params: bool = False,
+        cache_counter: CacheCounter | None = None,
     ):
         """Compile the programs and allocate the device state. The engine's thread compiles nothing after that.
 
@@ -72,7 +76,10 @@ class ModelRunner:
         token_mask: bool[vocab_size], ids that may be sampled; None = all. Given if the blueprint's model is `masked`.
         progress:   show a bar while compiling.
         background: compile most programs after the constructor has returned, where programs are stored.
+        owns_params: nothing else uses the weights, so `release` may delete them on the device.
+        cache_counter: has counted the programs of `build`; None: a new one.
         """
+        self._cache_counter = cache_counter or CacheCounter()
         blueprint, self._start = build.blueprint, time.perf_counter()
         spec, placement, limits = blueprint.model.spec, blueprint.placement, build.limits
         state = build.state_shapes()
@@ -107,7 +114,12 @@ class ModelRunner:
         self._placement = placement
         self._total_bytes = memory.total_bytes(device_of(params))
         self._params: Params | None = params
+        self._weights = flat_weights(params)
         self._lm_head_params: Params | None = lm_head_params(spec, params)
+        self._owns_params = owns_params
+        self._host_weights: HostWeights | None = None  # while released
+        self._released = False  # the device state; `_state` is None then
+        self._profiler = Profiler()
         self._token_mask = token_mask
         self._counter = CompileCounter()
         self._state: DeviceState | None = early.result() if early is not None else build.create_state()
@@ -137,6 +149,7 @@ class ModelRunner:
         processors: tuple[LogitsProcessor, ...] = (),
         progress: bool = False,
         background: bool = False,
+        owns_params: bool = False,
     ) -> "ModelRunner":
         """Size the pool by the device's free memory and make a runner: blueprint -> fitted build -> runner.
 
@@ -144,6 +157,7 @@ class ModelRunner:
         tokenizer_ids: bool[vocab_size], ids that may be sampled; None = all.
         progress:      show a bar while compiling.
         background:    compile most programs after this has returned. Only where programs are stored.
+        owns_params:   see the constructor.
 
         Raises ModelLoadError for an option that does not fit the model or the memory.
         """
@@ -154,17 +168,22 @@ class ModelRunner:
             token_mask = placement.put(np.asarray(tokenizer_ids, np.bool_))
         model = ServedModel(spec, params, layout, token_mask is not None, processors)
         blueprint = Blueprint.draw(model, config, placement)
+        counter = CacheCounter()
         with (
             pinned(),
             persistent_cache(config.compilation_cache_dir) as folder,
             explained(config, memory.total_bytes(device)),
         ):
-            if blueprint.has_unchecked_attention:
-                with phase("check of the kernels"):
+            with phase("check of the kernels"):
+                if blueprint.has_unchecked_attention:
                     blueprint = blueprint.with_checked_attention(device)
+                blueprint = blueprint.with_checked_gated_dot(device)
             with phase("plan of the memory"):
                 build = blueprint.fit_device(device, folder)
-            return cls(build, params, token_mask, progress=progress, background=background)
+            return cls(
+                build, params, token_mask, progress=progress, background=background, owns_params=owns_params,
+                cache_counter=counter,
+            )  # fmt: skip
 
     def _compile_rest(self) -> BackgroundCompiler | None:
         """Compile missing programs in the background. Returns None if all programs exist."""
@@ -205,6 +224,13 @@ class ModelRunner:
         """Programs that steps compiled. 0, unless the program table lacks a program."""
         return self._counter.count
 
+    def program_figures(self) -> ProgramFigures:
+        """Number and cost of the programs in the table."""
+        table, cache = self.programs, self._cache_counter
+        programs = table.programs
+        seconds = sum(program.seconds for program in programs)
+        return ProgramFigures(len(programs), len(table.missing), seconds, cache.hits, cache.misses)
+
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step; returns at once. Raises EngineError if the device fails; the KV pool may be empty then."""
         program = self.programs.forward(plan)
@@ -227,7 +253,7 @@ class ModelRunner:
                 if init.extras is not None and self._uploader is not None:
                     self._state = self._uploader.start(self._live_state, init)
             # `packed` is a numpy array: the call uploads it in 4 us, `jax.device_put` takes 40 to 75 us
-            self._state, num_tokens = run_forward(program.run, self._params, self._live_state, packed)
+            self._state, num_tokens = run_forward(program.run, self._weights, self._live_state, packed)
             scores = self._score(plan.scored)
             output = None if plan.waits_for_masks else self._sample_or_pool(plan, plan.masks)
         self._start_download((scores, num_tokens if output is None else output))
@@ -242,16 +268,18 @@ class ModelRunner:
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and download its result. Raises EngineError if the device fails."""
-        samples = handle.plan.samples
-        with pinned(), self._counter.watching(), self._recovering():
+        with pinned(DOWNLOADS), self._counter.watching(), self._recovering():
             scores = _joined(handle.scores, handle.plan.scored.shape[1])
             if handle.output is None:
                 np.asarray(handle.num_tokens)
-                return StepResult(np.zeros(len(samples), np.int32), scores=scores)
-            host = jax.tree.map(lambda x: _spread(np.asarray(x), samples), handle.output)
+                return StepResult(np.zeros(len(handle.plan.rows), np.int32), scores=scores)
+            host = _spread(np.asarray(handle.output), handle.plan)
         if self.spec.pools:
             return StepResult(np.zeros(0, np.int32), pooled=host)
-        return StepResult(host.token_ids, host.logprobs, host.ranks, host.top_ids, host.top_logprobs, scores)
+        token_ids, of = unpack(host)
+        if of is None:
+            return StepResult(token_ids, scores=scores)
+        return StepResult(token_ids, of.logprobs, of.ranks, of.top_ids, of.top_logprobs, scores)
 
     def set_params(self, params: Params) -> None:
         """Replace the weights by a tree of the same structure, shapes, dtypes and placement. No compile, no copy.
@@ -260,10 +288,62 @@ class ModelRunner:
         of the old weights is not reused.
         Raises ModelLoadError for a tree that differs, and EngineError if the runner is closed.
         """
-        if self._state is None:
+        if self._host_weights is not None:
+            raise EngineError('the weights sleep: call wake_up(["weights"]) before they are replaced')
+        if self._state is None and not self._released:
             raise EngineError(CLOSED)
         _check_params(self._params, params)
         self._params, self._lm_head_params = params, lm_head_params(self.spec, params)
+        self._weights = flat_weights(params)
+        self._owns_params = False
+
+    def describe(self, plan: StepPlan) -> str:
+        """Name the program of a plan, for a log. Any thread may call it."""
+        return str(self.programs.forward(plan).shape)
+
+    def release(self) -> None:
+        """Free the device state. Move the weights to the host, except on CPU and if others use them.
+
+        On CPU they are in host memory already. Arrays that the caller made, or passed to `set_params`, stay: only the
+        caller may delete them. No step may be in flight.
+        """
+        if self._released:
+            return
+        self.wait_until_ready()  # compiling reads the weights' formats
+        jax.block_until_ready(self._live_state)
+        self._delete_state()
+        self._released = True
+        if self._owns_params and self._params is not None and self._placement.platform != "cpu":
+            self._host_weights = HostWeights.take(self._params)
+            self._params = self._lm_head_params = None
+            self._weights = ()
+
+    def restore(self, *, weights: bool, kv_cache: bool) -> None:
+        """Allocate again what `release` freed, with the same shapes: no program compiles. The KV pool is empty.
+
+        Raises EngineError if the memory is not free. It can be called again then.
+        """
+        try:
+            if weights and self._host_weights is not None:
+                self._params = self._host_weights.put()
+                self._weights = flat_weights(self._params)
+                self._lm_head_params = lm_head_params(self.spec, self._params)
+                self._host_weights = None
+            if kv_cache and self._released:
+                with pinned():
+                    self._state = jax.block_until_ready(self._build.create_state())
+                self._released = False
+        except Exception as error:
+            reason = advice(error, self._build.blueprint.config, self._total_bytes) or error
+            raise EngineError(f"the engine cannot wake up: {reason}") from error
+
+    def start_profile(self, folder: str) -> None:
+        """Record what host and device do, into a folder, until `stop_profile`. Raises EngineError if one is running."""
+        self._profiler.start(folder)
+
+    def stop_profile(self) -> None:
+        """Write the profile. Raises EngineError if none is running."""
+        self._profiler.stop()
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
         """True if KV of a prompt may be shared. With dynamic rope, the keys of a long prompt depend on its length."""
@@ -276,15 +356,23 @@ class ModelRunner:
         """End compiling, free the device state, and drop the references to the weights."""
         if self._background is not None:
             self._background.close()
-        if self._state is not None:
-            for leaf in jax.tree.leaves(self._state):
-                if not leaf.is_deleted():
-                    leaf.delete()
-        self._state = self._params = self._lm_head_params = self._token_mask = None
-        self._mover.close()
+        self._profiler.close()
+        self._delete_state()
+        self._released = False
+        self._params = self._lm_head_params = self._token_mask = self._host_weights = None
+        self._weights = ()
         self._counter.close()
+        self._cache_counter.close()
 
-    def _score(self, scored: np.ndarray) -> tuple[Sampled, ...]:
+    def _delete_state(self) -> None:
+        """Free the device state, and the blocks of the host tier."""
+        for leaf in jax.tree.leaves(self._state):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._state = None
+        self._mover.close()
+
+    def _score(self, scored: np.ndarray) -> tuple[jax.Array, ...]:
         """Log-probabilities of known tokens, in chunks: no more logits are alive at a time than in sampling."""
         if not scored.shape[1]:
             return ()
@@ -297,24 +385,21 @@ class ModelRunner:
             chunks.append(self._run_output(program, packed))
         return tuple(chunks)
 
-    def _sample_or_pool(self, plan: StepPlan, masks: Sequence[RowMask]) -> Output | None:
+    def _sample_or_pool(self, plan: StepPlan, masks: Sequence[RowMask]) -> jax.Array | None:
         """Sample or pool for the rows of a plan that reach their end. None if no row does."""
-        count = int(np.count_nonzero(plan.samples))
+        count = plan.num_samples
         if not count:
             return None
         if masks and self._uploader is not None:
             self._state = self._uploader.set_masks(self._live_state, masks)
-        if self.spec.pools:
-            pooler = self.programs.pooler(count)
-            return self._run_output(pooler, pack_rows(plan, pooler.shape.rows))
-        sampler = self.programs.sampler(count, plan.sampler)
-        return self._run_output(sampler, pack_rows(plan, sampler.shape.rows))
+        program = self.programs.pooler(count) if self.spec.pools else self.programs.sampler(count, plan.sampler)
+        return self._run_output(program, self._live_state.output_rows)
 
-    def _run_output(self, program: Program[OutputShape], packed: np.ndarray) -> Output:
+    def _run_output(self, program: Program[OutputShape], rows: np.ndarray | jax.Array) -> jax.Array:
         state = self._live_state
         extras = state.sampling if uses_extras(program.shape) else None
         table, extras, output = program.run(
-            self._lm_head_params, self._token_mask, state.table, extras, state.hidden, packed
+            self._lm_head_params, self._token_mask, state.table, extras, state.hidden, rows
         )
         self._state = state.replace(table=table, sampling=state.sampling if extras is None else extras)
         return output
@@ -332,7 +417,7 @@ class ModelRunner:
         packed = self._placement.put(pack(idle, np.zeros((0, 3), np.int32), program.shape))
 
         def step(state: DeviceState) -> DeviceState:
-            return run_forward(program.run, self._params, state, packed)[0]
+            return run_forward(program.run, self._weights, state, packed)[0]
 
         block_bytes = self.memory_plan.block_bytes
         self._state, costs = self._mover.measure(self._live_state, block_bytes, step, program.shape.tokens)
@@ -397,20 +482,18 @@ def _description(leaf: jax.Array) -> str:
     return f"{leaf.dtype}{list(leaf.shape)} on {devices}, {memory_kind} memory"
 
 
-def _joined(chunks: Sequence[Sampled], count: int) -> Scores | None:
+def _joined(chunks: Sequence[jax.Array], count: int) -> Scores | None:
     """Scores of all chunks, in the order of the plan, without padding. None if there are no chunks."""
     if not chunks:
         return None
-    names = [field.name for field in dataclasses.fields(Scores)]
-    return Scores(**{
-        name: np.concatenate([np.asarray(getattr(chunk, name)) for chunk in chunks])[:count] for name in names
-    })  # fmt: skip
+    return unpack(np.concatenate([np.asarray(chunk) for chunk in chunks])[:count])[1]
 
 
-def _spread(output: np.ndarray, samples: np.ndarray) -> np.ndarray:
+def _spread(output: np.ndarray, plan: StepPlan) -> np.ndarray:
     """Outputs of the rows that sample, at their indices in the plan's rows; 0 elsewhere."""
-    if samples.all():
-        return output[: len(samples)]
-    spread = np.zeros((len(samples), *output.shape[1:]), output.dtype)
-    spread[samples] = output[: np.count_nonzero(samples)]
+    rows, count = len(plan.rows), plan.num_samples
+    if count == rows:
+        return output[:rows]
+    spread = np.zeros((rows, *output.shape[1:]), output.dtype)
+    spread[plan.samples] = output[:count]
     return spread

@@ -20,10 +20,11 @@ from typing import TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, SamplerVariant
+from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, SamplerVariant, Scores
 from jpaged.errors import RequestError
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.params.sampling import GREEDY_BELOW
@@ -55,6 +56,23 @@ class Sampled:
     ranks: Leaf | None = None         # int32[rows]
     top_ids: Leaf | None = None       # int32[rows, num_logprobs]
     top_logprobs: Leaf | None = None  # float32[rows, num_logprobs]
+
+    def packed(self) -> Int[Array, "rows columns"]:
+        """All fields in one array, side by side, so that the host downloads one. Floats are stored as their bits."""
+        present = [leaf for leaf in jax.tree.leaves(self) if leaf is not None]
+        columns = [leaf.reshape(len(self.token_ids), -1) for leaf in present]
+        return jnp.concatenate([lax.bitcast_convert_type(column, jnp.int32) for column in columns], axis=1)
+
+
+def unpack(packed: Int[np.ndarray, "rows columns"]) -> tuple[Int[np.ndarray, " rows"], Scores | None]:
+    """Token ids and log-probabilities of a downloaded `Sampled.packed`. Scores are None unless a program returns them.
+    """
+    token_ids, columns = packed[:, 0], packed.shape[1]
+    if columns == 1:
+        return token_ids, None
+    half = 3 + (columns - 3) // 2
+    logprobs, top_logprobs = packed[:, 1].view(np.float32), packed[:, half:].view(np.float32)
+    return token_ids, Scores(logprobs, ranks=packed[:, 2], top_ids=packed[:, 3:half], top_logprobs=top_logprobs)
 
 
 @dataclasses.dataclass(frozen=True)

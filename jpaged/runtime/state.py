@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import flax.struct
@@ -77,13 +78,28 @@ class SamplingState:
 class DeviceState:
     """KV pages, the request table and the extras. A running request owns one row of the table."""
 
-    pages: tuple[KVPages, ...]  # one per page array of `KVGroups`; one per layer if there is one KV group
+    # (data, scales) of `pages`. Every call of a program builds the tree of its results: 32 tuples take 1 us, and 32
+    # KVPages 32.
+    page_arrays: tuple[tuple[Leaf, Leaf | None], ...]
     table: Leaf                 # int32[max_num_seqs, NUM_FIELDS]
     # int32[max_num_seqs, kv_groups * width]  block tables, KV group after KV group. Entries past a row's end, or before
     # its window, are stale or 0.
     blocks: Leaf
     hidden: Leaf  # [state_tokens, hidden_size]  hidden states of the last step's tokens, before final norm
+    # int32[2, program_rows]  of rows of the last step that sample or are pooled: the row of the table, and the index of
+    # its last token in `hidden`. Padding is -1.
+    output_rows: Leaf
     sampling: SamplingState
+    page_v_dim: int | None = flax.struct.field(pytree_node=False, default=None)  # `KVPages.v_dim`
+
+    @property
+    def pages(self) -> tuple[KVPages, ...]:
+        """One per page array of `KVGroups`; one per layer if there is one KV group."""
+        return tuple(KVPages(data, scales, self.page_v_dim) for data, scales in self.page_arrays)
+
+    def with_pages(self, pages: Iterable[KVPages]) -> "DeviceState":
+        """The state with other pages."""
+        return self.replace(page_arrays=tuple((each.data, each.scales) for each in pages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +111,7 @@ class StateSizes:
     rows: int        # of the request table
     width: int       # entries of a block table
     tokens: int      # capacity of `hidden`
+    program_rows: int  # most rows of a program
     custom: int = 0  # parameters of all custom logits processors
 
 
@@ -114,10 +131,12 @@ def state_shapes(
     )  # fmt: skip
     vocab = 0 if spec.pools else spec.vocab_size
     return DeviceState(
-        pages=(page,) * kv_groups.num_arrays,
+        page_arrays=((page.data, page.scales),) * kv_groups.num_arrays,
+        page_v_dim=page.v_dim,
         table=array(np.int32, rows, NUM_FIELDS),
         blocks=array(np.int32, rows, len(kv_groups.windows) * sizes.width),
         hidden=array(dtype, sizes.tokens, spec.hidden_size),
+        output_rows=array(np.int32, 2, sizes.program_rows),
         sampling=SamplingState(
             counts=array(np.int32, rows, vocab),
             masks=array(np.uint32, rows, mask_words(vocab)),
@@ -132,21 +151,21 @@ def create_state(
     spec: DecoderSpec, kv_groups: KVGroups, sizes: StateSizes, *, dtype: np.dtype, placement: Placement
 ) -> DeviceState:
     """Allocate a state on the device, filled with zeros."""
-    pages = tuple(
+    pages = [
         KVPages.create(
             sizes.num_blocks, sizes.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim,
             device=placement.sharding,
         )
         for _ in range(kv_groups.num_arrays)
-    )  # fmt: skip
-    rest = state_shapes(spec, kv_groups, sizes, dtype=dtype).replace(pages=())
+    ]  # fmt: skip
+    rest = state_shapes(spec, kv_groups, sizes, dtype=dtype).with_pages(())
     rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=placement.sharding), rest)
-    return rest.replace(pages=pages)
+    return rest.with_pages(pages)
 
 
 def bytes_without_pages(state: DeviceState) -> int:
     """Bytes of all arrays except the KV pages, of a state or its shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.replace(pages=())))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.with_pages(())))
 
 
 def formats(state: DeviceState) -> DeviceState:

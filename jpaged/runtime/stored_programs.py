@@ -31,7 +31,6 @@ import jpaged.models
 import pallas_kernels
 from jpaged.phases import phase
 from jpaged.runtime.compile_cache import persistent_cache
-from jpaged.runtime.sampler import Sampled
 from jpaged.runtime.state import DeviceState, SamplingState
 from pallas_kernels import KVPages, QuantizedWeight
 from pallas_kernels.cpu_kernels import load_kernels
@@ -195,7 +194,7 @@ def _quantized_auxdata(data: bytes) -> tuple[int, tuple[int, ...], np.dtype]:
     return bits, tuple(shape), jax.numpy.dtype(dtype)
 
 
-_TREES = (DeviceState, SamplingState, Sampled, KVPages)
+_TREES = (DeviceState, SamplingState, KVPages)
 _register_trees()
 
 

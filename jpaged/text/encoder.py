@@ -48,14 +48,13 @@ class TokenLimit:
         most, keep = max_model_len - (not pooling), params.truncate_prompt_tokens
         if keep is None:
             return cls(most)
-        if keep >= max_model_len:
+        if keep > most:
             accepted = (
-                f"a prompt takes at most {max_model_len - 1:,} tokens, of max_model_len={max_model_len:,}: give a "
-                "smaller one, or -1"
+                f"a prompt takes at most {most:,} tokens, of max_model_len={max_model_len:,}: give a smaller one, or -1"
             )
             raise RequestError("truncate_prompt_tokens", keep, accepted)
         if keep == -1:
-            keep = max(max_model_len - (params.max_tokens or 1), 1)
+            keep = most if pooling else max(max_model_len - (params.max_tokens or 1), 1)
         return cls(keep, "right" if params.truncation_side == "right" else "left")
 
 

@@ -18,7 +18,7 @@ from pallas_kernels.platforms import Implementation, candidates, compiled_on, pi
 
 
 def _mosaic_gpu(name: str) -> Callable[..., Any]:
-    """A function of mosaic_gpu.py, imported at the first call: it is experimental, and importing it takes 0.25 s."""
+    """A function of mosaic_gpu.py, imported at the first call: importing it takes 0.25 s, and few calls need it."""
 
     def call(*args: Any, **options: Any) -> Any:
         return getattr(importlib.import_module("pallas_kernels.paged_attention.mosaic_gpu"), name)(*args, **options)
@@ -38,6 +38,7 @@ IMPLEMENTATIONS = {
     ),
     "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.paged_attention), mosaic_tpu.refuse),
     "mosaic_gpu": Implementation(_mosaic_gpu("paged_attention"), _mosaic_gpu("refuse")),
+    "mosaic_prefill": Implementation(_mosaic_gpu("with_triton_decode"), _mosaic_gpu("refuse_with_triton")),
 }
 
 
@@ -46,9 +47,16 @@ def usable_implementations(
 ) -> tuple[str, ...]:
     """Names of the implementations that accept a call, best first: each can stand in for the one before.
 
-    Arguments as in `choose_implementation`.
+    Arguments as in `choose_implementation`. "mosaic_prefill" is the first one on cards where it was measured to be
+    faster than "triton".
     """
-    return candidates(IMPLEMENTATIONS, device, q, pages, block_tables, max_query_len)
+    call = (q, pages, block_tables, max_query_len)
+    names = candidates(IMPLEMENTATIONS, device, *call)
+    measured = Tiling.measured(device.device_kind, q, pages)
+    if measured is None or measured.prefill_kernel != "mosaic_gpu":
+        return names
+    faster = IMPLEMENTATIONS["mosaic_prefill"]
+    return ("mosaic_prefill", *names) if faster.refuse(device, *call) is None else names
 
 
 def choose_implementation(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str:
@@ -95,7 +103,9 @@ def paged_attention(
                      online softmax over fixed blocks of keys, with static loops. "xla_loop" is the same for CPU, with
                      loops that end at the longest row. "triton" are kernels for NVIDIA, "triton_small" the same with
                      small tiles, no splits and no pipeline. "mosaic_tpu" is a kernel for TPU. On CPU, these three run
-                     in interpret mode. "mosaic_gpu" is experimental and never chosen: for Hopper and rows of one token.
+                     in interpret mode. "mosaic_prefill" is for Hopper: "triton" for rows of one token, a kernel through
+                     Mosaic GPU for other rows. It is chosen where measurements say so. "mosaic_gpu" is the same without
+                     Triton: experimental, and never chosen.
     debug:           check the values of the index arguments, also inside jit. Raises ValueError; from a running
                      program JaxRuntimeError with the same text. Costs a call back to the host. Without it, indices out
                      of range give undefined results.

@@ -32,6 +32,7 @@ class Tiling:
     decode_stages: int = 5
     prefill_warps: int = 4
     prefill_stages: int = 5
+    prefill_kernel: str = "triton"  # or "mosaic_gpu", which has its own sizes; see `usable_implementations`
 
     def max_splits(self, kv_heads: int) -> int:
         """Largest number of splits of a row. They fill a card with one row, and are few enough to merge fast."""
@@ -78,10 +79,14 @@ class Tiling:
     @classmethod
     def choose(cls, q: Any, pages: KVPages) -> "Tiling":
         """The measured tiling for JAX's default device, or the rule. q, pages: arrays or ShapeDtypeStructs."""
-        measured = _measured(FILE).get(default_device().device_kind, {}).get(key(q, pages))
-        if measured is None:
-            return cls.by_rule(pages.head_dim, q.dtype.itemsize, small_blocks=has_small_blocks())
-        return cls(**measured["tiling"])
+        measured = cls.measured(default_device().device_kind, q, pages)
+        return measured or cls.by_rule(pages.head_dim, q.dtype.itemsize, small_blocks=has_small_blocks())
+
+    @classmethod
+    def measured(cls, device_kind: str, q: Any, pages: KVPages) -> "Tiling | None":
+        """The measured tiling for a kind of device; None if there is none."""
+        entry = _measured(FILE).get(device_kind, {}).get(key(q, pages))
+        return None if entry is None else cls(**entry["tiling"])
 
 
 def key(q: Any, pages: KVPages) -> str:

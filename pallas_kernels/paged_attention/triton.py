@@ -4,7 +4,8 @@
    parts of long rows.
 2. `triton_prefill.py`: rows of several tokens. It runs before the decode kernels, which complete its output in place.
 
-A call with `max_query_len=1` runs 1, a mixed call both. Programs of rows that belong to another kernel return at once.
+A call with `max_query_len=1` runs 1. A mixed call runs 2, and 1 if there are rows of one token. Programs of rows that
+belong to another kernel return at once.
 
 The kernels take whole arrays and compute addresses, because this lowering has no scalar prefetch and no scratch memory.
 Widths that are not powers of two are padded with masks. Masked stores point past the end of the array, because
@@ -38,11 +39,13 @@ def paged_attention(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
     tiling: Tiling | None = None,
+    prefilled: Float[Array, "tokens q_heads head_dim"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See `pallas_kernels.paged_attention`.
 
-    tiling: None: chosen by device and shape. interpret: run the kernels in XLA operations, on any platform.
+    tiling: None: chosen by device and shape. prefilled: outputs of rows of several tokens, from another kernel; None:
+    these kernels compute all rows. interpret: run the kernels in XLA operations, on any platform.
     """
     problem = Problem(
         scale=scale,
@@ -67,8 +70,9 @@ def paged_attention(
         none if alibi_slopes is None else alibi_slopes.astype(jnp.float32),
         q, pages.data, none if pages.scales is None else pages.scales,
     )  # fmt: skip
-    out = None if max_query_len == 1 else prefill(problem, given)
-    return decode(problem, given, out)
+    if prefilled is None and max_query_len > 1:
+        prefilled = prefill(problem, given)
+    return decode(problem, given, prefilled)
 
 
 def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str | None:

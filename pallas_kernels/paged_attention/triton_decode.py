@@ -36,10 +36,19 @@ MERGE_PROGRAMS = 16  # per multiprocessor, of one warp each
 
 def decode(problem: Problem, given: Given, out: Array | None) -> Array:
     """The output of rows of one token. out: the result of `prefill`, completed in place; None: only decodes."""
+    ends = jnp.cumsum(splits_of_rows(problem, given.lens, given.starts))
+    if out is None:
+        return _launch(problem, given, ends, None)
+    # Inside a CUDA graph the card skips the kernels. The pages are only read, so the branch does not copy them. XLA
+    # would compute `ends` in the branch of every layer if the condition did not read it.
+    return lax.cond(ends[-1] > 0, lambda: _launch(problem, given, ends, out), lambda: out)
+
+
+def _launch(problem: Problem, given: Given, ends: Int[Array, " rows"], out: Array | None) -> Array:
+    """`decode` by its two kernels. ends: for each row, the number of splits of the rows up to it."""
     num_rows, q_heads = given.lens.shape[0], given.q.shape[1]
     kv_heads, tiling = problem.kv_heads, problem.tiling
     splits = tiling.splits(problem.table_keys, problem.window, kv_heads)
-    ends = jnp.cumsum(splits_of_rows(problem, given.lens, given.starts))
     multiprocessors = num_multiprocessors()
     programs, mergers = multiprocessors * tiling.decode_programs, multiprocessors * MERGE_PROGRAMS
     if problem.interpret:

@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.tiling import Tiling
 Ref = Any  # an array inside a kernel, addressed by `.at`
 MASKED = -1e30  # finite: -inf - -inf would be NaN
 LOG2E = math.log2(math.e)
+SMALLEST_UNIT = 1e-20  # times MASKED: an exponent of -1e10
 
 
 class Given(NamedTuple):
@@ -56,8 +57,11 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """Factor from the scores of `attend_keys` to exponents of two. Positive, so that it keeps their order."""
-        plain = self.softcap is None and not self.has_slopes and self.scale > 0
+        """Factor from the scores of `attend_keys` to exponents of two. Positive, so that it keeps their order.
+
+        Times MASKED it must stay far below the smallest exponent. So a tiny scale goes into the scores.
+        """
+        plain = self.softcap is None and not self.has_slopes and self.scale > SMALLEST_UNIT
         return self.scale * LOG2E if plain else 1.0
 
     @property

@@ -19,7 +19,7 @@ IMPLEMENTATIONS = {
 
 def matching_write(attention: str) -> str:
     """The write implementation for an implementation of paged_attention: the same back end, or XLA."""
-    if attention == "triton_small":  # the writes have no tiles to shrink
+    if attention in ("triton_small", "mosaic_prefill"):  # the writes have no tiles to shrink, and no prefill
         return "triton"
     return attention if attention in IMPLEMENTATIONS else "xla"
 

@@ -1,11 +1,15 @@
 """write_kv for TPU in Pallas, lowered through Mosaic.
 
-A slab is the smallest part of a page that a TPU can read and write: 8 tokens in float32, 16 in bfloat16 (32 bytes of
-each column). It has the keys and values of all heads. Grid: (slabs with new tokens,). A program reads one slab, fills
-the slots of its new tokens, and writes the slab back in place. The tokens are sorted by slot, so each slab has exactly
-one program. Pallas fetches the next slab and writes the previous one back during the work on a slab.
+A slab is the smallest part of a page that a TPU can copy (`_SLAB`), with the keys and values of all heads. Grid: (slabs
+with new tokens,). A program reads one slab, fills the slots of its new tokens, and writes the slab back in place. The
+tokens are sorted by slot, so each slab has exactly one program. Pallas fetches the next slab and writes the previous
+one back during the work on a slab.
+
+int8 pages: the kernel computes the scales as well, and writes them into the page's scales. Programs of the same page
+run one after the other, and share the page's scales in fast memory.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -15,19 +19,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_pages import FP8, INT8, KVPages, int8_scale, to_fp8, to_int8
 from pallas_kernels.platforms import refuse_tpu
 
 Ref = Any  # an array inside a kernel
 
 
+# Tokens of a slab by the bytes of a number: the rows of a tile of the pages in a TPU's memory, where 16 bits have tiles
+# of (8, 128) and 8 bits of (32, 128). Blocks are multiples of BLOCK tokens, the rows of a register.
+_SLAB, _BLOCK = {4: 8, 2: 8, 1: 32}, {4: 8, 2: 16, 1: 32}
+
+
 def refuse(device: Any, pages: KVPages) -> str | None:
     """Reason why the kernels for TPU cannot take pages on a jax Device; None if they can."""
-    if pages.dtype not in (jnp.float32, jnp.bfloat16) or pages.v_dim is not None:
-        return f"pages are {pages.dtype}{'' if pages.v_dim is None else ', latent'}: it takes float32 and bfloat16"
-    packed = 32 // pages.dtype.itemsize  # tokens in a register: 8 of float32, 16 of bfloat16
-    if pages.block_size % packed:
-        return f"block_size={pages.block_size}: it takes multiples of {packed} for {pages.dtype}"
+    if pages.dtype not in (jnp.float32, jnp.bfloat16, INT8, FP8) or pages.v_dim is not None:
+        latent = "" if pages.v_dim is None else ", latent"
+        return f"pages are {pages.dtype}{latent}: it takes float32, bfloat16, int8 and {FP8}"
+    multiple = _BLOCK[pages.dtype.itemsize]
+    if pages.block_size % multiple:
+        return f"block_size={pages.block_size}: it takes multiples of {multiple} for {pages.dtype}"
     return refuse_tpu(device)
 
 
@@ -39,13 +49,13 @@ def write_kv(
     *,
     interpret: Any = False,
 ) -> KVPages:
-    """See `pallas_kernels.write_kv`. Takes float32 and bfloat16 pages.
+    """See `pallas_kernels.write_kv`. Takes float32, bfloat16, int8 and fp8 pages.
 
     interpret: True to run the kernel in XLA operations, on any platform; `pltpu.InterpretParams` to check its DMAs.
     """
     data, tokens = pages.data, k.shape[0]
     num_blocks, _, heads, block_size, head_dim = data.shape
-    size = 32 // data.dtype.itemsize
+    size = _SLAB[data.dtype.itemsize]
     # --- tokens of each slab: the same for all layers of a step, so XLA computes this once ------------------------
     past_end = num_blocks * block_size  # slot of padding
     slots = jnp.where((slot_mapping < 0) | (slot_mapping > past_end), past_end, slot_mapping).astype(jnp.int32)
@@ -57,45 +67,87 @@ def write_kv(
     # first token of each slab, in order; then the number of tokens that are written
     starts = jnp.sort(jnp.where(is_first, jnp.arange(tokens, dtype=jnp.int32), used))
     starts = jnp.append(starts, used)
-    # A program reads `size` tokens, starting at its slab's first. In float32, because half of a register cannot be
-    # addressed.
-    new = jnp.stack([k, v], axis=1).astype(data.dtype).astype(jnp.float32)[order][:, :, :, None]
-    new = jnp.pad(new, ((0, size), (0, 0), (0, 0), (0, 0), (0, 0)))
+    new = jnp.stack([k, v], axis=1)
+    if pages.dtype == FP8:  # as bytes, which the kernel moves: a v5e has no instructions for fp8
+        new = lax.bitcast_convert_type(to_fp8(new, pages.scales[..., None]), jnp.int8).astype(jnp.bfloat16)
+    elif pages.dtype != INT8:
+        new = new.astype(data.dtype)
+    # a program reads `size` tokens, starting at its slab's first
+    new = jnp.pad(new[order], ((0, size), (0, 0), (0, 0), (0, 0)))
+
+    def slot_of(i: Array, slots: Ref, starts: Ref) -> Array:
+        return jnp.minimum(slots[jnp.minimum(starts[i], tokens - 1)], past_end - 1)
 
     def slab_of(i: Array, slots: Ref, starts: Ref) -> tuple[Array, int, int, Array, int]:
-        slot = jnp.minimum(slots[jnp.minimum(starts[i], tokens - 1)], past_end - 1)
+        slot = slot_of(i, slots, starts)
         return lax.div(slot, block_size), 0, 0, lax.div(lax.rem(slot, block_size), size), 0
 
-    a_slab = pl.BlockSpec((1, 2, heads, size, head_dim), slab_of)
+    in_place = [data]
+    specs = [pl.BlockSpec((1, 2, heads, size, head_dim), slab_of)]
+    if pages.dtype == INT8:
+        in_place.append(pages.scales)
+        specs.append(
+            pl.BlockSpec((1, 2, heads, block_size), lambda *args: (lax.div(slot_of(*args), block_size), 0, 0, 0))
+        )
     own_tokens = pl.BlockSpec(  # indexed by token, not by blocks of `size` tokens
-        tuple(pl.Element(n) for n in (size, 2, heads, 1, head_dim)), lambda i, _, starts: (starts[i], 0, 0, 0, 0)
+        tuple(pl.Element(n) for n in (size, 2, heads, head_dim)), lambda i, _, starts: (starts[i], 0, 0, 0)
     )
+    # without these constraints XLA copies all scales to fast memory and back, if they fit: see paged_attention
+    out_type: Any = jax.ShapeDtypeStruct
+    if not interpret:
+        out_type = pltpu.HBM
+        in_place = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in in_place]
     written = pl.pallas_call(
-        _kernel,
-        jax.ShapeDtypeStruct(data.shape, data.dtype),
+        functools.partial(_kernel, block_size=block_size),
+        [out_type(x.shape, x.dtype) for x in in_place],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             # at least one program; with nothing to write, it writes back the slab that it read
             grid=(jnp.maximum(jnp.sum(is_first, dtype=jnp.int32), 1),),
-            in_specs=[own_tokens, a_slab],
-            out_specs=a_slab,
+            in_specs=[own_tokens, *specs],
+            out_specs=specs,
+            scratch_shapes=[pltpu.VMEM((2, heads, size, head_dim), jnp.float32)],
         ),
-        input_output_aliases={3: 0},
+        input_output_aliases={3 + i: i for i in range(len(in_place))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="write_kv_tpu",
-    )(slots, starts, new, data)
-    return KVPages(written)
+    )(slots, starts, new, *in_place)
+    return KVPages(written[0], written[1] if pages.dtype == INT8 else pages.scales)
 
 
-def _kernel(slots_ref: Ref, starts_ref: Ref, new_ref: Ref, slab_ref: Ref, out_ref: Ref) -> None:
-    """new_ref: [size, 2, heads, 1, head_dim] tokens; those of this slab come first."""
+def _kernel(slots_ref: Ref, starts_ref: Ref, new_ref: Ref, *refs: Ref, block_size: int) -> None:
+    """One slab.
+
+    new_ref: [size, 2, heads, head_dim] tokens; those of this slab come first.
+    refs:    the slab and, for int8, the page's scales [1, 2, heads, block_size]; the same as results; a slab of
+             float32, because in other types a single token cannot be stored.
+    """
+    slab_ref, pages = refs[-1], refs[:-1]
+    (old_ref, *old_scales), (out_ref, *scales) = pages[: len(pages) // 2], pages[len(pages) // 2 :]
     i = pl.program_id(0)
-    start, size = starts_ref[i], slab_ref.shape[3]
+    start, size = starts_ref[i], slab_ref.shape[2]
+    old, is_fp8 = old_ref[0], old_ref.dtype == FP8
+    slab_ref[...] = (lax.bitcast_convert_type(old, jnp.int8) if is_fp8 else old).astype(jnp.float32)
+    if scales:
+        # the results of the previous program, if it wrote to the same page, are not in the argument
+        page, page_before = (lax.div(slots_ref[starts_ref[n]], block_size) for n in (i, jnp.maximum(i - 1, 0)))
 
-    def put_token(token: Array, slab: Array) -> Array:
-        offset = lax.rem(slots_ref[start + token], size)
-        return jnp.where(lax.broadcasted_iota(jnp.int32, slab.shape, 2) == offset, new_ref[token], slab)
+        @pl.when((i == 0) | (page != page_before))
+        def _first_of_page() -> None:
+            scales[0][...] = old_scales[0][...]
 
-    slab = lax.fori_loop(0, starts_ref[i + 1] - start, put_token, slab_ref[0].astype(jnp.float32))
-    out_ref[0] = slab.astype(out_ref.dtype)
+    def put_token(token: Array, _: None) -> None:
+        slot, new = slots_ref[start + token], new_ref[token]
+        new = new.astype(jnp.float32)
+        if scales:
+            scale = int8_scale(jnp.abs(new).max(axis=-1, keepdims=True)).astype(jnp.float32)
+            new = to_int8(new, scale).astype(jnp.float32)
+            before = scales[0][0].astype(jnp.float32)
+            here = lax.broadcasted_iota(jnp.int32, before.shape, 2) == lax.rem(slot, block_size)
+            scales[0][0] = jnp.where(here, scale, before).astype(jnp.bfloat16)
+        slab_ref[:, :, pl.ds(lax.rem(slot, size), 1)] = new[:, :, None]
+
+    lax.fori_loop(0, starts_ref[i + 1] - start, put_token, None)
+    slab = slab_ref[...].astype(jnp.int8 if is_fp8 else out_ref.dtype)
+    out_ref[0] = lax.bitcast_convert_type(slab, FP8) if is_fp8 else slab

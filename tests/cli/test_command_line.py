@@ -11,9 +11,10 @@ from jpaged import cli
 from jpaged.cli import flags
 from jpaged.config import SCHEDULING_POLICIES, EngineConfig
 from jpaged.engine.scheduling.waiting_queue import POLICIES
+from pallas_kernels.gated_dot import IMPLEMENTATIONS as GATED_DOT
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
 
-COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency", "plan"]
+COMMANDS = ["generate", "chat", "serve", "run-batch", "bench throughput", "bench latency", "plan"]
 
 
 def run(*args: str, **options) -> subprocess.CompletedProcess:
@@ -46,9 +47,10 @@ def test_help_of_scheduling_options(capsys):
     assert tuple(POLICIES) == SCHEDULING_POLICIES
 
 
-def test_help_names_every_implementation_of_attention():
-    words = re.findall(r"\w+", flags.field_docs(EngineConfig)["attention_implementation"])
-    assert set(IMPLEMENTATIONS) <= set(words)
+@pytest.mark.parametrize(("field", "known"), [("attention", IMPLEMENTATIONS), ("gated_dot", GATED_DOT)])
+def test_help_names_every_implementation(field, known):
+    words = re.findall(r"\w+", flags.field_docs(EngineConfig)[f"{field}_implementation"])
+    assert set(known) <= set(words)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +121,9 @@ def test_generate_without_prompts_uses_the_built_in_ones():
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != "generate"])
 def test_model_as_argument_or_flag(command):
+    needed = ["-i", "in.jsonl", "-o", "out.jsonl"] if command == "run-batch" else []
     for words in (["demo"], ["--model", "demo"], ["--max-num-seqs", "4", "demo"]):
-        parsed = cli.parse([*command.split(), *words])
+        parsed = cli.parse([*command.split(), *words, *needed])
         parsed = getattr(parsed, "command", parsed)
         assert flags.engine_options(parsed.engine, parsed.model_argument)["model"] == "demo"
 
@@ -139,7 +142,7 @@ def test_engine_flags_become_options():
 def test_chat_flags_of_serve_reach_the_server(monkeypatch):
     served = []
     monkeypatch.setattr("jpaged.async_llm.AsyncLLM", lambda **options: None)
-    monkeypatch.setattr("jpaged.serving.process.serve", lambda app, *args, **how: served.append(app.state.server))
+    monkeypatch.setattr("jpaged.serving.process.serve", lambda app, *args, **how: served.append(app.state.server) or 0)
     words = ["serve", "demo", "--port", "0", "--tool-call-parser", "mistral", "--reasoning-tags", "[THINK]", "[/THINK]"]
     assert cli.main([*words, "--chat-template-kwargs", "mood", "tone"]) == 0
     assert cli.main(["serve", "demo", "--port", "0", "--reasoning-parser", "qwen3"]) == 0
@@ -172,6 +175,9 @@ def test_chat_flags_of_serve_reach_the_server(monkeypatch):
         (["serve", "demo", "--port", "0", "--max-queued-requests", "0"], "max_queued_requests=0"),
         (["serve", "demo", "--port", "0", "--target-step-ms", "-5"], "target_step_ms=-5.0"),
         (["chat", "demo", "--top-k", "-3"], "top_k"),
+        (["serve", "demo", "--log-format", "xml"], "must be text or json (log_format='xml')"),
+        (["serve", "demo", "--otlp-traces-endpoint", "nowhere"], "must be a URL of OTLP over HTTP"),
+        (["serve", "demo", "--port", "0", "--metrics-port", "70000"], "--metrics-port takes 0 to 65535"),
         (["serve", "demo", "--chat-template", "/nowhere/x.jinja"], "chat_template"),
         (["serve", "demo", "--tool-call-parser", "qwen9"], "must be one of hermes, llama3_json, mistral"),
         (["serve", "demo", "--reasoning-parser", "qwen9"], "must be one of deepseek_r1, qwen3"),
@@ -195,6 +201,15 @@ def test_our_errors_are_one_line(args, says, capsys):
     assert says in error
     assert error.startswith("jpaged: ")
     assert len(error.splitlines()) == 1
+
+
+def test_a_command_that_fails_leaves_no_empty_file(tmp_path):
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("{}")
+    for path in (new, old):
+        assert cli.main(["plan", "/nowhere/model", "--target", "l4", "--output-json", str(path)]) == 2
+    assert not new.exists()
+    assert old.read_text() == "{}"
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,12 @@ from jpaged import cli
 from jpaged.cli import block_map, block_picture
 from jpaged.cli.inspect import fetch
 from jpaged.errors import RequestError
-from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
+from jpaged.outputs import EngineStats
+from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot, StepSnapshot
 
 PREFIX_HASH = "ab" * 32
+STATS = EngineStats(*([0] * 15))
+REST = (8, 64, STATS, (StepSnapshot(3, 2, 1, 9, 0.01, 0.5),))  # of the fields that are not drawn
 
 
 def request(request_id: str, num_blocks: int, sample: int = 0, **fields) -> RequestSnapshot:
@@ -51,7 +54,7 @@ def made(num_blocks: int = 128) -> EngineSnapshot:
     blocks += [BlockSnapshot(block, 0, (), None, None, 0) for block in range(6, num_blocks)]
     pool = PoolSnapshot(num_blocks, 16, 1, 5, 2, 1, num_blocks - 6, 7, 72)
     running = (request("first", 3), request("second", 3, row=1), request("second", 1, 1, row=2))
-    return EngineSnapshot(9, pool, tuple(blocks), running, (request("queued", 0, status="waiting", row=None),))
+    return EngineSnapshot(9, pool, tuple(blocks), running, (request("queued", 0, status="waiting", row=None),), *REST)
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -88,6 +91,26 @@ def answering(status: int, body: bytes, headers: dict[str, str] | None = None) -
 
 def error_body(code: str | None, message: str = "no") -> bytes:
     return json.dumps({"error": {"message": message, "type": "x", "param": None, "code": code}}).encode()
+
+
+@pytest.mark.parametrize("source", ["file", "environment"])
+def test_the_key_may_be_out_of_sight(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, source: str):
+    words = []
+    if source == "file":
+        path = tmp_path / "key"
+        path.write_text("secret\n")
+        words = ["--admin-key-file", str(path)]
+    else:
+        monkeypatch.setenv("JPAGED_ADMIN_KEY", "secret")
+    with answering(200, msgspec.json.encode(made())) as (url, seen):
+        assert cli.main(["inspect", url, *words]) == 0
+    assert seen == [("/admin/inspect", "Bearer secret")]
+
+
+def test_without_a_key_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.delenv("JPAGED_ADMIN_KEY", raising=False)
+    assert cli.main(["inspect", "http://127.0.0.1:1"]) == 2
+    assert "--admin-key-file, or the variable JPAGED_ADMIN_KEY" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
@@ -131,7 +154,7 @@ def test_a_wrong_reference_count_is_reported(capsys: pytest.CaptureFixture[str])
 
 def test_an_idle_pool_is_one_line():
     empty = [BlockSnapshot(block, 0, (), None, None, 0) for block in range(1000)]
-    snapshot = EngineSnapshot(0, PoolSnapshot(1000, 16, 1, 0, 0, 0, 1000, 0, 0), tuple(empty), (), ())
+    snapshot = EngineSnapshot(0, PoolSnapshot(1000, 16, 1, 0, 0, 0, 1000, 0, 0), tuple(empty), (), (), *REST)
     assert [line.plain.strip() for line in block_map.block_lines(snapshot, {})] == ["0  0 cached, 1,000 empty"]
 
 
@@ -192,7 +215,7 @@ def test_many_requests_have_different_colours_and_a_legend_that_ends(tmp_path: p
     owners = ["_hidden", "$\\frac{$", "line\nbreak", "x" * 300, *(f"request-{i}" for i in range(56))]
     blocks = tuple(used(i, (name, 0)) for i, name in enumerate(owners))
     running = tuple(request(name, 1) for name in owners)
-    snapshot = EngineSnapshot(9, PoolSnapshot(60, 16, 1, 60, 0, 0, 0, 60, 960), blocks, running, ())
+    snapshot = EngineSnapshot(9, PoolSnapshot(60, 16, 1, 60, 0, 0, 0, 60, 960), blocks, running, (), *REST)
     known = block_map.looks(snapshot)
     assert len({look.colour for look in known.values()}) == 60
     block_picture.draw(snapshot, tmp_path / "blocks.png")
@@ -203,8 +226,8 @@ def test_many_requests_have_different_colours_and_a_legend_that_ends(tmp_path: p
     ("status", "body", "says"),
     [
         (401, error_body("invalid_admin_key"), "does not accept this admin key"),
-        (401, error_body("invalid_api_key"), "started without --admin-key"),
-        (404, error_body(None, "Not Found"), "started without --admin-key"),
+        (401, error_body("invalid_api_key"), "started without an admin key"),
+        (404, error_body(None, "Not Found"), "started without an admin key"),
         (404, b"<html>nothing</html>", "no jpaged server"),
         (404, b'{"detail": "Not Found"}', "no jpaged server"),
         (401, b"\xff", "no jpaged server"),
@@ -291,5 +314,5 @@ def test_a_key_flag_without_a_key_is_an_error(flag: str, words: list[str], capsy
 
 
 def test_the_word_none_is_a_key():
-    assert cli.parse(["serve", "demo", "--api-key", "None"]).api_key == ("None",)
-    assert cli.parse(["serve", "demo"]).api_key == ()
+    assert cli.parse(["serve", "demo", "--api-key", "None"]).access.api_key == ("None",)
+    assert cli.parse(["serve", "demo"]).access.api_key == ()

@@ -27,6 +27,7 @@ from jpaged.engine.step_plan import (
     StepResult,
     TransferCosts,
 )
+from jpaged.metrics import ProgramFigures
 
 UNWRITTEN = -1
 
@@ -74,6 +75,8 @@ class FakeRunner:
     def __post_init__(self) -> None:
         self.plans: list[StepPlan] = []
         self.closed = False
+        self.released = False
+        self.profiled: str | None = None
         self._collected = 0
         width = -(-self.max_model_len // self.block_size)
         self.pages = np.full((self.num_blocks, self.block_size), UNWRITTEN)
@@ -93,9 +96,14 @@ class FakeRunner:
         self.inits: list[RowInit | None] = [None] * self.max_num_seqs
         self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> content of the block
 
+    def program_figures(self) -> ProgramFigures:
+        """Figures of programs that do not exist."""
+        return ProgramFigures(ready=3, missing=0, seconds=1.5, cache_hits=2, cache_misses=1)
+
     def dispatch(self, plan: StepPlan) -> FakeHandle:
         """Run a step, after checking that the plan keeps all promises of StepPlan."""
         number = len(self.plans)
+        assert not self.released, "a step while the engine sleeps"
         self.plans.append(plan)
         if ("dispatch", number) in self.fail_at:
             self._fail("dispatch")
@@ -194,6 +202,29 @@ class FakeRunner:
     def set_params(self, params: int) -> None:
         """Use other weights. params: their number, larger than all numbers before."""
         self.weights = params
+
+    def describe(self, plan: StepPlan) -> str:
+        """Name the program of a plan."""
+        return f"fake step {len(self.plans)}"
+
+    def release(self) -> None:
+        """Lose all KV."""
+        assert self._collected == len(self.plans), "a step is in flight"
+        self.released = True
+        self.pages[:] = UNWRITTEN
+        self.written_for[:] = UNWRITTEN
+
+    def restore(self, *, weights: bool, kv_cache: bool) -> None:
+        """Allow steps again."""
+        self.released = self.released and not kv_cache
+
+    def start_profile(self, folder: str) -> None:
+        """Remember the folder."""
+        self.profiled = folder
+
+    def stop_profile(self) -> None:
+        """Forget the folder."""
+        self.profiled = None
 
     def wait_until_ready(self) -> None:
         """All programs exist."""

@@ -8,6 +8,7 @@ import pytest
 
 from jpaged.engine.engine import Engine
 from jpaged.engine.inspect import EngineCapture
+from jpaged.engine.step_log import MAX_STEPS
 from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 from tests.engine.fake_runner import FakeRunner
@@ -52,6 +53,34 @@ def test_the_table_and_the_queue(engine: Engine):
     # "first" has run in three steps: its prompt and two tokens. The third step's token is in flight.
     assert (by_id["first"].computed_tokens, by_id["first"].output_tokens) == (11, 2)
     assert all(0 <= request.age_seconds < 60 for request in by_id.values())
+
+
+def test_the_last_steps(engine: Engine):
+    """Three plans have been made, and the last one is in flight."""
+    snapshot = inspect(engine)
+    assert [(step.index, step.rows, step.decodes, step.prompt_tokens) for step in snapshot.last_steps] == [
+        (0, 1, 0, 9),
+        (1, 1, 1, 0),
+    ]
+    engine.step()
+    newest = inspect(engine).last_steps[-1]
+    assert (newest.index, newest.rows, newest.decodes, newest.prompt_tokens) == (2, 3, 1, 2 + 3)  # 8 of 10 are cached
+    assert newest.seconds > 0
+    assert newest.age_seconds >= 0
+    assert (snapshot.max_num_seqs, snapshot.stats.steps, snapshot.stats.generated_tokens) == (3, 3, 2)
+
+
+def test_old_steps_are_forgotten():
+    engine = Engine(FakeRunner(num_blocks=200, block_size=4, max_model_len=700))
+    engine.add_request("long", [1, 2, 3], greedy(600))
+    while engine.has_work:
+        engine.step()
+    steps = inspect(engine).last_steps
+    assert len(steps) == MAX_STEPS
+    assert [step.index for step in steps] == list(range(steps[-1].index - MAX_STEPS + 1, steps[-1].index + 1))
+    assert steps[-1].index >= 600 - 1
+    ages = [step.age_seconds for step in steps]
+    assert ages == sorted(ages, reverse=True)
 
 
 def test_the_block_map(engine: Engine):

@@ -8,7 +8,7 @@ import pytest
 from jpaged import ClassificationOutput, EmbeddingOutput, PoolingParams, RequestError, SamplingParams
 from jpaged.engine.engine import Engine, EngineOptions, StepError
 from jpaged.engine.step_plan import StepResult
-from jpaged.engine.strategies.pooling import Activation, Pooling, activation_of
+from jpaged.engine.strategies.pooling import Activation, Pooling, activation_of, labels_of
 from tests.engine.fake_runner import FakeRunner, next_token
 
 EMBEDS = Pooling(2)
@@ -112,3 +112,29 @@ def test_the_activation_is_read_from_the_config():
     assert activation_of({}, 1) is Activation.SIGMOID
     assert activation_of({"problem_type": None}, 2) is Activation.SOFTMAX
     assert activation_of({"problem_type": "single_label_classification"}, 1) is Activation.SOFTMAX
+
+
+def test_labels_have_the_names_of_the_config():
+    assert labels_of({"id2label": {"0": "bad", "1": "good"}}, 2) == ("bad", "good")
+    assert labels_of({"id2label": {"1": "good"}}, 2) == ("LABEL_0", "good")
+    assert labels_of({}, 1) == ("LABEL_0",)
+
+
+def test_a_prompt_is_cut_to_the_tokens_to_keep():
+    engine = Engine(PoolingRunner(num_blocks=64), options=EngineOptions(pooling=EMBEDS))
+    prompt = list(range(90))
+    for given, wanted in (
+        ({"truncate_prompt_tokens": 3}, prompt[-3:]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, prompt[:3]),
+        ({"truncate_prompt_tokens": -1}, prompt[-engine.runner.max_model_len :]),
+        ({"truncate_prompt_tokens": engine.runner.max_model_len}, prompt[-engine.runner.max_model_len :]),
+    ):
+        engine.add_request("a", prompt, PoolingParams(normalize=False, **given))
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        assert [(output.prompt_token_ids, output.outputs) for output in outputs] == [(wanted, raw(wanted))]
+    with pytest.raises(RequestError, match="truncation_side"):
+        PoolingParams(truncation_side="left")
+    with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+        engine.add_request("a", prompt, PoolingParams(truncate_prompt_tokens=engine.runner.max_model_len + 1))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import KVPages, paged_attention, write_kv, write_qkv
+from pallas_kernels import KVPages, gated_dot, paged_attention, write_kv, write_qkv
 
 ROWS, TOKENS, WIDTH, NUM_BLOCKS = 4, 64, 128, 1024
 HEADS = {"gqa": (32, 8), "mha": (4, 4), "gqa-7": (14, 2), "mqa": (8, 1), "mqa-20": (20, 1), "mha-32": (32, 32)}
@@ -43,9 +43,14 @@ TPU = {
     "mha-32-in-blocks-of-heads": ("mha-32", 128, "float32", None, 128, {}),
     "float32-queries": ("gqa", 128, "float32", "bfloat16", 16, {}),
     "float32-pages": ("gqa", 128, "bfloat16", "float32", 16, {}),
+    "int8": ("gqa", 128, "bfloat16", "int8", 64, {}),
+    "int8-float32-window": ("gqa-7", 64, "float32", "int8", 32, {"sliding_window": 100}),
+    "int8-in-blocks-of-heads": ("mha-32", 128, "bfloat16", "int8", 64, {}),
+    "fp8-softcap-sinks": ("gqa", 128, "bfloat16", "float8_e4m3fn", 64, {"logit_softcap": 30.0, "sinks": (32,)}),
 }
 TPU_WRITES = [("gqa", 128, "bfloat16", None), ("gqa", 128, "float32", None), ("gqa", 64, "bfloat16", None),
-              ("mha", 80, "float32", None), ("mqa", 256, "bfloat16", None)]  # fmt: skip
+              ("mha", 80, "float32", None), ("mqa", 256, "bfloat16", None), ("gqa", 128, "bfloat16", "int8"),
+              ("gqa-7", 64, "float32", "int8"), ("mqa", 256, "bfloat16", "float8_e4m3fn")]  # fmt: skip
 # name: heads, head_dim, dtype, dtype of the pages, bias, norm, half
 QKV = {
     "llama-3-8b": ("gqa", 128, "bfloat16", None, False, False, 64),
@@ -88,10 +93,16 @@ def attention(name, max_query_len, implementation, variants=ATTENTION):
     )  # fmt: skip
 
 
-def writing(heads, head_dim, dtype, kv_dtype, implementation):
+def writing(heads, head_dim, dtype, kv_dtype, implementation, block_size=16):
     new = array((TOKENS, HEADS[heads][1], head_dim), dtype)
     call = functools.partial(write_kv, implementation=implementation)
-    return call, (pages_of(heads, head_dim, dtype, kv_dtype), new, new, array((TOKENS,), np.int32))
+    return call, (pages_of(heads, head_dim, dtype, kv_dtype, block_size), new, new, array((TOKENS,), np.int32))
+
+
+def gated(rows, activation="silu"):
+    """Gate and up of Llama 3.1 8B, through the kernel for NVIDIA."""
+    call = functools.partial(gated_dot, activation=activation, implementation="triton")
+    return call, (array((rows, 4096), "bfloat16"), array((2, 14336, 4096), "bfloat16"), array((), "int32"))
 
 
 def writing_qkv(name, implementation):

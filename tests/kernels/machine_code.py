@@ -68,6 +68,26 @@ def kernels_of(call, arguments, folder: pathlib.Path) -> dict[str, Kernel]:
     return kernels
 
 
+@dataclasses.dataclass(frozen=True)
+class MosaicKernel:
+    """A compiled kernel of Mosaic GPU. XLA does not know its launch."""
+
+    registers: int       # of a thread, at the start
+    spilled_bytes: int   # of a thread
+    loops: list[list[str]]  # instructions of each loop that contains no other
+
+
+def mosaic_kernel(call, arguments, folder: pathlib.Path, monkeypatch) -> MosaicKernel:
+    """The only kernel of Mosaic GPU in a program. folder: for files of the compiler."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    compile_for(H200, call, arguments)
+    for log in folder.glob("*.log"):
+        log.unlink()  # 94 MB
+    (source,) = folder.glob("*.ptx")
+    registers, spilled, lines = _assembled(source)
+    return MosaicKernel(registers, spilled, _loops(lines))
+
+
 def _assembled(source: pathlib.Path) -> tuple[int, int, list[tuple[str, str]]]:
     """Registers, spilled bytes, and (label, instruction) of each line, for a file of PTX with one kernel."""
     binary = source.with_suffix(".cubin")

@@ -32,12 +32,13 @@ class Shape:
     softcap: float | None = None
     sinks: bool = False
     slopes: bool = False
+    scale: float | None = None   # None: head_dim ** -0.5
 
     @property
     def options(self) -> dict:
         """The options of a call, with numpy arrays."""
         return {
-            "scale": self.head_dim**-0.5,
+            "scale": self.head_dim**-0.5 if self.scale is None else self.scale,
             "sliding_window": self.window,
             "logit_softcap": self.softcap,
             "sinks": np.linspace(-1, 1, self.heads, dtype=np.float32) if self.sinks else None,

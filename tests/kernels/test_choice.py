@@ -114,10 +114,10 @@ def test_the_default_device_decides():
         assert default_device() == device
 
 
-def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None):
+def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None, block_size=16):
     q = jax.ShapeDtypeStruct((8, 4, head_dim), jnp.dtype("bfloat16"))
     tables = jax.ShapeDtypeStruct((8, 16), jnp.dtype("int32"))
-    return q, KVPages.shapes(32, 16, 2, head_dim, kv_dtype, v_dim=v_dim), tables, 1
+    return q, KVPages.shapes(32, block_size, 2, head_dim, kv_dtype, v_dim=v_dim), tables, 1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,9 @@ def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None):
     [
         (("cpu",), {}, "cpu" if library.native(cpu.KERNEL).name else "xla_loop"),
         (("tpu",), {}, "mosaic_tpu"),
-        (("tpu",), {"kv_dtype": "int8"}, "xla"),
+        (("tpu",), {"kv_dtype": "int8"}, "xla"),  # blocks of 16 tokens
+        (("tpu",), {"kv_dtype": "int8", "block_size": 64}, "mosaic_tpu"),
+        (("tpu",), {"kv_dtype": "float8_e4m3fn", "block_size": 32}, "mosaic_tpu"),
         (("tpu",), {"head_dim": 576, "v_dim": 512}, "xla"),
         (("gpu", "9.0"), {}, "triton"),
         (("gpu", "7.5"), {}, "xla"),
@@ -146,7 +148,8 @@ def test_device_and_shape_decide_the_implementation(device, call, name):
     [
         ("cpu", ("gpu", "9.0"), Shape(), "it is for CPU, not for a device. Leave it out"),
         ("mosaic_tpu", ("gpu", "9.0"), Shape(), "for TPU"),
-        ("mosaic_tpu", ("tpu",), Shape(kv_dtype="int8"), "pages are int8"),
+        ("mosaic_tpu", ("tpu",), Shape(kv_dtype="int8"), "block_size=16: it takes multiples of 32 for int8"),
+        ("mosaic_tpu", ("tpu",), Shape(dtype="float16"), "float16"),
         ("mosaic_tpu", ("tpu",), Shape(dtype="bfloat16", block_size=8, width=40), "multiples of 16"),
         ("mosaic_gpu", ("gpu", "8.0"), Shape(), "Hopper"),
         ("triton", ("gpu", "7.5"), Shape(), "compute capability 8.0 .Ampere. or newer, a device has 7.5"),

@@ -75,6 +75,34 @@ def test_decode_programs_follow_the_card_not_the_block_table(tmp_path):
         assert made["paged_decode"].blocks == 3 * 132
 
 
+@with_disassembler
+@pytest.mark.parametrize(
+    ("rows", "tiles", "shared", "resident"),
+    [(1, 224, 96, 2), (64, 224, 96, 2), (256, 224, 192, 1), (2048, 1792, 192, 1)],
+)
+def test_machine_code_of_gated_dot(rows, tiles, shared, resident, tmp_path):
+    """Llama 3.1 8B: both sums in Hopper's matrix instructions, two tiles in flight while they run, nothing spilled."""
+    (kernel,) = kernels_of(*lowered.gated(rows), tmp_path).values()
+    assert (kernel.blocks, kernel.shared_bytes, kernel.resident_blocks) == (tiles, shared << 10, resident)
+    assert kernel.spilled_bytes == 0
+    (loop,) = kernel.loops
+    print(f"{rows} rows: {len(loop)} instructions, {kernel.registers} registers")
+    assert len(loop) < 120
+    assert sum("HGMMA" in i for i in loop) == 8  # 64 inputs are four instructions a matrix
+    copies = [i for i in loop if "LDGSTS" in i]
+    assert copies
+    assert all(".128" in i for i in copies)
+    # x, gate and up are copied as three groups
+    assert [i.split()[-1] for i in loop if i.startswith("DEPBAR")] == ["0x6"]
+    assert [i.split()[-1] for i in loop if i.startswith("WARPGROUP.DEPBAR")] == ["0x2"], "a product waits for the last"
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+@pytest.mark.parametrize("target", ["l4", "a100"])
+def test_gated_dot_compiles_for_older_cards(target, rows):
+    assert kernels(compile_for(TARGETS[target], *lowered.gated(rows))) == ["gated_dot"]
+
+
 @pytest.mark.parametrize("name", [*lowered.QKV, *range(len(lowered.WRITES))])
 def test_writes_compile_and_stay_in_place(name):
     """The write is one kernel. Input and output pages are the same buffer, and no other operation uses it."""

@@ -59,6 +59,6 @@ def test_tpu_kernel_lowers(name, max_query_len):
 
 @pytest.mark.parametrize("variant", lowered.TPU_WRITES, ids=lambda v: "-".join(str(x) for x in v))
 def test_tpu_write_lowers(variant):
-    text = lower_for("tpu", *lowered.writing(*variant, "mosaic_tpu"))
+    text = lower_for("tpu", *lowered.writing(*variant, "mosaic_tpu", 64 if variant[3] else 16))
     assert text.count("custom_call @tpu_custom_call") == 1
     assert "write_kv_tpu" in text

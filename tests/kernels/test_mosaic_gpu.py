@@ -1,4 +1,4 @@
-"""The experimental decode for Hopper: in Pallas' GPU interpreter against float64, lowered, and compiled."""
+"""The decode for Hopper through Mosaic GPU: in Pallas' GPU interpreter against float64, lowered, and compiled."""
 
 from unittest import mock
 
@@ -75,7 +75,6 @@ def test_self_check_of_decodes_finds_agreement():
 @pytest.mark.parametrize(
     ("shape", "change", "message"),
     [
-        (PLAIN, {"max_query_len": 2}, "max_query_len=2"),
         (PLAIN, {"q": jnp.zeros((6, 4, 64), jnp.float32)}, "q float32"),
         (Shape(head_dim=32, dtype="bfloat16", tokens=0), {}, "head_dim=32"),
         (Shape(head_dim=64, dtype="bfloat16", tokens=0, block_size=24), {}, "block_size=24"),

@@ -24,25 +24,28 @@ LONG = Shape(kv_heads=4, block_size=32, tokens=0, rows=7)
 
 
 @pytest.mark.parametrize(
-    ("heads", "window"),
+    ("heads", "window", "kv_dtype"),
     [
-        pytest.param(1, 300, id="head-by-head-300"), pytest.param(4, None, id="all-heads-None"),
-        pytest.param(1, None, id="head-by-head-None", marks=pytest.mark.slow),
-        pytest.param(4, 300, id="all-heads-300", marks=pytest.mark.slow),
+        pytest.param(1, 300, None, id="head-by-head-300"), pytest.param(4, None, None, id="all-heads-None"),
+        pytest.param(1, None, None, id="head-by-head-None", marks=pytest.mark.slow),
+        pytest.param(4, 300, None, id="all-heads-300", marks=pytest.mark.slow),
+        pytest.param(2, 300, "int8", id="two-heads-300-int8"),
+        pytest.param(1, None, "float8_e4m3fn", id="head-by-head-None-fp8"),
     ],
 )  # fmt: skip
-def test_tiles_of_long_and_empty_rows(window, heads):
-    """Programs of one KV head, as with little fast memory, and programs of all KV heads."""
-    shape = dataclasses.replace(LONG, window=window)
+def test_tiles_of_long_and_empty_rows(window, heads, kv_dtype):
+    """Programs of some KV heads, as with little fast memory, and programs of all KV heads."""
+    shape = dataclasses.replace(LONG, window=window, kv_dtype=kv_dtype)
     case = make_case(shape, MANY_STEPS)
     with mock.patch.object(mosaic_tpu, "_heads", return_value=heads):
         result = attend(shape, case, "mosaic_tpu", heads)
     np.testing.assert_allclose(result, expected(shape, case), atol=TOLERANCE["float32"])
 
 
-def test_waits_for_the_pages_that_it_reads():
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_waits_for_the_pages_that_it_reads(kv_dtype):
     """JAX simulates a TPU's memory: a copy happens when the kernel waits for it, and races are reported."""
-    shape = dataclasses.replace(LONG, kv_heads=2, window=300)
+    shape = dataclasses.replace(LONG, kv_heads=2, window=300, kv_dtype=kv_dtype)
     case = make_case(shape, MANY_STEPS)
     result = mosaic_tpu.paged_attention(
         *case.values(), **shape.options, max_query_len=1, interpret=pltpu.InterpretParams(detect_races=True)
@@ -52,13 +55,14 @@ def test_waits_for_the_pages_that_it_reads():
     assert not interpret_pallas_call.races.races_found
 
 
-def test_bits_of_a_row_do_not_depend_on_other_rows():
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+def test_bits_of_a_row_do_not_depend_on_other_rows(kv_dtype):
     """Steps are counted from position 0 of a row, so more rows, other rows or chunks do not change the bits."""
     for tokens, first, batches in (
         (0, (1, 600), (((1, 7), (1, 150)), ((0, 0), (1, 513)))),
         (64, (6, 600), (((1, 90),), ((1, 300), (1, 1)))),
     ):
-        shape = Shape(block_size=32, tokens=tokens)
+        shape = Shape(block_size=32, tokens=tokens, kv_dtype=kv_dtype)
         alone = attend(shape, make_case(shape, (first,)), "mosaic_tpu")
         for others in batches:  # data and the first row's blocks do not depend on the others
             among = attend(shape, make_case(shape, (first, *others)), "mosaic_tpu")
@@ -72,38 +76,54 @@ def test_bits_of_a_row_do_not_depend_on_other_rows():
         ({"dtype": "float16"}, "queries are float16"),
         ({"block_size": 8, "dtype": "bfloat16"}, "multiples of 16 for bfloat16"),
         ({"block_size": 8}, None),
+        ({"block_size": 64, "dtype": "bfloat16", "kv_dtype": "int8"}, None),
+        ({"block_size": 16, "dtype": "bfloat16", "kv_dtype": "int8"}, "multiples of 32 for int8"),
+        ({"block_size": 16, "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}, "multiples of 32 for float8_e4m3fn"),
         ({"width": 1 << 15}, None),
         ({"width": 1 << 16}, "use larger blocks"),
     ],
 )
 def test_refused_calls_are_named(change, reason):
     shape = {"block_size": 16, "dtype": "float32", "width": 20} | change
-    pages = KVPages.shapes(64, shape["block_size"], 2, 16, shape["dtype"])
-    q = jax.ShapeDtypeStruct((64, 4, 16), pages.dtype)
+    pages = KVPages.shapes(64, shape["block_size"], 2, 16, shape.get("kv_dtype", shape["dtype"]))
+    q = jax.ShapeDtypeStruct((64, 4, 16), jnp.dtype(shape["dtype"]))
     tables = jax.ShapeDtypeStruct((256, shape["width"]), np.int32)
     answer = mosaic_tpu.refuse(device_like("tpu"), q, pages, tables, 64)
     assert answer is None if reason is None else reason in str(answer)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_write_puts_tokens_into_slabs_whatever_their_order(dtype):
     """Several tokens per slab and slabs per block, in any order, with NaN in other slots; and only padding."""
     rng = np.random.default_rng(0)
-    data = rng.standard_normal((6, 2, 3, 32, 16))
-    data[2] = np.nan
-    pages = KVPages(jnp.asarray(data, dtype))
-    k, v = jnp.asarray(rng.standard_normal((2, 40, 3, 16)), dtype)
+    data = rng.standard_normal((3, 2, 3, 64, 16))
+    data[1] = np.nan
+    scales, kind = None, dtype
+    if dtype == "int8":
+        data, kind = rng.integers(-127, 128, data.shape), "bfloat16"
+        scales = jnp.asarray(rng.uniform(0.01, 0.04, data.shape[:-1]), jnp.bfloat16).at[1].set(jnp.nan)
+    elif dtype == "float8_e4m3fn":
+        scales, kind = jnp.asarray([[0.5, 2.0, 1.0], [1.0, 0.01, 0.3]], jnp.float32), "bfloat16"
+    pages = KVPages(jnp.asarray(data, dtype), scales)
+    k, v = jnp.asarray(rng.standard_normal((2, 40, 3, 16)), kind)
     k = k.at[3].set(jnp.nan)  # NaN of one token must stay in its slot
-    slots = rng.permutation(6 * 32)[:40].astype(np.int32)
+    k = k.at[5].set(0.0)
+    slots = rng.permutation(3 * 64)[:40].astype(np.int32)
     slots[rng.permutation(40)[:9]] = -1
-    slots[20:] = np.where(slots[20:] >= 0, np.arange(64, 84), -1)  # neighbouring slots, as in a prompt
+    slots[20:] = np.where(slots[20:] >= 0, np.arange(84, 104), -1)  # neighbouring slots, as in a prompt
     slots[:20][np.isin(slots[:20], slots[20:])] = -1
     slots = jnp.asarray(slots)
     for given in (slots, jnp.full_like(slots, -1)):
         wanted = write_kv(pages, k, v, given, implementation="xla")
         result = write_kv(pages, k, v, given, implementation="mosaic_tpu")
-        np.testing.assert_array_equal(np.asarray(result.data, np.float32), np.asarray(wanted.data, np.float32))
+        assert_same(result, wanted)
     simulated = mosaic_tpu_write.write_kv(pages, k, v, slots, interpret=pltpu.InterpretParams(detect_races=True))
     wanted = write_kv(pages, k, v, slots, implementation="xla")
-    np.testing.assert_array_equal(np.asarray(simulated.data, np.float32), np.asarray(wanted.data, np.float32))
+    assert_same(simulated, wanted)
     assert not interpret_pallas_call.races.races_found
+
+
+def assert_same(result, wanted):
+    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))

@@ -40,9 +40,15 @@ SHAPES = {
     "256": Shape(head_dim=256),
     "2048-keys": Shape(tokens=0, width=128, num_blocks=160, rows=3),  # four splits by the rule
     "fp16": Shape(head_dim=64, dtype="float16"),
+    "tiny-scale": Shape(scale=1e-31, window=40),  # all keys in the window weigh the same
     "int8": Shape(kv_dtype="int8"),
-    "int8-decodes-bf16": Shape(heads=8, head_dim=64, tokens=0, dtype="bfloat16", kv_dtype="int8"),
-    "fp8": Shape(kv_dtype="float8_e4m3fn"),
+    "int8-decodes-bf16": Shape(
+        heads=8, head_dim=64, block_size=32, width=10, tokens=0, dtype="bfloat16", kv_dtype="int8"
+    ),
+    "int8-all-options": Shape(
+        block_size=32, width=10, kv_dtype="int8", window=40, softcap=2.0, sinks=True, slopes=True
+    ),
+    "fp8": Shape(block_size=32, width=10, kv_dtype="float8_e4m3fn"),
     "fp8-decodes-bf16": Shape(heads=8, head_dim=64, tokens=0, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
     "latent": Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64),
     "latent-decodes": Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64, tokens=0, dtype="bfloat16"),
@@ -58,7 +64,7 @@ IMPLEMENTED = {
     "triton_small": ("ragged-all-options", "decodes", "int8"),
     "mosaic_tpu": tuple(
         name for name, shape in SHAPES.items()
-        if shape.v_dim is None and shape.kv_dtype is None and shape.dtype != "float16"
+        if shape.v_dim is None and shape.dtype != "float16" and (shape.kv_dtype is None or shape.block_size >= 32)
     ),
 }
 # Splits of 24 keys, and of 48 for rows of more than 8 * 24 keys: neither is a multiple of the 32 keys per iteration.
@@ -86,9 +92,9 @@ FIRST = {
     "xla": ("all-options",),
     "xla_loop": ("ragged-all-options", "int8-decodes-bf16", "fp8", "latent", "96-block-128"),
     "cpu": tuple(SHAPES),  # a second in all
-    "triton": ("ragged-all-options", "group-7-64-block-32", "int8", "fp8-decodes-bf16", "256"),
+    "triton": ("ragged-all-options", "tiny-scale", "gqa-7-64-block-32", "int8", "fp8-decodes-bf16", "256"),
     "triton_small": ("ragged-all-options",),
-    "mosaic_tpu": ("ragged-all-options", "group-7-64-block-32", "decodes"),
+    "mosaic_tpu": ("ragged-all-options", "gqa-7-64-block-32", "decodes", "int8-all-options", "fp8"),
     "triton-splits": ("all-options",),
 }
 

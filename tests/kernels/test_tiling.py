@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KVPages, platforms
-from pallas_kernels.paged_attention import tiling
+from pallas_kernels.paged_attention import tiling, usable_implementations
 from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.paged_attention.triton_decode import splits_of_rows
 from pallas_kernels.paged_attention.triton_keys import Problem
@@ -40,6 +41,24 @@ def test_measured_shapes_use_their_tiling_and_others_the_rule(monkeypatch, tmp_p
     another = type("Device", (), {"device_kind": "another card", "platform": "gpu"})
     monkeypatch.setattr(jax, "devices", lambda: [another])
     assert Tiling.choose(*call()) == Tiling.by_rule(128, 4)
+
+
+def test_measurements_choose_the_prefill(monkeypatch, tmp_path):
+    """Mosaic GPU's on the measured card, for shapes that it takes; without measurements Triton's."""
+    file = tmp_path / "tuning.json"
+    fields = dataclasses.asdict(Tiling.by_rule(128, 2)) | {"prefill_kernel": "mosaic_gpu"}
+    keys = [f"q bfloat16, pages {pages}, head_dim 128, q_per_kv 4, block 16" for pages in ("bfloat16", "int8")]
+    file.write_text(json.dumps({"NVIDIA H200": {key: {"tiling": fields} for key in keys}}))
+    monkeypatch.setattr(tiling, "FILE", file)
+    tables = jax.ShapeDtypeStruct((1, 8), np.dtype("int32"))
+    q = jax.ShapeDtypeStruct((64, 8, 128), jnp.dtype("bfloat16"))
+
+    def names(kind, pages="bfloat16"):
+        card = types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability="9.0")
+        return usable_implementations(card, q, KVPages.shapes(1, 16, 2, 128, pages), tables, 64)
+
+    assert names("NVIDIA H200") == ("mosaic_prefill", "triton", "triton_small", "xla")
+    assert names("NVIDIA H200", "int8") == names("NVIDIA H100") == ("triton", "triton_small", "xla")
 
 
 @pytest.mark.parametrize(("keys", "sizes"), [(16, []), (16384, []), (16385, [1024]), (131072, [1024, 2048, 4096])])

@@ -6,6 +6,7 @@ Each is one CUDA graph, and the sampler reads the logits as often as it must.
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -17,7 +18,9 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.program_text import Program
 from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import StateSizes, state_shapes
+from jpaged.runtime.vocab_search import smallest_bound
 from tests.deviceless import H200, marks
+from tests.kernels.machine_code import compile_for
 
 pytestmark = [pytest.mark.codegen, *marks(H200)]
 
@@ -40,7 +43,7 @@ def test_a_head_is_one_command_buffer(shape, tmp_path):
     """The host gives the card one command. It reads no condition, and starts no kernel by itself."""
     placement = dataclasses.replace(Placement.for_target(H200), dump_to=str(tmp_path))
     dtype = jnp.dtype("bfloat16")
-    sizes = StateSizes(64, 16, ROWS, SPEC.max_position // 16, 512)
+    sizes = StateSizes(64, 16, ROWS, SPEC.max_position // 16, 512, ROWS)
     state = state_shapes(SPEC, group_layers(SPEC.windows, SPEC.max_position), sizes, dtype=dtype, placement=placement)
     with H200.tracing():
         program = compile_output(
@@ -55,3 +58,14 @@ def test_a_head_is_one_command_buffer(shape, tmp_path):
         logits = ROWS * SPEC.vocab_size * 4
         traffic = Program(program.as_text()).traffic()
         assert 1 <= sum(one.read // logits for one in traffic if one.read >= logits) <= MOST_READS[shape.variant]
+
+
+def test_a_search_reads_the_logits_eight_times():
+    """Each of the 8 turns reads them and their weights once. Halving the range would take 31 turns."""
+    logits = jax.ShapeDtypeStruct((64, SPEC.vocab_size), jnp.dtype("float32"))
+    wanted = jax.ShapeDtypeStruct((64,), jnp.dtype("float32"))
+    program = Program(compile_for(H200, smallest_bound, (logits, logits, wanted)).as_text())
+    (loop,) = [operation for operation in program.operations() if operation.kind == "while"]
+    assert loop.turns == 8
+    read = sum(one.read for one in program.traffic(loop.called("body")))
+    assert 2 <= read / (64 * SPEC.vocab_size * 4) < 2.2

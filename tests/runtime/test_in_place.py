@@ -22,7 +22,7 @@ from jpaged.models.spec import DecoderSpec, Experts, Rope, WeightLayout, param_s
 from jpaged.runtime.block_moves import HOST_BUCKET, BlockMover
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
-from jpaged.runtime.step import ForwardShape, compile_forward, run_forward
+from jpaged.runtime.step import ForwardShape, compile_forward, flat_weights, run_forward
 from tests.deviceless import H200, V5E, marks
 
 pytestmark = pytest.mark.codegen
@@ -58,7 +58,7 @@ def dtype_of(target):
 
 def sizes(blocks):
     """Sizes of the device state."""
-    return StateSizes(blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens)
+    return StateSizes(blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens, ROWS)
 
 
 def placement_on(target):
@@ -68,7 +68,7 @@ def placement_on(target):
 
 
 @functools.cache
-def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None):
+def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None):
     dtype, placement, mesh = dtype_of(target), placement_on(target), contextlib.nullcontext()
     spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts)
     kv_groups = group_layers(spec.windows, spec.max_position)
@@ -80,7 +80,7 @@ def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), e
     with mesh:
         return compile_forward(
             params, state, shape, spec=spec, kv_groups=kv_groups, layout=WeightLayout(),
-            implementation=IMPLEMENTATIONS[target], placement=placement,
+            implementation=IMPLEMENTATIONS[target], placement=placement, gated_dot=gated_dot,
         )  # fmt: skip
 
 
@@ -163,15 +163,26 @@ def test_a_layer_has_two_custom_calls_on_tpu(target, shape):
 
 
 @pytest.mark.parametrize("target", [pytest.param("h200 kernels", marks=DEVICELESS)])
-def test_a_decode_layer_is_at_most_twelve_kernels(target):
+@pytest.mark.parametrize(("gated_dot", "calls", "most"), [("xla", 3, 12), ("triton", 4, 11)])
+def test_kernels_of_a_decode_layer(target, gated_dot, calls, most):
     """Each launch of a kernel takes some microseconds. A small decode step consists mostly of launches."""
     one_less, whole = (
-        operations(main_computation(compiled(target, DECODE, layers=n).as_text()))
+        operations(main_computation(compiled(target, DECODE, layers=n, gated_dot=gated_dot).as_text()))
         for n in (SPEC.num_layers - 1, SPEC.num_layers)
     )
     layer = {name: whole[name] - one_less[name] for name in LAUNCHES}
-    assert layer["custom-call"] == 3
-    assert sum(layer.values()) <= 12, layer
+    assert layer["custom-call"] == calls
+    assert sum(layer.values()) <= most, layer
+
+
+@pytest.mark.parametrize("target", [pytest.param("h200 kernels", marks=DEVICELESS)])
+def test_gated_dot_writes_no_product(target):
+    """No array of a chunk holds both products, [tokens, 2 * intermediate], and the matrices are not copied."""
+    both = f"[{PREFILL.tokens},{2 * SPEC.intermediate_size}]"
+    assert both in compiled(target, PREFILL, gated_dot="xla").as_text()
+    text = compiled(target, PREFILL, gated_dot="triton").as_text()
+    assert both not in text
+    assert large_moves(text, limit(target)) == []
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS, 10 * BLOCKS])
@@ -253,7 +264,7 @@ def test_a_step_takes_as_long_over_ten_times_the_pool(shape):
             for blocks in states:
                 start = time.perf_counter()
                 run = compiled("cpu", shape, blocks)
-                states[blocks], computed = run_forward(run, params, states[blocks], packed)
+                states[blocks], computed = run_forward(run, flat_weights(params), states[blocks], packed)
                 jax.block_until_ready((states[blocks], computed))
                 times[blocks].append(time.perf_counter() - start)
         ratio = statistics.median(times[10 * BLOCKS]) / statistics.median(times[BLOCKS])

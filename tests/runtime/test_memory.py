@@ -83,7 +83,7 @@ def test_the_pool_of_an_accelerator_is_the_free_memory():
     table = memory.table_bytes(SPEC, memory.decide_limits(SPEC, CONFIG, "gpu"), FLOAT32)
     # counts of 1,000 ids, their mask in 32 words, 1,024 ids with their biases
     sampling = 4 * (1000 + 32 + 2 * MAX_LOGIT_BIAS)
-    assert table == 256 * (4 * (NUM_FIELDS + 4096 // 16) + sampling) + 2048 * SPEC.hidden_size * 4
+    assert table == 256 * (4 * (NUM_FIELDS + 4096 // 16 + 2) + sampling) + 2048 * SPEC.hidden_size * 4
     free = 5000 * BLOCK_BYTES + table
     assert plan(platform="gpu", free_bytes=free).num_blocks == memory.round_down(5000)
     assert plan(platform="gpu", free_bytes=free + 777, temp_bytes=777).num_blocks == memory.round_down(5000)

@@ -90,10 +90,10 @@ def llama_tables(max_model_len):
     """Bytes of the device state without the pages.
 
     The request table, the block tables, and a hidden state of 4,096 numbers of two bytes for each of 2,048 tokens. For
-    each of 256 rows: counts of all ids, a mask of 4,008 words, and 1,024 ids with their biases.
+    each of 256 rows: counts of all ids, a mask of 4,008 words, 1,024 ids with their biases, and 2 indices.
     """
     sampling = 4 * (128_256 + 4_008 + 2 * 1_024)
-    return 256 * (4 * (NUM_FIELDS + max_model_len // 16) + sampling) + 2048 * 4096 * 2
+    return 256 * (4 * (NUM_FIELDS + max_model_len // 16 + 2) + sampling) + 2048 * 4096 * 2
 
 
 def hand_made(device_bytes, temp_bytes, max_model_len=131_072):
@@ -285,7 +285,7 @@ def test_an_engine_agrees_with_its_plan(options, caplog):
         assert real.weight_bytes == sum(leaf.nbytes for leaf in leaves(runner._params))
         assert real.kv_bytes == sum(leaf.nbytes for leaf in leaves(runner._state.pages))
         state = runner._state
-        assert real.table_bytes == sum(leaf.nbytes for leaf in leaves(state.replace(pages=())))
+        assert real.table_bytes == sum(leaf.nbytes for leaf in leaves(state.with_pages(())))
     finally:
         built.engine.close()
     again = [record.getMessage() for record in caplog.records if "max_model_len is now" in record.getMessage()]

@@ -107,6 +107,34 @@ ENTRY %main (a: bf16[6,8]) -> bf16[2,8] {
     assert (one.operation.is_transfer, one.read, one.written) == (True, 2 * 8 * 2, 0)
 
 
+def test_a_convolution_is_a_product():
+    """As XLA writes products on TPU: inside fusions, with axes that only the weights have, and with contracted axes."""
+    text = """
+%inner (x: bf16[5,6,1,1], w: bf16[3,2,7,6]) -> bf16[5,3,2,7] {
+  %x = bf16[5,6,1,1]{1,0,3,2} parameter(0)
+  %w = bf16[3,2,7,6]{3,2,1,0} parameter(1)
+  ROOT %kept = bf16[5,3,2,7]{0,3,2,1} convolution(%x, %w), window={size=3x2 pad=2_2x1_1}, dim_labels=bf01_01oi->b01f
+}
+
+%outer (x.1: bf16[5,6,1,1], w.1: bf16[3,2,7,6]) -> bf16[5,3,2,7] {
+  %x.1 = bf16[5,6,1,1]{1,0,3,2} parameter(0)
+  %w.1 = bf16[3,2,7,6]{3,2,1,0} parameter(1)
+  ROOT %call = bf16[5,3,2,7]{0,3,2,1} fusion(%x.1, %w.1), kind=kOutput, calls=%inner
+}
+
+ENTRY %main (a: bf16[5,6,1,1], b: bf16[3,2,7,6], c: bf16[5,3,6], d: bf16[3,6,4]) -> f32[5,1,4] {
+  %a = bf16[5,6,1,1]{1,0,3,2} parameter(0)
+  %b = bf16[3,2,7,6]{3,2,1,0} parameter(1)
+  %c = bf16[5,3,6]{2,1,0} parameter(2)
+  %d = bf16[3,6,4]{2,1,0} parameter(3)
+  %nested = bf16[5,3,2,7]{0,3,2,1} fusion(%a, %b), kind=kOutput, calls=%outer
+  ROOT %summed = f32[5,1,4]{2,1,0} convolution(%c, %d), window={size=3}, dim_labels=b0f_0io->b0f
+}
+"""
+    flops = {one.operation.name: one.flops for one in Program(text).traffic()}
+    assert flops == {"nested": 2 * 5 * (3 * 2 * 7) * 6, "summed": 2 * 5 * 4 * (3 * 6)}
+
+
 def test_a_program_of_this_machine():
     """XLA's own text: one product, and a gather that reads 3 of 100 rows."""
 

@@ -179,19 +179,48 @@ def test_a_search_for_another_row_changes_nothing():
     np.testing.assert_array_equal(alone, both[:8])
 
 
-def test_likeliest_agrees_with_a_sort():
+@pytest.mark.parametrize(("platform", "vocab"), [("default", 64 * 512), ("tpu", 64 * 512), ("tpu", 128 * 131)])
+def test_likeliest_agrees_with_a_sort(platform, vocab, monkeypatch):
+    """tpu: the form for TPU, with blocks of 512 and 64, then of 128 and 64."""
+    choose = lambda *args, **forms: forms.get(platform, forms["default"])(*args)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
     rng = np.random.default_rng(0)
-    x = rng.integers(0, 50, (8, 64 * 512)).astype(np.float32)  # ties everywhere
+    x = rng.integers(0, 50, (16, vocab)).astype(np.float32)  # ties everywhere
     x[1] = -np.inf
     x[1, 77] = 3
     for count in (1, 20, 100):
-        values, ids = jax.jit(vocab_search.likeliest, static_argnums=1)(jnp.asarray(x), count)
+        likeliest = functools.partial(vocab_search.likeliest, count=count)  # JAX traces every new function
+        values, ids = jax.jit(likeliest)(jnp.asarray(x))
         order = np.argsort(-x, axis=1, kind="stable")[:, :count]
         np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
         np.testing.assert_array_equal(ids, order)
-    largest, ids = jax.jit(vocab_search.argmax)(jnp.asarray(x))
+    largest, ids = jax.jit(lambda x: vocab_search.argmax(x))(jnp.asarray(x))
     np.testing.assert_array_equal(ids, x.argmax(axis=1))
     np.testing.assert_array_equal(largest, x.max(axis=1))
+    x[9, -1], x[11, 64] = np.nan, -np.nan
+    for block in (vocab_search.BLOCK, vocab_search.CANDIDATE_BLOCK):
+        _, is_nan = jax.jit(lambda x, block=block: vocab_search.block_maxima_and_nan(x, x, block))(jnp.asarray(x))
+        np.testing.assert_array_equal(np.nonzero(is_nan)[0], [9, 11])
+
+
+@pytest.mark.parametrize("search", [vocab_search.bound_by_halves, vocab_search.bound_by_sixteenths])
+def test_searches_over_all_values_agree_with_a_sort(search):
+    """For the whole range of float32, with infinities and ties. Weights are whole numbers, so the sums are exact."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 0x7F800001, (64, 500), np.int32)
+    bits[:2], bits[2:4], bits[4, ::2], bits[5, :400], bits[6] = 0, 0x7F800000, 7, 0x7F800000, bits[6, 0]
+    x = bits.view(np.float32)
+    weights = rng.integers(0, 4, x.shape).astype(np.float32)
+    order = np.argsort(x, axis=1)
+    sums = np.cumsum(np.take_along_axis(weights, order, 1), axis=1)
+    for share in (0.0, 0.01, 0.5, 1.0, 1.01):
+        wanted = np.floor(share * sums[:, -1]) if share < 1 else share * sums[:, -1]
+        count = np.sum(sums < wanted[:, None], axis=1)
+        values = np.take_along_axis(x, np.take_along_axis(order, np.minimum(count, 499)[:, None], 1), 1)[:, 0]
+        expected = np.where(wanted == 0, 0, np.where(count < 500, values, np.inf))
+        np.testing.assert_array_equal(jax.jit(search)(x, weights, wanted), expected)
+    ones = np.ones(x.shape, np.int32)
+    np.testing.assert_array_equal(jax.jit(search)(x, ones, np.full(64, 123, np.int32)), np.sort(x, axis=1)[:, 122])
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from jpaged.models.spec import WeightLayout, param_shapes
 from jpaged.params.logits_processors import logits_processors
 from jpaged.runtime import stored_programs
 from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
+from jpaged.runtime.compile_cache import CacheCounter, persistent_cache
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import cpu_kernels
@@ -136,6 +137,28 @@ def test_a_damaged_file_is_made_again(tmp_path, caplog, harm):
     assert compiled(store) == 2
     assert caplog.text.count("is damaged") == 1
     assert files(tmp_path) == {name: data}
+
+
+@pytest.mark.parametrize("harm", ["cut", "empty", "random"])
+def test_a_damaged_file_of_jax_is_made_again(tmp_path, harm):
+    """JAX alone keeps the damaged file, and compiles at every start."""
+
+    def hits_and_misses() -> tuple[int, int]:
+        jax.clear_caches()
+        counter = CacheCounter()
+        with persistent_cache(str(tmp_path)):
+            program = jax.jit(lambda x: x * 3 + 1).lower(X).compile()
+        counter.close()
+        assert np.asarray(program(np.ones(X.shape, X.dtype))).max() == 4
+        return counter.hits, counter.misses
+
+    assert hits_and_misses() == (0, 1)
+    [path] = tmp_path.glob("*-cache")
+    data = path.read_bytes()
+    path.write_bytes({"cut": data[:-10], "empty": b"", "random": os.urandom(len(data))}[harm])
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        assert hits_and_misses() == (0, 1)
+    assert hits_and_misses() == (1, 0)
 
 
 def test_programs_that_were_not_used_for_a_month_are_removed(tmp_path):

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import pathlib
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,11 +27,14 @@ _spec.loader.exec_module(fake_engine)
 
 
 @contextlib.contextmanager
-def running(app, limits: ConnectionLimits | None = None) -> Iterator[str]:
+def running(app, limits: ConnectionLimits | None = None, *, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The base URL of an application that runs in a thread."""
     with socket.create_server(("127.0.0.1", 0)) as address:
         http = bounded_connection(limits)
-        config = uvicorn.Config(app, http=http, log_level="warning", timeout_graceful_shutdown=1)
+        made = None if tls is None else lambda *_: tls
+        config = uvicorn.Config(
+            app, http=http, log_level="warning", timeout_graceful_shutdown=1, ssl_context_factory=made
+        )
         server = uvicorn.Server(config)
 
         def serve() -> None:
@@ -40,7 +44,7 @@ def running(app, limits: ConnectionLimits | None = None) -> Iterator[str]:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{address.getsockname()[1]}"
+            yield f"{'http' if tls is None else 'https'}://127.0.0.1:{address.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(timeout=10)
@@ -77,5 +81,5 @@ def url(engine, host) -> str:
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as made:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made

@@ -6,13 +6,14 @@ half of their tokens, so that the answers of a request end in different steps.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import numpy as np
 
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.outputs import (
+    ClassificationOutput,
     CompletionOutput,
     EmbeddingOutput,
     EngineStats,
@@ -21,8 +22,8 @@ from jpaged.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from jpaged.params.pooling import PoolingParams
-from jpaged.params.sampling import SamplingParams
+from jpaged.params.pooling import PooledModel, PoolingParams
+from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot
 
 VOCAB = 256
@@ -38,10 +39,16 @@ class ByteTokenizer:
     def encode(self, text: str, **options: Any) -> list[int]:
         return list(text.encode())
 
+    def __len__(self) -> int:
+        return VOCAB
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+        return [chr(token_id) for token_id in token_ids]
+
     def get_vocab(self) -> dict[str, int]:
         return {chr(byte): byte for byte in range(VOCAB)}
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], **options: Any) -> str:
         return bytes(token_ids).decode(errors="replace")
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
@@ -60,6 +67,7 @@ class FakeEngine:
 
     step_seconds: float = 0.001
     dead: bool = False
+    full: bool = False  # `generate` refuses all requests
     is_ready: bool = True
     fails_at: int | None = None  # step at which `generate` raises EngineError
     max_model_len: int = 4096
@@ -72,9 +80,13 @@ class FakeEngine:
     seen_salts: list[str | None] = dataclasses.field(default_factory=list)
     seen_priorities: list[int] = dataclasses.field(default_factory=list)
     seen_pooling: list[PoolingParams] = dataclasses.field(default_factory=list)
+    pooling: PooledModel | None = None
     aborts: bool = False  # `encode` returns aborted requests
     says: str | None = None  # text of every answer, instead of the prompt
     closed: bool = False
+    paused: bool = False
+    asleep: bool = False
+    calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)  # of the admin routes
 
     async def generate(
         self,
@@ -84,6 +96,7 @@ class FakeEngine:
         *,
         priority: int = 0,
         refuse_cut: bool = False,
+        on_admitted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         ids = self._token_ids(prompt, priority)
         if not ids:
@@ -91,10 +104,12 @@ class FakeEngine:
         for token_id in ids:
             if not 0 <= token_id < VOCAB:
                 raise RequestError("prompt_token_ids", token_id, f"ids run from 0 to {VOCAB - 1}")
-        if ids == self.tokenizer.encode("full"):
+        if self.full or ids == self.tokenizer.encode("full"):
             raise CapacityError("too many requests wait", retry_after=7)
         if refuse_cut and len(ids) + (sampling_params.max_tokens or 0) > self.max_model_len:
             raise RequestError("max_tokens", sampling_params.max_tokens, "is more than fits")
+        if on_admitted is not None:
+            on_admitted()
         self.seen_params.append(sampling_params)
         self.seen_prompts.append(ids)
         self.running.add(request_id)
@@ -107,7 +122,8 @@ class FakeEngine:
                 self.steps[request_id] = step
                 if self.fails_at is not None and step > self.fails_at:
                     raise EngineError("secret detail of a device")
-                if step == count or not sampling_params.chooses:
+                whole = sampling_params.chooses or sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+                if step == count or not whole:
                     yield self._output(request_id, ids, step, count, sampling_params)
         finally:
             self.running.discard(request_id)
@@ -131,9 +147,14 @@ class FakeEngine:
             recomputed_tokens=0, kv_waste=0.0, compiles_after_ready=0,
         )  # fmt: skip
 
+    def metrics(self) -> None:
+        """No figures are collected."""
+        if self.closed:
+            raise EngineError("closed")
+
     async def encode(
         self, prompt: str | dict[str, Any], pooling_params: PoolingParams, request_id: str, *, priority: int = 0
-    ) -> AsyncGenerator[PoolingRequestOutput[EmbeddingOutput | None], None]:
+    ) -> AsyncGenerator[PoolingRequestOutput[EmbeddingOutput | ClassificationOutput | None], None]:
         """The embedding of a prompt is its token ids plus one third."""
         ids = self._token_ids(prompt, priority)
         if not ids:
@@ -145,7 +166,11 @@ class FakeEngine:
         try:
             await asyncio.sleep(self.step_seconds / len(ids))  # the longest prompt finishes first
             values = np.float32(ids) + np.float32(1 / 3)
-            output = None if self.aborts else EmbeddingOutput(values[: pooling_params.dimensions].tolist())
+            output: EmbeddingOutput | ClassificationOutput | None = None
+            if pooling_params.task == "classify":
+                output = ClassificationOutput([1 / 4, 3 / 4][-len(self.pooling.labels if self.pooling else "ab") :])
+            elif not self.aborts:
+                output = EmbeddingOutput(values[: pooling_params.dimensions].tolist())
             yield PoolingRequestOutput(request_id, None, ids, output, True, RequestMetrics(0.0))
         finally:
             self.running.discard(request_id)
@@ -166,7 +191,13 @@ class FakeEngine:
             self._answer(index, start, ids, step, count, params)
             for index, start in enumerate(reversed(made[-params.n :]) if params.chooses else made)
         ]
-        return RequestOutput(request_id, None, ids, outputs, step == count, RequestMetrics(0.0), num_cached_tokens=2)
+        if params.output_kind is RequestOutputKind.DELTA and step > 1:
+            before = [self._answer(index, index, ids, step - 1, count, params) for index in made]
+            outputs = [_new_part(*pair) for pair in zip(before, outputs, strict=True) if not pair[0].finished()]
+        made = RequestOutput(request_id, None, ids, outputs, step == count, RequestMetrics(0.0), num_cached_tokens=2)
+        if params.prompt_logprobs is not None:
+            made.prompt_logprobs = [None, *(self._logprobs(token, params.prompt_logprobs) for token in ids[1:])]
+        return made
 
     def _answer(
         self, index: int, start: int, ids: list[int], step: int, count: int, params: SamplingParams
@@ -195,11 +226,56 @@ class FakeEngine:
         if self.dead:
             raise EngineError("the step thread has died")
 
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        self.calls.append(("pause", mode, clear_cache))
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.calls.append(("resume",))
+        self.paused = False
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.calls.append(("sleep", level, mode))
+        self.paused = self.asleep = True
+
+    async def wake_up(self, tags: Any = None) -> None:
+        self.calls.append(("wake_up", tags))
+        self.paused = self.asleep = False
+
+    async def is_sleeping(self) -> bool:
+        return self.asleep
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.calls.append(("reset_prefix_cache", reset_running_requests))
+        return not self.running or reset_running_requests
+
+    def start_profile(self, folder: Any) -> None:
+        self.calls.append(("start_profile", str(folder)))
+
+    def stop_profile(self) -> None:
+        raise EngineError("no profile is running")
+
     async def inspect(self) -> EngineSnapshot:
         """Return one block, owned by the last started request."""
         owners = tuple(BlockOwner(request_id, 0, 0, 0) for request_id in list(self.running)[-1:])
         block = BlockSnapshot(0, len(owners), owners, None, None, 0)
-        return EngineSnapshot(7, PoolSnapshot(1, 16, 1, len(owners), 0, 0, 1 - len(owners), 0, 0), (block,), (), ())
+        pool = PoolSnapshot(1, 16, 1, len(owners), 0, 0, 1 - len(owners), 0, 0)
+        return EngineSnapshot(7, pool, (block,), (), (), 8, 64, self.stats(), ())
 
     def close(self) -> None:
         self.closed = True
+
+
+def _new_part(before: CompletionOutput, now: CompletionOutput) -> CompletionOutput:
+    """Return what is new in an answer since the step before."""
+    seen = len(before.token_ids)
+    return dataclasses.replace(
+        now,
+        text=now.text[len(before.text) :],
+        token_ids=now.token_ids[seen:],
+        logprobs=None if now.logprobs is None else now.logprobs[seen:],
+        text_offsets=None if now.text_offsets is None else now.text_offsets[seen:],
+    )

@@ -1,7 +1,9 @@
 """/admin/inspect exists only with an admin key, and requires it. Also: an engine with a full queue."""
 
 import json
+import random
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -13,6 +15,7 @@ from jpaged import AsyncLLM, CapacityError, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
+from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.snapshot import EngineSnapshot
@@ -44,7 +47,7 @@ def real(monkeypatch):
 @pytest.fixture
 def served(real):
     server = Server(engine=real, model_names=("fake",))
-    with running(create_app(server, api_keys=("talk",), admin_keys=("look", "see"))) as base:
+    with running(create_app(server, AppOptions(api_keys=("talk",), admin_keys=("look", "see")))) as base:
         yield base
 
 
@@ -123,13 +126,13 @@ def test_without_admin_keys_there_is_no_such_route(engine):
         unknown = httpx.get(f"{base}/nothing", headers=ADMIN)
         there = httpx.get(f"{base}/admin/inspect", headers=ADMIN)
         assert (there.status_code, there.content) == (unknown.status_code, unknown.content) == (404, unknown.content)
-    with running(create_app(Server(engine=engine, model_names=("echo",)), api_keys=("talk",))) as base:
+    with running(create_app(Server(engine=engine, model_names=("echo",)), AppOptions(api_keys=("talk",)))) as base:
         assert error_of(httpx.get(f"{base}/admin/inspect", headers=ADMIN), 401)["code"] == "invalid_api_key"
         error_of(httpx.get(f"{base}/admin/inspect", headers={"Authorization": "Bearer talk"}), 404)
 
 
 def test_with_an_admin_key_alone_other_routes_require_no_key(engine):
-    with running(create_app(Server(engine=engine, model_names=("echo",)), admin_keys=("look",))) as base:
+    with running(create_app(Server(engine=engine, model_names=("echo",)), AppOptions(admin_keys=("look",)))) as base:
         assert httpx.get(f"{base}/v1/models").status_code == 200
         assert httpx.get(f"{base}/admin/inspect").status_code == 401
         assert httpx.get(f"{base}/admin/inspect", headers=ADMIN).json()["step"] == 7
@@ -165,6 +168,24 @@ def test_a_full_queue_is_503_while_others_are_served(real, served, monkeypatch, 
     body = {"prompt": [4, 5], "max_tokens": 2}
     served_again = httpx.post(f"{served}/v1/completions", json=body, headers={"Authorization": "Bearer talk"})
     assert served_again.json()["usage"]["completion_tokens"] == 2
+    assert httpx.get(f"{served}/health").status_code == 200
+
+
+def test_disconnects_at_any_moment_free_all_blocks(real, served):
+    """Clients leave before, while and after their requests wait, compute their prompts and generate."""
+    moments = random.Random(0)
+    port = int(served.rsplit(":", 1)[1])
+    for number in range(40):
+        body = json.dumps({"prompt": [*PREFIX, number] * 5, "max_tokens": 30, "ignore_eos": True, "n": 1 + number % 2,
+                           "stream": number % 3 > 0})  # fmt: skip
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer talk\r\nContent-Length: {len(body)}"
+        raw = f"{head}\r\n\r\n{body}".encode()
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(raw[: moments.randrange(len(raw))] if number % 4 == 0 else raw)
+            time.sleep(moments.random() * 0.04)
+    wait_for(lambda: not (real.stats().num_running or real.stats().num_waiting))
+    assert real.stats().used_blocks == 0
+    real._engine.check_integrity()
     assert httpx.get(f"{served}/health").status_code == 200
 
 

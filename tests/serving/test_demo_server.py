@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import re
 import socket
 import time
 
@@ -12,11 +13,12 @@ import pytest
 import jpaged
 from jpaged.chat.turn import ChatFormats
 from jpaged.cli import main
+from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 
 from .conftest import running
-from .test_disconnect import request_bytes, wait_for
+from .test_disconnect import STREAMS, at_most, request_bytes, wait_for
 
 PROMPT = "def read_json(path):"
 GREEDY = {"model": "demo", "temperature": 0}
@@ -40,7 +42,7 @@ def url(engine):
         def __getattr__(self, name):
             return (lambda: None) if name == "close" else getattr(engine, name)
 
-    with running(create_app(Server(engine=Shared(), model_names=("demo",)), admin_keys=("look",))) as base:
+    with running(create_app(Server(engine=Shared(), model_names=("demo",)), AppOptions(admin_keys=("look",)))) as base:
         yield base
 
 
@@ -79,6 +81,28 @@ def test_logprobs_of_the_real_distribution(client, idle):
     for logprob, top in zip(answer.logprobs.token_logprobs, answer.logprobs.top_logprobs, strict=True):
         assert logprob == max(top.values()) <= 0  # greedy takes the most likely
         assert len(top) <= 3
+
+
+def test_echo_of_a_text(client, idle):
+    """Each token of prompt and answer is where its offset says. max_tokens 0 returns the same prompt."""
+    prompt = PROMPT + '\n    """\u00e9 and \U0001f642."""\n'
+    asked = GREEDY | {"prompt": prompt, "logprobs": 2, "echo": True}
+    choice = client.completions.create(**asked, max_tokens=4).choices[0]
+    assert choice.text.startswith(prompt)
+    logprobs = choice.logprobs
+    assert logprobs.text_offset == sorted(logprobs.text_offset)
+    whole = [(token, at) for token, at in zip(logprobs.tokens, logprobs.text_offset, strict=True) if "\\x" not in token]
+    assert len(whole) > len(prompt) // 8
+    shown = [(token, at) for token, at in whole if choice.text.startswith(token, at)]
+    hidden = [token for token, at in whole if not choice.text.startswith(token, at)]
+    assert len(shown) > len(whole) - 2  # a token before the text, if the tokenizer adds one
+    assert all(token.startswith("<") for token in hidden)
+    alone = client.completions.create(**asked, max_tokens=0)
+    count = alone.usage.prompt_tokens
+    assert alone.choices[0].text == prompt
+    assert alone.choices[0].logprobs.tokens == logprobs.tokens[:count]
+    assert alone.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[:count]
+    assert alone.choices[0].logprobs.text_offset == logprobs.text_offset[:count]
 
 
 def test_chat(client, idle):
@@ -121,12 +145,13 @@ def test_the_longest_answer_and_more_tokens_than_fit(client, idle):
             client.completions.create(**asked, max_tokens=100_000, stream=stream)
 
 
+@pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_frees_the_blocks(url, engine, idle, stream):
-    body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "stream": stream}
+def test_disconnect_frees_the_blocks(url, engine, idle, path, stream):
+    body = at_most(path, 450) | {"temperature": 0, "stream": stream}  # greedy, it runs to the limit
     engine.reset_stats()
     with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
-        raw.sendall(request_bytes("/v1/completions", body))
+        raw.sendall(request_bytes(path, body))
         wait_for(lambda: engine.stats().generated_tokens >= 5)
     wait_for(lambda: engine.stats().used_blocks == 0)
     assert engine.stats().generated_tokens < 400
@@ -268,3 +293,43 @@ def test_forced_calls_always_parse(engine, idle, parser):
                 for part in chunk.choices[0].delta.tool_calls or []:
                     told += part.function.arguments or ""
             assert told == call.function.arguments
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "shape"),
+    [
+        ("lark", 'start: "SELECT " NAME " FROM " NAME\nNAME: /[a-z]{1,6}/\n', r"SELECT [a-z]{1,6} FROM [a-z]{1,6}"),
+        ("regex", r"\d{2}:\d{2}", r"\d{2}:\d{2}"),
+    ],
+)
+def test_a_custom_tools_input_follows_its_grammar(engine, idle, syntax, definition, shape):
+    """Also from a model without tool training; streamed, the input is the same."""
+
+    class Shared:
+        def __getattr__(self, name):
+            return (lambda: None) if name == "close" else getattr(engine, name)
+
+    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    asked = {
+        "model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60, "temperature": 1.0,
+        "seed": 3, "tools": [*TOOLS, {"type": "custom", "custom": {"name": "query", "format": grammar}}],
+        "tool_choice": {"type": "custom", "custom": {"name": "query"}},
+    }  # fmt: skip
+    app = create_app(Server(engine=Shared(), model_names=("demo",), chat=ChatFormats.named(TOOL_TEMPLATE)))
+    with running(app) as base, openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as made:
+        whole = made.chat.completions.create(**asked).choices[0]
+        (call,) = whole.message.tool_calls
+        assert (call.type, call.custom.name, whole.message.content, whole.finish_reason) == (
+            "custom", "query", None, "stop",
+        )  # fmt: skip
+        assert re.fullmatch(shape, call.custom.input)
+        told = ""
+        for chunk in made.chat.completions.create(**asked, stream=True):
+            for part in chunk.choices[0].delta.tool_calls or []:
+                told += part.custom["input"]
+        assert told == call.custom.input
+        asked["tools"][-1]["custom"]["format"]["grammar"]["definition"] = "start: ("
+        if syntax == "lark":
+            with pytest.raises(openai.BadRequestError) as caught:
+                made.chat.completions.create(**asked)
+            assert caught.value.param == "tools"

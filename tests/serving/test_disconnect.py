@@ -5,11 +5,36 @@ import socket
 import time
 
 import pytest
+from starlette.routing import Route
 
-BODIES = {
+from jpaged.params.pooling import PooledModel
+
+# One body for each route that asks the engine for work. A new route belongs here, or into ASK_NOTHING.
+GENERATE = {
     "/v1/completions": {"prompt": "never ends", "max_tokens": 3000},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "never ends"}], "max_tokens": 3000},
+    "/invocations": {"prompt": "never ends", "max_tokens": 3000},
+    "/v1/responses": {"input": "never ends", "max_output_tokens": 3000},
+    "/v1/messages": {"messages": [{"role": "user", "content": "never ends"}], "max_tokens": 3000},
 }
+SCORE, RERANK = {"text_1": "never", "text_2": "ends"}, {"query": "never", "documents": ["ends"]}
+POOL = {
+    "/v1/embeddings": {"input": "never ends"}, "/pooling": {"input": "never ends"},
+    "/classify": {"input": "never ends"},
+    "/score": SCORE, "/v1/score": SCORE, "/rerank": RERANK, "/v1/rerank": RERANK, "/v2/rerank": RERANK,
+}  # fmt: skip
+BODIES = GENERATE | POOL
+STREAMS = sorted(GENERATE)
+# Paths of POST routes that do not use the engine.
+ASK_NOTHING = {
+    "/tokenize", "/detokenize", "/ping", "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel",
+}  # fmt: skip
+
+
+def at_most(path: str, num_tokens: int) -> dict:
+    """Return the body of a generating route with this limit."""
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    return GENERATE[path] | {limit: num_tokens}
 
 
 def request_bytes(path: str, body: dict) -> bytes:
@@ -24,7 +49,22 @@ def wait_for(condition, seconds: float = 5.0) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("path", sorted(BODIES))
+def test_every_route_that_asks_the_engine_is_tested_here(url, host):
+    posts = {route.path for route in host[0].app.routes if isinstance(route, Route) and "POST" in (route.methods or ())}
+    assert posts == BODIES.keys() | ASK_NOTHING
+
+
+@pytest.mark.parametrize("path", sorted(POOL))
+def test_disconnect_aborts_pooling(url, engine, path):
+    engine.pooling = PooledModel("classify", 2, ("a", "b")) if path == "/classify" else PooledModel("embed", 4)
+    engine.step_seconds = 600.0
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
+        raw.sendall(request_bytes(path, POOL[path]))
+        wait_for(lambda: engine.running)
+    wait_for(lambda: not engine.running)
+
+
+@pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
 def test_disconnect_aborts(url, engine, path, stream, started):

@@ -62,7 +62,11 @@ def test_all_kinds_of_input_in_their_order(client, engine):
         ({"input": ["a"] * 2049}, "input", "at most 2048 in one request"),
         ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "hex"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported yet"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ({"input": "a", "truncation_side": "left"}, "truncation_side", "needs truncate_prompt_tokens"),
+        ({"input": "a", "messages": [{"role": "user", "content": "x"}]}, "input", "exclude each other"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "encoding_format base64"),
+        ({"input": "a", "add_generation_prompt": True}, "add_generation_prompt", "is for messages"),
         ({"input": "a", "temperature": 1}, "temperature", "unknown field"),
     ],
 )

@@ -210,7 +210,7 @@ def test_the_child_process_answers_as_the_server_does(monkeypatch):
     fields = {"prompt": "é\n" * 100_000, "temperature": 0.5, "stop": ["a", "b"], "logit_bias": {"5": 1}, "seed": 2**63}
     for more, parameter in (
         ({}, None), ({"top_k": 10**30}, "top_k"), ({"stop": ["a", 1]}, "stop[1]"), ({"nn": 1}, "nn"),
-        ({"echo": True}, "echo"), ({"logit_bias": {"1": "x"}}, "logit_bias"),
+        ({"watermarking": True}, "watermarking"), ({"logit_bias": {"1": "x"}}, "logit_bias"),
     ):  # fmt: skip
         raw = json.dumps(fields | more).encode()
         results = []
@@ -289,9 +289,20 @@ def test_a_check_that_is_killed_is_repeated():
         threading.Timer(0.2, process.kill).start()
         process.check(b'{"prompt": "a"}', "CompletionRequest")
         process.close()
-        threading.Timer(0.02, process.kill).start()  # it takes longer to start
-        with pytest.raises(CapacityError, match="it was killed, as by a machine that has no memory left"):
-            process.check(b'{"prompt": "a"}', "CompletionRequest")
+        ended = threading.Event()
+
+        def kill() -> None:
+            while not ended.wait(0.005):
+                process.kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()  # a process takes longer to start
+        try:
+            with pytest.raises(CapacityError, match="it was killed, as by a machine that has no memory left"):
+                process.check(b'{"prompt": "a"}', "CompletionRequest")
+        finally:
+            ended.set()
+            killer.join()
         process.check(b'{"prompt": "a"}', "CompletionRequest")
     finally:
         process.close()

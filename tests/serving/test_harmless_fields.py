@@ -23,20 +23,24 @@ HARMLESS = [
     (PATHS, {"add_special_tokens": True}),
     (CHAT, {"add_special_tokens": False}),
     (CHAT, {"verbosity": "medium"}),
+    (CHAT, {"functions": [], "function_call": "auto"}),
+    (CHAT, {"tools": [], "functions": [], "function_call": "none"}),
+    (("/v1/completions",), {"suffix": ""}),
     (CHAT, {"prediction": {"type": "content", "content": "a guess"}}),
     (CHAT, {"include_reasoning": True, "mm_processor_kwargs": {}, "media_io_kwargs": {}, "return_prompt_text": False}),
 ]
 ASKING = [
     (GENERATING, {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
     (GENERATING, {"watermarking": True}, "watermarking"),
-    (GENERATING, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-     "stream_options.continuous_usage_stats"),
+    (GENERATING, {"logprob_token_ids": [3]}, "logprob_token_ids"),
+    (GENERATING, {"return_token_offsets": True}, "return_token_offsets"),
+    (GENERATING, {"prompt_logprobs": 1, "stream": True}, "stream"),
+    (GENERATING, {"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    (("/v1/completions",), {"suffix": "x"}, "suffix"),
     (GENERATING, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
     (PATHS, {"request_id": "x" * 300}, "request_id"),
     (CHAT, {"verbosity": "low"}, "verbosity"),
     (CHAT, {"prediction": "a guess"}, "prediction"),
-    (CHAT, {"include_reasoning": False}, "include_reasoning"),
-    (("/v1/completions", "/v1/embeddings"), {"add_special_tokens": False}, "add_special_tokens"),
 ]  # fmt: skip
 
 

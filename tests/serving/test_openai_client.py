@@ -28,12 +28,12 @@ def events(response: httpx.Response) -> list[str]:
 
 
 def strict(model, raw: str):
-    """Validate as the client's own type. Unknown fields fail."""
+    """Validate as the client's own type. Unknown fields fail, except vLLM's `stop_reason`."""
     made = model.model_validate_json(raw, strict=True)
 
     def no_extras(value):
         if hasattr(value, "model_extra"):
-            assert not value.model_extra, value.model_extra
+            assert set(value.model_extra or ()) <= {"stop_reason"}, value.model_extra
             for name in type(value).model_fields:
                 no_extras(getattr(value, name))
         elif isinstance(value, list):
@@ -194,7 +194,7 @@ FIELD_VALUES: dict[str, Any] = {
     "repetition_penalty": 1.5, "logit_bias": {"5": 1.0}, "allowed_token_ids": [5, 6], "bad_words": ["x"],
     "logits_processors": {"scale": {"by": 0.5}}, "skip_special_tokens": False,
     "spaces_between_special_tokens": False, "include_stop_str_in_output": True, "truncate_prompt_tokens": 1,
-    "truncation_side": "right", "stream_interval": 3, "thinking_token_budget": 7,
+    "truncation_side": "right", "prompt_logprobs": 2, "stream_interval": 3, "thinking_token_budget": 7,
     "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
 }  # fmt: skip
 STORED: dict[str, Any] = {

@@ -19,12 +19,13 @@ from jpaged.serving.process import CLOSE_SECONDS, AddressError, _announce, take_
 MESSAGE = {"role": "user", "content": "a"}
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = """
-import asyncio, gc, sys, time
+import asyncio, gc, pathlib, sys, time
 sys.path[:0] = [sys.argv[1]]
 import fake_engine
+import jpaged
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
-from jpaged.serving.process import serve, take_address
+from jpaged.serving.process import serve, take_address, take_unix_socket
 
 
 class Stuck(fake_engine.FakeEngine):
@@ -42,13 +43,36 @@ class Stuck(fake_engine.FakeEngine):
 def render(*args, **kwargs):
     time.sleep(600)
 
+class Fatal(fake_engine.FakeEngine):
+    # its first request ends it, as an error of the engine's thread does
+
+    def when_fatal(self, callback):
+        self.callback = callback
+
+    async def generate(self, *args, **kwargs):
+        self.dead = True
+        self.callback(jpaged.EngineError("the engine has ended: the device is gone"))
+        raise jpaged.EngineError("the engine has ended: the device is gone")
+        yield
+
+    def wait_until_ready(self):
+        pass
+
 engine = fake_engine.FakeEngine(step_seconds=0.05) if len(sys.argv) == 3 else Stuck()
+ended = None
+if "fatal" in sys.argv:
+    engine = ended = Fatal()
 if "rendering" in sys.argv:
     engine.tokenizer.apply_chat_template = render
 app = create_app(Server(engine=engine, model_names=("echo",)))
-serve(app, take_address("127.0.0.1", 0), shutdown_timeout=int(sys.argv[2]), access_log=False)
+address = take_address("127.0.0.1", 0)
+if "unix" in sys.argv[-1]:
+    engine, address = fake_engine.FakeEngine(), take_unix_socket(pathlib.Path(sys.argv[-1]))
+    app = create_app(Server(engine=engine, model_names=("echo",)))
+status = serve(app, address, shutdown_timeout=int(sys.argv[2]), engine=ended)
 print("closed", engine.closed)
 print("frozen", gc.get_freeze_count() > 10_000)
+sys.exit(status)
 """
 
 
@@ -62,7 +86,7 @@ def start():
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
         started.append(process)
         line = process.stdout.readline()
-        assert line.startswith("ready: http://127.0.0.1:")
+        assert line.startswith(("ready: http://127.0.0.1:", "ready: http+unix:///"))
         return process, line.removeprefix("ready: ").removesuffix("/v1\n")
 
     yield make
@@ -162,6 +186,48 @@ def test_requests_that_outlast_the_timeout_are_ended(start):
     said = process.stdout.read()
     assert "waits up to 1 s for 2 running requests" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_second_signal_ends_at_once(start, number):
+    process, url = start(60)
+    body = {"prompt": "a", "max_tokens": 4000, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        process.send_signal(number)
+        assert "waits up to 60 s" in process.stdout.readline()
+        assert process.poll() is None
+        began = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 1
+        assert time.monotonic() - began < 2
+    assert "second signal" in process.stdout.read()
+
+
+def test_a_fatal_error_of_the_engine_ends_the_process(start):
+    """The request gets an error, and the process ends by itself, with a status that a supervisor sees."""
+    process, url = start(20, "fatal")
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=20)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "engine_error"
+    assert "device" not in answer.text
+    assert process.wait(timeout=10) == 1
+    said = process.stdout.read()
+    assert "the server stops: the engine has ended: the device is gone" in said
+    assert "closed True" in said
+
+
+def test_a_unix_socket_serves_and_is_removed(start, tmp_path):
+    path = tmp_path / "unix"
+    process, _ = start(5, str(path))
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=20) as client:
+        answer = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+        assert answer.json()["choices"][0]["text"] == "ab"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0
+    assert not path.exists()
 
 
 def test_a_request_that_waits_for_another_one_of_its_connection_is_not_begun(start):

@@ -12,6 +12,7 @@ from jpaged.answers.parser import AnswerReader
 from jpaged.chat.turn import ChatFormats
 from jpaged.serving.application import create_app
 from jpaged.serving.chat_answers import ChatAnswers
+from jpaged.serving.chat_tools import ChatTools
 from jpaged.serving.generation import Server
 
 from ..answers.test_parsers import RECORDED, TOOLS, reader
@@ -24,7 +25,7 @@ TEMPLATES = {
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}}
 OFFERED = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in sorted(TOOLS)]
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
-REASONING = {"reasoning", "reasoning_content"}
+REASONING = {"stop_reason", "reasoning", "reasoning_content"}
 
 
 @pytest.fixture
@@ -199,11 +200,11 @@ def test_a_named_call_ends_with_stop():
     """As in OpenAI's API. With auto and required, the finish reason is tool_calls."""
     text = '[{"name": "now", "arguments": {}}]'
     for named, reason in ((True, "stop"), (False, "tool_calls")):
-        answers = ChatAnswers(reader("json"), named=named)
+        answers = ChatAnswers(reader("json"), ChatTools(named=named))
         assert answers.message(0, text).tool_calls[0].function.name == "now"
         assert answers.finish_reason(0, "stop") == reason
         assert answers.finish_reason(0, "length") == "length"
-    assert ChatAnswers(AnswerReader(), named=False).message(0, "").content == ""
+    assert ChatAnswers(AnswerReader(), ChatTools()).message(0, "").content == ""
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_a_named_call_ends_with_stop():
         ({"tools": OFFERED * 33}, "tools"),
         ({"tools": OFFERED, "tool_choice": {"type": "function", "function": {"name": "rm"}}},
          "tool_choice.function.name"),
-        ({"tools": OFFERED, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": OFFERED, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]},
          "messages[0].tool_calls"),
@@ -256,6 +257,27 @@ def test_forced_calls_reach_the_engine_as_a_grammar(url, engine, choice):
     grammar = engine.seen_params[-1].structured_outputs.grammar
     assert ("search" in grammar) == (choice == "required")
     assert answer.json()["choices"][0]["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+
+
+def test_response_format_is_for_texts_and_not_for_a_forced_call(url, client, engine):
+    """instructor's RESPONSES_TOOLS sends both, and so do agents with structured answers."""
+    engine.says = '<tool_call>{"name": "now"}</tool_call>'
+    schema = {"type": "object", "properties": {"zebra": {"type": "string"}}}
+    asked = CHAT | {"tools": OFFERED, "tool_choice": "required"}
+    answer_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    client.chat.completions.create(**asked)
+    grammar = engine.seen_params[-1].structured_outputs
+    client.chat.completions.create(**asked, response_format=answer_format)
+    assert engine.seen_params[-1].structured_outputs == grammar
+    client.chat.completions.create(**asked | {"tool_choice": "none"}, response_format=answer_format)
+    assert "zebra" in engine.seen_params[-1].structured_outputs.json
+    client.responses.create(
+        model="echo", input="hi", tools=[OFFERED[0]["function"] | {"type": "function"}], tool_choice="required",
+        text={"format": {"type": "json_schema", "name": "a", "schema": schema}},
+    )  # fmt: skip
+    assert "zebra" not in engine.seen_params[-1].structured_outputs.grammar
+    with pytest.raises(openai.BadRequestError, match="leave one out"):
+        client.chat.completions.create(**asked, extra_body={"structured_outputs": {"json": schema}})
 
 
 def test_a_forced_call_that_is_cut_has_no_content(url, engine):

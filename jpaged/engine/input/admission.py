@@ -1,9 +1,44 @@
 """Refuses requests that the queue or the KV pool has no room for."""
 
+import dataclasses
+import threading
+
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.errors import CapacityError, RequestError
+
+
+class QueueFull(CapacityError):
+    """A limit of the waiting queue is reached. limit: its option."""
+
+    def __init__(self, limit: str, message: str):
+        super().__init__(message)
+        self.limit = limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueLength:
+    """Length of the waiting queue at one moment."""
+
+    queued: int = 0      # request groups that wait, less the free rows. Negative: rows stay free
+    num_tokens: int = 0  # of their prompts
+
+    def check(self, options: SchedulingOptions, num_tokens: int) -> None:
+        """Raise QueueFull if a request with a prompt of `num_tokens` tokens exceeds a limit of the queue."""
+        if self.queued < 0:
+            return
+        limit = options.max_queued_requests
+        if limit is not None and self.queued >= limit:
+            message = f"{self.queued} requests wait, max_queued_requests is {limit}: try again later"
+            raise QueueFull("max_queued_requests", message)
+        limit = options.max_queued_tokens
+        if limit is not None and self.queued > 0 and self.num_tokens + num_tokens > limit:
+            raise QueueFull(
+                "max_queued_tokens",
+                f"prompts of {self.num_tokens:,} tokens wait, and with {num_tokens:,} more they would exceed "
+                f"max_queued_tokens={limit:,}: try again later",
+            )
 
 
 class AdmissionControl:
@@ -13,6 +48,7 @@ class AdmissionControl:
         self._scheduler = scheduler
         self._options = options
         self._max_num_seqs = max_num_seqs
+        self._counting = threading.Lock()
         self._left_waiting = 0  # requests that the last step had no room for
 
     def note_scheduled(self) -> None:
@@ -25,20 +61,31 @@ class AdmissionControl:
         If no request waited after the last step, new arrivals take the free rows first. Only the rest count towards the
         limits.
         """
-        waiting, options = self._scheduler.waiting, self._options
+        self.check_length(self.queue_length(), len(request_group.prompt_token_ids))
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether the queue has a limit."""
+        return self._options.max_queued_requests is not None or self._options.max_queued_tokens is not None
+
+    def queue_length(self) -> QueueLength:
+        """The length of the queue now. Takes time that grows with the queue."""
+        waiting = self._scheduler.waiting
         free_rows = 0 if self._left_waiting else self._max_num_seqs - len(self._scheduler.running)
         if len(waiting) < free_rows:
-            return
+            return QueueLength(len(waiting) - free_rows, waiting.num_tokens)
         # Requests of one group count as one: they may wait for rows while others of the group run.
-        limit, queued = options.max_queued_requests, len({request.request_id for request in waiting}) - free_rows
-        if limit is not None and queued >= limit:
-            raise CapacityError(f"{queued} requests wait, max_queued_requests is {limit}: try again later")
-        limit, tokens = options.max_queued_tokens, len(request_group.prompt_token_ids)
-        if limit is not None and queued > 0 and waiting.num_tokens + tokens > limit:
-            raise CapacityError(
-                f"prompts of {waiting.num_tokens:,} tokens wait, and with {tokens:,} more they would exceed "
-                f"max_queued_tokens={limit:,}: try again later"
-            )
+        groups = len({request.request_id for request in waiting})
+        return QueueLength(groups - free_rows, waiting.num_tokens)
+
+    def check_length(self, length: QueueLength, num_tokens: int) -> None:
+        """Raise CapacityError if a queue of this length has no room for `num_tokens` more. Any thread may call it."""
+        try:
+            length.check(self._options, num_tokens)
+        except QueueFull as error:
+            with self._counting:  # threads may refuse at the same time
+                self._scheduler.counters.note_rejection(error.limit)
+            raise
 
     def check_fits(self, request_group: RequestGroup) -> None:
         """Raise RequestError if the answers of a request group do not fit into the KV pool at the same time.

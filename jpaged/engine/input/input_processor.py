@@ -3,6 +3,7 @@
 Has no state that a request changes, so any thread may call it.
 """
 
+import dataclasses
 import logging
 import time
 from concurrent.futures import Future
@@ -97,7 +98,7 @@ class InputProcessor:
         metrics = RequestMetrics(arrival_time=time.monotonic())
         check_task(self.limits.pooling, params)
         pooling_params = params if isinstance(params, PoolingParams) else None
-        params = POOLED if isinstance(params, PoolingParams) else params
+        params = _pooled(params) if isinstance(params, PoolingParams) else params
         self._check_params(params)
         self._check_priority(priority)
         checked = self._prompts.read(prompt, params, cancelled)
@@ -300,3 +301,12 @@ class InputProcessor:
                 raise RequestError("stop", params.stop, "is searched in the text, and the model has no tokenizer: "
                                    "leave it out, use stop_token_ids, or start with the option tokenizer")  # fmt: skip
             stop_automaton(tuple(params.stop))  # cached: it is built here, where no step waits for it
+
+
+def _pooled(params: PoolingParams) -> SamplingParams:
+    """Sampling parameters of a pooled request."""
+    if params.truncate_prompt_tokens is None:
+        return POOLED
+    return dataclasses.replace(
+        POOLED, truncate_prompt_tokens=params.truncate_prompt_tokens, truncation_side=params.truncation_side
+    )

@@ -55,8 +55,10 @@ class AnswerWriter:
             is_long = request.num_output_tokens >= request.params.min_tokens
             repeats = output.repetition.append(token_id) and is_long
         if output.text is not None:
-            ends = stops or is_full or completes_grammar or repeats
-            stop_string = _append_text(request, output.text, token_id, stops=stops, ends=ends)
+            if stops or is_full or completes_grammar or repeats:
+                stop_string = _append_last_text(request, output.text, token_id, stops=stops)
+            else:
+                stop_string = output.text.add(token_id)
             if stop_string is not None:
                 output.stop_reason = stop_string
                 return RequestStatus.STOPPED
@@ -130,11 +132,10 @@ def stop_reason(request: Request, token_id: int) -> int | None:
     return None if main else token_id
 
 
-def _append_text(request: Request, text: AnswerText, token_id: int, *, stops: bool, ends: bool) -> str | None:
-    """Append a token's text. Returns the stop string that it completes. ends: the answer ends with this token."""
-    found = None
+def _append_last_text(request: Request, text: AnswerText, token_id: int, *, stops: bool) -> str | None:
+    """Append the text of the token that ends the answer. Returns the stop string that it completes."""
     if stops and not request.params.include_stop_str_in_output:
         text.add_without_text(token_id)
-    else:
-        found = text.add(token_id)
-    return text.end() if ends and found is None else found
+        return text.end()
+    found = text.add(token_id)
+    return text.end() if found is None else found

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterable
 
+from jpaged.engine.engine_metrics import EngineMetrics
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep
@@ -25,12 +26,14 @@ logger = logging.getLogger(__name__)
 class OutputProcessor:
     """Owns the live request groups."""
 
-    def __init__(self, context: StrategyContext):
+    def __init__(self, context: StrategyContext, metrics: EngineMetrics | None = None):
+        """metrics: receives the times of tokens and the ends of requests; None: these are not collected."""
         self.request_groups: dict[str, RequestGroup] = {}  # by request id
         self._context = context
         self._scheduler = context.scheduler
         self._writer = context.writer
         self._counters = context.counters
+        self._metrics = metrics
 
     def add(self, request_group: RequestGroup) -> None:
         """Register a request group and begin. Raises what the compiler of its grammar raises."""
@@ -39,22 +42,26 @@ class OutputProcessor:
 
     def process(self, collected: CollectedStep) -> list[Output]:
         """Outputs of the request groups that ended with this step, or that stream a new token."""
-        counters, request_groups = self._counters, self.request_groups
+        request_groups = self.request_groups
+        taken = []  # requests that have a new token
         news: dict[RequestGroup, None] = dict.fromkeys(self._append_prompt_logprobs(collected))  # an ordered set
         for index, request in self._scheduler.results(collected.step):
             request_group = request_groups[request.request_id]
             strategy = request_group.strategy
-            counters.generated_tokens += strategy.tokens_per_row
             try:
                 end = strategy.take(request, collected, index)
             except Exception as error:  # the other requests continue
-                _note_failure(request, error)
+                self._note_failure(request, error)
                 end = RequestStatus.FAILED
+            else:
+                taken.append(request)
             if end is not None:
                 self._finish(strategy.ending_with(request_group, request), end)
                 news[request_group] = None
             elif request_group.streams and strategy.is_due(request):
                 news[request_group] = None
+        if self._metrics is not None and collected.token_ids:  # a model that pools has no tokens
+            self._metrics.note_tokens(collected.now, taken)
         outputs = []
         for request_group in news:
             if request_group.has_ended:
@@ -78,7 +85,7 @@ class OutputProcessor:
                 masks.append(RowMask(row, request.mask()))
             except Exception as error:  # the other requests continue
                 request_group = self.request_groups[request.request_id]
-                _note_failure(request, error)
+                self._note_failure(request, error)
                 self._scheduler.finish(request, RequestStatus.FAILED)
                 if request_group.has_ended:
                     ended.append(request_group)
@@ -130,7 +137,7 @@ class OutputProcessor:
                         raise EngineError(f"request {request.request_id}: the step returned no scores")
                     self._writer.append_prompt_logprobs(request, scores, slice(first, first + count))
                 except Exception as error:  # the other requests continue
-                    _note_failure(request, error)
+                    self._note_failure(request, error)
                     request_group = self.request_groups[request.request_id]
                     self._finish(request_group.requests, RequestStatus.FAILED)
                     failed.append(request_group)
@@ -146,21 +153,31 @@ class OutputProcessor:
         del self.request_groups[request_group.request_id]
         self._counters.finished_requests += 1
         request_group.metrics.finished_time = time.monotonic()
+        strategy = request_group.strategy
         try:
-            return request_group.strategy.output(request_group)
+            output = strategy.output(request_group)
         except Exception as error:  # the end of a text could not be decoded
             for request in request_group.requests:
-                _note_failure(request, error)
+                self._note_failure(request, error)
                 self._scheduler.finish(request, RequestStatus.FAILED)
-            return request_group.strategy.output(request_group)
+            output = strategy.output(request_group)
+        if self._metrics is not None:
+            self._metrics.note_end(request_group, strategy.ends(request_group, output))
+        return output
+
+    def _note_failure(self, request: Request, error: Exception) -> None:
+        self._counters.corrupted_requests += isinstance(error, LogitsError)
+        _log_failure(request, error)
 
 
-def _note_failure(request: Request, error: Exception) -> None:
+def _log_failure(request: Request, error: Exception) -> None:
+    about = {"request_id": request.request_id}
     if isinstance(error, RequestError):  # the caller's grammar or logits processor: report it as the stop reason
         request.output.stop_reason = error.accepted
-        logger.warning("request %s ends: %s", request.request_id, error)
+        logger.warning("request %s ends: %s", request.request_id, error, extra=about)
     elif isinstance(error, LogitsError):
         request.output.stop_reason = error.message
-        logger.error("request %s ends: %s", request.request_id, error)
+        logger.error("request %s ends: %s", request.request_id, error, extra=about)
     else:
-        logger.error("request %s ends: its output could not be processed", request.request_id, exc_info=error)
+        what = "request %s ends: its output could not be processed"
+        logger.error(what, request.request_id, exc_info=error, extra=about)

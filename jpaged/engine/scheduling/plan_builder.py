@@ -25,7 +25,11 @@ from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant,
 # A larger penalty makes logits infinite, at any temperature. A smaller one does the same to their quotients.
 MAX_REPETITION_PENALTY = 1e25
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
+# Most steps need these. Each takes 1 us to make.
+_NOTHING = np.zeros(0, np.int32)
 _NO_MOVES = np.zeros((0, 3), np.int32)
+_NO_UPDATES = np.zeros((0, 4), np.int32)
+_NOTHING_SCORED = np.zeros((0, 2), np.int32)
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,14 +95,14 @@ class PlanBuilder:
             num_tokens=_followed_by(self._ones, count, prompts.num_tokens),
             num_decodes=count,
             samples=_followed_by(self._trues, count, prompts.samples),
-            prompt_tokens=_int32(prompts.prompt_tokens),
-            block_updates=_int32(itertools.chain.from_iterable(selection.block_updates)).reshape(-1, 4),
+            prompt_tokens=_int32(prompts.prompt_tokens) if prompts.prompt_tokens else _NOTHING,
+            block_updates=_lines(selection.block_updates, _NO_UPDATES),
             row_inits=tuple(prompts.inits),
             sampler=sampler,
-            forked_from=_int32(prompts.forked_from),
+            forked_from=_int32(prompts.forked_from) if prompts.forked_from else _NOTHING,
             moves=self._moves(),
             masks=masks,
-            scored=_int32(itertools.chain.from_iterable(prompts.scored)).reshape(-1, 2).T,
+            scored=_lines(prompts.scored, _NOTHING_SCORED).T,
             waits_for_masks=waits_for_masks,
         )
         return ScheduledStep(plan, tuple(requests), tuple(prompts.scorers))
@@ -170,7 +174,7 @@ class PlanBuilder:
             counters.copied_blocks += kind == BlockMove.COPY
             counters.blocks_to_host += kind == BlockMove.TO_HOST
             counters.blocks_to_device += kind == BlockMove.TO_DEVICE
-        return _int32(itertools.chain.from_iterable(moves)).reshape(-1, 3)
+        return _lines(moves, _NO_MOVES)
 
     def _count_step(self) -> None:
         manager, counters = self._manager, self._counters
@@ -225,6 +229,13 @@ def _score(rows: _PromptRows, request: Request, num_tokens: int) -> None:
 def _followed_by(first: np.ndarray, count: int, others: list[Any]) -> np.ndarray:
     """The first `count` entries of an array, followed by `others`."""
     return np.concatenate([first[:count], np.array(others, first.dtype)]) if others else first[:count]
+
+
+def _lines(lines: Sequence[tuple[int, ...]], nothing: np.ndarray) -> np.ndarray:
+    """int32[N, M] of N tuples of M integers. nothing: int32[0, M]."""
+    if not lines:
+        return nothing
+    return _int32(itertools.chain.from_iterable(lines)).reshape(-1, nothing.shape[1])
 
 
 def _int32(values: Iterable[int]) -> np.ndarray:

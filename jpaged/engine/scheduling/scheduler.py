@@ -22,6 +22,7 @@ A plan is made before the tokens of the step before it are known. A decode's tok
 chooses it.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -68,7 +69,7 @@ class Scheduler:
         self._rows = RunningRequests(manager, self.waiting, limits.max_num_seqs)
         target_ms = options.target_step_ms
         self._pace = StepPace(None if target_ms is None else target_ms / 1000, min_tokens=manager.block_size)
-        self._limits = limits
+        self.limits = limits
         state = SchedulerState(manager, self.waiting, self._rows, self.counters, limits, options)
         self._preemption = Preemption(state)
         self._decodes = DecodeScheduler(state, self._preemption)
@@ -87,7 +88,7 @@ class Scheduler:
     def add(self, request: Request, followers: Sequence[Request] = ()) -> None:
         """Add a new request to the waiting queue. followers: fork from it when its prompt is computed."""
         request.schedule.followers = list(followers)
-        switch_len = self._limits.longrope_switch_len
+        switch_len = self.limits.longrope_switch_len
         if switch_len is not None and request.prompt_len > switch_len:
             self.manager.switch_to_long_rope(request)
         self.waiting.add(request)
@@ -116,12 +117,19 @@ class Scheduler:
         if request.schedule.status is RequestStatus.PREEMPTED and request not in self.waiting:
             self.waiting.add(request)
 
+    def preempt_all(self) -> None:
+        """Preempt all running requests. They recompute their KV. No token is in flight."""
+        selection = StepSelection(0)
+        while self.running:
+            self._preemption.preempt_last(selection)
+        self.manager.pool.take_moves()  # for rows that no longer run
+
     # -- steps --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
         """Decide the next step. None: there is nothing to compute until tokens in flight arrive."""
         self.manager.pool.step += 1
-        selection = StepSelection(self._limits.max_num_batched_tokens)
+        selection = StepSelection(self.limits.max_num_batched_tokens)
         self._decodes.schedule(selection)
         selection.budget = self._pace.limit(selection.budget)
         self._prompts.schedule(selection)
@@ -136,10 +144,13 @@ class Scheduler:
 
         Their tokens are no longer in flight. The iterator leaves out requests that end while the caller consumes it.
         """
-        discarded = step.discarded
-        for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
+        discarded, plan = step.discarded, step.plan
+        rows: Iterator[tuple[int, Request]] = enumerate(step.requests)
+        if not plan.decodes_only:
+            rows = itertools.compress(rows, plan.samples.tolist())
+        for index, request in rows:
             schedule = request.schedule
-            if samples and not schedule.status.is_end and request not in discarded:
+            if not schedule.status.is_end and request not in discarded:
                 schedule.num_in_flight -= 1
                 yield index, request
 

@@ -38,7 +38,16 @@ class SchedulerCounters:
     copied_blocks: int = 0
     blocks_to_host: int = 0
     blocks_to_device: int = 0
+    rejected_requests: int = 0  # request groups refused because of max_queued_requests
+    rejected_tokens: int = 0    # request groups refused because of max_queued_tokens
     waste_sum: float = 0.0  # sum over steps of the share of slots that store no token
+
+    def note_rejection(self, limit: str) -> None:
+        """Count a refused request group. limit: the option of the limit that it exceeds."""
+        if limit == "max_queued_requests":
+            self.rejected_requests += 1
+        else:
+            self.rejected_tokens += 1
 
     def reset(self) -> None:
         """Set all counters to 0."""

@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from jpaged.engine.engine_metrics import AnswerEnd
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.answer_writer import stop_reason
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.strategies.base import CollectedStep, Strategy, StrategyContext, request_output, sampling_error
+from jpaged.engine.strategies.base import (
+    CollectedStep,
+    Output,
+    Strategy,
+    StrategyContext,
+    request_output,
+    returned_ends,
+    sampling_error,
+)
 from jpaged.engine.strategies.beam_search import BeamSearch, BeamStep, Hypothesis
 from jpaged.errors import EngineError
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
@@ -53,6 +62,7 @@ class BeamStrategy(Strategy):
         result = collected.result
         if collected.token_ids[index] < 0:
             raise sampling_error(collected.token_ids[index], request.params)
+        self.context.counters.generated_tokens += 1
         if result.top_ids is None or result.top_logprobs is None:
             raise EngineError(f"request {request.request_id} is a beam, the step returned no log-probabilities")
         self._candidates[request] = (result.top_ids[index], result.top_logprobs[index])
@@ -65,8 +75,12 @@ class BeamStrategy(Strategy):
         steps = self._advance_search()
         if self.search.is_over:
             return RequestStatus.STOPPED
-        self._continue_with(steps)
+        self._continue_with(steps, collected.now)
         return None
+
+    def ends(self, request_group: "RequestGroup", output: Output) -> list[AnswerEnd]:
+        """Ends of the answers that are returned."""
+        return returned_ends(output)
 
     def output(self, request_group: "RequestGroup") -> RequestOutput:
         """The best answers so far."""
@@ -98,8 +112,8 @@ class BeamStrategy(Strategy):
             self._history.append((token_ids, logprobs))
         return self.search.advance(token_ids, logprobs)
 
-    def _continue_with(self, steps: Sequence[BeamStep]) -> None:
-        """Let the surviving beams continue, each with its new token."""
+    def _continue_with(self, steps: Sequence[BeamStep], now: float) -> None:
+        """Let the surviving beams continue, each with its new token. now: when the tokens arrived."""
         scheduler = self.context.scheduler
         parents = [self._beams[step.parent] for step in steps]
         to_continue = set(parents)  # each continues once in its own row
@@ -116,6 +130,7 @@ class BeamStrategy(Strategy):
                 heir = idle.pop()
                 heir.token_ids[:] = parent.token_ids
                 scheduler.fork(parent, heir)
+                heir.output.last_token_time = now
                 heirs.append(heir)
         for heir, step in zip(heirs, steps, strict=True):  # after all forks: they copy their parents' tokens
             heir.token_ids.append(step.token_id)

@@ -1,9 +1,10 @@
 """Pooling: the answer is a vector of the prompt's last token, an embedding or class probabilities."""
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+from jpaged.engine.engine_metrics import AnswerEnd
 from jpaged.engine.request import Request, RequestStatus
-from jpaged.engine.strategies.base import CollectedStep, Strategy
+from jpaged.engine.strategies.base import CollectedStep, Output, Strategy
 from jpaged.engine.strategies.pooling import Pooling
 from jpaged.errors import EngineError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 class PoolStrategy(Strategy):
     """One request, which ends with its prompt."""
-
-    tokens_per_row: ClassVar[int] = 0
 
     def __init__(self, pooling: Pooling, params: PoolingParams):
         self._pooling = pooling
@@ -30,6 +29,10 @@ class PoolStrategy(Strategy):
             raise EngineError(f"request {request.request_id} is to be pooled, the step returned no vector")
         self._pooled = self._pooling.output(pooled[index], self._params)
         return RequestStatus.STOPPED
+
+    def ends(self, request_group: "RequestGroup", output: Output) -> list[AnswerEnd]:
+        """End of the one answer, which has no tokens."""
+        return [AnswerEnd(request_group.first.schedule.status.value, None)]
 
     def output(self, request_group: "RequestGroup") -> PoolingRequestOutput:
         """The embedding or the probabilities; None if the request ended before its prompt did."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput
-from jpaged.params.pooling import PoolingParams
+from jpaged.params.pooling import PooledModel, PoolingParams
 from jpaged.params.sampling import SamplingParams
 
 
@@ -42,17 +42,29 @@ def activation_of(config: Mapping[str, Any], num_labels: int) -> Activation:
     return _BY_PROBLEM_TYPE[problem]
 
 
+def labels_of(config: Mapping[str, Any], num_labels: int) -> tuple[str, ...]:
+    """The names of a classifier's labels in config.json; Transformers' default for those without a name."""
+    names = config.get("id2label") or {}
+    return tuple(str(names.get(str(i), names.get(i, f"LABEL_{i}"))) for i in range(num_labels))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pooling:
     """Output of a pooling engine."""
 
     size: int                            # of the hidden state, or number of labels
     activation: Activation | None = None  # None: the engine embeds
+    labels: tuple[str, ...] = ()          # names of the labels
 
     @property
     def task(self) -> str:
         """Name of the engine's task."""
         return "embed" if self.activation is None else "classify"
+
+    @property
+    def model(self) -> PooledModel:
+        """Task, size and labels, for the callers of the engine."""
+        return PooledModel(self.task, self.size, self.labels)
 
     def check(self, params: PoolingParams) -> None:
         """Raise RequestError for parameters that this engine does not support."""

@@ -1,0 +1,92 @@
+"""`jpaged run-batch`: answers a file of requests in OpenAI's batch format."""
+
+import asyncio
+import dataclasses
+import pathlib
+import sys
+from typing import Annotated
+
+import tyro
+
+from jpaged.cli.chat_flags import ChatFlags
+from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
+from jpaged.errors import RequestError
+
+INFLIGHT_PER_ROW = 2  # a row that becomes free finds a request that is tokenised already
+
+
+@one_line_help
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunBatch(ChatFlags):
+    """Answer every request of a JSON lines file, in OpenAI's batch format. Answers are written as they come.
+
+    Each line of the input file is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}.
+    After a kill or Ctrl-C, the same command goes on: answers that are in the output file are not computed again.
+
+    Example: jpaged run-batch demo -i in.jsonl -o out.jsonl
+    """
+
+    model_argument: ModelArgument = None
+    """Folder, Hugging Face hub id, .gguf file, or demo."""
+
+    input_file: Annotated[pathlib.Path, tyro.conf.arg(aliases=["-i"], metavar="FILE", help_behavior_hint="")]
+    """File of requests."""
+
+    output_file: Annotated[pathlib.Path, tyro.conf.arg(aliases=["-o"], metavar="FILE", help_behavior_hint="")]
+    """File of answers, in the order in which they are complete. A refused request has an answer too, with its error."""
+
+    max_inflight: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """Maximum number of requests in the engine, running or waiting. Default: twice --max-num-seqs."""
+
+    engine: EngineArguments = ENGINE_DEFAULTS
+
+    def run(self) -> int:
+        """Answer all requests that the output file does not have."""
+        options = engine_options(self.engine, self.model_argument)
+        if self.max_inflight is not None and self.max_inflight < 1:
+            raise RequestError("max_inflight", self.max_inflight, "must be at least 1")
+        for name in ("input_file", "output_file"):
+            if "://" in str(getattr(self, name)):
+                raise RequestError(name, str(getattr(self, name)), "must be a file: jpaged opens no connections")
+        if self.output_file.exists() and self.input_file.exists() and self.output_file.samefile(self.input_file):
+            raise RequestError("output_file", str(self.output_file), "is the input file")
+        chat = self.chat_formats()
+        from tqdm import tqdm
+
+        from jpaged.async_llm import AsyncLLM
+        from jpaged.serving.app_options import AppOptions
+        from jpaged.serving.application import create_app
+        from jpaged.serving.batch_files import check_requests, open_results, read_requests
+        from jpaged.serving.batch_run import batch_urls, run_requests
+        from jpaged.serving.generation import Server
+
+        names = self.served_model_name or (options["model"],)
+        # The routes are known before the model is loaded, and so is every mistake in the files.
+        expected = check_requests(self.input_file, batch_urls())
+        with open_results(self.output_file, expected) as results:
+            before = len(results.done)
+            if before == len(expected):
+                print(f"{self.output_file} has all {len(expected)} answers")
+                return 0
+            engine = AsyncLLM(**options)
+            server = Server(engine=engine, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
+            # No client can retrieve a response: a batch would fill the memory with them.
+            app = create_app(server, AppOptions(ui=False, keep_responses=False))
+            limit = self.max_inflight or INFLIGHT_PER_ROW * engine.max_num_seqs
+            requests = read_requests(self.input_file, frozenset(results.done))
+            with tqdm(
+                total=len(expected), initial=before, desc="Requests", unit="request", dynamic_ncols=True,
+                disable=not sys.stderr.isatty(),
+            ) as bar:  # fmt: skip
+
+                async def work() -> int:
+                    async with app.router.lifespan_context(app):  # it closes the engine at its end
+                        return await run_requests(
+                            app, requests, results, max_inflight=limit, update=lambda _: bar.update(1)
+                        )
+
+                failed = asyncio.run(work())
+        print(f"{len(expected) - before} requests answered, {failed} of them with an error: {self.output_file}")
+        if before:
+            print(f"{before} answers were there before")
+        return 0

@@ -1,0 +1,83 @@
+"""`EngineArguments`: the engine options that `LLM`, `AsyncLLM` and `generate` take as keywords, for type checkers.
+
+A type checker refuses a misspelt option. tests/test_typed_doors.py compares the names and types with `EngineConfig`,
+whose docstrings say what each option does.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+
+class EngineArguments(TypedDict, total=False):
+    """Fields of `EngineConfig` without the model, `logits_processors`, and options of vLLM at their neutral values."""
+
+    tokenizer: str | None
+    revision: str | None
+    load_format: str
+    download_dir: str | None
+    hf_overrides: Mapping[str, Any] | None
+    generation_config: str
+    override_generation_config: Mapping[str, Any] | None
+    dtype: str
+    quantization: str | None
+    seed: int
+    runner: str
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    block_size: int | None
+    enable_prefix_caching: bool
+    swap_space: float
+    scheduling_policy: str
+    max_num_partial_prefills: int
+    target_step_ms: float | None
+    max_queued_requests: int | None
+    max_queued_tokens: int | None
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    attention_implementation: str | None
+    gated_dot_implementation: str | None
+    mask_unknown_tokens: bool
+    trust_remote_code: bool
+    max_logprobs: int
+    logprobs_mode: str
+    max_grammar_bytes: int
+    max_grammar_depth: int
+    max_grammar_enum: int
+    max_regex_bytes: int
+    grammar_compile_timeout: float
+    jump_forward: bool
+    grammar_cache_size: int
+    compilation_cache_dir: str | None
+    row_buckets: Sequence[int] | None
+    token_buckets: Sequence[int] | None
+    disable_log_stats: bool
+    logits_processors: Sequence[Any]
+
+    # Options of vLLM that jpaged does not have yet. Only values that ask for nothing are accepted.
+    tensor_parallel_size: Any
+    pipeline_parallel_size: Any
+    data_parallel_size: Any
+    distributed_executor_backend: Any
+    kv_cache_dtype: Any
+    cpu_offload_gb: Any
+    enforce_eager: Any
+    enable_chunked_prefill: Any
+    max_seq_len_to_capture: Any
+    enable_lora: Any
+    speculative_config: Any
+    guided_decoding_backend: Any
+    limit_mm_per_prompt: Any
+    tokenizer_mode: Any
+    skip_tokenizer_init: Any
+    rope_scaling: Any
+    task: Any
+    use_v2_block_manager: Any
+    disable_custom_all_reduce: Any
+    num_gpu_blocks_override: Any
+    tokenizer_revision: Any
+    async_scheduling: Any
+    enable_expert_parallel: Any
+    compilation_config: Any
+    kv_transfer_config: Any
+    num_scheduler_steps: Any

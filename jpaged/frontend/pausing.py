@@ -1,0 +1,42 @@
+"""Checks the arguments of `pause_generation`, `sleep` and `wake_up`. Names and values are vLLM's."""
+
+import enum
+from collections.abc import Sequence
+
+from jpaged.errors import RequestError, shown
+
+SLEEP_LEVELS = (0, 1)
+WAKE_TAGS = ("weights", "kv_cache")
+
+
+class PauseMode(enum.StrEnum):
+    """Fate of running requests when the engine pauses. New requests wait until it resumes."""
+
+    ABORT = "abort"  # they end, with finish_reason 'abort'
+    WAIT = "wait"    # the engine pauses when they have finished
+    KEEP = "keep"    # they stop, and continue when the engine resumes
+
+
+def pause_mode(mode: str) -> PauseMode:
+    """Return the mode. Raises RequestError."""
+    try:
+        return PauseMode(mode)
+    except ValueError:
+        raise RequestError("mode", mode, f"must be one of {', '.join(PauseMode)}") from None
+
+
+def check_level(level: int) -> None:
+    """Raise RequestError unless `level` is a level of sleep."""
+    if isinstance(level, bool) or level not in SLEEP_LEVELS:
+        accepted = "must be 0 (only pause) or 1 (free the KV pool, and keep the weights on the host)"
+        raise RequestError("level", level, accepted)
+
+
+def wake_tags(tags: Sequence[str] | None) -> frozenset[str]:
+    """Return what to wake up; None: everything. Raises RequestError."""
+    if tags is None:
+        return frozenset(WAKE_TAGS)
+    for tag in [tags] if isinstance(tags, str) else tags:
+        if tag not in WAKE_TAGS:
+            raise RequestError("tags", shown(tag), f"must be a list of {' and '.join(WAKE_TAGS)}")
+    return frozenset([tags] if isinstance(tags, str) else tags)

@@ -1,0 +1,239 @@
+"""An engine's figures as named metrics: vLLM's names, and further ones as `jpaged:`.
+
+`get_metrics` of `LLM` and `AsyncLLM` returns them as a list, as vLLM's `LLM.get_metrics`. `serving/metrics.py` writes
+them as text for Prometheus.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+
+from jpaged import metrics
+from jpaged.metrics import EngineMetricsSnapshot
+from jpaged.version import __version__
+
+ENGINE = "0"  # value of the label `engine`: an `LLM`, and a server, has one engine
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure with its labels. Several metrics may have one name: their labels differ.
+
+    name: as in vLLM's `LLM.get_metrics`. A counter has no `_total` at the end; `/metrics` adds it.
+    """
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """A value that only grows, until `reset_stats`. An integer, or a float in seconds."""
+
+    value: int | float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """A value at the moment."""
+
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """Observations by size.
+
+    count:   number of observations.
+    sum:     sum of the observed values.
+    buckets: number of observations up to each bound. The keys are bounds as text; the last one is '+Inf'.
+    """
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MetricFamily:
+    """All metrics of one name. They have the same class and the same names of labels. There is at least one.
+
+    text: one line of help.
+    """
+
+    name: str
+    text: str
+    metrics: tuple[Counter, ...] | tuple[Gauge, ...] | tuple[Histogram, ...]
+
+# vLLM's histograms: field of `RequestHistograms`, name, help.
+REQUEST_HISTOGRAMS = (
+    ("time_to_first_token", "vllm:time_to_first_token_seconds", "Time from a request's arrival to its first token."),
+    ("inter_token_latency", "vllm:inter_token_latency_seconds", "Time between two tokens of an answer."),
+    (
+        "time_per_output_token", "vllm:request_time_per_output_token_seconds",
+        "Mean time between the tokens of a request's longest answer.",
+    ),
+    ("e2e_latency", "vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end."),
+    ("queue_time", "vllm:request_queue_time_seconds", "Time from a request's arrival to its first step."),
+    ("prefill_time", "vllm:request_prefill_time_seconds", "Time from a request's first step to its first token."),
+    ("decode_time", "vllm:request_decode_time_seconds", "Time from a request's first token to its last one."),
+    ("inference_time", "vllm:request_inference_time_seconds", "Time from a request's first step to its last token."),
+    ("prompt_tokens", "vllm:request_prompt_tokens", "Prompt tokens of a request."),
+    (
+        "prefill_computed_tokens", "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens of a request that the prefix cache did not have.",
+    ),
+    ("generation_tokens", "vllm:request_generation_tokens", "Tokens of an answer."),
+    (
+        "max_generation_tokens", "vllm:request_max_num_generation_tokens", "Tokens of the longest answer of a request.",
+    ),
+    ("params_n", "vllm:request_params_n", "The parameter n of a request."),
+    ("params_max_tokens", "vllm:request_params_max_tokens", "The parameter max_tokens of a request that sets it."),
+    ("num_preemptions", "vllm:request_num_preemptions", "Times that a request was preempted."),
+)  # fmt: skip
+
+
+class _Families:
+    """Makes the families of an engine whose metrics have the label `model_name`."""
+
+    def __init__(self, model_name: str):
+        self._labels = {"model_name": model_name, "engine": ENGINE}
+
+    def all(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        """Yield all families."""
+        yield from self._vllm_gauges(figures)
+        yield from self._vllm_counters(figures)
+        yield from self._request_histograms(figures)
+        yield from self._cache_figures(figures)
+        yield from self._step_figures(figures)
+        yield from self._program_figures(figures)
+
+    def _vllm_gauges(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        stats = figures.stats
+        yield self._gauge("vllm:num_requests_running", "Requests that own a row.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a row.", stats.num_waiting)
+        by_reason = {"capacity": stats.num_waiting, "deferred": 0}  # nothing but capacity makes a request wait
+        yield self._gauges("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", "reason", by_reason)
+        usage = stats.used_blocks / stats.num_blocks
+        yield self._gauge("vllm:kv_cache_usage_perc", "Fraction of KV blocks that requests hold; 1 is all.", usage)
+        info = {
+            "engine": ENGINE, "block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks),
+            "num_cpu_blocks": str(stats.host_slots), "enable_prefix_caching": str(figures.enable_prefix_caching),
+        }  # fmt: skip
+        yield _info("vllm:cache_config_info", "Sizes of the KV cache, as labels.", info)
+
+    def _vllm_counters(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        stats = figures.stats
+        cached, computed = stats.prefix_hit_tokens, stats.prompt_tokens - stats.prefix_hit_tokens
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens of started requests.", stats.prompt_tokens)
+        sources = {"local_compute": computed, "local_cache_hit": cached}
+        yield self._counters("vllm:prompt_tokens_by_source", "Prompt tokens by source.", "source", sources)
+        yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", cached)
+        yield self._counter("vllm:generation_tokens", "Tokens sampled and kept.", stats.generated_tokens)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens
+        )
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", cached)
+        yield self._counter("vllm:num_preemptions", "Times that a running request lost its blocks.", stats.preemptions)
+        yield self._counters(
+            "vllm:request_success", "Answers that ended, by finish reason.", "finished_reason", figures.finished
+        )
+        yield self._counter(
+            "vllm:corrupted_requests", "Requests that ended because their logits were not finite.",
+            figures.corrupted_requests,
+        )  # fmt: skip
+        rejections = {"max_queued_requests": figures.rejected_requests, "max_queued_tokens": figures.rejected_tokens}
+        yield self._counters(
+            "vllm:admission_rejections", "Requests refused by a limit of the queue.", "reason", rejections
+        )
+
+    def _request_histograms(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        for field, name, text in REQUEST_HISTOGRAMS:
+            yield self._histogram(name, text, getattr(figures.requests, field))
+        yield self._histogram("vllm:iteration_tokens_total", "Tokens that a step computes.", figures.step_tokens)
+
+    def _cache_figures(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        stats, sharing = figures.stats, figures.sharing
+        blocks = {"used": stats.used_blocks, "free": stats.num_blocks - stats.used_blocks}
+        yield self._gauges("jpaged:kv_blocks", "Blocks of the KV pool.", "state", blocks)
+        yield self._gauge("jpaged:kv_blocks_shared", "Blocks in several block tables.", sharing.shared_blocks)
+        yield self._gauge("jpaged:kv_blocks_saved", "Blocks that sharing saves.", sharing.saved_blocks)
+        yield self._gauge(
+            "jpaged:kv_waste_ratio", "Fraction of slots in running requests' blocks without a token.", figures.kv_waste
+        )
+        yield self._counter("jpaged:kv_blocks_copied", "Shared blocks copied before a write.", stats.copied_blocks)
+        slots = {"used": stats.used_host_slots, "free": stats.host_slots - stats.used_host_slots}
+        yield self._gauges("jpaged:host_tier_blocks", "Blocks of the host tier.", "state", slots)
+        moves = {"to_host": stats.blocks_to_host, "to_device": stats.blocks_to_device}
+        yield self._counters("jpaged:host_tier_moves", "Blocks copied to and from the host tier.", "direction", moves)
+        yield self._counter(
+            "jpaged:preemption_recomputed_tokens", "Tokens computed again after a preemption.", stats.recomputed_tokens
+        )
+
+    def _step_figures(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        yield self._counter("jpaged:steps", "Steps dispatched.", figures.stats.steps)
+        phases = figures.phases
+        seconds = {
+            "schedule": phases.schedule, "dispatch": phases.dispatch, "collect": phases.collect,
+            "output": phases.output,
+        }  # fmt: skip
+        yield self._counters(
+            "jpaged:step_phase_seconds", "Time of the engine's thread, by phase of its steps.", "phase", seconds
+        )
+        yield self._histograms(
+            "jpaged:step_seconds", "Time of a step on the device, by kind.", "kind", figures.step_seconds
+        )
+
+    def _program_figures(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        programs = figures.programs
+        yield self._counter(
+            "jpaged:recompiles_after_ready", "Programs compiled after the engine was ready: not 0 is a bug.",
+            figures.stats.compiles_after_ready,
+        )  # fmt: skip
+        states = {"ready": programs.ready, "missing": programs.missing}
+        yield self._gauges("jpaged:programs", "Programs of the program table.", "state", states)
+        yield self._gauge(
+            "jpaged:program_build_seconds", "Time to compile or read all programs that exist.", programs.seconds
+        )
+        yield self._counter("jpaged:program_cache_hits", "Programs found in the compile cache.", programs.cache_hits)
+        yield self._counter("jpaged:program_cache_misses", "Programs compiled.", programs.cache_misses)
+        yield _info("jpaged:build_info", "jpaged's version, as a label.", {"version": __version__})
+
+    def _gauge(self, name: str, text: str, value: float) -> MetricFamily:
+        return MetricFamily(name, text, (Gauge(name, self._labels, value),))
+
+    def _counter(self, name: str, text: str, value: float) -> MetricFamily:
+        return MetricFamily(name, text, (Counter(name, self._labels, value),))
+
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> MetricFamily:
+        made = (Gauge(name, {**self._labels, label: each}, value) for each, value in values.items())
+        return MetricFamily(name, text, tuple(made))
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> MetricFamily:
+        made = (Counter(name, {**self._labels, label: each}, value) for each, value in values.items())
+        return MetricFamily(name, text, tuple(made))
+
+    def _histogram(self, name: str, text: str, values: metrics.Histogram) -> MetricFamily:
+        return MetricFamily(name, text, (_histogram(name, self._labels, values),))
+
+    def _histograms(
+        self, name: str, text: str, label: str, values: Mapping[str, metrics.Histogram]
+    ) -> MetricFamily:
+        made = (_histogram(name, {**self._labels, label: each}, value) for each, value in values.items())
+        return MetricFamily(name, text, tuple(made))
+
+
+def _histogram(name: str, labels: dict[str, str], values: metrics.Histogram) -> Histogram:
+    bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
+    buckets = dict(zip(bounds, itertools.accumulate(values.counts), strict=True))
+    return Histogram(name, labels, buckets["+Inf"], values.sum, buckets)
+
+
+def _info(name: str, text: str, labels: dict[str, str]) -> MetricFamily:
+    """Return a family whose labels are the information. Its value is always 1."""
+    return MetricFamily(name, text, (Gauge(name, labels, 1),))
+
+
+def families_of(figures: EngineMetricsSnapshot, model_name: str) -> Iterator[MetricFamily]:
+    """Yield all figures of an engine. model_name: value of the label."""
+    return _Families(model_name).all(figures)

@@ -1,0 +1,522 @@
+"""Prefill of paged_attention for Hopper in Pallas, lowered through Mosaic GPU (Shah et al. 2024).
+
+It computes rows of several tokens. A block has three warp groups. The third copies keys and values, the first two
+attend. They take turns: while one computes a softmax, the products of the other use the matrix units.
+
+    warp group 0   QK │ softmax │ PV QK │ softmax │ PV …
+    warp group 1      │ QK      │ softmax │ PV QK │ softmax …         a barrier at every │
+    warp group 2   keys, values of the next tiles, as soon as a slot is free
+
+A *unit* is the work of one warp group: 64 query rows, which are 1, 2, 4 or 8 query heads of a KV head times 64, 32, 16
+or 8 tokens. A block has two units with successive tokens. A row's last unit begins earlier instead of being partly
+empty. Its first tokens are then computed twice, with equal bits.
+
+Pages are copied by the tensor memory accelerator, one box for the keys of each KV block. A thread issues it with one
+instruction, for 4 KiB of heads of 128. `cp.async` takes one instruction and one address for every 16 bytes: 256 times
+as many, and registers for them. The box is also written in the swizzled order that the products read.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.paged_attention.tiles import prompt_tiles
+from pallas_kernels.platforms import is_interpreted, nvidia_capability
+
+Ref = Any  # an array inside a kernel, addressed by `.at`
+MASKED = -1e30  # finite: -inf - -inf would be NaN
+LOG2E = math.log2(math.e)
+UNIT_ROWS = 64  # query rows of a warp group, as a product takes them
+SHARED_BYTES = 224 * 1024  # of the 227 KiB that a block may have
+REGISTERS, COPY_REGISTERS = 232, 40  # of a thread that attends, and of one that copies: 2 * 224 + 56 times 128 fit
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """The static facts of a call."""
+
+    scale: float
+    q_per_kv: int
+    head_dim: int
+    block_size: int
+    itemsize: int
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+    has_slopes: bool
+    interpreted: bool
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a unit: they share a KV head."""
+        return math.gcd(self.q_per_kv, 8)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a unit. A multiple of 8, the height of a swizzled piece of shared memory."""
+        return UNIT_ROWS // self.heads
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile. With heads of 256, the output takes 128 registers and the scores 32."""
+        return tile_keys(self.head_dim)
+
+    @property
+    def piece(self) -> int:
+        """Keys of one copy."""
+        return min(self.block_size, self.keys)
+
+    @property
+    def stages(self) -> int:
+        """Tiles of keys and values in shared memory, at most 4."""
+        queries = 2 * UNIT_ROWS * self.head_dim * self.itemsize
+        tile = 2 * self.keys * self.head_dim * self.itemsize
+        return min(4, (SHARED_BYTES - queries) // tile)
+
+    @property
+    def unit(self) -> float:
+        """Factor from scores to exponents of two. In the plain case it is part of a multiply-add."""
+        plain = self.softcap is None and not self.has_slopes and self.scale > 0
+        return self.scale * LOG2E if plain else 1.0
+
+
+def tile_keys(head_dim: int) -> int:
+    """Keys of a tile."""
+    return 128 if head_dim <= 128 else 64
+
+
+class _Given(NamedTuple):
+    """References to the arrays of a call."""
+
+    tile_row: Ref    # int32[tiles]: row of a tile; -1: no work
+    tile_first: Ref  # int32[tiles]: first token of a tile, counted within the row
+    tables: Ref
+    lens: Ref
+    starts: Ref
+    sinks: Ref       # float32[head_blocks, 64], one number for each query row of a unit; slopes likewise
+    slopes: Ref
+    q: Ref
+    data: Ref
+
+
+class _Shared(NamedTuple):
+    """References to a block's shared memory."""
+
+    queries: Ref   # [2, 64, head_dim], and later the outputs
+    outputs: Ref   # the same bytes, not swizzled: for units with tokens that are not stored
+    keys: Ref      # [stages, keys, head_dim]
+    values: Ref
+    weights: Ref   # [2, 64, keys]; only for the interpreter
+    queries_here: Ref
+    keys_here: Ref
+    values_here: Ref
+    keys_free: Ref
+    values_free: Ref
+    turn: Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """The keys of a block's two units. Both units go through the same tiles."""
+
+    row: Array
+    tile_first: Array    # the block's first token, counted within the row
+    begin: Array         # keys [begin, end) are seen by some query
+    end: Array
+    first_tile: Array
+    inside_begin: Array  # tiles [inside_begin, inside_end) are seen by every query
+    inside_end: Array
+    last_tile: Array
+    token: Array         # of q: the row's first token
+    count: Array         # tokens of the row
+    length: Array
+
+
+def refuse(device: Any, q: Any, pages: KVPages) -> str | None:
+    """Reason why the kernel cannot take a call on a jax Device; None if it can."""
+    if device.platform != "cpu" and (nvidia_capability(device) or (0, 0))[0] != 9:
+        return f"it is for NVIDIA's Hopper (compute capability 9), not for {device.device_kind}"
+    if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16) or pages.v_dim is not None:
+        return f"q {q.dtype}, pages {pages.dtype}: both bfloat16, or both float16"
+    if pages.head_dim not in (64, 128, 256):
+        return f"head_dim={pages.head_dim}: 64, 128 or 256"
+    keys = tile_keys(pages.head_dim)
+    if pages.block_size % 8 or (keys % pages.block_size and pages.block_size % keys):
+        return f"block_size={pages.block_size}: 8, 16, 32, 64, or a multiple of {keys}"
+    return None
+
+
+def prefill(
+    q: Float[Array, "tokens q_heads head_dim"],
+    pages: KVPages,
+    block_tables: Int[Array, "rows width"],
+    context_lens: Int[Array, " rows"],
+    query_start_loc: Int[Array, " rows_plus_1"],
+    *,
+    scale: float,
+    sliding_window: int | None,
+    logit_softcap: float | None,
+    sinks: Float[Array, " q_heads"] | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """The output of rows of more than one token. Outputs of other rows are undefined."""
+    for name, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if given is not None and jax.__version_info__ < (0, 11):
+            raise ValueError(f"{name}: the prefill through Mosaic GPU needs JAX 0.11 for them, 'triton' does not")
+    tokens, q_heads, head_dim = q.shape
+    problem = _Problem(
+        scale=scale,
+        q_per_kv=q_heads // pages.num_kv_heads,
+        head_dim=head_dim,
+        block_size=pages.block_size,
+        itemsize=q.dtype.itemsize,
+        window=sliding_window,
+        softcap=logit_softcap,
+        has_sinks=sinks is not None,
+        has_slopes=alibi_slopes is not None,
+        interpreted=is_interpreted(),
+    )
+    # a unit reads `problem.tokens` tokens, even where the call has fewer
+    q = jnp.pad(q, ((0, max(0, problem.tokens - tokens)), (0, 0), (0, 0)))
+    tile_row, tile_first = prompt_tiles(query_start_loc, tokens, 2 * problem.tokens)
+    counts = query_start_loc[1:] - query_start_loc[:-1]
+    # skip tiles without a row, and rows of one token, which the decode kernel computes
+    skipped = (tile_row < 0) | (jnp.take(counts, tile_row, mode="clip") < 2)
+    tile_row = jnp.where(skipped, -1, tile_row).astype(jnp.int32)
+
+    def of_rows(a_head: Array | None) -> Array:
+        """[head_blocks, 64]: the number of each query row's head."""
+        given = jnp.zeros(q_heads, jnp.float32) if a_head is None else a_head.astype(jnp.float32)
+        return jnp.repeat(given.reshape(-1, problem.heads), problem.tokens, axis=1)
+
+    swizzle = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    rows = plgpu.SMEM((2, UNIT_ROWS, head_dim), q.dtype, transforms=swizzle)
+    tile = plgpu.SMEM((problem.stages, problem.keys, head_dim), q.dtype, transforms=swizzle)
+    weights = plgpu.SMEM((2, UNIT_ROWS, problem.keys), q.dtype, transforms=swizzle)
+    here = plgpu.Barrier(num_arrivals=problem.keys // problem.piece, num_barriers=problem.stages)
+    free = plgpu.Barrier(num_arrivals=2, num_barriers=problem.stages)
+    out = plgpu.kernel(
+        functools.partial(_kernel, problem=problem),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        # heads come first, so that blocks of one tile, of equal length, run at the same time
+        grid=(tile_row.shape[0], q_heads // problem.heads),
+        grid_names=("tile", "heads"),
+        num_threads=3,
+        thread_name="warp_group",
+        scratch_types=(
+            plgpu.RefUnion(rows, plgpu.SMEM((2, UNIT_ROWS, head_dim), q.dtype)),
+            tile,
+            tile,
+            *((weights,) if problem.interpreted else ()),
+            plgpu.Barrier(num_arrivals=problem.heads, num_barriers=2),
+            here,
+            here,
+            free,
+            free,
+            plgpu.Barrier(num_arrivals=2),
+        ),
+        # Automatic barriers cost registers, which are then spilled. They protect memory that one warp group reads and
+        # writes: the values in `_clear_values`, where each warp touches its own rows only.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="paged_prefill_mosaic",
+    )(tile_row, tile_first, block_tables, context_lens, query_start_loc, of_rows(sinks), of_rows(alibi_slopes), q,
+      pages.data)  # fmt: skip
+    return out[:tokens]
+
+
+def _kernel(*refs: Ref, problem: _Problem) -> None:
+    """One tile of a row's tokens and the query heads of one head block."""
+    num_given = len(_Given._fields)
+    given, out_ref = _Given(*refs[:num_given]), refs[num_given]
+    (queries, outputs), keys, values, *rest = refs[num_given + 1 :]
+    weights, barriers = (rest[0], rest[1:]) if problem.interpreted else (None, rest)
+    shared = _Shared(queries, outputs, keys, values, weights, *barriers)
+    warp_group = lax.axis_index("warp_group")
+
+    # Each warp group reads its tile itself: values from before the change of its number of registers are spilled.
+    def work(*, attends: bool) -> None:
+        tile = given.tile_row.shape[0] - 1 - lax.axis_index("tile")  # a row's last tiles see most keys: they go first
+        row = given.tile_row[tile]
+
+        @pl.when(row >= 0)
+        def _work() -> None:
+            span = _span(problem, given, row, given.tile_first[tile])
+            if attends:
+                _attend(problem, given, shared, out_ref, span, warp_group)
+            else:
+                _copy_pages(problem, given, shared, span)
+
+    @pl.when(warp_group < 2)
+    def _attending() -> None:
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        work(attends=True)
+
+    @pl.when(warp_group == 2)
+    def _copying() -> None:
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        work(attends=False)
+
+
+def _span(problem: _Problem, given: _Given, row: Array, tile_first: Array) -> _Span:
+    token, length = given.starts[row], given.lens[row]
+    count = given.starts[row + 1] - token
+    latest = jnp.maximum(count - problem.tokens, 0)
+    low, high = (length - count + jnp.minimum(tile_first + i * problem.tokens, latest) for i in (0, 1))
+    end = jnp.minimum(high + problem.tokens, length)
+    begin = inside_begin = jnp.int32(0)
+    last_tile = _divide_up(end, problem.keys)
+    inside_end = lax.div(low + 1, problem.keys)  # before it, every query is after every key
+    if problem.window is not None:
+        begin = jnp.maximum(low - problem.window + 1, 0)
+        # from here, every query's window has begun
+        inside_begin = jnp.minimum(_divide_up(jnp.maximum(end - problem.window, 0), problem.keys), last_tile)
+        inside_end = jnp.maximum(inside_end, inside_begin)
+    return _Span(
+        row, tile_first, begin, end, lax.div(begin, problem.keys), inside_begin, inside_end, last_tile, token, count,
+        length,
+    )
+
+
+def _copy_pages(problem: _Problem, given: _Given, shared: _Shared, span: _Span) -> None:
+    """Copy the tiles of keys and values, each as soon as both units have used the tile before it in its slot."""
+    head = lax.div(lax.axis_index("heads") * problem.heads, problem.q_per_kv)
+    first_block, last_block = (lax.div(position, problem.block_size) for position in (span.begin, span.end - 1))
+
+    def pages_of(tile: Array) -> tuple[Array, ...]:
+        """The page of each piece. A piece without keys that some query sees reads another page: it is masked."""
+        blocks = (
+            lax.div(tile * problem.keys + i, problem.block_size) for i in range(0, problem.keys, problem.piece)
+        )
+        return tuple(given.tables[span.row, jnp.clip(block, first_block, last_block)] for block in blocks)
+
+    def copy(tile: Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
+        following = pages_of(tile + 1)  # loaded while waiting
+        slot = lax.rem(tile - span.first_tile, problem.stages)
+        offset = lax.rem(tile * problem.keys, problem.block_size)  # of blocks larger than a tile; else 0
+        for which, smem, here, free in (
+            (0, shared.keys, shared.keys_here, shared.keys_free),
+            (1, shared.values, shared.values_here, shared.values_free),
+        ):
+            pl.when(tile - span.first_tile >= problem.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+            for i, page in enumerate(pages):
+                plgpu.copy_gmem_to_smem(
+                    given.data.at[page, which, head, pl.ds(offset, problem.piece)],
+                    smem.at[slot, pl.ds(i * problem.piece, problem.piece)],
+                    here.at[slot],
+                )
+        return following
+
+    def drain(tile: Array, _: None) -> None:
+        slot = lax.rem(tile - span.first_tile, problem.stages)
+        plgpu.barrier_wait(shared.keys_free.at[slot])
+        plgpu.barrier_wait(shared.values_free.at[slot])
+
+    def work(warp: Array) -> None:
+        @pl.when(warp == 0)
+        def _one_warp() -> None:
+            lax.fori_loop(span.first_tile, span.last_tile, copy, pages_of(span.first_tile))
+            if problem.interpreted:  # it demands that a warp sees every phase of a barrier
+                begin = jnp.maximum(span.last_tile - problem.stages, span.first_tile)
+                lax.fori_loop(begin, span.last_tile, drain, None)
+
+    plgpu.warp_map(work)  # one warp: four would take turns of the schedulers from the products
+
+
+def _attend(
+    problem: _Problem, given: _Given, shared: _Shared, out_ref: Ref, span: _Span, warp_group: Array
+) -> None:
+    """One unit."""
+    head_block = lax.axis_index("heads")
+    heads, tokens = problem.heads, problem.tokens
+    # a row's last unit ends with the row
+    first = jnp.minimum(span.tile_first + warp_group * tokens, jnp.maximum(span.count - tokens, 0))
+    # near the end of q a unit of a short row begins before the row, as it must not end after q
+    index = jnp.minimum(span.token + first, given.q.shape[0] - tokens)
+    queries = shared.queries.at[warp_group]
+    for i in range(heads):
+        plgpu.copy_gmem_to_smem(
+            given.q.at[pl.ds(index, tokens), head_block * heads + i],
+            queries.at[pl.ds(i * tokens, tokens)],
+            shared.queries_here.at[warp_group],
+        )
+    # position of each query: row r is token r % tokens of head r // tokens
+    token = plgpu.broadcasted_iota(jnp.int32, (UNIT_ROWS,), 0, layout=_ROWS) & (tokens - 1)
+    query = lax.optimization_barrier(span.length - span.count + index - span.token + token)
+    slope = None
+    if problem.has_slopes:  # JAX 0.10, which the type checker sees, has another signature
+        slope = plgpu.load(given.slopes.at[head_block], layout=_ROWS, optimized=False)  # ty: ignore[missing-argument]
+    plgpu.barrier_wait(shared.queries_here.at[warp_group])
+
+    def take_turn() -> None:
+        plgpu.barrier_arrive(shared.turn)
+        plgpu.barrier_wait(shared.turn)
+
+    def next_keys(tile: Array, carry: _Carry, *, at_edge: bool) -> _Carry:
+        out, top, total = carry
+        slot = lax.rem(tile - span.first_tile, problem.stages)
+        plgpu.barrier_wait(shared.keys_here.at[slot])
+
+        def multiply(sums: Ref) -> Array:
+            plgpu.wgmma(sums, queries, shared.keys.at[slot].transpose((1, 0)))
+            take_turn()  # the other unit's products wait until these are issued
+            return sums[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((UNIT_ROWS, problem.keys), jnp.float32))
+        plgpu.barrier_arrive(shared.keys_free.at[slot])
+        scores = _changed(problem, scores)
+        position = tile * problem.keys + _iota(scores.shape, 1)
+        if slope is not None:
+            distance = (_across(query, scores) - position).astype(jnp.float32)
+            scores -= _across(slope * LOG2E, scores) * distance
+        if at_edge:
+            seen = position <= _across(query, scores)
+            if problem.window is not None:
+                seen &= position > _across(query - problem.window, scores)
+            scores = jnp.where(seen, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        # a query that has seen no key yet must not count hidden ones: 2 ** (MASKED - MASKED) is 1
+        base = jnp.where(new_top == MASKED, 0.0, new_top) if at_edge else new_top
+        weights = jnp.exp2(scores * problem.unit - _across(base * problem.unit, scores))
+        shrink = jnp.exp2((top - base) * problem.unit)
+        total = total * shrink + weights.sum(axis=1)
+        out *= _across(shrink, out)
+        narrow = weights.astype(given.q.dtype)
+        out, new_top, total, narrow = lax.optimization_barrier((out, new_top, total, narrow))
+        plgpu.barrier_wait(shared.values_here.at[slot])
+        if at_edge:
+            # The first unit has its turn before the second one, which therefore sees the zeros.
+            hidden = (tile * problem.keys < span.begin) | (tile * problem.keys + problem.keys > span.end)
+            pl.when((warp_group == 0) & hidden)(
+                functools.partial(_clear_values, problem, shared.values.at[slot], span, tile)
+            )
+        take_turn()
+        out = _add_product(problem, shared, out, narrow, slot, warp_group)
+        plgpu.barrier_arrive(shared.values_free.at[slot])
+        return out, new_top, total
+
+    pl.when(warp_group == 1)(take_turn)  # the second unit is one turn late
+    carry = (
+        plgpu.layout_cast(jnp.zeros((UNIT_ROWS, problem.head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((UNIT_ROWS,), MASKED, jnp.float32), _ROWS),
+        plgpu.layout_cast(jnp.zeros((UNIT_ROWS,), jnp.float32), _ROWS),
+    )
+    at_edge, inside = (functools.partial(next_keys, at_edge=edge) for edge in (True, False))
+    if problem.window is not None:
+        carry = lax.fori_loop(span.first_tile, span.inside_begin, at_edge, carry)
+    carry = lax.fori_loop(span.inside_begin, span.inside_end, inside, carry)
+    out, top, total = lax.fori_loop(span.inside_end, span.last_tile, at_edge, carry)
+    pl.when(warp_group == 0)(take_turn)
+    if problem.has_sinks:
+        sink = plgpu.load(given.sinks.at[head_block], layout=_ROWS, optimized=False)  # ty: ignore[missing-argument]
+        total += jnp.exp2(sink * LOG2E - top * problem.unit)
+    out = (out / _across(total, out)).astype(given.q.dtype)
+    _store(problem, shared, out_ref, out, index, span, warp_group)
+
+
+# Output [64, head_dim], largest score [64], sum of the weights [64], all float32. Weights are 2 ** (unit * (score -
+# largest score)).
+_Carry = tuple[Array, Array, Array]
+_ROWS = plgpu.Layout.WGMMA.reduce(1)  # layout of one number per query row
+
+
+def _changed(problem: _Problem, scores: Array) -> Array:
+    """Scores in units of `problem.unit`: scaled, and with the soft cap."""
+    if problem.softcap is not None:
+        # tanh by the exact identity: the card's approximation of tanh has 11 bits
+        power = jnp.exp2(scores * (2 * LOG2E * problem.scale / problem.softcap))
+        return problem.softcap * LOG2E * (1.0 - 2.0 / (1.0 + power))
+    factor = problem.scale * LOG2E / problem.unit
+    return scores if factor == 1.0 else scores * factor
+
+
+def _clear_values(problem: _Problem, values: Ref, span: _Span, tile: Array) -> None:
+    """Zeros for values that no query sees: they may be NaN, and 0 * NaN is NaN."""
+    for begin in range(0, problem.keys, 64):
+        part = values.at[pl.ds(begin, 64)]
+        position = tile * problem.keys + begin + _iota((64, problem.head_dim), 0)
+        seen = (position >= span.begin) & (position < span.end)
+        part[...] = jnp.where(seen, part[...].astype(jnp.float32), 0.0).astype(values.dtype)
+    plgpu.commit_smem()
+
+
+def _add_product(
+    problem: _Problem, shared: _Shared, out: Array, weights: Array, slot: Array, warp_group: Array
+) -> Array:
+    """out + weights @ values. The weights stay in registers.
+
+    The interpreter knows no products with registers, and no sums that begin with a value: for it, the weights go
+    through shared memory.
+    """
+    values = shared.values.at[slot]
+    if not problem.interpreted:
+        return pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(plgpu.ACC.init(out))
+    shared.weights[warp_group] = weights
+    plgpu.commit_smem()
+
+    def multiply(sums: Ref) -> Array:
+        plgpu.wgmma(sums, shared.weights.at[warp_group], values)
+        return sums[...]
+
+    return out + pl.run_scoped(multiply, plgpu.ACC((UNIT_ROWS, problem.head_dim), jnp.float32))
+
+
+def _store(
+    problem: _Problem, shared: _Shared, out_ref: Ref, out: Array, index: Array, span: _Span, warp_group: Array
+) -> None:
+    """Store the unit's tokens that belong to the row. index: the unit's first token in q."""
+    heads, tokens = problem.heads, problem.tokens
+    head = lax.axis_index("heads") * heads
+    begin, end = (jnp.clip(token - index, 0, tokens) for token in (span.token, span.token + span.count))
+    whole = end - begin == tokens
+
+    @pl.when(whole)
+    def _store_unit() -> None:
+        rows = shared.queries.at[warp_group]
+        rows[...] = out
+        plgpu.commit_smem()
+        for i in range(heads):
+            plgpu.copy_smem_to_gmem(
+                rows.at[pl.ds(i * tokens, tokens)], out_ref.at[pl.ds(index, tokens), head + i]
+            )
+
+    @pl.when(~whole)
+    def _store_tokens() -> None:
+        rows = shared.outputs.at[warp_group]
+        if problem.interpreted or jax.__version_info__ < (0, 12):
+            rows[...] = out
+        else:  # without a swizzle, banks of shared memory conflict: JAX 0.12 wants that said
+            plgpu.store(rows, out, optimized=False)  # ty: ignore[missing-attribute]
+        plgpu.commit_smem()
+
+        def store(token: Array, _: None) -> None:
+            for i in range(heads):
+                plgpu.copy_smem_to_gmem(rows.at[i * tokens + token], out_ref.at[index + token, head + i])
+
+        lax.fori_loop(begin, end, store, None)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _iota(shape: tuple[int, ...], dimension: int) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
+
+
+def _across(x: Array, of: Array) -> Array:
+    """A number per query row, in the shape of `of`."""
+    return lax.broadcast_in_dim(x, of.shape, [0])
+
+
+def _divide_up(x: Array, n: int) -> Array:
+    """The smallest whole number that is at least x / n, for x >= 0."""
+    return lax.div(x + (n - 1), n)

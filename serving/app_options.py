@@ -1,0 +1,46 @@
+"""Options of the application: keys, browsers, hosts, and the folder of profiles."""
+
+import dataclasses
+import pathlib
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CrossOrigin:
+    """Browsers that may read answers from other origins (CORS). Without origins none may.
+
+    origins: such as https://chat.example.com; `*`: all.
+    """
+
+    origins: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AppOptions:
+    """Options of `create_app`.
+
+    api_keys:      if not empty, every route outside `auth.OPEN_PATHS` requires one of them.
+    admin_keys:    if not empty, there are the routes of `routes_admin`. They require one of these keys, and no API key.
+    allowed_hosts: Host headers to accept: names, addresses, and `*.example.com`. None: any.
+    root_path:     prefix of all paths that a proxy adds, such as /llm.
+    profile_dir:   folder for profiles. None: there are no routes that record one.
+    ui:            serve the page at /ui. Its files need no key, but its data does.
+    tokenizer_info: serve GET /tokenizer_info, which shows the chat template.
+    access_log:    log a line per HTTP request.
+    disable_log_stats: do not log figures every few seconds.
+    keep_responses: keep the answers of /v1/responses, for clients to retrieve.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
+    cross_origin: CrossOrigin = CrossOrigin()
+    root_path: str = ""
+    profile_dir: pathlib.Path | None = None
+    ui: bool = True
+    tokenizer_info: bool = False
+    access_log: bool = False
+    disable_log_stats: bool = False
+    keep_responses: bool = True

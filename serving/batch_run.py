@@ -1,0 +1,88 @@
+"""Runs the requests of a batch file through the application, without a socket."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+from starlette.applications import Starlette
+from starlette.types import Message
+
+from jpaged.serving.application import ROUTES
+from jpaged.serving.batch_files import BatchRequest, BatchResult, ResultFile
+
+SYNC_SECONDS = 1.0  # between two times that the output file is written to the disk
+
+
+def batch_urls() -> set[str]:
+    """Return the paths that a batch may use: those of routes that only take a POST."""
+    return {route.path for route in ROUTES if route.methods == {"POST"} and "{" not in route.path}
+
+
+async def run_requests(
+    app: Starlette,
+    requests: Iterator[BatchRequest],
+    results: ResultFile,
+    *,
+    max_inflight: int,
+    update: Callable[[int], None],
+) -> int:
+    """Run requests, at most `max_inflight` at a time, and append each answer when it is complete.
+
+    update: called with the status of each answer. Returns the number of answers that are errors. Raises BatchFileError
+    if an answer cannot be written; the requests that still run are aborted.
+    """
+    failed = 0
+    synced = time.monotonic()
+
+    async def work() -> None:
+        # All workers take from one iterator, so the file is read as it is needed.
+        nonlocal failed, synced
+        for request in requests:
+            status, request_id, body = await answer(app, request)
+            results.append(BatchResult.of(request.custom_id, status, request_id, body))
+            failed += status >= 400
+            if time.monotonic() - synced > SYNC_SECONDS:
+                synced = time.monotonic()
+                await asyncio.to_thread(results.sync)
+            update(status)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(max_inflight):
+                group.create_task(work())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    results.sync()
+    return failed
+
+
+async def answer(app: Starlette, request: BatchRequest) -> tuple[int, str, bytes]:
+    """Run one request. Returns the status, the id of the request, and the answer's body as JSON."""
+    body = bytes(request.body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": request.method, "scheme": "http",
+        "path": request.url, "raw_path": request.url.encode(), "root_path": "", "query_string": b"",
+        "headers": headers, "client": None, "server": None, "app": app,
+    }  # fmt: skip
+    sent = False
+    status, fields, parts = 0, {}, []
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:
+            await asyncio.Event().wait()  # there is no client that could leave
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, fields
+        if message["type"] == "http.response.start":
+            status, fields = message["status"], dict(message.get("headers", ()))
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    request_id = fields.get(b"x-request-id", b"").decode() or uuid.uuid4().hex
+    return status, request_id, b"".join(parts)

@@ -1,0 +1,22 @@
+"""ASGI middleware that removes the prefix of a proxy from paths, before anything looks at them."""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class RemoveRootPath:
+    """Serves /llm/v1/models and /v1/models alike, with the prefix /llm. A proxy may pass the prefix on, or remove it.
+
+    Keys are checked after this: they are checked for the path that is routed.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        """root_path: begins with a slash, and does not end with one."""
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        path = scope.get("path", "")
+        if path.startswith(self._root_path + "/"):
+            scope = {**scope, "path": path.removeprefix(self._root_path)}
+        await self._app(scope, receive, send)

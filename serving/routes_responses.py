@@ -1,0 +1,280 @@
+"""/v1/responses: create, retrieve, list the input, cancel and delete."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jpaged.errors import RequestError
+from jpaged.serving import generation
+from jpaged.serving.auth import OWNER
+from jpaged.serving.body import read_body
+from jpaged.serving.chat_run import prepare
+from jpaged.serving.disconnect import until_disconnect
+from jpaged.serving.error_responses import APIError
+from jpaged.serving.generation import Server
+from jpaged.serving.responses_input import (
+    RENAMES,
+    chat_request,
+    input_items,
+    new_id,
+    shown_tools,
+)
+from jpaged.serving.responses_objects import (
+    DeletedResponse,
+    Event,
+    InputItemList,
+    ResponseObject,
+)
+from jpaged.serving.responses_output import ResponseOutput
+from jpaged.serving.responses_run import ResponseRun
+from jpaged.serving.responses_schema import ResponsesRequest, check_fields
+from jpaged.serving.responses_store import ResponseStore, StoredResponse
+from jpaged.serving.sse import RESPONSES, open_stream
+from jpaged.serving.typed_items import renamed
+
+MAX_PAGE = 100  # input items, as in OpenAI's API
+ADMITTED_SECONDS = 1.0  # a request in the background waits this long, at most, for the engine's queue
+LOGPROBS = "message.output_text.logprobs"
+
+
+async def create(request: Request) -> Response:
+    """Answer a conversation of items, or text."""
+    server: Server = request.app.state.server
+    store: ResponseStore = request.app.state.responses
+    body = await read_body(request, ResponsesRequest)
+    owner = request.scope.get(OWNER, b"")
+    model = server.model_name(body.model)
+    check_fields(body)
+    earlier = _earlier(store, owner, body.previous_response_id)
+    with renamed(RENAMES):
+        run = await run_in_threadpool(_prepared, server, body, model, earlier)
+        if body.background:
+            return await _start(store, owner, run)
+        if body.stream:
+            events = _streamed(run, store if body.store is not False else None, owner)
+            return await open_stream(request.receive, events, RESPONSES)
+        encoded = await until_disconnect(request.receive, run.whole())
+    if body.store is not False:
+        store.put(owner, run.shown.id, run.stored())
+    return _json(encoded)
+
+
+async def retrieve(request: Request) -> Response:
+    """Return a stored response."""
+    _refuse_query(request, {"stream": "poll without it", "starting_after": "poll without it"})
+    return _json(_found(request).response)
+
+
+async def delete(request: Request) -> Response:
+    """Delete a stored response. If it runs in the background, it is cancelled first."""
+    response_id = request.path_params["response_id"]
+    store: ResponseStore = request.app.state.responses
+    await store.delete(request.scope.get(OWNER, b""), response_id)
+    return _json(msgspec.json.encode(DeletedResponse(response_id)))
+
+
+async def cancel(request: Request) -> Response:
+    """Cancel a response that runs in the background. One that has ended stays as it is."""
+    store: ResponseStore = request.app.state.responses
+    stored = _found(request)
+    if not stored.background:
+        accepted = "only a response that was made with background=true can be cancelled: close the connection"
+        raise RequestError("response_id", request.path_params["response_id"], accepted)
+    await store.cancel(stored)
+    return _json(stored.response)
+
+
+async def list_input(request: Request) -> Response:
+    """Return a page of the input items of a stored response, those of earlier responses included."""
+    _refuse_query(request, {})
+    query = request.query_params
+    after, order, limit = query.get("after"), query.get("order", "desc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise RequestError("order", order, "must be asc or desc")
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_PAGE):
+        raise RequestError("limit", limit, f"must be 1 to {MAX_PAGE}")
+    stored = _found(request)
+    page = await run_in_threadpool(_page, stored.conversation, after, int(limit), order == "asc")
+    return _json(msgspec.json.encode(page))
+
+
+ROUTES = [
+    Route("/v1/responses", create, methods=["POST"]),
+    Route("/v1/responses/{response_id}", retrieve),
+    Route("/v1/responses/{response_id}", delete, methods=["DELETE"]),
+    Route("/v1/responses/{response_id}/cancel", cancel, methods=["POST"]),
+    Route("/v1/responses/{response_id}/input_items", list_input),
+]
+
+
+def _earlier(store: ResponseStore, owner: bytes, response_id: str | None) -> StoredResponse | None:
+    """Return the response that the request continues. Raises APIError 404, or RequestError if it has no answer."""
+    if response_id is None:
+        return None
+    try:
+        earlier = store.get(owner, response_id)
+    except APIError as error:
+        raise APIError(error.status, str(error), param="previous_response_id", code=error.code) from None
+    if earlier.status not in ("completed", "incomplete"):
+        accepted = f"the response is {earlier.status}: continue one that is completed or incomplete"
+        raise RequestError("previous_response_id", response_id, accepted)
+    return earlier
+
+
+def _prepared(server: Server, body: ResponsesRequest, model: str, earlier: StoredResponse | None) -> ResponseRun:
+    """Do the work that grows with the body and the conversation: runs in a thread. Raises RequestError."""
+    before: list[dict[str, Any]] = []
+    if earlier is not None:
+        before = msgspec.json.decode(earlier.conversation) + msgspec.json.decode(earlier.response)["output"]
+    items = before + input_items(body)
+    top = (body.top_logprobs or 0) if body.top_logprobs or LOGPROBS in (body.include or ()) else None
+    chat = chat_request(body, items)
+    run = prepare(server, chat, logprobs=top, drop_oldest=body.truncation == "auto")
+    text = {"format": (body.text and body.text.format) or {"type": "text"}}
+    if body.text is not None and body.text.verbosity is not None:
+        text["verbosity"] = body.text.verbosity
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    shown = ResponseObject(
+        id=new_id("resp"),
+        created_at=int(time.time()),
+        status="queued",
+        background=bool(body.background),
+        instructions=_raw(body.instructions),
+        max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        metadata=_raw(body.metadata or {}),
+        model=model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning=_raw({"effort": effort, "summary": None}),
+        safety_identifier=body.safety_identifier,
+        service_tier=generation.TIER,
+        temperature=run.params.temperature,
+        text=_raw(text),
+        tool_choice=_raw(body.tool_choice or "auto"),
+        tools=_raw(shown_tools(body)),
+        top_logprobs=body.top_logprobs or 0,
+        top_p=run.params.top_p,
+        truncation=body.truncation or "disabled",
+        user=body.user,
+    )
+    output = ResponseOutput(run.turn.reader, reasoning=body.include_reasoning is not False, top=top)
+    return ResponseRun(run, shown, msgspec.json.encode(items), output)
+
+
+async def _streamed(run: ResponseRun, store: ResponseStore | None, owner: bytes) -> AsyncGenerator[Event, None]:
+    """Yield the events of a response, and store it before the last one. An error after the first event is an event."""
+    started = False
+    try:
+        with renamed(RENAMES):
+            async with aclosing(run.events()) as events:
+                async for event in events:
+                    started = True
+                    if run.encoded is not None and store is not None:
+                        store.put(owner, run.shown.id, run.stored())
+                    yield event
+    except Exception as error:
+        if not started:
+            raise
+        failed = run.end("failed", error)
+        if store is not None:
+            store.put(owner, run.shown.id, run.stored())
+        yield failed
+
+
+async def _start(store: ResponseStore, owner: bytes, run: ResponseRun) -> Response:
+    """Start a response in the background, and return it with the status `queued`.
+
+    Raises the error of a request that the engine refuses, such as CapacityError for a full queue. A request may wait
+    longer than `ADMITTED_SECONDS` for its grammar or for programs. Then it is returned, and shows its error later.
+    """
+    queued = run.stored()
+    first = queued.response
+    admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    store.start(owner, run.shown.id, queued, _in_background(store, owner, run, queued, admitted))
+    await asyncio.wait({admitted}, timeout=ADMITTED_SECONDS)
+    if admitted.done():
+        admitted.result()
+    admitted.cancel()
+    return _json(first)
+
+
+async def _in_background(
+    store: ResponseStore, owner: bytes, run: ResponseRun, stored: StoredResponse, admitted: asyncio.Future[None]
+) -> None:
+    """Generate a response and store it. admitted: receives the error of a request that the engine refuses."""
+
+    def on_admitted() -> None:
+        if not admitted.done():
+            admitted.set_result(None)
+
+    try:
+        with renamed(RENAMES):
+            async with aclosing(run.events(on_admitted)) as events:
+                async for event in events:
+                    if event.type == "response.in_progress":
+                        stored.response, stored.status = msgspec.json.encode(run.shown), run.shown.status
+    except asyncio.CancelledError:
+        run.end("cancelled")
+    except Exception as error:
+        if not admitted.done():
+            store.forget(owner, run.shown.id)
+            admitted.set_exception(error)
+            return
+        run.end("failed", error)
+    on_admitted()
+    ended = run.stored()
+    stored.response, stored.status = ended.response, ended.status
+    store.put(owner, run.shown.id, stored)
+
+
+def _found(request: Request) -> StoredResponse:
+    store: ResponseStore = request.app.state.responses
+    return store.get(request.scope.get(OWNER, b""), request.path_params["response_id"])
+
+
+def _refuse_query(request: Request, names: dict[str, str]) -> None:
+    """Refuse query parameters that are not supported. names: those parameters, with what to do instead."""
+    for name in ("include", "include[]"):
+        if name in request.query_params:
+            raise RequestError(name, request.query_params[name], "send it when the response is made: leave it out")
+    for name, instead in names.items():
+        if request.query_params.get(name, "false") != "false":
+            raise RequestError(name, request.query_params[name], f"is not supported here: {instead}")
+
+
+def _page(conversation: bytes, after: str | None, limit: int, ascending: bool) -> InputItemList:
+    items: list[dict[str, Any]] = msgspec.json.decode(conversation)
+    if not ascending:
+        items.reverse()
+    start = 0
+    if after is not None:
+        place = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise RequestError("after", after, "must be the id of an input item of this response")
+        start = place + 1
+    page = items[start : start + limit]
+    return InputItemList(
+        data=[_raw(item) for item in page],
+        first_id=page[0]["id"] if page else "",
+        last_id=page[-1]["id"] if page else "",
+        has_more=start + limit < len(items),
+    )
+
+
+def _raw(value: Any) -> Raw:
+    return Raw(msgspec.json.encode(value))
+
+
+def _json(encoded: bytes) -> Response:
+    return Response(encoded, media_type="application/json")

@@ -1,0 +1,198 @@
+"""The prefill for Hopper through Mosaic GPU: in Pallas' GPU interpreter against float64, lowered, and compiled.
+
+The interpreter runs the copies, the barriers and the turns of the three warp groups. It has no products with registers:
+there the second product reads its weights from shared memory. Only that product differs on a card.
+"""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention import mosaic_gpu_prefill, triton
+from tests.deviceless import H200
+from tests.kernels import lowered
+from tests.kernels.machine_code import mosaic_kernel, tool
+from tests.kernels.oracle import TOLERANCE, Shape, expected, make_case
+from tests.kernels.test_lowering import lower_for
+
+has_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "force_gpu_interpret_mode"), reason="JAX 0.10 has no interpreter for these kernels"
+)
+SLOW = pytest.mark.slow
+# A unit has 32 tokens, a tile has two: the second unit of the first row begins earlier, the last row is shorter than a
+# unit, and the row of one token belongs to another kernel. Tiles have 128 keys.
+PLAIN = Shape(heads=2, kv_heads=1, head_dim=64, dtype="bfloat16", tokens=56, rows=3, width=17)
+ROWS = ((45, 257), (1, 30), (9, 128))
+
+
+def prefill(shape, rows, params=None):
+    """Outputs of rows with several tokens, and the expected ones."""
+    case = make_case(shape, rows)
+    options = {name: jnp.asarray(v) if isinstance(v, np.ndarray) else v for name, v in shape.options.items()}
+    call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill, **options))
+    with plgpu.force_gpu_interpret_mode(*(() if params is None else (params,))):
+        out = np.asarray(call(*case.values()), np.float32)
+    counts = [count for count, _ in rows]
+    chosen = np.repeat(np.asarray(counts) > 1, counts)
+    return out[: len(chosen)][chosen], expected(shape, case)[chosen]
+
+
+@has_interpreter
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        pytest.param({}, ROWS, id="ragged"),
+        pytest.param({"heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 128}, ROWS, id="gqa-4-128", marks=SLOW),
+        pytest.param({"heads": 3, "dtype": "float16", "block_size": 8, "width": 34}, ROWS, id="gqa-3", marks=SLOW),
+        pytest.param({"window": 50}, ROWS, id="window"),
+        # no query of the second unit sees a key of the first tile
+        pytest.param({"window": 1}, ((56, 160),), id="window-1", marks=SLOW),
+        pytest.param({"softcap": 2.0, "sinks": True, "slopes": True}, ROWS, id="softcap-sinks-alibi", marks=SLOW),
+        # more tiles than shared memory holds
+        pytest.param({"head_dim": 256, "block_size": 64, "width": 5}, ROWS, id="256"),
+        # the call has fewer tokens than a unit, and the last tile extends beyond the block table
+        pytest.param({"tokens": 12, "width": 9}, ((3, 140), (9, 9)), id="few-tokens", marks=SLOW),
+    ],
+)
+def test_matches_float64(options, rows):
+    shape = dataclasses.replace(PLAIN, **options)
+    out, right = prefill(shape, rows)
+    np.testing.assert_allclose(out, right, atol=TOLERANCE[shape.dtype], rtol=0)
+
+
+@has_interpreter
+@pytest.mark.slow
+def test_bits_of_a_row_do_not_depend_on_other_rows():
+    (alone, _), (together, _) = prefill(PLAIN, ((45, 257),)), prefill(PLAIN, ((45, 257), (1, 30), (9, 128)))
+    np.testing.assert_array_equal(together[:45], alone)
+
+
+@has_interpreter
+def test_bits_of_a_token_do_not_depend_on_the_chunk():
+    """The last 20 tokens of a row as a chunk, and with the 31 tokens before them: other lanes, units and edges."""
+    case = make_case(PLAIN, ((51, 260),))
+    last = case | {
+        "q": case["q"][31:], "query_start_loc": jnp.where(jnp.arange(PLAIN.rows + 1) == 0, 0, 20).astype(jnp.int32)
+    }
+    call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill, **PLAIN.options))
+    with plgpu.force_gpu_interpret_mode():
+        whole, chunk = (np.asarray(call(*each.values()), np.float32) for each in (case, last))
+    np.testing.assert_array_equal(whole[31:51], chunk[:20])
+
+
+@has_interpreter
+def test_the_interpreter_finds_no_race(capsys):
+    """The turns order the accesses of the two units. Copies against products are not compared: the detector ignores
+    reads of a product.
+
+    Whole units only: the last unit of other rows stores some tokens twice, with equal bits.
+    """
+    out, right = prefill(
+        dataclasses.replace(PLAIN, tokens=64, window=150), ((64, 270),), plgpu.InterpretGPUParams(detect_races=True)
+    )
+    assert "RACE" not in capsys.readouterr().out
+    np.testing.assert_allclose(out, right, atol=TOLERANCE["bfloat16"], rtol=0)
+
+
+# The two kernels of this call run at once, and each has three warp groups that wait for each other. XLA's thread pool
+# has a thread per core: on two cores, waiting warp groups hold both, and the others never start. NPROC sets the pool's
+# size when a process creates its first array, hence the child process.
+SELF_CHECK = """
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from pallas_kernels import self_check
+with plgpu.force_gpu_interpret_mode():
+    print(self_check(implementation="mosaic_gpu", q_heads=2, kv_heads=1, head_dim=64, cases=("mixed",))["mixed"])
+"""
+
+
+@has_interpreter
+def test_self_check_finds_agreement():
+    """Decodes and chunks in one call: each kernel leaves the rows of the other alone."""
+    environment = os.environ | {"NPROC": "8", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", SELF_CHECK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
+    assert 0 < float(done.stdout) < 1e-2
+
+
+def test_the_decode_through_triton_completes_the_output():
+    """The interpreter of Mosaic GPU takes no Triton kernels: the reference's output stands for that of the prefill."""
+    shape = Shape(head_dim=64, dtype="bfloat16")
+    case = make_case(shape)
+    right = paged_attention(**case, **shape.options, max_query_len=64, implementation="reference")
+    one_token = jnp.repeat(jnp.diff(case["query_start_loc"]) == 1, jnp.diff(case["query_start_loc"]))
+    prefilled = right.at[: len(one_token)].multiply(~one_token[:, None, None])
+    out = triton.paged_attention(**case, **shape.options, max_query_len=64, prefilled=prefilled, interpret=True)
+    used = int(case["query_start_loc"][-1])
+    assert prefilled[0].any() != out[0].any()  # the first row has one token
+    np.testing.assert_allclose(
+        *(np.asarray(a[:used], np.float32) for a in (out, right)), atol=TOLERANCE["bfloat16"], rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (Shape(head_dim=64), "q float32"),
+        (Shape(head_dim=32, dtype="bfloat16"), "head_dim=32"),
+        (Shape(head_dim=64, dtype="bfloat16", kv_dtype="int8"), "pages int8"),
+        (Shape(head_dim=64, dtype="bfloat16", block_size=192, width=2), "block_size=192"),
+    ],
+)
+@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_prefill"])
+def test_refused_calls_are_named(name, shape, message):
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=message):
+        paged_attention(**make_case(shape), scale=1.0, max_query_len=64, implementation=name)
+
+
+@pytest.mark.parametrize("name", lowered.HOPPER)
+def test_lowers(name):
+    call = lowered.attention(name, 32, "mosaic_prefill", lowered.HOPPER)
+    options = lowered.HOPPER[name][-1]
+    if jax.__version_info__ < (0, 11) and {"sinks", "alibi_slopes"} & options.keys():
+        with pytest.raises(ValueError, match=r"needs JAX 0\.11"):
+            lower_for("cuda", *call)
+        return
+    text = lower_for("cuda", *call)
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "paged_prefill_mosaic" in text
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 2  # decode and its merge
+
+
+def counted(loop, *names):
+    return [sum(name in instruction for instruction in loop) for name in names]
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(H200.missing is not None, reason="needs jax-cuda13-plugin")
+@pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("name", ["llama-3-8b", "gqa-7-64"])
+def test_machine_code_for_an_h200(name, tmp_path, monkeypatch):
+    """Products of warp groups, pages by the tensor memory accelerator, nothing spilled where the time goes."""
+    kernel = mosaic_kernel(*lowered.attention(name, 32, "mosaic_prefill", lowered.HOPPER), tmp_path, monkeypatch)
+    head_dim, block_size = lowered.HOPPER[name][1], lowered.HOPPER[name][4]
+    assert kernel.registers == 168  # 3 warp groups fill a multiprocessor; then they change the number
+    assert kernel.spilled_bytes <= 64  # outside the loop over whole tiles
+    products = 128 // 16 + head_dim // 16  # of 16 numbers each: scores, output
+    attend = sorted((loop for loop in kernel.loops if any("HGMMA" in i for i in loop)), key=len)
+    inside, edges = attend[0], attend[1:]
+    assert len(edges) == (2 if "sliding_window" in lowered.HOPPER[name][5] else 1)
+    assert all(counted(loop, "HGMMA") == [products] for loop in attend)
+    assert counted(inside, "LDL", "STL", "LDSM", "BAR.SYNC") == [0, 0, 0, 0]
+    (copy,) = [loop for loop in kernel.loops if any("UTMALDG" in i for i in loop)]
+    assert counted(copy, "UTMALDG", "HGMMA") == [2 * 128 // min(block_size, 128), 0]
+    print(f"{name}: {len(inside)} instructions for 128 keys, {[*map(len, edges)]} at the edges, {len(copy)} to copy")
+    if name == "llama-3-8b":
+        assert kernel.spilled_bytes == 0
+        assert counted(inside, "MUFU.EX2") == [66]
+        assert len(inside) < 550
+        assert len(edges[0]) < 1200

@@ -1,0 +1,71 @@
+"""Forward programs, compiled for an H200 that need not be there: the commands of a step, and the kernels of a layer."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jpaged import planning
+from jpaged.models.spec import DecoderSpec, QKNorm, Rope, param_shapes
+from jpaged.runtime.blueprint import Blueprint, ServedModel
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.step import ForwardShape
+from tests.deviceless import H200, marks
+
+pytestmark = [pytest.mark.codegen, *marks(H200)]
+
+# Layers of Qwen3 0.6B's shape, and a small vocabulary.
+SPEC = DecoderSpec(
+    vocab_size=4096, hidden_size=1024, intermediate_size=3072, num_layers=3, num_heads=16, num_kv_heads=8, head_dim=128,
+    max_position=8192, rope=Rope(), qk_norm=QKNorm.HEAD,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A thunk of XLA: a line of its list. Those in CUDA graphs and in branches are indented."""
+
+    depth: int  # columns
+    kind: str   # "kCustomKernel", "kCopy" and so on
+    name: str   # of a kernel
+
+
+def commands_of(is_decode, folder):
+    """The commands of the largest program of a kind."""
+    config = planning.engine_config("test", {"max_num_seqs": 64, "max_num_batched_tokens": 256})
+    placement = dataclasses.replace(Placement.for_target(H200), dump_to=str(folder))
+    build = Blueprint.draw(ServedModel(SPEC, param_shapes(SPEC, "bfloat16")), config, placement).fit(free_bytes=2**30)
+    forwards = [shape for shape in build.blueprint.program_shapes if isinstance(shape, ForwardShape)]
+    with H200.tracing():
+        build.compile(max((s for s in forwards if s.is_decode == is_decode), key=lambda shape: shape.tokens))
+    (file,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
+    lines = re.findall(r"^( *)\d+: (\w+) +\[[^]]*\] *(\S*)", file.read_text(), re.MULTILINE)
+    return [Command(len(indent), kind, name) for indent, kind, name in lines]
+
+
+def layer_of(commands):
+    """The commands from the second layer's write to the third one's. What all layers share is before it."""
+    _, second, third = (index for index, command in enumerate(commands) if command.name == "write_qkv")
+    return commands[second:third]
+
+
+def test_a_decode_step_is_one_command_and_twelve_kernels_a_layer(tmp_path):
+    graph, *commands = commands_of(True, tmp_path)
+    assert (graph.depth, graph.kind) == (0, "kCommandBuffer")
+    assert all(command.depth == 4 for command in commands)  # in the graph, and in no branch
+    layer = layer_of(commands)
+    assert {command.kind for command in layer} == {"kCustomKernel"}
+    assert len(layer) <= 12
+    print([command.name for command in layer])
+
+
+def test_a_mixed_step_without_decodes_launches_no_decode_kernel(tmp_path):
+    """The decode kernels of a layer are alone in a branch, inside the one CUDA graph. Nothing is copied for it."""
+    graph, *commands = commands_of(False, tmp_path)
+    assert (graph.depth, graph.kind) == (0, "kCommandBuffer")
+    assert all(command.depth > 0 for command in commands)
+    branch = [command.name for command in commands if command.depth > 4]
+    assert branch == ["paged_decode", "paged_decode_merge"] * SPEC.num_layers
+    layer = layer_of(commands)
+    assert "paged_prefill" in [command.name for command in layer]
+    assert {command.kind for command in layer} == {"kCustomKernel", "kConditional"}

@@ -1,0 +1,198 @@
+"""Run a scripted tour of each public client against `jpaged serve demo`, each client in its own environment.
+
+    python tools/client_tours/run.py --cache ~/.cache/jpaged-tours --output benchmarks/results/client_tours.json
+    python tools/client_tours/run.py --cache ~/.cache/jpaged-tours --only openai-python vercel-ai
+
+The first run installs the clients below `--cache`: Python packages with venv and pip, JavaScript packages with npm. It
+needs a network (or a mirror that pip and npm know) and about 2 GB. One server generates text, another one returns
+embeddings. Both serve the demo model; it was not trained on chats, so tools and structured outputs are forced.
+
+The exit status is 1 if a check fails. `--only` updates the named clients in the result file and keeps the others.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jpaged.cli.results import machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from attack import serving
+
+HERE = Path(__file__).resolve().parent
+TEMPLATE = HERE / "chat_template.jinja"
+GENERATE = [
+    "--max-num-seqs", "16", "--row-buckets", "16", "--token-buckets", "128", "--max-num-batched-tokens", "128",
+    "--chat-template", str(TEMPLATE), "--tool-call-parser", "hermes", "--enable-tokenizer-info-endpoint",
+]  # fmt: skip
+POOLING = ["--runner", "pooling", "--max-num-seqs", "16", "--token-buckets", "128", "--max-num-batched-tokens", "128"]
+TOUR_SECONDS = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Client:
+    """A client to tour: the pinned packages of its environment, and its script."""
+
+    name: str
+    packages: tuple[str, ...]
+    script: str
+
+    @property
+    def is_node(self) -> bool:
+        """True for npm packages, False for packages of PyPI."""
+        return self.script.endswith(".mjs")
+
+
+CLIENTS = (
+    Client("openai-python", ("openai==3.57.0",), "tour_openai.py"),
+    Client("lm-eval", ("lm-eval[api]==0.4.13",), "tour_lm_eval.py"),
+    Client("anthropic-python", ("anthropic==2.13.0",), "tour_anthropic.py"),
+    Client("litellm", ("litellm==1.110.2",), "tour_litellm.py"),
+    # Not the newest version: the newest one whose extra `proxy` could be installed.
+    Client("litellm-proxy", ("litellm[proxy]==1.106.0",), "tour_litellm_proxy.py"),
+    Client("langchain-openai", ("langchain-openai==1.7.4",), "tour_langchain.py"),
+    Client("instructor", ("instructor==1.17.0",), "tour_instructor.py"),
+    Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.66.0",), "tour_pydantic_ai.py"),
+    Client("llama-index", ("llama-index-llms-openai-like==0.8.1",), "tour_llama_index.py"),
+    Client("openai-node", ("openai@7.57.0", "zod@4.6.7"), "tour_openai_node.mjs"),
+    Client(
+        "vercel-ai",
+        ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "@ai-sdk/openai@4.0.118", "zod@4.6.7"),
+        "tour_vercel_ai.mjs",
+    ),
+)
+
+
+# -- environments -------------------------------------------------------------------------------------------------
+
+
+def environment(client: Client, cache: Path) -> Path:
+    """Folder with the client's packages. Installs them unless the folder was made from the same pins."""
+    folder = cache / client.name
+    pins = folder / "requirements.txt"
+    wanted = "".join(f"{package}\n" for package in client.packages)
+    if pins.is_file() and pins.read_text() == wanted:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    print(f"{client.name}: installing {' '.join(client.packages)}", flush=True)
+    if client.is_node:
+        _checked(["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *client.packages], folder)
+    else:
+        _checked([sys.executable, "-m", "venv", str(folder)], folder)
+        _checked([str(_python(folder)), "-m", "pip", "install", "--quiet", *client.packages], folder)
+    pins.write_text(wanted)
+    return folder
+
+
+def _python(folder: Path) -> Path:
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _checked(command: list[str], folder: Path) -> None:
+    """Run an installer in the folder. Its output is shown if it fails."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def installed(client: Client, folder: Path) -> list[str]:
+    """All packages of an environment with their versions, sorted."""
+    if client.is_node:
+        lock = json.loads((folder / "package-lock.json").read_text())
+        packages = lock["packages"].items()
+        return sorted({f"{path.rpartition('node_modules/')[2]}@{entry['version']}" for path, entry in packages if path})
+    listed = subprocess.run(
+        [str(_python(folder)), "-m", "pip", "list", "--format", "freeze", "--disable-pip-version-check"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return sorted(line for line in listed.stdout.split() if not line.startswith(("pip==", "setuptools==")))
+
+
+# -- tours --------------------------------------------------------------------------------------------------------
+
+
+def tour(client: Client, folder: Path, base: str, embedding_base: str) -> dict[str, Any]:
+    """Run a client's script. Returns its checks; a script that breaks off has a failed check `script`."""
+    with tempfile.TemporaryDirectory() as work:
+        result = Path(work) / "result.json"
+        if client.is_node:  # imports of a module are looked up from its own folder
+            for name in (client.script, "checks.mjs"):
+                shutil.copyfile(HERE / name, folder / name)
+            command = ["node", str(folder / client.script), str(result)]
+        else:
+            command = [str(_python(folder)), str(HERE / client.script), str(result)]
+        variables = os.environ | {
+            "TOUR_BASE_URL": base, "TOUR_EMBEDDING_URL": embedding_base, "TOUR_ENGINE_PYTHON": sys.executable,
+            "TOUR_CHAT_TEMPLATE": str(TEMPLATE), "PYTHONDONTWRITEBYTECODE": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        }  # fmt: skip
+        for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "PYTHONPATH"):
+            variables.pop(name, None)
+        try:
+            done = subprocess.run(
+                command, cwd=work, env=variables, capture_output=True, text=True, timeout=TOUR_SECONDS
+            )
+            tail, status = done.stderr[-3000:], done.returncode
+        except subprocess.TimeoutExpired:
+            tail, status = f"still running after {TOUR_SECONDS} s", -1
+        found: dict[str, Any] = {"passed": [], "failed": {}, "limits": {}}
+        if result.is_file():
+            found = json.loads(result.read_text())
+        if status != 0 or not result.is_file():
+            found["failed"]["script"] = f"exit status {status}: {tail}"
+        return found
+
+
+def main() -> None:
+    """Run the tours and write the results."""
+    names = [client.name for client in CLIENTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True, help="folder for the clients' environments")
+    parser.add_argument("--output", type=Path, help="result file, in JSON")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT", help=", ".join(names))
+    arguments = parser.parse_args()
+    cache = arguments.cache.expanduser().resolve()
+    chosen = [client for client in CLIENTS if client.name in arguments.only]
+    folders = {client.name: environment(client, cache) for client in chosen}
+    results: dict[str, Any] = {}
+    if arguments.output and arguments.output.is_file():
+        results = json.loads(arguments.output.read_text())["clients"]
+    with (
+        serving(GENERATE) as (_, port),
+        serving(POOLING) as (_, embedding_port),
+    ):
+        base, embedding_base = (f"http://127.0.0.1:{each}" for each in (port, embedding_port))
+        for number, client in enumerate(chosen, 1):
+            start = time.monotonic()
+            found = tour(client, folders[client.name], base, embedding_base)
+            results[client.name] = {
+                "packages": list(client.packages), "installed": " ".join(installed(client, folders[client.name])),
+                **found,
+            }  # fmt: skip
+            print(
+                f"[{number}/{len(chosen)}] {' '.join(client.packages)}: {len(found['passed'])} passed, "
+                f"{len(found['failed'])} failed, {len(found['limits'])} limits, {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+            for name, why in found["failed"].items():
+                print(f"    FAILED {name}: {why}", flush=True)
+    if arguments.output:
+        report = {
+            "command": "python tools/client_tours/run.py --cache FOLDER --output benchmarks/results/client_tours.json",
+            "machine": machine(), "clients": {name: results[name] for name in names if name in results},
+        }  # fmt: skip
+        arguments.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    sys.exit(any(results[client.name]["failed"] for client in chosen))
+
+
+if __name__ == "__main__":
+    main()

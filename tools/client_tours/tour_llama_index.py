@@ -1,0 +1,71 @@
+"""Tour of LlamaIndex's `OpenAILike`: completions, chat, streams, tools, structured output."""
+
+import asyncio
+from typing import Any, Literal
+
+from checks import BASE, MODEL, PROMPT, Checks
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel, Field
+
+ENDPOINT: Any = {"model": MODEL, "api_base": f"{BASE}/v1", "api_key": "none", "max_retries": 0, "context_window": 2048}
+ASK = [ChatMessage(role="system", content="Write Python."), ChatMessage(role="user", content=PROMPT)]
+
+
+class Forecast(BaseModel):
+    """Weather of the next days."""
+
+    city: str = Field(max_length=8)
+    sky: Literal["clear", "rain"]
+
+
+def weather(city: Literal["Oslo", "Rome"]) -> str:
+    """Weather of a city."""
+    return f"{city}: 4 C"
+
+
+def main() -> None:
+    """Run the tour."""
+    checks = Checks()
+    plain = OpenAILike(**ENDPOINT, temperature=0, max_tokens=24, is_chat_model=False)
+    chat = OpenAILike(**ENDPOINT, temperature=0, max_tokens=24, is_chat_model=True)
+    with checks.check("completions: complete and stream_complete"):
+        assert "".join(part.delta or "" for part in plain.stream_complete(PROMPT)) == plain.complete(PROMPT).text != ""
+    with checks.check("chat: chat and stream_chat"):
+        whole = chat.chat(ASK).message.content
+        assert whole
+        assert "".join(part.delta or "" for part in chat.stream_chat(ASK)) == whole
+    with checks.check("chat: achat and astream_chat"):
+
+        async def run() -> None:
+            stream = await chat.astream_chat(ASK)
+            assert "".join([part.delta or "" async for part in stream]) == (await chat.achat(ASK)).message.content
+
+        asyncio.run(run())
+    lively = OpenAILike(
+        **ENDPOINT, temperature=1, max_tokens=200, is_chat_model=True, is_function_calling_model=True,
+        additional_kwargs={"seed": 6}, should_use_structured_outputs=True,
+    )  # fmt: skip
+    tool = FunctionTool.from_defaults(fn=weather)
+    with checks.check("tools: chat_with_tools, and the result sent back"):
+        answer = lively.chat_with_tools([tool], chat_history=ASK, tool_required=True)
+        (call,) = lively.get_tool_calls_from_response(answer)
+        result = str(tool(**call.tool_kwargs))
+        back = ChatMessage(role="tool", content=result, additional_kwargs={"tool_call_id": call.tool_id})
+        assert lively.chat([*ASK, answer.message, back]).message
+    with checks.check("tools: predict_and_call"):
+        assert "4 C" in str(lively.predict_and_call([tool], chat_history=ASK, tool_required=True))
+    with checks.check("structured output: as_structured_llm"):
+        assert isinstance(lively.as_structured_llm(Forecast).chat(ASK).raw, Forecast)
+    with checks.check("structured output: by a forced tool"):
+        by_tool = OpenAILike(
+            **ENDPOINT, temperature=1, max_tokens=200, is_chat_model=True, is_function_calling_model=True,
+            additional_kwargs={"seed": 6}, should_use_structured_outputs=False,
+        )  # fmt: skip
+        assert isinstance(by_tool.as_structured_llm(Forecast).chat(ASK).raw, Forecast)
+    checks.write()
+
+
+if __name__ == "__main__":
+    main()

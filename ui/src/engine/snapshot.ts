@@ -1,0 +1,68 @@
+// The answer of GET /admin/inspect: jpaged.EngineSnapshot, with the fields that this page reads.
+
+export interface BlockOwner {
+  request_id: string;
+  sample: number;
+  group: number;
+  index: number;
+}
+
+export interface Block {
+  block: number;
+  ref_count: number;
+  owners: BlockOwner[];
+  prefix_hash: string | null;
+  last_use: number | null;
+  tokens: number;
+}
+
+export interface EngineRequest {
+  request_id: string;
+  sample: number;
+  status: "prefill" | "decode" | "waiting" | "preempted";
+  row: number | null;
+  prompt_tokens: number;
+  output_tokens: number;
+  computed_tokens: number;
+  cached_tokens: number;
+  num_blocks: number;
+  preemptions: number;
+  age_seconds: number;
+}
+
+export interface Step {
+  index: number;
+  rows: number;
+  decodes: number;
+  prompt_tokens: number;
+  seconds: number;
+  age_seconds: number;
+}
+
+export interface Snapshot {
+  step: number;
+  pool: {
+    num_blocks: number;
+    block_size: number;
+    used_blocks: number;
+    shared_blocks: number;
+    cached_blocks: number;
+    empty_blocks: number;
+    references: number;
+    used_tokens: number;
+  };
+  blocks: Block[];
+  running: EngineRequest[];
+  waiting: EngineRequest[];
+  max_num_seqs: number;
+  max_num_batched_tokens: number;
+  stats: {
+    prompt_tokens: number;
+    prefix_hit_tokens: number;
+    generated_tokens: number;
+    finished_requests: number;
+    preemptions: number;
+    steps: number;
+  };
+  last_steps: Step[];
+}
