@@ -183,15 +183,15 @@ def _register_trees() -> None:
     export.register_pytree_node_serialization(
         QuantizedWeight,
         serialized_name="jpaged.QuantizedWeight",
-        serialize_auxdata=lambda values: json.dumps([values[0], values[1], values[2].name]).encode(),
+        serialize_auxdata=lambda values: json.dumps([*values[:3], values[3].name, *values[4:]]).encode(),
         deserialize_auxdata=_quantized_auxdata,
     )
 
 
-def _quantized_auxdata(data: bytes) -> tuple[int, tuple[int, ...], np.dtype]:
+def _quantized_auxdata(data: bytes) -> tuple[Any, ...]:
     """The static fields of a QuantizedWeight."""
-    bits, shape, dtype = json.loads(data)
-    return bits, tuple(shape), jax.numpy.dtype(dtype)
+    kind, layout, shape, dtype, *others = json.loads(data)
+    return kind, layout, tuple(shape), jax.numpy.dtype(dtype), *others
 
 
 _TREES = (DeviceState, SamplingState, KVPages)

@@ -22,6 +22,8 @@ def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | No
     """Reason why the kernel cannot run; None if it can."""
     if refuse_cpu(device) is not None:
         return refuse_cpu(device)
+    if weight.layout != "tiles" or weight.activations != "int8":
+        return f"it multiplies weights in the layout tiles by rows in 8 bits, not in the layout {weight.layout}"
     if x.dtype not in FLOATS or jnp.dtype(dtype) not in FLOATS:
         return f"it multiplies bfloat16 or float32, not {x.dtype} to {jnp.dtype(dtype)}"
     return kernel().reason

@@ -1,4 +1,4 @@
-"""QuantizedWeight: a matrix of weights in 8 or 4 bits, and how to make one from numbers."""
+"""QuantizedWeight: a matrix of weights in 8 or 4 bits, its layouts in memory, and how to make one from numbers."""
 
 import dataclasses
 import functools
@@ -6,42 +6,79 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 LARGEST = 127  # magnitude of an 8-bit code
 LEVELS = 16    # values of a 4-bit code
 OUTPUTS, INPUTS = 16, 4  # of a tile of codes
+CHUNK = 64  # inputs of a chunk in the layout "rows"
 MOST_INPUTS = 65_536  # of a group: its sums of products must fit int32
 # Shares of a group's range that the search for its scale tries. For normally distributed numbers in groups of 64, the
 # squared error is 1.08 times as large without a search, and 0.5% smaller with half the step.
 SHARES = tuple(1 - i / 32 for i in range(8))
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
+# dtypes of codes in the layout "plain", which has one code a byte
+PLAIN_DTYPES = {"int8": np.int8, "int4": np.uint8, "fp8": ml_dtypes.float8_e4m3fn, "fp4": np.uint8}
+# Values of the codes 0 to 7 of fp4 (E2M1, OCP Microscaling Formats 1.0). Codes 8 to 15 are their negatives.
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+ARRAYS = ("codes", "scales", "zeros", "outer", "mins", "outer_mins", "order")
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scales", "zeros"], meta_fields=["bits", "shape", "dtype"]
+    jax.tree_util.register_dataclass,
+    data_fields=list(ARRAYS), meta_fields=["kind", "layout", "shape", "dtype", "activations", "divides"],
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """Weights [..., out, in] in groups of neighbouring inputs: weight = scale * (code - zero).
+    """Weights [..., out, in] in groups of neighbouring inputs. All fields of a group but its codes are shared.
 
-    The arrays have one axis for all outputs, in blocks of 16; the last block is padded with zeros. A tile holds 4
-    neighbouring inputs of 16 outputs: byte 4 * o + i is of output o and input i. Fields may be ShapeDtypeStructs.
+        weight = scale * (number(code) - zero)   or, with `mins`,   scale * number(code) - min
+
+    A scale is `scales`, times (or divided by) `outer` if there is one; a min is `mins` times `outer_mins`. These
+    products are made in float32, so the numbers are the ones that the checkpoint's format defines.
+
+    Layouts. "out" is all axes of the shape but the last.
+    plain: one code a byte, [out, in]; all others [out, groups]. Readers of checkpoints make it; nothing multiplies it.
+    rows:  as plain, with two 4-bit codes a byte: uint8[out, in / 2]. Byte 32 * c + i holds input 64 * c + i in its low
+           4 bits, and input 64 * c + 32 + i in its high 4 bits.
+    tiles: for the native kernel on CPU. The outputs are in blocks of 16; the last block is padded with zeros. A tile
+           holds 4 neighbouring inputs of 16 outputs: byte 4 * o + i is of output o and input i.
+           codes int8[blocks, in / 4, 64], a tile each, or uint8[blocks, in / 8, 64], with even tiles in the low 4
+           bits and odd tiles in the high 4 bits. scales float32[blocks, groups, 16], zeros uint8[blocks, groups, 16].
+
+    Fields may be ShapeDtypeStructs, or numpy arrays on the host.
     """
 
-    # bits=8: int8[blocks, in / 4, 64], a tile each. bits=4: uint8[blocks, in / 8, 64]: even tiles in the low 4 bits,
-    # odd tiles in the high 4 bits
     codes: Any
-    scales: Any        # float32[blocks, groups, 16]
-    zeros: Any | None  # uint8[blocks, groups, 16]; None: 0 with bits=8, and 8 with bits=4
-    bits: int
+    scales: Any             # any float dtype, or integers with `outer`
+    zeros: Any | None       # in codes: uint8 with int4, int8 with int8; None: 8 with int4, and 0 with all others
+    outer: Any | None       # float32[out, supergroups]: factors of neighbouring groups' scales
+    mins: Any | None        # as `scales`; not together with `zeros`. The zero of int4 is then 0
+    outer_mins: Any | None  # as `outer`
+    order: Any | None       # int32[in]: the codes of input i are of input order[i] of x; None: i
+    kind: str               # int8, int4, fp8 (e4m3fn) or fp4 (e2m1)
+    layout: str
     shape: tuple[int, ...]  # of the weights
     dtype: np.dtype         # of the weights before quantising, and of the activations
+    activations: str = "int8"  # int8: x is rounded to 8 bits before a product. float: it is not
+    divides: bool = False   # scales are divided by `outer`
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return BITS[self.kind]
+
+    @property
+    def groups(self) -> int:
+        """Groups of an output."""
+        return self.scales.shape[1] if self.layout == "tiles" else self.scales.shape[-1]
 
     @property
     def group_size(self) -> int:
         """Inputs of a group."""
-        return self.shape[-1] // self.scales.shape[1]
+        return self.shape[-1] // self.groups
 
     @property
     def num_outputs(self) -> int:
@@ -49,51 +86,159 @@ class QuantizedWeight:
         return int(np.prod(self.shape[:-1]))
 
     def rows(self, indices: Int[Array, " rows"]) -> Float[Array, "rows in"]:
-        """The rows with these indices of a matrix [out, in], in `dtype`."""
-        block, output = jnp.divmod(jnp.clip(indices, 0, self.num_outputs - 1), OUTPUTS)
-        tiles = self.codes.reshape(self.codes.shape[0], -1, OUTPUTS, INPUTS)
-        zeros = None if self.zeros is None else self.zeros[block, :, output]
-        return self._numbers(tiles[block, :, output], self.scales[block, :, output], zeros).astype(self.dtype)
+        """The rows with these indices of a matrix [out, in], in `dtype`. Indices out of range are clipped."""
+        taken = self.select(jnp.clip(indices, 0, self.num_outputs - 1))
+        numbers = taken.dequantize()
+        return numbers if self.order is None else jnp.zeros_like(numbers).at[:, self.order].set(numbers)
+
+    def select(self, indices: Int[Array, " rows"]) -> "QuantizedWeight":
+        """The outputs with these indices, as a matrix in the layout "plain"."""
+        if self.layout == "tiles":
+            block, output = jnp.divmod(indices, OUTPUTS)
+            tiles = self.codes.reshape(self.codes.shape[0], -1, OUTPUTS, INPUTS)[block, :, output]
+            change = lambda _, array: array[block, :, output]  # noqa: E731
+        else:
+            tiles, change = self._matrix(self.codes)[indices], lambda _, array: self._matrix(array)[indices]
+        return self._plain(tiles, change, indices.shape[0])
+
+    def slice(self, start: Int[Array, ""] | int, size: int) -> "QuantizedWeight":
+        """`size` outputs from `start`, as a matrix in the layout "plain". Not of the layout "tiles"."""
+        cut = lambda array: jax.lax.dynamic_slice_in_dim(self._matrix(array), start, size)  # noqa: E731
+        return self._plain(cut(self.codes), lambda _, array: cut(array), size)
+
+    def plain(self) -> "QuantizedWeight":
+        """The same weights in the layout "plain", with all outputs on one axis."""
+        if self.layout == "tiles":
+            return self._plain(self._by_output(self.codes), lambda _, a: self._by_output(a), self.num_outputs)
+        return self._plain(self._matrix(self.codes), lambda _, a: self._matrix(a), self.num_outputs)
+
+    def numbers(self) -> Float[Array, "out in"]:
+        """The weights in float32, inputs in the order of the codes. Only of the layout "plain"."""
+        values = self._values()
+        scales = self._scaled(self.scales, self.outer, divides=self.divides)
+        if self.mins is None:
+            return (values * scales[..., None]).reshape(self.shape)
+        mins = self._scaled(self.mins, self.outer_mins, divides=False)
+        return (values * scales[..., None] - mins[..., None]).reshape(self.shape)
 
     def dequantize(self) -> Float[Array, "*shape"]:
-        """The weights as numbers, in `dtype`."""
-        numbers = self._numbers(self._by_output(self.codes), self._by_output(self.scales), self._by_output(self.zeros))
-        return numbers.reshape(self.shape).astype(self.dtype)
+        """The weights as numbers, in `dtype`, inputs in the order of the codes."""
+        plain = self if self.layout == "plain" else self.plain()
+        return plain.numbers().reshape(self.shape).astype(self.dtype)
 
     def integers(self) -> Int[Array, "out in"]:
-        """code - zero, int8."""
-        zeros = self._by_output(self.zeros)
-        return self._integers(self._by_output(self.codes), zeros)
+        """code - zero, int8. Only of int8 without zeros, and of int4."""
+        plain = self.plain()
+        if self.kind == "int8":
+            return plain.codes
+        codes = plain.codes.astype(jnp.int8)
+        if plain.zeros is None:
+            return codes - LEVELS // 2
+        return (codes.reshape(*plain.zeros.shape, -1) - plain.zeros.astype(jnp.int8)[..., None]).reshape(codes.shape)
 
     def scales_by_group(self) -> Float[Array, "groups out"]:
-        """The scales, group by group."""
-        return self._by_output(self.scales).T
+        """The scales in float32, group by group."""
+        plain = self.plain()
+        return self._scaled(plain.scales, plain.outer, divides=self.divides).T
+
+    def _plain(self, codes: Any, change: Any, outputs: int) -> "QuantizedWeight":
+        """A matrix in the layout "plain". codes: the outputs' codes. change(name, array): the outputs' other arrays."""
+        others = {
+            name: change(name, array)
+            for name in ARRAYS[1:-1] if (array := getattr(self, name)) is not None
+        }  # fmt: skip
+        shape = (outputs, self.shape[-1])
+        return dataclasses.replace(
+            self, codes=self._one_a_byte(codes, outputs), shape=shape, layout="plain", order=None, **others
+        )
+
+    def _one_a_byte(self, codes: Array, outputs: int) -> Array:
+        if self.bits == 8 or self.layout == "plain":
+            return codes.reshape(outputs, -1)
+        if self.layout == "tiles":
+            pairs = codes.reshape(outputs, -1, 1, INPUTS)
+        else:
+            pairs = codes.reshape(outputs, -1, 1, chunk_of(self.shape[-1]) // 2)
+        return jnp.concatenate([pairs & 15, pairs >> 4], 2).reshape(outputs, -1)
+
+    def _values(self) -> Float[Array, "... groups size"]:
+        """The codes' numbers, less the zeros, in float32."""
+        by_group = (*self.scales.shape, -1)
+        if self.kind == "fp4":
+            return fp4_numbers(self.codes).reshape(by_group)
+        values = self.codes.astype(jnp.float32).reshape(by_group)
+        if self.zeros is not None:
+            return values - self.zeros.astype(jnp.float32)[..., None]
+        return values - LEVELS // 2 if self.kind == "int4" and self.mins is None else values
+
+    @staticmethod
+    def _scaled(array: Any, outer: Any, *, divides: bool) -> Array:
+        values = jnp.asarray(array).astype(jnp.float32)
+        if outer is None:
+            return values
+        wide = values.reshape(*outer.shape, -1)
+        return (wide / outer[..., None] if divides else wide * outer[..., None]).reshape(values.shape)
+
+    def _matrix(self, array: Any) -> Any:
+        """[..., out, n] as [out, n]."""
+        return array.reshape(self.num_outputs, array.shape[-1])
 
     def _by_output(self, array: Any) -> Any:
         """[blocks, n, 16 * m] as [out, n * m]."""
-        if array is None:
-            return None
         blocks, count = array.shape[:2]
         tiles = array.reshape(blocks, count, OUTPUTS, -1)
         return tiles.swapaxes(1, 2).reshape(blocks * OUTPUTS, -1)[: self.num_outputs]
 
-    def _integers(self, codes: Array, zeros: Array | None) -> Int[Array, "rows in"]:
-        """codes: [rows, in / 4, 4] or the same numbers in two axes. zeros: [rows, groups]."""
-        if self.bits == 8:
-            return codes.reshape(codes.shape[0], -1)
-        tiles = codes.reshape(codes.shape[0], -1, 1, INPUTS)
-        codes = jnp.concatenate([tiles & 15, tiles >> 4], 2).astype(jnp.int8).reshape(codes.shape[0], -1)
-        if zeros is None:
-            return codes - LEVELS // 2
-        return (codes.reshape(*zeros.shape, -1) - zeros.astype(jnp.int8)[..., None]).reshape(codes.shape)
 
-    def _numbers(self, codes: Array, scales: Array, zeros: Array | None) -> Float[Array, "rows in"]:
-        integers = self._integers(codes, zeros).astype(jnp.float32)
-        return (integers.reshape(*scales.shape, -1) * scales[..., None]).reshape(integers.shape)
+def fp4_numbers(codes: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The numbers of fp4 codes, float32."""
+    table = jnp.asarray((*FP4_VALUES, *(-value for value in FP4_VALUES)), jnp.float32)
+    return table[codes.astype(jnp.int32)]
+
+
+def chunk_of(inputs: int) -> int:
+    """Inputs of a chunk of 4-bit codes in the layout "rows"."""
+    return next(size for size in (CHUNK, CHUNK // 2, CHUNK // 4, 2) if inputs % size == 0)
+
+
+def refuse_tiles(weight: QuantizedWeight) -> str | None:
+    """Reason why weights in the layout "plain" cannot have the layout "tiles"; None if they can."""
+    if weight.kind not in ("int8", "int4"):
+        return f"the codes are {weight.kind}: must be int8 or int4"
+    if weight.mins is not None or (weight.kind == "int8" and weight.zeros is not None):
+        return "the groups have minima, or zero points of 8 bits"
+    return refuse_group(weight.shape[-1], weight.group_size)
+
+
+def to_tiles(weight: QuantizedWeight) -> QuantizedWeight:
+    """Weights in the layout "plain", in the layout "tiles". Raises ValueError if that cannot be."""
+    if (reason := refuse_tiles(weight)) is not None:
+        raise ValueError(reason)
+    flat = weight.plain()
+    tiles = _blocks(jnp.asarray(flat.codes), INPUTS)
+    if weight.bits == 4:
+        pairs = tiles.reshape(tiles.shape[0], -1, 2, OUTPUTS * INPUTS)
+        tiles = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    zeros = None if flat.zeros is None else _blocks(jnp.asarray(flat.zeros), 1)
+    scales = _blocks(flat.scales_by_group().T, 1)
+    return dataclasses.replace(
+        weight, codes=tiles, scales=scales, zeros=zeros, outer=None, layout="tiles", activations="int8", divides=False
+    )
+
+
+def to_rows(weight: QuantizedWeight) -> QuantizedWeight:
+    """Weights in the layout "plain", in the layout "rows"."""
+    codes = jnp.asarray(weight.codes)
+    if weight.bits == 4:
+        half = chunk_of(weight.shape[-1]) // 2
+        pairs = codes.reshape(*codes.shape[:-1], -1, 2, half)
+        codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
+    others = {name: jnp.asarray(a) for name in ARRAYS[1:] if (a := getattr(weight, name)) is not None}
+    return dataclasses.replace(weight, codes=codes, layout="rows", **others)
 
 
 def quantize(weight: Float[Array, "*shape"], bits: int, group_size: int | None = None) -> QuantizedWeight:
-    """Round weights [..., out, in] to 8 or 4 bits.
+    """Round weights [..., out, in] to 8 or 4 bits. The result has the layout "tiles".
 
     bits:       8: scale = largest magnitude / 127, zero = 0. 4: the range of each group, cut by the share in SHARES
                 with the smallest squared error, becomes 16 levels. One of them is 0.
@@ -107,14 +252,17 @@ def quantize(weight: Float[Array, "*shape"], bits: int, group_size: int | None =
         raise ValueError(f"bits={bits}: must be 4 or 8")
     if (reason := refuse_group(inputs, group_size)) is not None:
         raise ValueError(reason)
-    groups = weight.astype(jnp.float32).reshape(-1, inputs // group_size, group_size)
+    return to_tiles(quantize_plain(weight, bits, group_size))
+
+
+def quantize_plain(weight: Float[Array, "*shape"], bits: int, group_size: int) -> QuantizedWeight:
+    """As `quantize`, in the layout "plain". group_size: divides the inputs."""
+    groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
     codes, scales, zeros = _eight_bits(groups) if bits == 8 else _four_bits(groups)
-    tiles = _blocks(codes.reshape(groups.shape[0], -1), INPUTS)
-    if bits == 4:
-        pairs = tiles.reshape(tiles.shape[0], -1, 2, OUTPUTS * INPUTS)
-        tiles = pairs[:, :, 0] | pairs[:, :, 1] << 4
-    zeros = None if zeros is None else _blocks(zeros, 1)
-    return QuantizedWeight(tiles, _blocks(scales, 1), zeros, bits, weight.shape, np.dtype(weight.dtype))
+    return QuantizedWeight(
+        codes.reshape(weight.shape), scales, zeros, None, None, None, None, f"int{bits}", "plain", weight.shape,
+        np.dtype(weight.dtype),
+    )  # fmt: skip
 
 
 def refuse_group(inputs: int, group_size: int) -> str | None:
@@ -132,13 +280,13 @@ def _blocks(array: Array, inputs: int) -> Array:
     return tiles.swapaxes(1, 2).reshape(tiles.shape[0], -1, OUTPUTS * inputs)
 
 
-def _eight_bits(groups: Float[Array, "out groups size"]) -> tuple[Array, Array, None]:
+def _eight_bits(groups: Float[Array, "*lead groups size"]) -> tuple[Array, Array, None]:
     scales = jnp.abs(groups).max(-1) / LARGEST
     codes = jnp.round(groups / jnp.where(scales > 0, scales, 1)[..., None])
     return codes.astype(jnp.int8), scales, None
 
 
-def _four_bits(groups: Float[Array, "out groups size"]) -> tuple[Array, Array, Array]:
+def _four_bits(groups: Float[Array, "*lead groups size"]) -> tuple[Array, Array, Array]:
     low, high = jnp.minimum(groups.min(-1), 0), jnp.maximum(groups.max(-1), 0)
 
     def rounded(share: Array) -> tuple[Array, Array, Array]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.quantized_dot.weight import LARGEST, QuantizedWeight
 
 SMALLEST = 1e-30  # a row with no larger number is quantised to zeros; see `native.integers`
+OUTPUTS_AT_ONCE = 256  # that are dequantised at once: no copy of a matrix as numbers is made
 
 
 def quantise_rows(x: Float[Array, "rows in"]) -> tuple[Int[Array, "rows in"], Float[Array, " rows"]]:
@@ -25,6 +26,8 @@ def quantized_dot(
     x: Float[Array, "rows in"], weight: QuantizedWeight, num_rows: Int[Array, ""], *, dtype: Any
 ) -> Float[Array, "rows out"]:
     """See `pallas_kernels.quantized_dot`."""
+    if weight.activations == "float":
+        return _float_dot(x, weight, dtype)
     codes, row_scales = quantise_rows(x)
     size, integers, scales = weight.group_size, weight.integers(), weight.scales_by_group()
 
@@ -37,3 +40,26 @@ def quantized_dot(
     total = jnp.zeros((x.shape[0], weight.num_outputs), jnp.float32)
     total = lax.fori_loop(0, scales.shape[0], add_group, total)
     return (total * row_scales[:, None]).astype(dtype)
+
+
+def _float_dot(x: Float[Array, "rows in"], weight: QuantizedWeight, dtype: Any) -> Float[Array, "rows out"]:
+    """Products with the dequantised weights, a block of outputs after the other."""
+    outputs = weight.num_outputs
+    size = min(OUTPUTS_AT_ONCE, outputs)
+
+    def multiply(block: Array, out: Array) -> Array:
+        start = jnp.minimum(block * size, outputs - size)  # the last block may repeat outputs of the one before
+        product = dequantized_product(x, weight, start, size, dtype)
+        return lax.dynamic_update_slice_in_dim(out, product, start, axis=1)
+
+    return lax.fori_loop(0, -(-outputs // size), multiply, jnp.zeros((x.shape[0], outputs), dtype))
+
+
+def dequantized_product(
+    x: Float[Array, "rows in"], weight: QuantizedWeight, start: Int[Array, ""], size: int, dtype: Any
+) -> Float[Array, "rows size"]:
+    """x times `size` outputs from `start`, dequantised to x's dtype. Sums are float32."""
+    numbers = weight.slice(start, size).numbers().astype(x.dtype)
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, numbers, dims, precision=exact, preferred_element_type=dtype)

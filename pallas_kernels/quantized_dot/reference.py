@@ -1,0 +1,24 @@
+"""quantized_dot as its specification: dequantise, then multiply."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.quantized_dot.weight import QuantizedWeight
+from pallas_kernels.quantized_dot.xla import quantise_rows
+
+
+def quantized_dot(
+    x: Float[Array, "rows in"], weight: QuantizedWeight, num_rows: Int[Array, ""], *, dtype: Any
+) -> Float[Array, "rows out"]:
+    """See `pallas_kernels.quantized_dot`. All products and sums are float32."""
+    numbers = weight.plain().numbers()
+    if weight.activations == "int8":
+        codes, scales = quantise_rows(x)
+        x = codes.astype(jnp.float32) * scales[:, None]
+    product = lax.dot_general(
+        x.astype(jnp.float32), numbers, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+    )
+    return product.astype(dtype)
