@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import jax
-import numpy as np
 from jax import export
 
 import jpaged.models
