@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 LARGEST = 127  # magnitude of an 8-bit code
+LARGEST_FP8 = 448.0  # of e4m3fn
 LEVELS = 16    # values of a 4-bit code
 OUTPUTS, INPUTS = 16, 4  # of a tile of codes
 CHUNK = 64  # inputs of a chunk in the layout "rows"
@@ -165,10 +166,10 @@ class QuantizedWeight:
         """The codes' numbers, less the zeros, in float32."""
         by_group = (*self.scales.shape, -1)
         if self.kind == "fp4":
-            return fp4_numbers(self.codes).reshape(by_group)
-        values = self.codes.astype(jnp.float32).reshape(by_group)
+            return fp4_numbers(jnp.asarray(self.codes)).reshape(by_group)
+        values = jnp.asarray(self.codes).astype(jnp.float32).reshape(by_group)
         if self.zeros is not None:
-            return values - self.zeros.astype(jnp.float32)[..., None]
+            return values - jnp.asarray(self.zeros).astype(jnp.float32)[..., None]
         return values - LEVELS // 2 if self.kind == "int4" and self.mins is None else values
 
     @staticmethod
@@ -190,7 +191,7 @@ class QuantizedWeight:
         return tiles.swapaxes(1, 2).reshape(blocks * OUTPUTS, -1)[: self.num_outputs]
 
 
-def fp4_numbers(codes: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+def fp4_numbers(codes: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The numbers of fp4 codes, float32."""
     table = jnp.asarray((*FP4_VALUES, *(-value for value in FP4_VALUES)), jnp.float32)
     return table[codes.astype(jnp.int32)]
@@ -252,15 +253,15 @@ def quantize(weight: Float[Array, "*shape"], bits: int, group_size: int | None =
         raise ValueError(f"bits={bits}: must be 4 or 8")
     if (reason := refuse_group(inputs, group_size)) is not None:
         raise ValueError(reason)
-    return to_tiles(quantize_plain(weight, bits, group_size))
+    return to_tiles(quantize_plain(weight, f"int{bits}", group_size))
 
 
-def quantize_plain(weight: Float[Array, "*shape"], bits: int, group_size: int) -> QuantizedWeight:
-    """As `quantize`, in the layout "plain". group_size: divides the inputs."""
+def quantize_plain(weight: Float[Array, "*shape"], kind: str, group_size: int) -> QuantizedWeight:
+    """As `quantize`, in the layout "plain". kind: int8, int4 or fp8. group_size: divides the inputs."""
     groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
-    codes, scales, zeros = _eight_bits(groups) if bits == 8 else _four_bits(groups)
+    codes, scales, zeros = {"int8": _eight_bits, "int4": _four_bits, "fp8": _floats}[kind](groups)
     return QuantizedWeight(
-        codes.reshape(weight.shape), scales, zeros, None, None, None, None, f"int{bits}", "plain", weight.shape,
+        codes.reshape(weight.shape), scales, zeros, None, None, None, None, kind, "plain", weight.shape,
         np.dtype(weight.dtype),
     )  # fmt: skip
 
@@ -284,6 +285,12 @@ def _eight_bits(groups: Float[Array, "*lead groups size"]) -> tuple[Array, Array
     scales = jnp.abs(groups).max(-1) / LARGEST
     codes = jnp.round(groups / jnp.where(scales > 0, scales, 1)[..., None])
     return codes.astype(jnp.int8), scales, None
+
+
+def _floats(groups: Float[Array, "*lead groups size"]) -> tuple[Array, Array, None]:
+    largest = jnp.abs(groups).max(-1)
+    scales = jnp.where(largest > 0, largest / LARGEST_FP8, 1)
+    return (groups / scales[..., None]).astype(jnp.float8_e4m3fn), scales, None
 
 
 def _four_bits(groups: Float[Array, "*lead groups size"]) -> tuple[Array, Array, Array]:
