@@ -113,7 +113,7 @@ class QuantizedWeight:
             return self._plain(self._by_output(self.codes), lambda _, a: self._by_output(a), self.num_outputs)
         return self._plain(self._matrix(self.codes), lambda _, a: self._matrix(a), self.num_outputs)
 
-    def numbers(self) -> Float[Array, "out in"]:
+    def numbers(self) -> Float[Array, "*shape"]:
         """The weights in float32, inputs in the order of the codes. Only of the layout "plain"."""
         values = self._values()
         scales = self._scaled(self.scales, self.outer, divides=self.divides)
