@@ -115,12 +115,15 @@ class Quantizer:
             joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(_any_shape(part) for part in parts))
         return jax.block_until_ready(_with_shape(joined, leaf.shape))
 
-    def packed(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
-        """A leaf of a checkpoint, in the layout "plain", in the layout for the platform."""
+    def packed(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | Array:
+        """A leaf of a checkpoint, in the layout "plain", in the layout for the platform.
+
+        On CPU it becomes an array of numbers if no kernel multiplies it, unless activations are "float".
+        """
         changed = dataclasses.replace(weight, **self._arrays(weight))
         return jax.block_until_ready(_place(changed, quantizer=self, name=name))
 
-    def packed_shape(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
+    def packed_shape(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | jax.ShapeDtypeStruct:
         """As `packed`, for ShapeDtypeStructs."""
         return jax.eval_shape(functools.partial(_place, quantizer=self, name=name), weight)
 
@@ -156,16 +159,16 @@ class Quantizer:
     def place(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
         """Weights in the layout "plain", in the layout for the platform, with the activations that it multiplies.
 
-        On CPU the native kernel takes the layout "tiles", and rounds activations to 8 bits. Experts are multiplied by
-        XLA's operations, which take the layout "rows".
+        On CPU the native kernel takes the layout "tiles", and rounds activations to 8 bits. All other products take
+        the layout "rows": experts', and those with activations that are not rounded. They dequantise blocks of
+        outputs in every step, which is slow on CPU.
         """
-        integers = weight.kind in ("int8", "int4") and refuse_tiles(weight) is None and name not in EXPERTS
-        on_cpu = self.platform == "cpu"
-        auto = "int8" if integers and (on_cpu or weight.activations == "int8") else "float"
-        activations = auto if self.activations == "auto" or not integers else self.activations
-        if on_cpu and activations == "int8":
+        if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight):
             return to_tiles(weight)
-        return dataclasses.replace(to_rows(weight), activations=activations)
+        able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
+        wanted = weight.activations if self.activations == "auto" else self.activations
+        rounds = able and wanted == "int8" and self.platform != "cpu"
+        return dataclasses.replace(to_rows(weight), activations="int8" if rounds else "float")
 
     @staticmethod
     def _arrays(weight: QuantizedWeight) -> dict[str, Array]:
@@ -175,8 +178,16 @@ class Quantizer:
 UNCHANGED = Quantizer()
 
 
+def _has_kernel(name: str, weight: QuantizedWeight) -> bool:
+    """True if the native kernel for CPU multiplies the leaf."""
+    return name not in EXPERTS and refuse_tiles(weight) is None
+
+
 @functools.partial(jax.jit, static_argnames=("quantizer", "name"))
-def _place(weight: QuantizedWeight, *, quantizer: Quantizer, name: str) -> QuantizedWeight:
+def _place(weight: QuantizedWeight, *, quantizer: Quantizer, name: str) -> QuantizedWeight | Array:
+    if quantizer.platform == "cpu" and quantizer.activations != "float" and not _has_kernel(name, weight):
+        numbers = weight.dequantize()
+        return numbers if weight.order is None else jnp.zeros_like(numbers).at[..., weight.order].set(numbers)
     return quantizer.place(name, weight)
 
 

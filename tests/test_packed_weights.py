@@ -79,6 +79,26 @@ def test_numbers_and_products_of_every_kind(kind):
         np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max() * 4, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp4", "minima", "two levels", "divided", "zeros of 8 bits"])
+def test_tiles_of_every_kind(kind):
+    """The native kernel, XLA's operations and float64 with activations in 8 bits."""
+    weight, numbers = plain(kind if kind != "zeros of 8 bits" else "int8")
+    if kind == "zeros of 8 bits":
+        zeros = RNG.integers(-100, 100, weight.scales.shape).astype(np.int8)
+        weight = dataclasses.replace(weight, zeros=zeros)
+        numbers = numbers - np.repeat(np.float64(weight.scales) * zeros, 32, 1)
+    tiles = to_tiles(weight)
+    np.testing.assert_allclose(tiles.dequantize(), numbers, atol=2e-6 * np.abs(numbers).max(), rtol=0)
+    x = jnp.asarray(RNG.standard_normal((21, 192)), jnp.float32)
+    most = np.abs(np.asarray(x)).max(1, keepdims=True)
+    codes = np.round(np.asarray(x) * (np.float32(127) / most)).astype(np.float64)
+    expected = codes @ numbers.T * most / 127
+    for name in ("xla", "cpu"):
+        found = np.asarray(quantized_dot(x, tiles, 21, implementation=name))
+        np.testing.assert_allclose(found, expected, atol=4e-6 * np.abs(expected).max(), rtol=0)
+        np.testing.assert_array_equal(found[:1], np.asarray(quantized_dot(x[:8], tiles, 1, implementation=name))[:1])
+
+
 def test_an_order_of_inputs():
     weight, numbers = plain("int4")
     order = RNG.permutation(192).astype(np.int32)
@@ -162,14 +182,18 @@ def test_layouts_by_platform():
     integers, floats = plain("int4")[0], plain("fp8")[0]
     for platform, activations, expected in (
         ("cpu", "auto", ("tiles", "int8")), ("cpu", "float", ("rows", "float")), ("gpu", "auto", ("rows", "float")),
-        ("gpu", "int8", ("rows", "int8")), ("tpu", "auto", ("rows", "float")),
+        ("gpu", "int8", ("rows", "float")), ("tpu", "auto", ("rows", "float")),
     ):  # fmt: skip
         quantizer = Quantizer(platform=platform, activations=activations)
         placed = quantizer.packed("qkv", integers)
         assert (placed.layout, placed.activations) == expected
         assert quantizer.packed_shape("qkv", integers) == jax.tree.map(_shape, placed)
-        assert quantizer.packed("qkv", floats).layout == "rows"
-        assert quantizer.packed("expert_down", integers).layout == "rows"
+        fast = (platform, activations) == ("cpu", "auto")  # there they are dequantised
+        for name, weight in (("qkv", floats), ("expert_down", integers)):
+            placed = quantizer.packed(name, weight)
+            assert isinstance(placed, jax.Array) if fast else placed.layout == "rows"
+    eight = Quantizer(platform="gpu").packed("qkv", dataclasses.replace(plain("int8")[0], activations="int8"))
+    assert (eight.layout, eight.activations) == ("rows", "int8")
 
 
 def _shape(array):

@@ -235,7 +235,7 @@ def _packed_shape(plan: LeafPlan, leaf: jax.ShapeDtypeStruct, quantizer: Quantiz
     """The leaf of `_load_packed`, as ShapeDtypeStructs."""
     name, packed = plan.leaf.leaf, plan.packed
 
-    def placed(weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
+    def placed(weight: QuantizedWeight, shape: tuple[int, ...]) -> Any:
         return quantizer.packed_shape(name, _on_axes(weight, shape, leaf.dtype))
 
     if _alike(packed) and packed[0] is not None:

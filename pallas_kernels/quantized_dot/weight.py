@@ -47,7 +47,8 @@ class QuantizedWeight:
     tiles: for the native kernel on CPU. The outputs are in blocks of 16; the last block is padded with zeros. A tile
            holds 4 neighbouring inputs of 16 outputs: byte 4 * o + i is of output o and input i.
            codes int8[blocks, in / 4, 64], a tile each, or uint8[blocks, in / 8, 64], with even tiles in the low 4
-           bits and odd tiles in the high 4 bits. scales float32[blocks, groups, 16], zeros uint8[blocks, groups, 16].
+           bits and odd tiles in the high 4 bits. scales and mins float32[blocks, groups, 16], zeros uint8 of the same
+           shape.
 
     Fields may be ShapeDtypeStructs, or numpy arrays on the host.
     """
@@ -134,13 +135,22 @@ class QuantizedWeight:
             return plain.codes
         codes = plain.codes.astype(jnp.int8)
         if plain.zeros is None:
-            return codes - LEVELS // 2
+            return codes if self.mins is not None else codes - LEVELS // 2
         return (codes.reshape(*plain.zeros.shape, -1) - plain.zeros.astype(jnp.int8)[..., None]).reshape(codes.shape)
 
     def scales_by_group(self) -> Float[Array, "groups out"]:
         """The scales in float32, group by group."""
         plain = self.plain()
         return self._scaled(plain.scales, plain.outer, divides=self.divides).T
+
+    def mins_by_group(self) -> Float[Array, "groups out"] | None:
+        """The mins in float32, group by group. Zero points of 8 bits are mins here, scale * zero."""
+        plain = self.plain()
+        if plain.mins is not None:
+            return self._scaled(plain.mins, plain.outer_mins, divides=False).T
+        if self.kind == "int8" and plain.zeros is not None:
+            return self.scales_by_group() * jnp.asarray(plain.zeros).astype(jnp.float32).T
+        return None
 
     def _plain(self, codes: Any, change: Any, outputs: int) -> "QuantizedWeight":
         """A matrix in the layout "plain". codes: the outputs' codes. change(name, array): the outputs' other arrays."""
@@ -204,27 +214,33 @@ def chunk_of(inputs: int) -> int:
 
 def refuse_tiles(weight: QuantizedWeight) -> str | None:
     """Reason why weights in the layout "plain" cannot have the layout "tiles"; None if they can."""
-    if weight.kind not in ("int8", "int4"):
-        return f"the codes are {weight.kind}: must be int8 or int4"
-    if weight.mins is not None or (weight.kind == "int8" and weight.zeros is not None):
-        return "the groups have minima, or zero points of 8 bits"
+    if weight.kind not in ("int8", "int4", "fp4"):
+        return f"the codes are {weight.kind}: must be int8, int4 or fp4"
     return refuse_group(weight.shape[-1], weight.group_size)
 
 
 def to_tiles(weight: QuantizedWeight) -> QuantizedWeight:
-    """Weights in the layout "plain", in the layout "tiles". Raises ValueError if that cannot be."""
+    """Weights in the layout "plain", in the layout "tiles". Raises ValueError if that cannot be.
+
+    fp4 becomes int8: twice a number of fp4 is an integer, with half the scale. So it takes 8 bits.
+    """
     if (reason := refuse_tiles(weight)) is not None:
         raise ValueError(reason)
-    flat = weight.plain()
-    tiles = _blocks(jnp.asarray(flat.codes), INPUTS)
-    if weight.bits == 4:
+    flat, scales = weight.plain(), weight.scales_by_group().T
+    codes = jnp.asarray(flat.codes)
+    if weight.kind == "fp4":
+        codes, scales = (2 * fp4_numbers(codes)).astype(jnp.int8), scales / 2
+    tiles = _blocks(codes, INPUTS)
+    if weight.kind == "int4":
         pairs = tiles.reshape(tiles.shape[0], -1, 2, OUTPUTS * INPUTS)
         tiles = pairs[:, :, 0] | pairs[:, :, 1] << 4
-    zeros = None if flat.zeros is None else _blocks(jnp.asarray(flat.zeros), 1)
-    scales = _blocks(flat.scales_by_group().T, 1)
+    mins = flat.mins_by_group()
     return dataclasses.replace(
-        weight, codes=tiles, scales=scales, zeros=zeros, outer=None, layout="tiles", activations="int8", divides=False
-    )
+        weight, codes=tiles, scales=_blocks(scales, 1), outer=None, outer_mins=None, layout="tiles",
+        zeros=None if flat.zeros is None or mins is not None else _blocks(jnp.asarray(flat.zeros), 1),
+        mins=None if mins is None else _blocks(mins.T, 1),
+        kind="int8" if weight.kind == "fp4" else weight.kind, activations="int8", divides=False,
+    )  # fmt: skip
 
 
 def to_rows(weight: QuantizedWeight) -> QuantizedWeight:
