@@ -11,12 +11,13 @@ from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model, source
 from jpaged.loading.checkpoint import Checkpoint
-from jpaged.models.quantization import JoinedWeight, Quantizer, is_quantized, quantized_parts
+from jpaged.models.quantization import Quantizer, quantized_parts
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
 from jpaged.runtime.memory import tree_bytes
 from pallas_kernels import QuantizedWeight, quantized_dot
 from pallas_kernels.quantized_dot.weight import quantize_plain, to_rows, to_tiles
+from tests.dense_leaves import dense
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 
 RNG = np.random.default_rng(0)
@@ -156,13 +157,13 @@ def test_the_same_answers_as_with_the_dequantised_weights(model, kinds, tmp_path
     assert planned.weight_bytes == tree_bytes(loaded.params)
     leaves = list(quantized_parts(loaded.params))
     assert len(leaves) >= loaded.spec.num_layers
-    dense = jax.tree.map(_numbers, loaded.params, is_leaf=is_quantized)
+    numbers = dense(loaded.params)
     wanted = jax.tree.leaves(param_shapes(loaded.spec, np.float32))
-    assert [leaf.shape for leaf in jax.tree.leaves(dense)] == [leaf.shape for leaf in wanted]
+    assert [leaf.shape for leaf in jax.tree.leaves(numbers)] == [leaf.shape for leaf in wanted]
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
     prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (4, 19, 33)]
     answers = []
-    for engine in (LLM(folder, **options), LLM(loaded.spec, params=dense, **OPTIONS)):
+    for engine in (LLM(folder, **options), LLM(loaded.spec, params=numbers, **OPTIONS)):
         with engine as llm:
             answers.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
             assert llm.stats().compiles_after_ready == 0
@@ -170,12 +171,6 @@ def test_the_same_answers_as_with_the_dequantised_weights(model, kinds, tmp_path
         assert ours.token_ids == theirs.token_ids
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert [a[i].logprob for i in a] == pytest.approx([b[i].logprob for i in b], abs=2e-4)
-
-
-def _numbers(leaf):
-    if isinstance(leaf, JoinedWeight):
-        return jnp.concatenate([_numbers(part) for part in leaf.parts], leaf.axis)
-    return leaf.dequantize() if isinstance(leaf, QuantizedWeight) else leaf
 
 
 def test_layouts_by_platform():

@@ -167,7 +167,7 @@ def test_router_correction_is_float32_in_a_bfloat16_model(tmp_path: Path) -> Non
         (lambda t, n: t.pop(n + "_scales"), "gate_up_proj_blocks has no .*gate_up_proj_scales"),
         (lambda t, n: t.update({n + "_scales": t[n + "_scales"][:, :-1]}), "are not MXFP4"),
         (lambda t, n: t.update({n: np.zeros((8, 64, 128), np.float32)}), "has both .*gate_up_proj and .*proj_blocks"),
-        (lambda t, n: t.update({n + "_scales": np.full_like(t[n + "_scales"], 255)}), "a byte 255"),
+        (lambda t, n: t.update({n + "_scales": np.full_like(t[n + "_scales"], 255)}), "255, which means NaN"),
     ],
 )
 def test_malformed_mxfp4_is_refused(change, message: str, tmp_path: Path) -> None:

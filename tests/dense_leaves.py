@@ -1,0 +1,23 @@
+"""Quantised leaves of a parameter tree as arrays of numbers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.models.quantization import JoinedWeight, is_quantized
+from pallas_kernels import QuantizedWeight
+
+
+def dense(params: Any) -> Any:
+    """The tree with every quantised leaf dequantised, inputs in their own order."""
+    return jax.tree.map(_numbers, params, is_leaf=is_quantized)
+
+
+def _numbers(leaf: Any) -> jax.Array:
+    if isinstance(leaf, JoinedWeight):
+        return jnp.concatenate([_numbers(part) for part in leaf.parts], leaf.axis)
+    if not isinstance(leaf, QuantizedWeight):
+        return leaf
+    numbers = leaf.dequantize()
+    return numbers if leaf.order is None else jnp.zeros_like(numbers).at[..., leaf.order].set(numbers)
