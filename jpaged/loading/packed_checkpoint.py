@@ -18,7 +18,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import Checkpoint
 from jpaged.loading.quantized.awq import Awq
 from jpaged.loading.quantized.compressed_tensors import CompressedTensors
-from jpaged.loading.quantized.config import CONFIG, METHODS, Values, method_of, refused
+from jpaged.loading.quantized.config import CONFIG, Values, method_of, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.fp8 import Fp8
 from jpaged.loading.quantized.gptq import Gptq
@@ -26,9 +26,10 @@ from jpaged.loading.quantized.kv_scheme import KvScheme, is_kv_tensor, read_kv_s
 from jpaged.loading.quantized.modelopt import ModelOpt
 from jpaged.loading.quantized.parts import Header, Parts
 from jpaged.loading.safetensors_file import DTYPES, TensorEntry
+from jpaged.models.families.config import QUANT_METHODS
 from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, QuantizedWeight
 
-_FORMATS = dict(zip(METHODS, (Awq, Gptq, CompressedTensors, Fp8, ModelOpt), strict=True))
+_FORMATS = dict(zip(QUANT_METHODS, (Awq, Gptq, CompressedTensors, Fp8, ModelOpt), strict=True))
 _ACTIVATIONS = np.dtype(ml_dtypes.bfloat16)
 _CHUNK = 1 << 22  # numbers that are dequantised at once: 16 MiB of float32
 
@@ -37,7 +38,7 @@ def format_of(values: Mapping[str, Any]) -> Format:
     """The format of config.json's quantization_config, checked. Raises ModelLoadError that names the key."""
     method = method_of(values)
     if method not in _FORMATS:
-        raise refused("quant_method", method, f"must be {' or '.join(METHODS)}")
+        raise refused("quant_method", method, f"must be {' or '.join(QUANT_METHODS)}")
     return _FORMATS[method](Values(values[CONFIG]))
 
 
@@ -123,18 +124,19 @@ class PackedCheckpoint:
     def quantized(self, name: str) -> QuantizedWeight | None:
         """A packed matrix [out, in] in the layout "plain", numpy arrays. None for other tensors.
 
+        The codes may be a view of the mapped file: drop them before the checkpoint is closed.
         Raises ModelLoadError for scales that are NaN, infinite or 0, and for codes or g_idx out of range.
         """
         if name not in self._headers:
             return None
         parts, header = self._parts[name], self._headers[name]
         order = self._format.order(parts, header)
-        scales = np.ascontiguousarray(header.widen(self._format.scales(parts, header)))
+        scales = np.array(header.widen(self._format.scales(parts, header)), order="C")  # small: never a view
         zeros = self._format.zeros(parts, header)
         codes = self._format.codes(parts, header)
         return _weight(
             header, np.ascontiguousarray(codes if order is None else codes[:, order]), scales,
-            None if zeros is None else np.ascontiguousarray(header.widen(zeros)), order,
+            None if zeros is None else np.array(header.widen(zeros), order="C"), order,
         )  # fmt: skip
 
     def quantized_shape(self, name: str) -> QuantizedWeight | None:

@@ -174,7 +174,7 @@ def _packed_header(parts: Parts, scheme: _Scheme) -> Header:
     inputs = words * WORD // scheme.bits
     if scheme.strategy == "group":
         _, groups = parts.matrix("weight_scale", because, FLOATS)
-        inputs = min(inputs, groups * scheme.group_size)
+        inputs = min(inputs, groups * (scheme.group_size or inputs))
         if words_of(inputs, scheme.bits) != words:
             raise parts.wrong("weight_scale", f"{' or '.join(FLOATS)}[out, in / {scheme.group_size}]")
     header = _header(parts, scheme, because, "weight_packed", f"int{scheme.bits}", (outputs, inputs))

@@ -7,10 +7,10 @@ from typing import Any
 
 from jpaged.errors import ModelLoadError, shown
 from jpaged.loading.checkpoint import read_json
+from jpaged.models.families.config import QUANT_METHODS
 
 CONFIG = "quantization_config"
 MXFP4 = "mxfp4"
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")
 UNQUANTIZED = "use another quantization of the model, or the model without quantization"
 # Files of older releases, used if config.json has no quantization_config
 _SIDE_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
@@ -34,8 +34,8 @@ def method_of(values: Mapping[str, Any]) -> str | None:
     if not isinstance(config, Mapping):
         raise ModelLoadError(f"config.json: {CONFIG} is {shown(config)}; must be an object")
     method = config.get("quant_method")
-    if method not in (*METHODS, MXFP4):
-        raise refused("quant_method", method, f"must be {', '.join(METHODS)} or {MXFP4}")
+    if method not in (*QUANT_METHODS, MXFP4):
+        raise refused("quant_method", method, f"must be {', '.join(QUANT_METHODS)} or {MXFP4}")
     return method
 
 
