@@ -10,7 +10,10 @@ from typing import Any
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's other names
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "fp8", "w8a8")
+# Formats of quantised checkpoints: `quant_method` in their config.json, and gguf.
+QUANTIZED_FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf")
+QUANTIZED_ACTIVATIONS = ("auto", "int8", "float")
 RUNNERS = ("auto", "generate", "pooling")
 SCHEDULING_POLICIES = ("fcfs", "priority", "shortest_first")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -51,9 +54,15 @@ class EngineConfig:
     type; on CPU with JAX 0.10 it is float32, unless native kernels compute all products."""
 
     quantization: str | None = None
-    """int8 or int4: round the weights to 8 or 4 bits while they are loaded, and activations to 8 bits. int8: one scale
-    per output. int4: groups of 64 inputs; embeddings and the output matrix keep 8 bits. CPU only. Default: the weights
-    keep their type."""
+    """Round the weights while they are loaded. int8: 8 bits, one scale per output. int4: groups of 64 inputs, and
+    embeddings and the output matrix in 8 bits. fp8: float8_e4m3, one scale per output. w8a8: as int8, with activations
+    rounded to 8 bits on every device. Default: the weights keep their type. The format of a checkpoint that is
+    quantised already (awq, gptq, compressed-tensors, fp8, modelopt, mxfp4, gguf) is accepted, and changes nothing."""
+
+    quantized_activations: str = "auto"
+    """Precision of the activations in products with quantised weights. int8: rounded to 8 bits, one scale a token.
+    float: not rounded. auto: int8 on CPU for weights with integer codes, where it is faster, and with w8a8; float for
+    all others."""
 
     seed: int = 0
     """Seed of the engine. Requests without a seed of their own get theirs from it."""

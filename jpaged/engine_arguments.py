@@ -20,6 +20,7 @@ class EngineArguments(TypedDict, total=False):
     override_generation_config: Mapping[str, Any] | None
     dtype: str
     quantization: str | None
+    quantized_activations: str
     seed: int
     runner: str
     max_model_len: int | None

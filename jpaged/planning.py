@@ -190,8 +190,6 @@ def _plan(
 ) -> EnginePlan:
     import jax
 
-    from jpaged.models.quantization import quantized_shapes
-    from jpaged.models.spec import param_shapes
     from jpaged.runtime import memory
     from jpaged.runtime.blueprint import Blueprint, ServedModel
     from jpaged.runtime.placement import Placement
@@ -201,7 +199,7 @@ def _plan(
         placement = Placement.single(device)
     else:
         device, placement = None, Placement.for_target(target)
-    params = quantized_shapes(described.spec, param_shapes(described.spec, described.dtype), config.quantization)
+    params = described.params
     blueprint = Blueprint.draw(ServedModel(described.spec, params, masked=described.masked), config, placement)
     device_bytes, taken = _memory_of(device, target)
     usable = None

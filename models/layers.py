@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
+from jpaged.models.quantization import is_quantized
 from jpaged.models.spec import Activation, DecoderSpec, Norm, WeightLayout
-from pallas_kernels import QuantizedWeight, activate, gated_dot, rms_norm, rms_norm_rows, silu_and_mul
+from pallas_kernels import activate, gated_dot, rms_norm, rms_norm_rows, silu_and_mul
 
 
 def softcap(x: Array, cap: float | None) -> Array:
@@ -77,7 +78,7 @@ def _served_gate(
 ) -> Float[Array, "tokens inter"]:
     """Input of the down projection, when serving."""
     weight, activation = context.params["gate_up"], context.spec.activation
-    if not isinstance(weight, QuantizedWeight):
+    if not is_quantized(weight):
         return gated_dot(x, weight, num_rows, activation=activation.value, implementation=context.gated_dot)
     if activation is Activation.SILU:
         return silu_and_mul(linear("gate_up", x, context), num_rows)

@@ -8,6 +8,7 @@ by the matrix of its expert.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jpaged.models.quantization import JoinedWeight
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
-from pallas_kernels import QuantizedWeight, dot, grouped_dot, quantized_dot
+from pallas_kernels import QuantizedWeight, dot, grouped_dot, quantized_dot, quantized_grouped_dot
 from pallas_kernels.dot.cpu import refuse as refuse_cpu_dot
 
 
@@ -52,12 +54,25 @@ def linear(
     min_outputs: compute at least this many outputs of a matrix [out, in], which is padded with rows of zeros. The
                  result has the matrix's own outputs only.
 
-    A `QuantizedWeight` is multiplied by x rounded to 8 bits, with sums that are exact within a group of inputs.
+    The leaf may be a `QuantizedWeight`, or a `JoinedWeight` of several.
     """
-    weight = context.params[name]
+    weight, transposed = context.params[name], name in context.layout.transposed
+    if not isinstance(weight, JoinedWeight):
+        return _product(weight, x, context, dtype, transposed=transposed, min_outputs=min_outputs)
+    products = []
+    for part in weight.parts:
+        product = _product(part, x, context, dtype, transposed=transposed, min_outputs=0)
+        products.append(product.reshape(x.shape[0], *part.shape[:-1]))
+    return jnp.concatenate(products, 1 + weight.axis).reshape(x.shape[0], -1)
+
+
+def _product(
+    weight: Any, x: Float[Array, "rows in"], context: LayerContext, dtype: DTypeLike | None, *, transposed: bool,
+    min_outputs: int,
+) -> Float[Array, "rows out"]:  # fmt: skip
+    """x times one matrix: an array or a QuantizedWeight. See `linear`."""
     if isinstance(weight, QuantizedWeight):
         return quantized_dot(x, weight, x.shape[0] if context.num_rows is None else context.num_rows, dtype=dtype)
-    transposed = name in context.layout.transposed
     weight = weight.reshape(-1, weight.shape[-1])
     outputs = weight.shape[0]
     if outputs < min_outputs:
@@ -121,6 +136,8 @@ def linear_per_expert(
     others are undefined.
     """
     weight = context.params[name]
+    if isinstance(weight, QuantizedWeight):
+        return quantized_grouped_dot(x, weight, expert_of_block, num_blocks_used)
     weight = weight.reshape(weight.shape[0], -1, weight.shape[-1])
     return grouped_dot(x, weight, expert_of_block, num_blocks_used, rows_of_block=rows_of_block)
 

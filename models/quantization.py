@@ -1,101 +1,215 @@
-"""Quantises the weights of a model when it is loaded: which leaves, in how many bits.
+"""Quantised weights of a model: which leaves, in how many bits, in which layout in memory.
 
-Matrices that `linear` multiplies are quantised. Vectors, routers, positions and the matrices of latent attention that
-are multiplied per head keep their dtype.
+A leaf becomes quantised in two ways. `Quantizer.__call__` rounds the numbers of a leaf, for the option
+`--quantization`. `Quantizer.packed` takes a leaf that is quantised in the checkpoint. Both choose the layout for the
+platform.
+
+Matrices that `linear`, `take_rows` and `linear_per_expert` multiply are quantised. Vectors, routers, positions and the
+matrices of latent attention that are multiplied per head keep their dtype.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from jpaged.errors import ModelLoadError
-from jpaged.models.spec import DecoderSpec, Params
-from pallas_kernels import QuantizedWeight, quantize
-from pallas_kernels.quantized_dot.weight import OUTPUTS, refuse_group
+from jpaged.models.spec import Params
+from pallas_kernels import QuantizedWeight
+from pallas_kernels.quantized_dot.weight import (
+    ARRAYS,
+    OUTPUTS,
+    quantize_plain,
+    refuse_group,
+    refuse_tiles,
+    to_rows,
+    to_tiles,
+)
 
-LEAVES = frozenset({
+EXPERTS = frozenset({"expert_gate_up", "expert_down"})
+LEAVES = EXPERTS | {
     "embed", "lm_head", "qkv", "o", "gate_up", "up", "down", "q_a", "q_b", "kv_a", "project_in", "project_out",
-})  # fmt: skip
+    "shared_gate_up", "shared_down",
+}  # fmt: skip
 # Both have one row a token of the vocabulary. Their errors reach every logit, so they keep 8 bits.
 EIGHT_BITS = frozenset({"embed", "lm_head"})
 MOST_NUMBERS = 1 << 24  # that are quantised at once: the search needs about 40 bytes for each
+# Axis of a fused leaf along which its parts are joined: [kv_heads, q_per_kv + 2, head_dim, in] and [2, inter, in].
+PART_AXES = {"qkv": 1, "gate_up": 0, "shared_gate_up": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """Bits of the weights, and the inputs that share a scale. Activations have 8 bits."""
+    """Kind of the codes, the inputs that share a scale, and the precision of activations."""
 
-    bits: int
+    kind: str
     group_size: int | None  # None: all inputs of an output
+    activations: str        # int8 or float; off the CPU. On CPU, integer codes come with int8
 
 
-SCHEMES = {"int8": Scheme(8, None), "int4": Scheme(4, 64)}
+SCHEMES = {
+    "int8": Scheme("int8", None, "float"), "int4": Scheme("int4", 64, "float"), "fp8": Scheme("fp8", None, "float"),
+    "w8a8": Scheme("int8", None, "int8"),
+}  # fmt: skip
 
 
-def scheme_of_leaf(name: str, shape: tuple[int, ...], scheme: Scheme) -> Scheme | None:
-    """The scheme of the leaf `name`; None if it keeps its dtype.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["axis"])
+@dataclasses.dataclass(frozen=True)
+class JoinedWeight:
+    """A fused leaf whose parts are stored in different ways: arrays or QuantizedWeights, joined along an axis.
 
-    A matrix whose number of inputs is not a multiple of the group size has 8 bits.
+    For example, q and k of a GGUF file are in 4 bits, and v is in 6.
     """
-    if name not in LEAVES:
-        return None
-    for candidate in (scheme, SCHEMES["int8"]):
-        has_bits = candidate.bits == 8 or name not in EIGHT_BITS
-        if has_bits and refuse_group(shape[-1], candidate.group_size or shape[-1]) is None:
-            return candidate
-    return None
+
+    parts: tuple[Any, ...]
+    axis: int  # of the leaf's shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the leaf."""
+        first = self.parts[0].shape
+        joined = sum(part.shape[self.axis] for part in self.parts)
+        return (*first[: self.axis], joined, *first[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """dtype of the activations."""
+        return self.parts[0].dtype
 
 
-def quantize_leaf(scheme: Scheme, name: str, leaf: Float[Array, "*shape"]) -> Float[Array, "*shape"] | QuantizedWeight:
-    """The leaf `name`, quantised if `scheme_of_leaf` says so."""
-    chosen = scheme_of_leaf(name, leaf.shape, scheme)
-    if chosen is None:
-        return leaf
-    matrix = leaf.reshape(-1, leaf.shape[-1])
-    rows = max(OUTPUTS, MOST_NUMBERS // leaf.shape[-1] // OUTPUTS * OUTPUTS)
-    parts = [_quantize(matrix[i : i + rows], chosen.bits, chosen.group_size) for i in range(0, matrix.shape[0], rows)]
-    joined = parts[0] if len(parts) == 1 else jax.tree.map(_join, *(dataclasses.replace(p, shape=()) for p in parts))
-    return jax.block_until_ready(dataclasses.replace(joined, shape=leaf.shape))
+def is_quantized(leaf: Any) -> bool:
+    """True if a leaf is not one array of numbers."""
+    return isinstance(leaf, (QuantizedWeight, JoinedWeight))
 
 
-def quantized_shapes(spec: DecoderSpec, shapes: Params, quantization: str | None) -> Params:
-    """The tree `param_shapes(spec, dtype)`, as it is after quantising. quantization: a name in SCHEMES, or None.
+def quantized_parts(params: Params) -> Iterator[QuantizedWeight]:
+    """All QuantizedWeights of a parameter tree."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    return (leaf for leaf in leaves if isinstance(leaf, QuantizedWeight))
 
-    Raises ModelLoadError for a model that cannot be quantised.
-    """
-    if quantization is None:
-        return shapes
-    scheme = SCHEMES[quantization]
-    if spec.experts is not None:
-        raise ModelLoadError(
-            f"quantization={quantization!r}: the experts of a mixture of experts cannot be quantised yet: leave it out"
-        )
 
-    def changed(leaves: Params) -> Params:
+@dataclasses.dataclass(frozen=True)
+class Quantizer:
+    """Makes the leaves of a parameter tree for a platform."""
+
+    scheme: Scheme | None = None  # None: leaves of numbers are not rounded
+    platform: str = "cpu"
+    activations: str = "auto"     # `EngineConfig.quantized_activations`
+
+    def __call__(self, name: str, leaf: Float[Array, "*shape"]) -> Float[Array, "*shape"] | QuantizedWeight:
+        """The leaf `name`, quantised if `scheme_of_leaf` says so."""
+        chosen = self.scheme_of_leaf(name, leaf.shape)
+        if chosen is None:
+            return leaf
+        matrix = leaf.reshape(-1, leaf.shape[-1])
+        rows = max(OUTPUTS, MOST_NUMBERS // leaf.shape[-1] // OUTPUTS * OUTPUTS)
+        make = functools.partial(_quantized, quantizer=self, name=name, scheme=chosen)
+        parts = [make(matrix[i : i + rows]) for i in range(0, matrix.shape[0], rows)]
+        joined = parts[0]
+        if len(parts) > 1:
+            joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(_any_shape(part) for part in parts))
+        return jax.block_until_ready(_with_shape(joined, leaf.shape))
+
+    def packed(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | Array:
+        """A leaf of a checkpoint, in the layout "plain", in the layout for the platform.
+
+        On CPU it becomes an array of numbers if no kernel multiplies it, unless activations are "float".
+        """
+        changed = dataclasses.replace(weight, **self._arrays(weight))
+        return jax.block_until_ready(_place(changed, quantizer=self, name=name))
+
+    def packed_shape(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | jax.ShapeDtypeStruct:
+        """As `packed`, for ShapeDtypeStructs."""
+        return jax.eval_shape(functools.partial(_place, quantizer=self, name=name), weight)
+
+    def shapes(self, shapes: Params) -> Params:
+        """The tree `param_shapes(spec, dtype)`, as it is after quantising."""
         return {
-            name: tuple(map(changed, leaf)) if name == "layers" else _shape(name, leaf, scheme)
-            for name, leaf in leaves.items()
+            name: tuple(map(self.shapes, leaf)) if name == "layers" else self.shape(name, leaf)
+            for name, leaf in shapes.items()
         }
 
-    return changed(shapes)
+    def shape(self, name: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        """As `__call__`, for a ShapeDtypeStruct."""
+        chosen = self.scheme_of_leaf(name, leaf.shape)
+        if chosen is None:
+            return leaf
+        matrix = jax.ShapeDtypeStruct((math.prod(leaf.shape[:-1]), leaf.shape[-1]), leaf.dtype)
+        made = jax.eval_shape(functools.partial(_quantized, quantizer=self, name=name, scheme=chosen), matrix)
+        return _with_shape(made, leaf.shape)
+
+    def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
+        """The scheme of the leaf `name`; None if it keeps its dtype.
+
+        A matrix whose number of inputs is not a multiple of the group size has 8 bits.
+        """
+        if name not in LEAVES or self.scheme is None:
+            return None
+        for candidate in (self.scheme, SCHEMES["int8"]):
+            has_bits = candidate.kind != "int4" or name not in EIGHT_BITS
+            if has_bits and refuse_group(shape[-1], candidate.group_size or shape[-1]) is None:
+                return candidate
+        return None
+
+    def place(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
+        """Weights in the layout "plain", in the layout for the platform, with the activations that it multiplies.
+
+        On CPU the native kernel takes the layout "tiles", and rounds activations to 8 bits. All other products take
+        the layout "rows": experts', and those with activations that are not rounded. They dequantise blocks of
+        outputs in every step, which is slow on CPU.
+        """
+        if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight):
+            return to_tiles(weight)
+        able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
+        wanted = weight.activations if self.activations == "auto" else self.activations
+        rounds = able and wanted == "int8" and self.platform != "cpu"
+        return dataclasses.replace(to_rows(weight), activations="int8" if rounds else "float")
+
+    @staticmethod
+    def _arrays(weight: QuantizedWeight) -> dict[str, Array]:
+        return {name: jax.device_put(a) for name in ARRAYS if (a := getattr(weight, name)) is not None}
 
 
-def _shape(name: str, leaf: jax.ShapeDtypeStruct, scheme: Scheme) -> Any:
-    chosen = scheme_of_leaf(name, leaf.shape, scheme)
-    if chosen is None:
-        return leaf
-    matrix = jax.ShapeDtypeStruct((math.prod(leaf.shape[:-1]), leaf.shape[-1]), leaf.dtype)
-    made = jax.eval_shape(functools.partial(quantize, bits=chosen.bits, group_size=chosen.group_size), matrix)
-    return dataclasses.replace(made, shape=leaf.shape)
+UNCHANGED = Quantizer()
 
 
-_quantize = jax.jit(quantize, static_argnums=(1, 2))
+def _has_kernel(name: str, weight: QuantizedWeight) -> bool:
+    """True if the native kernel for CPU multiplies the leaf."""
+    return name not in EXPERTS and refuse_tiles(weight) is None
 
 
-def _join(*parts: Array) -> Array:
-    return jnp.concatenate(parts)
+@functools.partial(jax.jit, static_argnames=("quantizer", "name"))
+def _place(weight: QuantizedWeight, *, quantizer: Quantizer, name: str) -> QuantizedWeight | Array:
+    if quantizer.platform == "cpu" and quantizer.activations != "float" and not _has_kernel(name, weight):
+        numbers = weight.dequantize()
+        return numbers if weight.order is None else jnp.zeros_like(numbers).at[..., weight.order].set(numbers)
+    return quantizer.place(name, weight)
+
+
+@functools.partial(jax.jit, static_argnames=("quantizer", "name", "scheme"))
+def _quantized(matrix: Float[Array, "out in"], *, quantizer: Quantizer, name: str, scheme: Scheme) -> QuantizedWeight:
+    plain = quantize_plain(matrix, scheme.kind, scheme.group_size or matrix.shape[-1])
+    return quantizer.place(name, dataclasses.replace(plain, activations=scheme.activations))
+
+
+def _any_shape(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight without its static shape, so that weights of several shapes are trees of one structure."""
+    return dataclasses.replace(weight, shape=())
+
+
+def _with_shape(weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
+    """The outputs of a matrix, on several axes."""
+    if weight.layout == "tiles":
+        return dataclasses.replace(weight, shape=shape)
+
+    def on_axes(array: Any) -> Any:
+        to = (*shape[:-1], array.shape[-1])
+        return jax.ShapeDtypeStruct(to, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array.reshape(to)
+
+    changed = {n: on_axes(a) for n in ARRAYS[:-1] if (a := getattr(weight, n)) is not None}
+    return dataclasses.replace(weight, shape=shape, **changed)

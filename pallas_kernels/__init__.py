@@ -17,7 +17,7 @@ from pallas_kernels.gated_dot.activation import activate
 from pallas_kernels.grouped_dot import grouped_dot
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized_dot import QuantizedWeight, quantize, quantized_dot
+from pallas_kernels.quantized_dot import QuantizedWeight, quantize, quantized_dot, quantized_grouped_dot
 from pallas_kernels.row_ops import rms_norm_rows, silu_and_mul
 from pallas_kernels.self_check import KernelCheckError, self_check
 from pallas_kernels.write_kv import write_kv
@@ -37,6 +37,7 @@ __all__ = [
     "paged_attention",
     "quantize",
     "quantized_dot",
+    "quantized_grouped_dot",
     "rms_norm",
     "rms_norm_rows",
     "self_check",

@@ -98,8 +98,19 @@ def test_bad_arguments_of_bench_quality(words, message, capsys):
 def test_refused(tmp_path):
     with pytest.raises(ModelLoadError, match="live arrays are used without a copy, so they are not quantised"):
         LLM(FULL, params=param_shapes(FULL, np.float32), quantization="int8")
-    with pytest.raises(ModelLoadError, match="quantization='int4' runs on CPU only so far, not on gpu: leave it out"):
-        plan("demo", {"quantization": "int4"}, target="h200")
+    with pytest.raises(ModelLoadError, match="quantization='awq': the checkpoint is not quantised: leave it out, or"):
+        LLM("demo", quantization="awq")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "fp8"])
+def test_experts_are_quantised(quantization, tmp_path):
     write_checkpoint(next(v for v in VARIANTS if v.name == "mixtral"), 0, tmp_path)
-    with pytest.raises(ModelLoadError, match="the experts of a mixture of experts cannot be quantised yet"):
-        LLM(str(tmp_path), quantization="int8")
+    whole = load_model(EngineConfig(model=str(tmp_path), dtype="bfloat16")).params
+    found = load_model(EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)).params
+    for name in ("expert_gate_up", "expert_down"):
+        before, after = whole["layers"][0][name], found["layers"][0][name]
+        assert after.layout == "rows"
+        assert after.shape == before.shape
+        a, b = (np.asarray(x, np.float32) for x in (before, after.dequantize()))
+        assert np.sqrt(((a - b) ** 2).mean() / (a**2).mean()) < (0.11 if quantization == "int4" else 0.03)
+        assert tree_bytes(after) / tree_bytes(before) < 0.8  # the matrices are small, and have scales of 4 bytes

@@ -272,7 +272,6 @@ for i, output in enumerate(outputs):
 """
 # Options of such scripts that are refused by name until they are built.
 LATER = {
-    "quantization": {"model": "meta-llama/Llama-2-7b-chat", "quantization": "awq", "dtype": "float16"},
     "tensor_parallel_size": {"model": "x", "tensor_parallel_size": 4, "pipeline_parallel_size": 2},
 }
 

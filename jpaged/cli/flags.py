@@ -19,6 +19,8 @@ from jpaged.config import (
     LOAD_FORMATS,
     LOGPROBS_MODES,
     QUANTIZATIONS,
+    QUANTIZED_ACTIVATIONS,
+    QUANTIZED_FORMATS,
     RUNNERS,
     SCHEDULING_POLICIES,
     EngineConfig,
@@ -34,7 +36,8 @@ CHOICES = {
     "scheduling_policy": SCHEDULING_POLICIES,
     "dtype": (*DTYPES, *DTYPE_ALIASES),
     "load_format": LOAD_FORMATS,
-    "quantization": QUANTIZATIONS,
+    "quantization": tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_FORMATS))),
+    "quantized_activations": QUANTIZED_ACTIVATIONS,
     "logprobs_mode": LOGPROBS_MODES,
 }
 

@@ -144,9 +144,9 @@ def _load(
     from jpaged.runtime.runner import ModelRunner
     from jpaged.runtime.sampler import check_processors
 
-    def check(spec: "DecoderSpec", dtype: Any) -> None:
+    def check(spec: "DecoderSpec", params: Any) -> None:
         """Raise for a model that the runner cannot run. Called before any weight is on the device."""
-        ModelRunner.check(spec, dtype, config)
+        ModelRunner.check(spec, params, config)
         check_processors(processors, spec.vocab_size)
 
     return load_model(

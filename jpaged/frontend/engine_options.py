@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.config import DTYPE_ALIASES, LOAD_FORMATS, QUANTIZATIONS, RUNNERS, SCHEDULING_POLICIES, EngineConfig
+from jpaged.config import (
+    DTYPE_ALIASES,
+    LOAD_FORMATS,
+    QUANTIZATIONS,
+    QUANTIZED_ACTIVATIONS,
+    QUANTIZED_FORMATS,
+    RUNNERS,
+    SCHEDULING_POLICIES,
+    EngineConfig,
+)
 from jpaged.errors import RequestError
 from jpaged.params.pooling import TASKS
 
@@ -91,8 +100,13 @@ def _check_values(config: EngineConfig) -> None:
         raise RequestError("scheduling_policy", config.scheduling_policy, f"must be {', '.join(SCHEDULING_POLICIES)}")
     if config.load_format not in LOAD_FORMATS:
         raise RequestError("load_format", config.load_format, f"must be {', '.join(LOAD_FORMATS)}")
-    if config.quantization not in (None, *QUANTIZATIONS):
-        raise RequestError("quantization", config.quantization, f"must be {' or '.join(QUANTIZATIONS)}, or left out")
+    if config.quantization not in (None, *QUANTIZATIONS, *QUANTIZED_FORMATS):
+        known = f"must be one of {', '.join(QUANTIZATIONS)}, the format of a quantised checkpoint "
+        known += f"({', '.join(QUANTIZED_FORMATS)}), or left out"
+        raise RequestError("quantization", config.quantization, known)
+    if config.quantized_activations not in QUANTIZED_ACTIVATIONS:
+        known = f"must be one of {', '.join(QUANTIZED_ACTIVATIONS)}"
+        raise RequestError("quantized_activations", config.quantized_activations, known)
     for name in ("max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens"):
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):

@@ -11,6 +11,7 @@ import numpy as np
 from jpaged.errors import ModelLoadError
 from jpaged.loading.mapped_file import check_file
 from jpaged.loading.safetensors_file import SafetensorsFile, TensorEntry
+from pallas_kernels import QuantizedWeight
 
 _SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,6 +57,9 @@ class TensorSource(Protocol):
     def path(self, name: str) -> Path: ...
     def label(self, name: str) -> str: ...
     def array(self, name: str) -> np.ndarray: ...
+    # Weights in the layout "plain" with numpy arrays, or with ShapeDtypeStructs; None: the tensor is not quantised
+    def quantized(self, name: str) -> QuantizedWeight | None: ...
+    def quantized_shape(self, name: str) -> QuantizedWeight | None: ...
     def release(self, name: str) -> None: ...
 
 
@@ -108,6 +112,14 @@ class Checkpoint:
     def array(self, name: str) -> np.ndarray:
         """Return a tensor as a view of the mapped file. Drop the view before the checkpoint is closed."""
         return self._file_of[name].array(name)
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """None: no tensor is quantised."""
+        return None
+
+    def quantized_shape(self, name: str) -> QuantizedWeight | None:
+        """None: no tensor is quantised."""
+        return None
 
     def release(self, name: str) -> None:
         """Release the memory pages of a tensor. A later read loads them again."""

@@ -20,8 +20,9 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import CONVERTED, read_json
 from jpaged.loading.dtypes import BY_NAME
 from jpaged.loading.orbax_tree import check_tree, leaf_name, load_tree
-from jpaged.loading.weights import ChangeLeaf, StoredWeights, check_depth
+from jpaged.loading.weights import StoredWeights, check_depth
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.quantization import Quantizer
 from jpaged.models.spec import DecoderSpec, param_shapes
 from jpaged.version import __version__
 
@@ -76,7 +77,8 @@ def open_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) ->
     """Check a converted folder with `check_converted` and return its weights, which are loaded later."""
     tree = check_converted(folder, spec, config)
     load = functools.partial(_load, folder / PARAMS, tree.spec)
-    return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load)
+    shapes = lambda dtype, quantizer: quantizer.shapes(param_shapes(tree.spec, dtype))  # noqa: E731
+    return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load, shapes)
 
 
 def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -> ConvertedTree:
@@ -102,13 +104,13 @@ def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -
     return ConvertedTree(spec, shapes, tree.num_bytes)
 
 
-def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype, change: ChangeLeaf) -> dict[str, Any]:
+def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype, quantizer: Quantizer) -> dict[str, Any]:
     target = param_shapes(spec, dtype)
     with tqdm(total=len(jax.tree.leaves(target)), unit="arrays", desc="loading weights", delay=2) as progress:
         tree = load_tree(folder, target, lambda _: progress.update())
     for leaves in (tree, *tree["layers"]):
         for name in leaves.keys() - {"layers"}:
-            leaves[name] = change(name, leaves[name])
+            leaves[name] = quantizer(name, leaves[name])
     return tree
 
 

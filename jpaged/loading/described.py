@@ -6,6 +6,7 @@ tied, and which dtype most weights have. If there is only a config.json, its val
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,11 +15,11 @@ from jpaged.config import EngineConfig
 from jpaged.loading.checkpoint import is_converted, read_json
 from jpaged.loading.dtypes import BY_NAME, resolve_dtype
 from jpaged.loading.hub import CONFIG, find_config
-from jpaged.loading.model import for_runner, open_weights
+from jpaged.loading.model import for_runner, open_weights, quantizer_of
 from jpaged.loading.tokenizer import has_tokenizer, load_tokenizer, valid_token_mask
 from jpaged.models.families import spec_of
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec
+from jpaged.models.spec import DecoderSpec, param_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,8 @@ class DescribedModel:
 
     name: str        # in printed tables
     spec: DecoderSpec
-    dtype: np.dtype  # dtype of the weights once loaded
+    dtype: np.dtype  # dtype of the weights once loaded; of the activations, if they are quantised
+    params: dict[str, Any]  # the tree of weights once loaded, as ShapeDtypeStructs
     masked: bool     # some token ids may not be sampled
 
 
@@ -45,12 +47,15 @@ def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
         spec = for_runner(spec_of(values), config.runner)
         named = CheckpointConfig(values).get("dtype", "torch_dtype")
         stored = BY_NAME.get(named) if isinstance(named, str) else None
+        shapes = lambda dtype, quantizer: quantizer.shapes(param_shapes(spec, dtype))  # noqa: E731
     else:
         with open_weights(config, folder) as (values, weights):
-            spec, stored = weights.spec, weights.dtype
+            spec, stored, shapes = weights.spec, weights.dtype, weights.shapes
+    platform = platform or jax.default_backend()
     architecture = (values.get("architectures") or [values.get("model_type")])[0]
-    dtype = resolve_dtype(config.dtype, stored, spec, platform or jax.default_backend())
-    return DescribedModel(f"{config.model} ({architecture})", spec, dtype, _masked(config, spec, folder))
+    dtype = resolve_dtype(config.dtype, stored, spec, platform)
+    params = shapes(dtype, quantizer_of(config, platform))
+    return DescribedModel(f"{config.model} ({architecture})", spec, dtype, params, _masked(config, spec, folder))
 
 
 def _has_weights(folder: Path) -> bool:

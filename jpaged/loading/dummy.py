@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.loading.dtypes import BY_NAME
-from jpaged.loading.weights import ChangeLeaf, StoredWeights
+from jpaged.loading.weights import StoredWeights
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.quantization import Quantizer
 from jpaged.models.spec import DecoderSpec, Params, param_shapes
 
 RANGE = 1e-3  # weights are uniform between -RANGE and RANGE, as vLLM's
@@ -21,16 +22,17 @@ def dummy_weights(spec: DecoderSpec, config: CheckpointConfig) -> StoredWeights:
     dtype = BY_NAME.get(named) if isinstance(named, str) else None
     leaves = jax.tree.leaves(param_shapes(spec, dtype or np.float32))
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    return StoredWeights(spec, dtype, size, functools.partial(_draw, spec))
+    shapes = lambda dtype, quantizer: quantizer.shapes(param_shapes(spec, dtype))  # noqa: E731
+    return StoredWeights(spec, dtype, size, functools.partial(_draw, spec), shapes)
 
 
-def _draw(spec: DecoderSpec, dtype: np.dtype, change: ChangeLeaf) -> Params:
-    """Draw the tree of `param_shapes`. change: called with each leaf's name and array."""
+def _draw(spec: DecoderSpec, dtype: np.dtype, quantizer: Quantizer) -> Params:
+    """Draw the tree of `param_shapes`. quantizer: called with each leaf's name and array."""
     shapes, tree = jax.tree.flatten_with_path(param_shapes(spec, dtype))
     leaves = []
     for number, (path, shape) in enumerate(shapes):
         leaf = _uniform(np.uint32(number), shape.shape, shape.dtype)
-        leaves.append(change(path[-1].key, leaf))
+        leaves.append(quantizer(path[-1].key, leaf))
     return jax.tree.unflatten(tree, leaves)
 
 

@@ -3,12 +3,15 @@
 llama.cpp's converter made three changes, which are undone when a tensor is read. Query and key rows of llama are
 ordered for interleaved rotary embedding. Gemma's norms have 1 added. The experts of a layer are one tensor.
 
-Quantized tensors are dequantised to float32 in numpy, one at a time. One core does 160 to 330 million weights a second
-(Q8_0, Q4_0, Q4_K, Q5_K, Q6_K; benchmarks/gguf_reading.py). A model of 8 billion weights in Q4_K takes about 40 s.
+`quantized` unpacks tensors of common quantised types and keeps their codes (gguf_blocks.py). `array` dequantises all
+types to float32 in numpy, one tensor at a time. One core does 160 to 330 million weights a second (Q8_0, Q4_0, Q4_K,
+Q5_K, Q6_K; benchmarks/gguf_reading.py). A model of 8 billion weights in Q4_K takes about 40 s.
 """
 
 import dataclasses
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +20,13 @@ from typing import Any
 import numpy as np
 
 from jpaged.errors import ModelLoadError
+from jpaged.loading import gguf_blocks
 from jpaged.loading.gguf_config import ROPE_TENSORS, hugging_face_config
 from jpaged.loading.gguf_file import PLAIN, GgufFile, numbers
 from jpaged.loading.safetensors_file import TensorEntry
+from pallas_kernels import QuantizedWeight
+
+logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
@@ -79,6 +86,7 @@ class GgufCheckpoint:
         self.folder = path
         self._files: list[GgufFile] = []
         self._tensors: dict[str, _Tensor] = {}
+        self._has_logged = False  # the types that `quantized` leaves to `array`
         try:
             self._open(path)
         except BaseException:
@@ -122,11 +130,33 @@ class GgufCheckpoint:
         raw = tensor.file.raw(tensor.source, tensor.expert, tensor.experts)
         values = numbers(raw, tensor.file.entries[tensor.source].dtype).reshape(tensor.entry.shape)
         if heads := self._permuted_heads(name):
-            rows, *rest = values.shape
-            return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(values.shape)
+            return _halves_first(values, heads)
         if self._architecture in _GEMMAS and tensor.source.endswith("norm.weight"):
             return values - np.float32(1)
         return values
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """Return a tensor without dequantising it: numpy arrays, in the layout "plain".
+
+        None: the tensor is not quantised, is a vector, or has a type that only `array` reads. The first such type
+        is logged with all others of the file.
+        """
+        kind = self._quantized_type(name)
+        if kind is None:
+            return None
+        if kind not in gguf_blocks.KEPT:
+            self._log_dequantized()
+            return None
+        tensor = self._tensors[name]
+        raw = tensor.file.raw(tensor.source, tensor.expert, tensor.experts)
+        if heads := self._permuted_heads(name):  # a row of bytes is a row of weights
+            raw = _halves_first(raw, heads)
+        return gguf_blocks.quantized(raw, kind, tensor.entry.shape)
+
+    def quantized_shape(self, name: str) -> QuantizedWeight | None:
+        """As `quantized`, with a jax.ShapeDtypeStruct in place of each array. It reads the header only."""
+        kind = self._quantized_type(name)
+        return None if kind is None else gguf_blocks.quantized_shape(kind, self._tensors[name].entry.shape)
 
     def release(self, name: str) -> None:
         """Release the memory pages of a tensor. A later read loads them again."""
@@ -230,6 +260,25 @@ class GgufCheckpoint:
                     return f"blk.{match[1]}.{source}_exps.{kind}"
         return name
 
+    def _quantized_type(self, name: str) -> str | None:
+        """ggml's name of the type of a quantised matrix. None for plain types and for vectors, such as norms."""
+        tensor = self._tensors[name]
+        kind = tensor.file.entries[tensor.source].dtype
+        return None if kind in PLAIN or len(tensor.entry.shape) < 2 else kind
+
+    def _log_dequantized(self) -> None:
+        """Log the types that `quantized` does not keep, once."""
+        if self._has_logged:
+            return
+        self._has_logged = True
+        sources = {tensor.source: self._quantized_type(name) for name, tensor in self._tensors.items()}
+        counts = Counter(kind for kind in sources.values() if kind is not None and kind not in gguf_blocks.KEPT)
+        types = ", ".join(f"{kind} ({count})" for kind, count in sorted(counts.items()))
+        logger.info(
+            "%s: tensors of these types are dequantised: %s. Types kept quantised: %s",
+            self.folder, types, ", ".join(gguf_blocks.KEPT),
+        )  # fmt: skip
+
     def _layer_names(self) -> dict[str, str]:
         return _LAYER | _LAYER_OF.get(self._architecture, {})
 
@@ -244,3 +293,9 @@ class GgufCheckpoint:
 
 def _expert_name(layer: str, source: str, expert: int) -> str:
     return f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{_EXPERTS[source]}.weight"
+
+
+def _halves_first(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the rows of every head from [pair, pair, ...] to [first half, second half]."""
+    count, *rest = rows.shape
+    return rows.reshape(heads, count // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows.shape)

@@ -32,10 +32,10 @@ from jpaged.loading.hub import CONFIG, POOLING, find_config, find_model, find_to
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
-from jpaged.loading.weights import ChangeLeaf, StoredWeights, check_depth, load_weights, plan_weights
+from jpaged.loading.weights import StoredWeights, check_depth, load_weights, plan_weights, planned_shapes
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.quantization import SCHEMES, quantize_leaf
+from jpaged.models.quantization import SCHEMES, Quantizer
 from jpaged.models.spec import DecoderSpec, WeightLayout
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def load_model(
     params: Any = None,
     model_config: Any = None,
     layout: WeightLayout | None = None,
-    check: Callable[[DecoderSpec, np.dtype], None] | None = None,
+    check: Callable[[DecoderSpec, dict[str, Any]], None] | None = None,
 ) -> LoadedModel:
     """Load the model that `config.model` names, or use live arrays.
 
@@ -76,8 +76,8 @@ def load_model(
     model_config: config of the live arrays: a DecoderSpec, a Hugging Face config, or its dictionary.
                   None: `config.json` of `config.model`.
     layout:       layout of the live arrays. None: found from their names and shapes.
-    check:        called with the spec and the dtype before any weight is on the device. It raises an error if the
-                  model must not be loaded.
+    check:        called with the spec and the tree of weights, as ShapeDtypeStructs, before any weight is on the
+                  device. It raises an error if the model must not be loaded.
     Raises ModelLoadError that names the file, the tensor and what to do, before device memory is allocated.
     """
     if params is None:
@@ -85,22 +85,25 @@ def load_model(
     return _from_live(config, params, model_config, layout)
 
 
-def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtype], None] | None) -> LoadedModel:
+def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[str, Any]], None] | None) -> LoadedModel:
     path = _find(config)
     with open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
         dtype = resolve_dtype(config.dtype, weights.dtype, weights.spec)
         if weights.spec.pools and weights.spec.num_labels is None:
             _check_pooling(path)
+        _check_quantization(config, weights.format)
+        quantizer = quantizer_of(config, jax.default_backend())
         if check is not None:
-            check(weights.spec, dtype)
+            check(weights.spec, weights.shapes(dtype, quantizer))
         started = time.perf_counter()  # after the check, which may compile kernels
         tokenizer = _tokenizer(config, path, weights.spec.vocab_size)
-        params = weights.load(dtype, _change(config))
+        params = weights.load(dtype, quantizer)
     if config.load_format == "dummy":
         logger.warning("load_format='dummy': the weights are random, and answers have no meaning")
     seconds, size = time.perf_counter() - started, weights.num_bytes / 1e6
-    stored_as = f"{dtype.name}, quantised to {config.quantization}," if config.quantization else dtype.name
+    how = weights.format or config.quantization
+    stored_as = f"{dtype.name}, quantised ({how})," if how else dtype.name
     logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", size, path, stored_as, seconds)
     return LoadedModel(
         spec=weights.spec,
@@ -114,11 +117,28 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, np.dtyp
     )
 
 
-def _change(config: EngineConfig) -> ChangeLeaf:
-    """The function that each leaf goes through when it is on the device: it is quantised if the options say so."""
-    if config.quantization is None:
-        return lambda _, leaf: leaf
-    return functools.partial(quantize_leaf, SCHEMES[config.quantization])
+def quantizer_of(config: EngineConfig, platform: str) -> Quantizer:
+    """The quantizer that the options name, for a platform: cpu, gpu or tpu."""
+    return Quantizer(SCHEMES.get(config.quantization or ""), platform, config.quantized_activations)
+
+
+def _check_quantization(config: EngineConfig, found: str | None) -> None:
+    """Refuse an option that does not fit the checkpoint. found: format of its quantised weights; None: there are none.
+
+    Raises ModelLoadError.
+    """
+    wanted = config.quantization
+    if wanted is None or wanted == found or (found is None and wanted in SCHEMES):
+        return
+    if found is None:
+        raise ModelLoadError(
+            f"quantization={wanted!r}: the checkpoint is not quantised: leave it out, or round the weights at load "
+            f"with one of {', '.join(SCHEMES)}"
+        )
+    raise ModelLoadError(
+        f"quantization={wanted!r}: the checkpoint is quantised already, as {found}: leave it out, or use a checkpoint "
+        "that is not quantised"
+    )
 
 
 def _find(config: EngineConfig) -> Path:
@@ -174,7 +194,12 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
         ) from error
     plan = plan_weights(family, spec, family.constants(reader), checkpoint)
     load = functools.partial(load_weights, plan, checkpoint)
-    return StoredWeights(plan.spec, checkpoint_dtype(reader, checkpoint), checkpoint.num_bytes, load)
+    shapes = functools.partial(planned_shapes, plan)
+    stored = StoredWeights(plan.spec, checkpoint_dtype(reader, checkpoint), checkpoint.num_bytes, load, shapes)
+    if not any(leaf.packed for leaf in plan.leaves):
+        return stored
+    method = (values.get("quantization_config") or {}).get("quant_method", "modelopt")
+    return dataclasses.replace(stored, format="gguf" if is_gguf(checkpoint.folder) else method)
 
 
 def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:

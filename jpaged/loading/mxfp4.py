@@ -1,4 +1,4 @@
-"""Presents the MXFP4 tensors of a checkpoint (gpt-oss's experts) as bfloat16 tensors.
+"""Presents the MXFP4 tensors of a checkpoint (gpt-oss's experts) as bfloat16 tensors, or in four bits.
 
 Format (OCP Microscaling Formats 1.0): blocks of 32 numbers with 4 bits each (E2M1), two per byte, the lower half first.
 Each block has a power of two in one byte (E8M0, bias 127). A tensor NAME [experts, in, out] is stored transposed, as
@@ -14,7 +14,9 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import Checkpoint
+from jpaged.loading.quantized import fp4
 from jpaged.loading.safetensors_file import TensorEntry
+from pallas_kernels import QuantizedWeight
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -88,6 +90,28 @@ class Mxfp4Checkpoint:
             wide = _PAIRS[block].reshape(out, count, 2 * size)
             values[...] = np.ldexp(wide, scale[..., None].astype(np.int32) - _BIAS).reshape(out, -1)
         return unpacked.swapaxes(1, 2)
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """Return a packed tensor in four bits: codes uint8[experts, out, in], scales bfloat16[experts, out, in / 32].
+
+        The axes are in the order of a `QuantizedWeight`, which is also the order of the file. They are not in the
+        order of `entry` and `array`, [experts, in, out]: a caller that transposes the array must not transpose this.
+        None: the tensor is not packed. Raises ModelLoadError for a scale that is NaN.
+        """
+        if name not in self._packed:
+            return None
+        blocks, scales = (self._checkpoint.array(name + part) for part in (_BLOCKS, _SCALES))
+        try:
+            return fp4.mxfp4(blocks.reshape(*blocks.shape[:2], -1), scales)
+        except ValueError as error:
+            raise ModelLoadError(f"{self.path(name)}: {name}{_SCALES}: {error}") from error
+
+    def quantized_shape(self, name: str) -> QuantizedWeight | None:
+        """As `quantized`, with a jax.ShapeDtypeStruct in place of each array. It reads the header only."""
+        if name not in self._packed:
+            return None
+        experts, out, count, size = self._checkpoint.entry(name + _BLOCKS).shape
+        return fp4.mxfp4_shape((experts, out, count * size))
 
     def release(self, name: str) -> None:
         """Release the memory pages of a tensor. A later read loads them again."""

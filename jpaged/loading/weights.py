@@ -2,7 +2,8 @@
 
 1. `plan_weights` reads headers, and compares tied embeddings. Every leaf must have its tensors, in the right shape and
    a convertible dtype, and no tensor may be left over. So nearly all errors come before device memory is allocated.
-2. `load_weights` assembles one leaf at a time on the host, in its final dtype. It puts the leaf on the device before it
+2. `load_weights` assembles one leaf at a time on the host, in its final dtype. Leaves that are quantised in the
+   checkpoint stay so, one code a byte on the host. It puts the leaf on the device before it
    begins the next one, so peak host memory is one leaf plus the mapped files. A value too large for float16 is found
    only here.
 """
@@ -11,7 +12,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,9 +20,12 @@ from tqdm import tqdm
 
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import TensorSource
-from jpaged.models.families.base import Family, LeafTensors
+from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, Quantizer
 from jpaged.models.spec import DecoderSpec, leaf_dtype, param_shapes
+from pallas_kernels import QuantizedWeight
+from pallas_kernels.quantized_dot.weight import ARRAYS
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +33,11 @@ _CONVERTIBLE = ("F64", "F32", "F16", "BF16")
 HEAD = "lm_head.weight"
 _EMBED = "embed"
 _BEYOND_MEMORY = 2**48  # elements of one leaf; numpy cannot address 2**61 of them
+# Slices of a fused leaf along its axis in PART_AXES, in their order
+_SLICES = {
+    Part.Q: slice(0, -2), Part.K: slice(-2, -1), Part.V: slice(-1, None), Part.GATE: slice(0, 1), Part.UP: slice(1, 2),
+}  # fmt: skip
 _ALIGNMENT = 64  # bytes; JAX on CPU uses a buffer with this alignment without a copy
-
-
-ChangeLeaf: TypeAlias = Callable[[str, jax.Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +48,8 @@ class LeafPlan:
     shape: tuple[int, ...]
     files: tuple[str, ...]  # names in the checkpoint, one for each of leaf.tensors
     constant: float | None  # value of a leaf that has no tensor
+    # one for each of leaf.tensors, with ShapeDtypeStructs; None: not quantised. (): the leaf is an array of numbers
+    packed: tuple[QuantizedWeight | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +68,12 @@ class StoredWeights:
     spec: DecoderSpec
     dtype: np.dtype | None  # the checkpoint's dtype; None: unknown
     num_bytes: int          # size of its files
-    # load(dtype, change) loads the tree of `param_shapes(spec, dtype)` to the default device. Each leaf becomes
-    # change(name, leaf) as soon as it is there
-    load: Callable[[np.dtype, ChangeLeaf], dict[str, Any]]
+    # load(dtype, quantizer) loads the tree of `param_shapes(spec, dtype)` to the default device, with leaves that are
+    # quantised in the checkpoint or by the quantizer
+    load: Callable[[np.dtype, Quantizer], dict[str, Any]]
+    # shapes(dtype, quantizer): the tree of `load`, as ShapeDtypeStructs
+    shapes: Callable[[np.dtype, Quantizer], dict[str, Any]]
+    format: str | None = None  # of the quantised leaves, in `config.QUANTIZED_FORMATS`; None: there are none
 
 
 def check_depth(config: CheckpointConfig, tensors: int) -> None:
@@ -105,7 +115,8 @@ def plan_weights(
             else:
                 _check_tensor(checkpoint, name, tensor.rule.shape(leaf.block(blank, tensor)))
                 files.append(name)
-        leaves.append(LeafPlan(leaf, shape, tuple(files), None))
+        packed = _packed(leaf, checkpoint, files) if len(files) == len(leaf.tensors) else ()
+        leaves.append(LeafPlan(leaf, shape, tuple(files), None, packed))
     if missing:
         remedy = ": to embed with it, start with runner='pooling'" if missing == [checkpoint.label(HEAD)] else ""
         raise ModelLoadError(
@@ -129,17 +140,32 @@ def plan_weights(
     return WeightPlan(spec, tuple(leaves), copies)
 
 
+def planned_shapes(plan: WeightPlan, dtype: np.dtype, quantizer: Quantizer) -> dict[str, Any]:
+    """The tree of `load_weights`, as ShapeDtypeStructs."""
+    dense = param_shapes(plan.spec, dtype)
+    tree = quantizer.shapes(dense)
+    for leaf_plan in plan.leaves:
+        if leaf_plan.packed:
+            leaf = leaf_plan.leaf
+            place, shapes = (t if leaf.layer is None else t["layers"][leaf.layer] for t in (tree, dense))
+            place[leaf.leaf] = _packed_shape(leaf_plan, shapes[leaf.leaf], quantizer)
+    return tree
+
+
 def load_weights(
-    plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, change: ChangeLeaf = lambda _, leaf: leaf
+    plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: Quantizer = UNCHANGED
 ) -> dict[str, Any]:
-    """Load the parameter tree of `param_shapes(plan.spec, dtype)` to the default device. change: of `StoredWeights`."""
+    """Load the parameter tree of `param_shapes(plan.spec, dtype)` to the default device. See `StoredWeights.load`."""
     tree: dict[str, Any] = {"layers": [{} for _ in range(plan.spec.num_layers)]}
     with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", delay=2) as progress:
         for leaf_plan in plan.leaves:
             leaf = leaf_plan.leaf
-            host = assemble(leaf_plan, checkpoint, dtype, progress.update)
             place = tree["layers"][leaf.layer] if leaf.layer is not None else tree
-            place[leaf.leaf] = change(leaf.leaf, jax.block_until_ready(jax.device_put(host)))
+            if leaf_plan.packed:
+                place[leaf.leaf] = _load_packed(leaf_plan, checkpoint, dtype, quantizer, progress.update)
+                continue
+            host = assemble(leaf_plan, checkpoint, dtype, progress.update)
+            place[leaf.leaf] = quantizer(leaf.leaf, jax.block_until_ready(jax.device_put(host)))
             del host
     tree["layers"] = tuple(tree["layers"])
     return tree
@@ -157,9 +183,7 @@ def assemble(
     for tensor, name in zip(leaf.tensors, leaf_plan.files, strict=True):
         with np.errstate(over="ignore"):  # overflow is checked below
             tensor.rule.store(checkpoint.array(name), leaf.block(host, tensor))
-        checkpoint.release(name)
-        entry = checkpoint.entry(name)
-        on_read(entry.end - entry.begin)
+        _done(checkpoint, name, on_read)
     if dtype == np.float16 and not np.isfinite(host).all():
         first = leaf_plan.files[0]
         raise ModelLoadError(
@@ -167,6 +191,126 @@ def assemble(
             "use dtype bfloat16 or float32"
         )
     return host
+
+
+def _packed(leaf: LeafTensors, checkpoint: TensorSource, files: list[str]) -> tuple[QuantizedWeight | None, ...]:
+    """The tensors of a leaf that stay quantised, as ShapeDtypeStructs. (): the leaf becomes an array of numbers."""
+    if leaf.leaf not in LEAVES:
+        return ()
+    found = tuple(checkpoint.quantized_shape(name) for name in files)
+    if not any(found) or _alike(found) or _is_joined(leaf):
+        return found if any(found) else ()
+    logger.warning(
+        "%s: the tensors of %s are quantised in different ways: they are dequantised",
+        checkpoint.folder, leaf.leaf if leaf.layer is None else f"{leaf.leaf} of layer {leaf.layer}",
+    )  # fmt: skip
+    return ()
+
+
+def _alike(found: tuple[QuantizedWeight | None, ...]) -> bool:
+    """True if the tensors of a leaf can be one QuantizedWeight: equal in everything but their outputs."""
+    first = found[0]
+    if first is None or (len(found) > 1 and first.order is not None):  # each tensor has its own order
+        return False
+    return all(one is not None and _facts(one) == _facts(first) for one in found)
+
+
+def _facts(weight: QuantizedWeight) -> tuple[Any, ...]:
+    widths = [(a.shape[-1], a.dtype) if (a := getattr(weight, name)) is not None else None for name in ARRAYS]
+    return weight.kind, weight.activations, weight.divides, *widths
+
+
+def _is_joined(leaf: LeafTensors) -> bool:
+    """True if every tensor of the leaf fills one part of its own, so that the parts can be kept apart."""
+    return leaf.leaf in PART_AXES and all(len(t.rule.parts) == 1 and t.rule.parts[0] in _SLICES for t in leaf.tensors)
+
+
+def _part_of(leaf: LeafTensors, tensor: NamedRule, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the part of a fused leaf that a tensor fills."""
+    axis, part = PART_AXES[leaf.leaf], _SLICES[tensor.rule.parts[0]]
+    return (*shape[:axis], len(range(*part.indices(shape[axis]))), *shape[axis + 1 :])
+
+
+def _packed_shape(plan: LeafPlan, leaf: jax.ShapeDtypeStruct, quantizer: Quantizer) -> Any:
+    """The leaf of `_load_packed`, as ShapeDtypeStructs."""
+    name, packed = plan.leaf.leaf, plan.packed
+
+    def placed(weight: QuantizedWeight, shape: tuple[int, ...]) -> Any:
+        return quantizer.packed_shape(name, _on_axes(weight, shape, leaf.dtype))
+
+    if _alike(packed) and packed[0] is not None:
+        return placed(packed[0], plan.shape)
+    shapes = [_part_of(plan.leaf, tensor, plan.shape) for tensor in plan.leaf.tensors]
+    parts = [
+        jax.ShapeDtypeStruct(shape, leaf.dtype) if weight is None else placed(weight, shape)
+        for weight, shape in zip(packed, shapes, strict=True)
+    ]
+    return JoinedWeight(_in_order(plan.leaf, parts), PART_AXES[name])
+
+
+def _load_packed(
+    plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: Quantizer, on_read: Callable[[int], Any]
+) -> Any:
+    """Load a leaf that is quantised in the checkpoint: a QuantizedWeight, or a JoinedWeight of its parts."""
+    leaf, name = plan.leaf, plan.leaf.leaf
+    if _alike(plan.packed):
+        whole = _assemble_packed(plan, checkpoint, dtype, on_read)
+        return quantizer.packed(name, whole)
+    parts = []
+    for tensor, file in zip(leaf.tensors, plan.files, strict=True):
+        shape, weight = _part_of(leaf, tensor, plan.shape), checkpoint.quantized(file)
+        if weight is None:
+            parts.append(jax.device_put(checkpoint.array(file).reshape(shape).astype(dtype)))
+        else:
+            parts.append(quantizer.packed(name, _on_axes(weight, shape, dtype)))
+        _done(checkpoint, file, on_read)
+    return JoinedWeight(_in_order(leaf, parts), PART_AXES[name])
+
+
+def _in_order(leaf: LeafTensors, parts: list[Any]) -> tuple[Any, ...]:
+    """The parts in the order of their slices of the leaf."""
+    order = list(_SLICES)
+    indices = sorted(range(len(parts)), key=lambda i: order.index(leaf.tensors[i].rule.parts[0]))
+    return tuple(parts[i] for i in indices)
+
+
+def _assemble_packed(
+    plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, on_read: Callable[[int], Any]
+) -> QuantizedWeight:
+    """Make one leaf from tensors that are quantised alike, on the host, in the layout "plain"."""
+    arrays: dict[str, np.ndarray] = {}
+    weight = None
+    for tensor, file in zip(plan.leaf.tensors, plan.files, strict=True):
+        weight = checkpoint.quantized(file)
+        for name in ARRAYS[:-1]:
+            array = getattr(weight, name)
+            if array is None:
+                continue
+            if name not in arrays:
+                arrays[name] = aligned_empty((*plan.shape[:-1], array.shape[-1]), array.dtype)
+            turned = np.swapaxes(array, -1, -2) if tensor.rule.transposed else array
+            tensor.rule.store(turned, plan.leaf.block(arrays[name], tensor))
+        _done(checkpoint, file, on_read)
+    assert weight is not None, "a plan of packed tensors has at least one"
+    return dataclasses.replace(weight, shape=plan.shape, dtype=dtype, **arrays)
+
+
+def _on_axes(weight: QuantizedWeight, shape: tuple[int, ...], dtype: np.dtype) -> QuantizedWeight:
+    """Weights [..., out, in] in the layout "plain", with the outputs on the axes of `shape`."""
+
+    def on_axes(array: Any) -> Any:
+        to = (*shape[:-1], array.shape[-1])
+        return jax.ShapeDtypeStruct(to, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array.reshape(to)
+
+    changed = {name: on_axes(a) for name in ARRAYS[:-1] if (a := getattr(weight, name)) is not None}
+    return dataclasses.replace(weight, shape=shape, dtype=np.dtype(dtype), **changed)
+
+
+def _done(checkpoint: TensorSource, name: str, on_read: Callable[[int], Any]) -> None:
+    """Release a tensor that was read, and report its bytes."""
+    checkpoint.release(name)
+    entry = checkpoint.entry(name)
+    on_read(entry.end - entry.begin)
 
 
 def is_bare(family: Family, checkpoint: TensorSource) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, first_line
+from jpaged.models.quantization import quantized_parts
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
@@ -80,13 +81,8 @@ class Blueprint:
 
         Raises ModelLoadError for an option that does not fit the model or the device.
         """
-        if config.quantization is not None and placement.platform != "cpu":
-            raise ModelLoadError(
-                f"quantization={config.quantization!r} runs on CPU only so far, not on {placement.platform}: "
-                "leave it out"
-            )
         if placement.platform == "cpu":
-            compile_ahead(_kernels(model, config))
+            compile_ahead(_kernels(model))
         limits = memory.decide_limits(model.spec, config, placement.platform)
         custom = sum(len(processor.parameters) for processor in model.processors)
         limits = dataclasses.replace(limits, custom=custom)
@@ -164,7 +160,7 @@ class Blueprint:
         """
         free = memory.free_device_bytes(device, self.config)
         if free is None:
-            kernels = _kernels(self.model, self.config)
+            kernels = _kernels(self.model)
             store = ProgramStore.open(cache_folder, self.placement.platform, kernels)
             return dataclasses.replace(self.fit(), store=store)
         build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
@@ -342,9 +338,10 @@ def _dtype(model: ServedModel) -> np.dtype:
     return model.params["embed"].dtype
 
 
-def _kernels(model: ServedModel, config: EngineConfig) -> tuple[str, ...]:
+def _kernels(model: ServedModel) -> tuple[str, ...]:
     """Modules of the native kernels that a model's programs may call on CPU."""
-    return kernels_of_model(quantized=config.quantization is not None, experts=model.spec.experts is not None)
+    quantized = any(weight.layout == "tiles" for weight in quantized_parts(model.params))
+    return kernels_of_model(quantized=quantized, experts=model.spec.experts is not None)
 
 
 def _attention_call(model: ServedModel, limits: memory.Limits) -> tuple[Any, ...]:

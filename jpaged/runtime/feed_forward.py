@@ -10,8 +10,8 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, first_line
 from jpaged.models.layers import takes_gated_dot
+from jpaged.models.quantization import is_quantized
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
-from pallas_kernels import QuantizedWeight
 from pallas_kernels.gated_dot import IMPLEMENTATIONS, choose_implementation
 from pallas_kernels.self_check import check_gated_dot
 
@@ -83,7 +83,7 @@ def _weights(spec: DecoderSpec, params: Params, layout: WeightLayout) -> Iterato
     """The distinct shapes of the weights of `gated_dot` in a model: [2, intermediate, hidden]."""
     seen = set()
     for layer in params["layers"]:
-        if not takes_gated_dot(spec, layout, {**params, **layer}) or isinstance(layer["gate_up"], QuantizedWeight):
+        if not takes_gated_dot(spec, layout, {**params, **layer}) or is_quantized(layer["gate_up"]):
             continue
         weight = jax.ShapeDtypeStruct(layer["gate_up"].shape, layer["gate_up"].dtype)
         if weight.shape not in seen:

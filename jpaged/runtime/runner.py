@@ -19,8 +19,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowMask, SamplerVariant, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.metrics import ProgramFigures
-from jpaged.models.quantization import quantized_shapes
-from jpaged.models.spec import DecoderSpec, Params, WeightLayout, param_shapes
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime import memory
@@ -128,13 +127,14 @@ class ModelRunner:
         self._background = self._compile_rest()
 
     @staticmethod
-    def check(spec: DecoderSpec, dtype: np.dtype, config: EngineConfig) -> None:
+    def check(spec: DecoderSpec, params: Params, config: EngineConfig) -> None:
         """Raise ModelLoadError if the options or the free memory of JAX's default device cannot serve a model.
 
         `create` raises the same errors, but only after the weights are on the device. This allocates nothing.
+        params: the tree of weights, as ShapeDtypeStructs.
         """
         device = jax.devices()[0]
-        model = ServedModel(spec, quantized_shapes(spec, param_shapes(spec, dtype), config.quantization))
+        model = ServedModel(spec, params)
         Blueprint.draw(model, config, Placement.single(device)).check_memory(device)
 
     @classmethod

@@ -28,6 +28,7 @@ from jax import export
 
 import jpaged.models
 import pallas_kernels
+from jpaged.models.quantization import JoinedWeight
 from jpaged.phases import phase
 from jpaged.runtime.compile_cache import persistent_cache
 from jpaged.runtime.state import DeviceState, SamplingState
@@ -179,6 +180,12 @@ def _register_trees() -> None:
             serialize_auxdata=lambda values: json.dumps(values).encode(),
             deserialize_auxdata=lambda data: tuple(json.loads(data)),
         )
+    export.register_pytree_node_serialization(
+        JoinedWeight,
+        serialized_name="jpaged.JoinedWeight",
+        serialize_auxdata=lambda values: json.dumps(values).encode(),
+        deserialize_auxdata=lambda data: tuple(json.loads(data)),
+    )
     export.register_pytree_node_serialization(
         QuantizedWeight,
         serialized_name="jpaged.QuantizedWeight",

@@ -141,13 +141,15 @@ def _multiply(bits: int, rows: int, wide: int) -> Any:
     x_sums:  int32[all rows, groups], sums of x; the same rows.
     codes:   of the first block. block: bytes from block to block; 0: the second block is the first one again.
     scales:  float32[blocks, groups, 16]. zeros: uint8[blocks, groups, 16], or 0: the zero point is 2 ** (bits - 1).
+    mins:    float32[blocks, groups, 16], or 0. A group's result is less by its min times the sum of x. The zero point
+             of 4 bits is then 0.
     vectors: of 4 inputs, in a group.
     """
 
-    @vector_function(*[INT] * 11)
+    @vector_function(*[INT] * 12)
     def multiply(
         code: Code, to: Any, x: Any, line: Any, last: Any, x_sums: Any, codes: Any, block: Any, scales: Any,
-        zeros: Any, groups: Any, vectors: Any,
+        zeros: Any, mins: Any, groups: Any, vectors: Any,
     ) -> None:  # fmt: skip
         b, step = code.builder, 8 // bits  # vectors of 4 inputs in 64 bytes
         chains = step if rows == 1 else 1  # of sums: one chain alone would wait for its own results
@@ -178,8 +180,9 @@ def _multiply(bits: int, rows: int, wide: int) -> Any:
                             b.store(_multiply_add(code, b.load(total), bits, own, other), total)
             for j in range(wide):
                 at = group if j == 0 else b.add(b.select(is_single, code.number(0), groups), group)
-                zero = _zero_points(code, zeros, at, 1 << (bits - 1))
+                zero = _zero_points(code, zeros, mins if bits == 4 else None, at, 1 << (bits - 1))
                 scale = code.load(code.at(scales, (at, BLOCK * 4)), NUMBERS)
+                least = _minima(code, mins, at)
                 for row in range(rows):
                     each = (row * wide + j) * chains
                     total = b.load(totals[each])
@@ -189,6 +192,8 @@ def _multiply(bits: int, rows: int, wide: int) -> Any:
                     total = b.sub(total, b.mul(zero, x_sum))
                     result = results[row * wide + j]
                     b.store(code.fma(b.sitofp(total, NUMBERS), scale, b.load(result)), result)
+                    with b.if_then(b.icmp_unsigned("!=", mins, code.number(0))):
+                        b.store(code.fma(b.sitofp(x_sum, NUMBERS), b.fneg(least), b.load(result)), result)
         for place, result in enumerate(results):
             row, j = divmod(place, wide)
             code.store(b.load(result), code.at(to, (code.number(row), 4 * BLOCK * WIDE), (code.number(j), 4 * BLOCK)))
@@ -200,12 +205,24 @@ def _bytes(value: int) -> Any:
     return ir.Constant(BYTES, [value] * LINE)
 
 
-def _zero_points(code: Code, zeros: Any, index: Any, default: int) -> Any:
-    """Zero points of 16 outputs, int32."""
+def _zero_points(code: Code, zeros: Any, mins: Any | None, index: Any, default: int) -> Any:
+    """Zero points of 16 outputs, int32: those of `zeros`, else 0 if there are `mins`, else the default."""
     b = code.builder
-    (found,) = code.variables([ir.Constant(SUMS, [default] * BLOCK)])
+    usual = ir.Constant(SUMS, [default] * BLOCK)
+    (found,) = code.variables([usual])
+    if mins is not None:
+        b.store(b.select(b.icmp_unsigned("!=", mins, code.number(0)), ir.Constant(SUMS, [0] * BLOCK), usual), found)
     with b.if_then(b.icmp_unsigned("!=", zeros, code.number(0))):
         b.store(b.zext(code.load(code.at(zeros, (index, BLOCK)), CODES, 1), SUMS), found)
+    return b.load(found)
+
+
+def _minima(code: Code, mins: Any, index: Any) -> Any:
+    """Minima of 16 outputs, float32; 0 if there are none."""
+    b = code.builder
+    (found,) = code.variables([ir.Constant(NUMBERS, [0.0] * BLOCK)])
+    with b.if_then(b.icmp_unsigned("!=", mins, code.number(0))):
+        b.store(code.load(code.at(mins, (index, BLOCK * 4)), NUMBERS), found)
     return b.load(found)
 
 

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.checks import expect_floats
 from pallas_kernels.platforms import Implementation, pick
 from pallas_kernels.quantized_dot import cpu, reference, xla
+from pallas_kernels.quantized_dot.grouped import quantized_grouped_dot
 from pallas_kernels.quantized_dot.weight import QuantizedWeight, quantize
 
-__all__ = ["IMPLEMENTATIONS", "QuantizedWeight", "quantize", "quantized_dot"]
+__all__ = ["IMPLEMENTATIONS", "QuantizedWeight", "quantize", "quantized_dot", "quantized_grouped_dot"]
 
 # `Implementation.refuse` takes (device, x, weight, dtype)
 IMPLEMENTATIONS = {

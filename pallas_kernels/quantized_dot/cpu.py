@@ -1,5 +1,6 @@
 """quantized_dot for CPUs: calls the kernel of `cpu_kernel.py` through XLA's foreign function interface."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -38,9 +39,11 @@ def _check(name: str) -> None:
     """Compare the kernel with XLA operations. Raises ValueError. Called while a program is traced."""
     rng = np.random.default_rng(0)
     with jax.ensure_compile_time_eval():
-        for bits, dtype in ((8, jnp.float32), (4, jnp.bfloat16)):
+        for bits, dtype, has_mins in ((8, jnp.float32, True), (4, jnp.bfloat16, False), (4, jnp.float32, True)):
             x, numbers = (jnp.asarray(rng.standard_normal((rows, 96)), dtype) for rows in (21, 133))
             weight = quantize(numbers, bits, 48)
+            if has_mins:
+                weight = dataclasses.replace(weight, zeros=None, mins=0.7 * weight.scales)
             out = np.asarray(_call(name, x, weight, jnp.int32(19), jnp.dtype(jnp.float32)))[:19]
             expected = np.asarray(xla.quantized_dot(x, weight, jnp.int32(19), dtype=jnp.float32))[:19]
             error = np.abs(out - expected).max() / np.abs(expected).max()
@@ -64,5 +67,6 @@ def _call(
     options[OPTION_KIND], options[OPTION_OUT_KIND] = KINDS[x.dtype], KINDS[dtype]
     options[OPTION_BITS], options[OPTION_OUTPUTS] = weight.bits, weight.num_outputs
     zeros = np.zeros(0, np.uint8) if weight.zeros is None else weight.zeros
+    mins = np.zeros(0, np.float32) if weight.mins is None else weight.mins
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], weight.num_outputs), dtype))
-    return call(options, num_rows.astype(jnp.int32).reshape(1), x, weight.codes, weight.scales, zeros)
+    return call(options, num_rows.astype(jnp.int32).reshape(1), x, weight.codes, weight.scales, zeros, mins)

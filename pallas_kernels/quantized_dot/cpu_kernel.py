@@ -43,9 +43,9 @@ MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
 ALIGNMENT = 64
 
 (
-    X, CODES, SCALES, ZEROS, OUT, ROW_COUNT, INPUTS, NUM_OUTPUTS, GROUPS, KIND, OUT_KIND, BITS,
+    X, CODES, SCALES, ZEROS, MINS, OUT, ROW_COUNT, INPUTS, NUM_OUTPUTS, GROUPS, KIND, OUT_KIND, BITS,
     QUANTISED, ROW_SCALES, ROW_SUMS, LAST_FIELD,
-) = (ARGUMENTS + 8 * i for i in range(16))  # fmt: skip
+) = (ARGUMENTS + 8 * i for i in range(17))  # fmt: skip
 
 
 @njit(**NATIVE)
@@ -68,12 +68,12 @@ def quantise(job, unit, scratch):
 
 
 @njit(**NATIVE)
-def multiply_row(bits, to, x, inputs, sums, codes, scales, zeros, groups, vectors_in_group):
+def multiply_row(bits, to, x, inputs, sums, codes, scales, zeros, mins, groups, vectors_in_group):
     """One row of x times one block of outputs."""
     if bits == 8:
-        integers.multiply_row_int8(to, x, inputs, x, sums, codes, 0, scales, zeros, groups, vectors_in_group)
+        integers.multiply_row_int8(to, x, inputs, x, sums, codes, 0, scales, zeros, mins, groups, vectors_in_group)
     else:
-        integers.multiply_row_int4(to, x, inputs, x, sums, codes, 0, scales, zeros, groups, vectors_in_group)
+        integers.multiply_row_int4(to, x, inputs, x, sums, codes, 0, scales, zeros, mins, groups, vectors_in_group)
 
 
 @njit(**NATIVE)
@@ -88,6 +88,9 @@ def multiply(job, tile, scratch):
     zeros = load_int64(job + ZEROS)
     if zeros != 0:
         zeros += tile * WIDE * groups * BLOCK
+    mins = load_int64(job + MINS)
+    if mins != 0:
+        mins += tile * WIDE * groups * BLOCK * 4
     step = block_bytes if count > BLOCK else 0  # the last tile may be one block only
     x, sums = load_int64(job + QUANTISED), load_int64(job + ROW_SUMS)
     last = x + (rows - 1) * inputs
@@ -97,16 +100,16 @@ def multiply(job, tile, scratch):
             for block in range((count + BLOCK - 1) // BLOCK):
                 multiply_row(
                     bits, scratch + 4 * BLOCK * block, x_row, inputs, sums_row, codes + block * block_bytes,
-                    scales + 4 * BLOCK * groups * block, zeros + BLOCK * groups * block if zeros != 0 else 0, groups,
-                    vectors_in_group,
+                    scales + 4 * BLOCK * groups * block, zeros + BLOCK * groups * block if zeros != 0 else 0,
+                    mins + 4 * BLOCK * groups * block if mins != 0 else 0, groups, vectors_in_group,
                 )  # fmt: skip
         elif bits == 8:
             integers.multiply_int8(
-                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, groups, vectors_in_group
+                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, mins, groups, vectors_in_group
             )
         else:
             integers.multiply_int4(
-                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, groups, vectors_in_group
+                scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, mins, groups, vectors_in_group
             )
         for i in range(min(ROWS, rows - row)):
             target = load_int64(job + OUT) + ((row + i) * outputs + first) * size_of(out_kind)
@@ -162,6 +165,7 @@ def handler(frame, task):
     store_int64(job + CODES, argument(frame, 3))
     store_int64(job + SCALES, argument(frame, 4))
     store_int64(job + ZEROS, argument(frame, 5) if dimension(frame, 5, 0) != 0 else 0)
+    store_int64(job + MINS, argument(frame, 6) if dimension(frame, 6, 0) != 0 else 0)
     store_int64(job + OUT, result(frame, 0))
     store_int64(job + ROW_COUNT, rows)
     store_int64(job + INPUTS, inputs)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 LARGEST = 127  # magnitude of an 8-bit code
+LARGEST_FP8 = 448.0  # of e4m3fn
 LEVELS = 16    # values of a 4-bit code
 OUTPUTS, INPUTS = 16, 4  # of a tile of codes
 CHUNK = 64  # inputs of a chunk in the layout "rows"
@@ -46,7 +47,8 @@ class QuantizedWeight:
     tiles: for the native kernel on CPU. The outputs are in blocks of 16; the last block is padded with zeros. A tile
            holds 4 neighbouring inputs of 16 outputs: byte 4 * o + i is of output o and input i.
            codes int8[blocks, in / 4, 64], a tile each, or uint8[blocks, in / 8, 64], with even tiles in the low 4
-           bits and odd tiles in the high 4 bits. scales float32[blocks, groups, 16], zeros uint8[blocks, groups, 16].
+           bits and odd tiles in the high 4 bits. scales and mins float32[blocks, groups, 16], zeros uint8 of the same
+           shape.
 
     Fields may be ShapeDtypeStructs, or numpy arrays on the host.
     """
@@ -112,7 +114,7 @@ class QuantizedWeight:
             return self._plain(self._by_output(self.codes), lambda _, a: self._by_output(a), self.num_outputs)
         return self._plain(self._matrix(self.codes), lambda _, a: self._matrix(a), self.num_outputs)
 
-    def numbers(self) -> Float[Array, "out in"]:
+    def numbers(self) -> Float[Array, "*shape"]:
         """The weights in float32, inputs in the order of the codes. Only of the layout "plain"."""
         values = self._values()
         scales = self._scaled(self.scales, self.outer, divides=self.divides)
@@ -133,13 +135,22 @@ class QuantizedWeight:
             return plain.codes
         codes = plain.codes.astype(jnp.int8)
         if plain.zeros is None:
-            return codes - LEVELS // 2
+            return codes if self.mins is not None else codes - LEVELS // 2
         return (codes.reshape(*plain.zeros.shape, -1) - plain.zeros.astype(jnp.int8)[..., None]).reshape(codes.shape)
 
     def scales_by_group(self) -> Float[Array, "groups out"]:
         """The scales in float32, group by group."""
         plain = self.plain()
         return self._scaled(plain.scales, plain.outer, divides=self.divides).T
+
+    def mins_by_group(self) -> Float[Array, "groups out"] | None:
+        """The mins in float32, group by group. Zero points of 8 bits are mins here, scale * zero."""
+        plain = self.plain()
+        if plain.mins is not None:
+            return self._scaled(plain.mins, plain.outer_mins, divides=False).T
+        if self.kind == "int8" and plain.zeros is not None:
+            return self.scales_by_group() * jnp.asarray(plain.zeros).astype(jnp.float32).T
+        return None
 
     def _plain(self, codes: Any, change: Any, outputs: int) -> "QuantizedWeight":
         """A matrix in the layout "plain". codes: the outputs' codes. change(name, array): the outputs' other arrays."""
@@ -165,10 +176,10 @@ class QuantizedWeight:
         """The codes' numbers, less the zeros, in float32."""
         by_group = (*self.scales.shape, -1)
         if self.kind == "fp4":
-            return fp4_numbers(self.codes).reshape(by_group)
-        values = self.codes.astype(jnp.float32).reshape(by_group)
+            return fp4_numbers(jnp.asarray(self.codes)).reshape(by_group)
+        values = jnp.asarray(self.codes).astype(jnp.float32).reshape(by_group)
         if self.zeros is not None:
-            return values - self.zeros.astype(jnp.float32)[..., None]
+            return values - jnp.asarray(self.zeros).astype(jnp.float32)[..., None]
         return values - LEVELS // 2 if self.kind == "int4" and self.mins is None else values
 
     @staticmethod
@@ -190,7 +201,7 @@ class QuantizedWeight:
         return tiles.swapaxes(1, 2).reshape(blocks * OUTPUTS, -1)[: self.num_outputs]
 
 
-def fp4_numbers(codes: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+def fp4_numbers(codes: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The numbers of fp4 codes, float32."""
     table = jnp.asarray((*FP4_VALUES, *(-value for value in FP4_VALUES)), jnp.float32)
     return table[codes.astype(jnp.int32)]
@@ -203,27 +214,33 @@ def chunk_of(inputs: int) -> int:
 
 def refuse_tiles(weight: QuantizedWeight) -> str | None:
     """Reason why weights in the layout "plain" cannot have the layout "tiles"; None if they can."""
-    if weight.kind not in ("int8", "int4"):
-        return f"the codes are {weight.kind}: must be int8 or int4"
-    if weight.mins is not None or (weight.kind == "int8" and weight.zeros is not None):
-        return "the groups have minima, or zero points of 8 bits"
+    if weight.kind not in ("int8", "int4", "fp4"):
+        return f"the codes are {weight.kind}: must be int8, int4 or fp4"
     return refuse_group(weight.shape[-1], weight.group_size)
 
 
 def to_tiles(weight: QuantizedWeight) -> QuantizedWeight:
-    """Weights in the layout "plain", in the layout "tiles". Raises ValueError if that cannot be."""
+    """Weights in the layout "plain", in the layout "tiles". Raises ValueError if that cannot be.
+
+    fp4 becomes int8: twice a number of fp4 is an integer, with half the scale. So it takes 8 bits.
+    """
     if (reason := refuse_tiles(weight)) is not None:
         raise ValueError(reason)
-    flat = weight.plain()
-    tiles = _blocks(jnp.asarray(flat.codes), INPUTS)
-    if weight.bits == 4:
+    flat, scales = weight.plain(), weight.scales_by_group().T
+    codes = jnp.asarray(flat.codes)
+    if weight.kind == "fp4":
+        codes, scales = (2 * fp4_numbers(codes)).astype(jnp.int8), scales / 2
+    tiles = _blocks(codes, INPUTS)
+    if weight.kind == "int4":
         pairs = tiles.reshape(tiles.shape[0], -1, 2, OUTPUTS * INPUTS)
         tiles = pairs[:, :, 0] | pairs[:, :, 1] << 4
-    zeros = None if flat.zeros is None else _blocks(jnp.asarray(flat.zeros), 1)
-    scales = _blocks(flat.scales_by_group().T, 1)
+    mins = flat.mins_by_group()
     return dataclasses.replace(
-        weight, codes=tiles, scales=scales, zeros=zeros, outer=None, layout="tiles", activations="int8", divides=False
-    )
+        weight, codes=tiles, scales=_blocks(scales, 1), outer=None, outer_mins=None, layout="tiles",
+        zeros=None if flat.zeros is None or mins is not None else _blocks(jnp.asarray(flat.zeros), 1),
+        mins=None if mins is None else _blocks(mins.T, 1),
+        kind="int8" if weight.kind == "fp4" else weight.kind, activations="int8", divides=False,
+    )  # fmt: skip
 
 
 def to_rows(weight: QuantizedWeight) -> QuantizedWeight:
@@ -252,15 +269,15 @@ def quantize(weight: Float[Array, "*shape"], bits: int, group_size: int | None =
         raise ValueError(f"bits={bits}: must be 4 or 8")
     if (reason := refuse_group(inputs, group_size)) is not None:
         raise ValueError(reason)
-    return to_tiles(quantize_plain(weight, bits, group_size))
+    return to_tiles(quantize_plain(weight, f"int{bits}", group_size))
 
 
-def quantize_plain(weight: Float[Array, "*shape"], bits: int, group_size: int) -> QuantizedWeight:
-    """As `quantize`, in the layout "plain". group_size: divides the inputs."""
+def quantize_plain(weight: Float[Array, "*shape"], kind: str, group_size: int) -> QuantizedWeight:
+    """As `quantize`, in the layout "plain". kind: int8, int4 or fp8. group_size: divides the inputs."""
     groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
-    codes, scales, zeros = _eight_bits(groups) if bits == 8 else _four_bits(groups)
+    codes, scales, zeros = {"int8": _eight_bits, "int4": _four_bits, "fp8": _floats}[kind](groups)
     return QuantizedWeight(
-        codes.reshape(weight.shape), scales, zeros, None, None, None, None, f"int{bits}", "plain", weight.shape,
+        codes.reshape(weight.shape), scales, zeros, None, None, None, None, kind, "plain", weight.shape,
         np.dtype(weight.dtype),
     )  # fmt: skip
 
@@ -284,6 +301,12 @@ def _eight_bits(groups: Float[Array, "*lead groups size"]) -> tuple[Array, Array
     scales = jnp.abs(groups).max(-1) / LARGEST
     codes = jnp.round(groups / jnp.where(scales > 0, scales, 1)[..., None])
     return codes.astype(jnp.int8), scales, None
+
+
+def _floats(groups: Float[Array, "*lead groups size"]) -> tuple[Array, Array, None]:
+    largest = jnp.abs(groups).max(-1)
+    scales = jnp.where(largest > 0, largest / LARGEST_FP8, 1)
+    return (groups / scales[..., None]).astype(jnp.float8_e4m3fn), scales, None
 
 
 def _four_bits(groups: Float[Array, "*lead groups size"]) -> tuple[Array, Array, Array]:

@@ -29,13 +29,17 @@ def quantized_dot(
     if weight.activations == "float":
         return _float_dot(x, weight, dtype)
     codes, row_scales = quantise_rows(x)
-    size, integers, scales = weight.group_size, weight.integers(), weight.scales_by_group()
+    size, integers = weight.group_size, weight.integers()
+    scales, mins = weight.scales_by_group(), weight.mins_by_group()
 
     def add_group(group: Array, total: Array) -> Array:
         start = group * size
         ours, theirs = (lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in (codes, integers))
         product = lax.dot_general(ours, theirs, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-        return total + product.astype(jnp.float32) * scales[group]
+        total = total + product.astype(jnp.float32) * scales[group]
+        if mins is None:
+            return total
+        return total - ours.astype(jnp.int32).sum(1)[:, None].astype(jnp.float32) * mins[group]
 
     total = jnp.zeros((x.shape[0], weight.num_outputs), jnp.float32)
     total = lax.fori_loop(0, scales.shape[0], add_group, total)

@@ -64,5 +64,5 @@ def test_quantization(words):
 
 
 def test_unknown_quantization(capsys):
-    assert cli.main(["generate", "demo", "-q", "fp8"]) == 2
-    assert "must be int8 or int4, or left out (quantization='fp8')" in capsys.readouterr().err
+    assert cli.main(["generate", "demo", "-q", "int2"]) == 2
+    assert "must be one of int8, int4, fp8, w8a8, the format of a quantised checkpoint" in capsys.readouterr().err

@@ -1,0 +1,30 @@
+"""quantized_grouped_dot: blocks of rows, each times the quantised matrix of its expert."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.quantized_dot.weight import QuantizedWeight
+from pallas_kernels.quantized_dot.xla import dequantized_product
+
+
+def quantized_grouped_dot(
+    x: Float[Array, "blocks rows in"],
+    weight: QuantizedWeight,
+    matrix_of_block: Int[Array, " blocks"],
+    num_blocks_used: Int[Array, ""],
+) -> Float[Array, "blocks rows out"]:
+    """As `grouped_dot`, for weights [matrices, ..., in] in the layout "rows". One matrix at a time is dequantised.
+
+    The results of blocks from `num_blocks_used` on are zero.
+    """
+    if weight.order is not None:
+        x = x[..., weight.order]
+    outputs = weight.num_outputs // weight.shape[0]
+
+    def multiply_block(i: Array, out: Array) -> Array:
+        rows = lax.dynamic_index_in_dim(x, i, keepdims=False)
+        product = dequantized_product(rows, weight, matrix_of_block[i] * outputs, outputs, x.dtype)
+        return lax.dynamic_update_index_in_dim(out, product, i, 0)
+
+    return lax.fori_loop(0, num_blocks_used, multiply_block, jnp.zeros((*x.shape[:2], outputs), x.dtype))
