@@ -10,6 +10,8 @@ from jpaged.loading.checkpoint import Checkpoint, TensorSource, read_json
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jpaged.loading.hub import is_gguf
 from jpaged.loading.mxfp4 import Mxfp4Checkpoint
+from jpaged.loading.packed_checkpoint import PackedCheckpoint, format_of
+from jpaged.loading.quantized.config import MXFP4, method_of, with_quantization
 from jpaged.models.families import family_of
 
 
@@ -20,14 +22,21 @@ def open_source(
     """Open a folder or a GGUF file. Yields the values of config.json and the tensors.
 
     overrides: values in place of config.json's. The tensors are a `Checkpoint` if none of them is packed.
-    Raises ModelLoadError. For an unsupported family it is raised before any file with weights is opened.
+    Raises ModelLoadError. For an unsupported family or quantization_config it is raised before any file with weights
+    is opened.
     """
     if is_gguf(path):
         with GgufCheckpoint(path) as checkpoint:
             yield checkpoint.config | dict(overrides), checkpoint
         return
-    values = read_json(path / "config.json", required=True) | dict(overrides)
+    values = with_quantization(path, read_json(path / "config.json", required=True) | dict(overrides))
     family_of(values)
+    is_packed = method_of(values) not in (None, MXFP4)
+    if is_packed:
+        format_of(values)  # raises if it is not supported
     with Checkpoint(path) as checkpoint:
+        if is_packed:
+            yield values, PackedCheckpoint(checkpoint, values)
+            return
         packed = Mxfp4Checkpoint(checkpoint)
         yield values, packed if packed.is_packed else checkpoint

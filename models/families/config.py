@@ -20,6 +20,8 @@ _ACTIVATIONS = {
     "relu": Activation.RELU,
 }
 
+# Quantised checkpoints that jpaged/loading/packed_checkpoint.py reads. mxfp4 is for gpt-oss only.
+QUANT_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")
 CLASSIFIER = "ForSequenceClassification"  # suffix of the architectures of sequence classifiers
 
 _LARGEST = 2**31 - 1  # positions and ids are int32
@@ -120,9 +122,11 @@ class CheckpointConfig:
         for name in ("quantization_config", "compression_config"):
             if (value := self.get(name)) is not None:
                 method = value.get("quant_method") if isinstance(value, Mapping) else value
+                if name == "quantization_config" and method in QUANT_METHODS:
+                    continue  # the reader of the checkpoint checks it
                 raise ModelLoadError(
                     f"config.json: {name} of quant_method={method!r} is not supported by jpaged: use a checkpoint in "
-                    "bfloat16, float16 or float32 (gpt-oss: in mxfp4 as well)"
+                    f"bfloat16, float16 or float32, or one of {', '.join(QUANT_METHODS)} (gpt-oss: in mxfp4 as well)"
                 )
         self.refuse("attention_chunk_size")
         self.refuse("is_encoder_decoder", False)

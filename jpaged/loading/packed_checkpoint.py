@@ -1,0 +1,206 @@
+"""Presents a checkpoint quantised by AWQ, GPTQ, compressed-tensors, fp8 or ModelOpt: dense, or as it is stored.
+
+A packed matrix MODULE is the one tensor MODULE.weight [out, in]. Code that knows nothing of quantisation reads it
+dequantised. `quantized` returns its codes, which keep their bits.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.checkpoint import Checkpoint
+from jpaged.loading.quantized.awq import Awq
+from jpaged.loading.quantized.compressed_tensors import CompressedTensors
+from jpaged.loading.quantized.config import CONFIG, Values, method_of, refused
+from jpaged.loading.quantized.formats import Format
+from jpaged.loading.quantized.fp8 import Fp8
+from jpaged.loading.quantized.gptq import Gptq
+from jpaged.loading.quantized.kv_scheme import KvScheme, is_kv_tensor, read_kv_scales, read_kv_scheme
+from jpaged.loading.quantized.modelopt import ModelOpt
+from jpaged.loading.quantized.parts import Header, Parts
+from jpaged.loading.safetensors_file import DTYPES, TensorEntry
+from jpaged.models.families.config import QUANT_METHODS
+from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, QuantizedWeight
+
+_FORMATS = dict(zip(QUANT_METHODS, (Awq, Gptq, CompressedTensors, Fp8, ModelOpt), strict=True))
+_ACTIVATIONS = np.dtype(ml_dtypes.bfloat16)
+_CHUNK = 1 << 22  # numbers that are dequantised at once: 16 MiB of float32
+
+
+def format_of(values: Mapping[str, Any]) -> Format:
+    """The format of config.json's quantization_config, checked. Raises ModelLoadError that names the key."""
+    method = method_of(values)
+    if method not in _FORMATS:
+        raise refused("quant_method", method, f"must be {' or '.join(QUANT_METHODS)}")
+    return _FORMATS[method](Values(values[CONFIG]))
+
+
+class PackedCheckpoint:
+    """A quantised checkpoint whose packed matrices look like bfloat16 tensors."""
+
+    config_name = Checkpoint.config_name
+
+    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]):
+        """Check the headers of all parts. config: the values of config.json, with quantization_config.
+
+        Raises ModelLoadError for a config or parts that are not supported. No tensor's data is read.
+        """
+        self.folder = checkpoint.folder
+        self._checkpoint = checkpoint
+        self._format = format_of(config)
+        self.kv_scheme: KvScheme | None = read_kv_scheme(_plain_values(config))
+        self._headers: dict[str, Header] = {}  # by name of the matrix
+        self._parts: dict[str, Parts] = {}
+        self._hidden = {name for name in checkpoint.names if is_kv_tensor(name)}
+        for module in self._format.modules(checkpoint):
+            self._add(Parts(checkpoint, module))
+        if not self._headers:
+            raise ModelLoadError(
+                f"{self.folder}: {self.config_name} has {CONFIG} with quant_method {method_of(config)!r}, but no "
+                f"tensor is quantised that way: delete {CONFIG} from {self.config_name}, or fetch the checkpoint again"
+            )
+        self._visible = [n for n in checkpoint.names if n not in self._hidden and n not in self._headers]
+        self._visible += self._headers
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of all tensors. A packed matrix has the name of its dense form."""
+        return self._visible
+
+    @property
+    def packed(self) -> Iterable[str]:
+        """Names of the packed matrices."""
+        return self._headers.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return self._checkpoint.num_bytes
+
+    @functools.cached_property
+    def kv_scales(self) -> Mapping[str, np.ndarray]:
+        """The scales of the KV cache by tensor name, float32. Raises ModelLoadError if one is not positive."""
+        return read_kv_scales(self._checkpoint)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._headers or (name in self._checkpoint and name not in self._hidden)
+
+    def label(self, name: str) -> str:
+        """Name of a tensor in error messages."""
+        return self._stored(name)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Shape, dtype and position of a tensor. A packed one has its dense shape and the position of its codes."""
+        entry = self._checkpoint.entry(self._stored(name))
+        header = self._headers.get(name)
+        return entry if header is None else dataclasses.replace(entry, name=name, dtype="BF16", shape=header.shape)
+
+    def path(self, name: str) -> Path:
+        """Path of the file that contains a tensor."""
+        return self._checkpoint.path(self._stored(name))
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a tensor. A packed one is dequantised, float32[out, in]. Raises ModelLoadError for invalid codes."""
+        weight = self.quantized(name)
+        return self._checkpoint.array(name) if weight is None else dequantized(weight)
+
+    def release(self, name: str) -> None:
+        """Release the memory pages of a tensor. A later read loads them again."""
+        if name not in self._headers:
+            self._checkpoint.release(name)
+            return
+        parts = self._parts[name]
+        for part in (self._headers[name].codes, *self._format.parts):
+            if part in parts:
+                self._checkpoint.release(parts.name(part))
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """A packed matrix [out, in] in the layout "plain", numpy arrays. None for other tensors.
+
+        The codes may be a view of the mapped file: drop them before the checkpoint is closed.
+        Raises ModelLoadError for scales that are NaN, infinite or 0, and for codes or g_idx out of range.
+        """
+        if name not in self._headers:
+            return None
+        parts, header = self._parts[name], self._headers[name]
+        order = self._format.order(parts, header)
+        scales = np.array(header.widen(self._format.scales(parts, header)), order="C")  # small: never a view
+        zeros = self._format.zeros(parts, header)
+        codes = self._format.codes(parts, header)
+        return _weight(
+            header, np.ascontiguousarray(codes if order is None else codes[:, order]), scales,
+            None if zeros is None else np.array(header.widen(zeros), order="C"), order,
+        )  # fmt: skip
+
+    def quantized_shape(self, name: str) -> QuantizedWeight | None:
+        """As `quantized`, of ShapeDtypeStructs. Reads the headers and g_idx only."""
+        if name not in self._headers:
+            return None
+        header = self._headers[name]
+        order = self._format.order(self._parts[name], header)
+        by_group = (header.shape[0], header.groups)
+        return _weight(
+            header, jax.ShapeDtypeStruct(header.shape, PLAIN_DTYPES[header.kind]),
+            jax.ShapeDtypeStruct(by_group, DTYPES[header.scales]),
+            None if header.zeros is None else jax.ShapeDtypeStruct(by_group, header.zeros),
+            None if order is None else jax.ShapeDtypeStruct(order.shape, order.dtype),
+        )  # fmt: skip
+
+    def _stored(self, name: str) -> str:
+        """Name of the tensor with the codes, or the name itself."""
+        return self._parts[name].name(self._headers[name].codes) if name in self._headers else name
+
+    def _add(self, parts: Parts) -> None:
+        module = parts.module
+        if (reason := self._format.excluded(module)) is not None:
+            part = next(p for p in (*self._format.parts, "weight") if p in parts)
+            raise ModelLoadError(
+                f"{parts.path()}: {parts.name(part)} belongs to a packed matrix, but {module} is not quantised "
+                f"according to {CONFIG} ({reason}): {self.config_name} is from another model"
+            )
+        header = self._format.header(parts)
+        name = parts.name("weight")
+        if header.codes != "weight" and "weight" in parts:
+            raise ModelLoadError(
+                f"{parts.path()}: has both {name} and {parts.name(header.codes)}, of one matrix: fetch the checkpoint "
+                "again"
+            )
+        self._headers[name], self._parts[name] = header, parts
+        hidden = (parts.name(part) for part in (*self._format.parts, *self._format.hidden))
+        self._hidden.update(n for n in hidden if n in self._checkpoint)
+
+
+def dequantized(weight: QuantizedWeight) -> np.ndarray:
+    """The weights of the layout "plain" as float32[out, in] on the host, inputs in the order of x."""
+    outputs, inputs = weight.shape
+    values = np.empty(weight.shape, np.float32)
+    middle = np.float32(8 if weight.kind == "int4" else 0)
+    rows = max(1, _CHUNK // inputs)
+    for start in range(0, outputs, rows):
+        part = slice(start, start + rows)
+        numbers = weight.codes[part].astype(np.float32).reshape(-1, weight.groups, weight.group_size)
+        numbers -= middle if weight.zeros is None else weight.zeros[part].astype(np.float32)[..., None]
+        numbers *= weight.scales[part].astype(np.float32)[..., None]
+        columns = slice(None) if weight.order is None else weight.order
+        values[part, columns] = numbers.reshape(-1, inputs)
+    return values
+
+
+def _plain_values(config: Mapping[str, Any]) -> Values:
+    """quantization_config's values; those of hf_quant_config.json are one level deeper."""
+    values = Values(config[CONFIG])
+    return values.inner("quantization") if "quantization" in values else values
+
+
+def _weight(header: Header, codes: Any, scales: Any, zeros: Any, order: Any) -> QuantizedWeight:
+    return QuantizedWeight(
+        codes, scales, zeros, None, None, None, order, header.kind, "plain", header.shape, _ACTIVATIONS,
+        header.activations,
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Reads quantization_config: the method, and values of the right type. Raises ModelLoadError that names the key."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jpaged.errors import ModelLoadError, shown
+from jpaged.loading.checkpoint import read_json
+from jpaged.models.families.config import QUANT_METHODS
+
+CONFIG = "quantization_config"
+MXFP4 = "mxfp4"
+UNQUANTIZED = "use another quantization of the model, or the model without quantization"
+# Files of older releases, used if config.json has no quantization_config
+_SIDE_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
+
+
+def with_quantization(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json's values, with the quantization_config of the folder's separate file if config.json has none."""
+    if values.get(CONFIG) is not None:
+        return dict(values)
+    for name, method in _SIDE_FILES:
+        if found := read_json(folder / name):
+            return dict(values) | {CONFIG: {"quant_method": method} | found}
+    return dict(values)
+
+
+def method_of(values: Mapping[str, Any]) -> str | None:
+    """The quantization method of config.json's values; None: no quantization. Raises ModelLoadError if unknown."""
+    config = values.get(CONFIG)
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise ModelLoadError(f"config.json: {CONFIG} is {shown(config)}; must be an object")
+    method = config.get("quant_method")
+    if method not in (*QUANT_METHODS, MXFP4):
+        raise refused("quant_method", method, f"must be {', '.join(QUANT_METHODS)} or {MXFP4}")
+    return method
+
+
+def refused(key: str, value: object, accepted: str, remedy: str = UNQUANTIZED) -> ModelLoadError:
+    """Error for a value of quantization_config."""
+    return ModelLoadError(f"config.json: {CONFIG}.{key} is {shown(value)}; {accepted}: {remedy}")
+
+
+class Values:
+    """A JSON object inside quantization_config. The methods raise ModelLoadError that names the key."""
+
+    def __init__(self, values: object, path: str = ""):
+        if not isinstance(values, Mapping):
+            raise refused(path.rstrip(".") or "", values, "must be an object", "fetch the checkpoint again")
+        self._values = values
+        self._path = path
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def get(self, *keys: str, default: Any = None) -> Any:
+        """The value of the first of these keys that has one."""
+        return next((v for key in keys if (v := self._values.get(key)) is not None), default)
+
+    def choice(self, *keys: str, accepted: tuple[Any, ...], default: Any = None, remedy: str = UNQUANTIZED) -> Any:
+        """A value that must be one of `accepted`. Upper and lower case of a string are the same."""
+        value = self.get(*keys, default=default)
+        plain = value.lower() if isinstance(value, str) else value
+        found = [a for a in accepted if a == plain and isinstance(a, bool) == isinstance(plain, bool)]
+        if not found:
+            options = " or ".join(str(a) for a in accepted)
+            raise refused(self._path + keys[0], value, f"must be {options}", remedy)
+        return found[0]
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A boolean."""
+        return self.choice(key, accepted=(True, False), default=default)
+
+    def group_size(self, *keys: str, default: int) -> int | None:
+        """Inputs of a group. None (-1 in the file): all inputs."""
+        value = self.get(*keys, default=default)
+        if type(value) is not int or (value != -1 and not 0 < value < 2**31):
+            raise refused(self._path + keys[0], value, "must be a number of inputs, or -1 for all of them")
+        return None if value == -1 else value
+
+    def names(self, *keys: str) -> tuple[str, ...]:
+        """A list of strings; none: empty."""
+        value = self.get(*keys, default=())
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise refused(self._path + keys[0], value, "must be a list of strings", "fetch the checkpoint again")
+        return tuple(value)
+
+    def inner(self, key: str) -> "Values":
+        """An object inside this one."""
+        return Values(self.get(key, default={}), f"{self._path}{key}.")
+
+    def items(self) -> Iterable[tuple[str, "Values"]]:
+        """All values. Each must be an object."""
+        return [(key, Values(value, f"{self._path}{key}.")) for key, value in self._values.items()]
+
+
+def is_part_of(pattern: str, module: str) -> bool:
+    """Return True if the pattern names the module, a module around it, or its last names (mlp.gate, lm_head)."""
+    return f".{pattern}." in f".{module}."
+
+
+def matches(pattern: str, module: str, key: str) -> bool:
+    """Return True if the regular expression matches from the module's first character. key: where it was found."""
+    try:
+        return re.match(pattern, module) is not None
+    except (re.error, RecursionError) as error:
+        raise refused(key, pattern, f"is not a regular expression ({error})", "correct it") from error

@@ -1,0 +1,84 @@
+"""Matrices in fp8 (e4m3fn) that stay [out, in]: scales for blocks, for outputs or for the whole matrix.
+
+Method fp8 (Transformers, DeepSeek, Qwen): weight F8_E4M3[out, in] and weight_scale_inv [out / 128, in / 128], or
+weight_scale of one number or of [out, 1]. In spite of the name, weight = code * weight_scale_inv.
+"""
+
+import numpy as np
+
+from jpaged.loading.quantized.config import Values, is_part_of, refused
+from jpaged.loading.quantized.formats import Format
+from jpaged.loading.quantized.parts import FLOATS, Header, Parts
+
+_SCALES = (*FLOATS, "F8_E8M0")
+
+
+def scalar_shapes(outputs: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of scales for a whole matrix, and for its outputs."""
+    return (), (1,), (1, 1), (outputs,), (outputs, 1)
+
+
+def fp8_codes(parts: Parts) -> np.ndarray:
+    """The part "weight". Raises ModelLoadError if a code is NaN."""
+    codes = parts.array("weight")
+    if ((codes.view(np.uint8) & 0x7F) == 0x7F).any():
+        raise parts.damaged("weight", "a code that means NaN")
+    return codes
+
+
+def by_output(scales: np.ndarray, header: Header) -> np.ndarray:
+    """Scales of blocks, of outputs or of the matrix as [out, groups in the file]."""
+    outputs = header.shape[0]
+    if scales.size == 1:
+        return np.full((outputs, 1), scales.reshape(()))
+    if scales.size == outputs and header.stored_groups == 1 and header.block == 1:
+        return scales.reshape(outputs, 1)
+    rows = scales.reshape(-1, header.stored_groups)
+    return rows[np.arange(outputs) // header.block]
+
+
+class Fp8(Format):
+    """Packed matrices of the method fp8."""
+
+    parts = ("weight_scale_inv", "weight_scale")
+    hidden = ("input_scale", "activation_scale")
+
+    def __init__(self, config: Values):
+        config.choice("activation_scheme", accepted=("dynamic", "static"), default="dynamic")
+        config.choice("fmt", accepted=("e4m3", "float8_e4m3fn"), default="e4m3")
+        config.choice("expert_dtype", accepted=("fp8",), default="fp8")
+        self._block = config.get("weight_block_size")
+        valid = isinstance(self._block, (list, tuple)) and len(self._block) == 2
+        if self._block is not None and not (valid and all(type(n) is int and 0 < n < 2**31 for n in self._block)):
+            raise refused("weight_block_size", self._block, "must be [outputs, inputs] of a block, or null")
+        self._excluded = config.names("modules_to_not_convert", "ignored_layers")
+
+    def excluded(self, module: str) -> str | None:
+        found = next((pattern for pattern in self._excluded if is_part_of(pattern, module)), None)
+        return None if found is None else f"modules_to_not_convert has {found!r}"
+
+    def header(self, parts: Parts) -> Header:
+        part = self._scales_of(parts)
+        because = f"a matrix of the method fp8 has weight and {part}"
+        outputs, inputs = parts.matrix("weight", because, ("F8_E4M3",))
+        if self._block is None:
+            scales = parts.check(part, because, _SCALES, *scalar_shapes(outputs), meaning="the matrix, or its outputs")
+            return Header("weight", (outputs, inputs), "fp8", 8, inputs, scales.dtype, None)
+        rows, columns = self._block
+        shape = (-(-outputs // rows), -(-inputs // columns))
+        scales = parts.check(part, because, _SCALES, shape, meaning=f"blocks of {rows} outputs and {columns} inputs")
+        return Header("weight", (outputs, inputs), "fp8", 8, min(columns, inputs), scales.dtype, None, block=rows)
+
+    def codes(self, parts: Parts, header: Header) -> np.ndarray:
+        return fp8_codes(parts)
+
+    def scales(self, parts: Parts, header: Header) -> np.ndarray:
+        return by_output(parts.scales(self._scales_of(parts)), header)
+
+    def zeros(self, parts: Parts, header: Header) -> None:
+        return None
+
+    def _scales_of(self, parts: Parts) -> str:
+        if "weight_scale" in parts and "weight_scale_inv" not in parts:
+            return "weight_scale"
+        return "weight_scale" if self._block is None and "weight_scale_inv" not in parts else "weight_scale_inv"

@@ -1,0 +1,36 @@
+"""g_idx: the group of each input, in files whose inputs are not in the order of their groups (desc_act, actorder)."""
+
+import numpy as np
+
+from jpaged.loading.quantized.parts import Header, Parts
+
+
+def check_group_index(parts: Parts, part: str, because: str, inputs: int) -> None:
+    """Check the header of an optional g_idx. Raises ModelLoadError."""
+    if part in parts and parts.entry(part, because).shape != (0,):
+        parts.check(part, because, ("I32", "I64"), (inputs,), meaning="inputs")
+
+
+def order_of(parts: Parts, part: str, header: Header) -> np.ndarray | None:
+    """The inputs in the order of their groups, int32[in]; None: they are in this order.
+
+    Raises ModelLoadError if a number is out of range, or a group has another number of inputs than the group size.
+    """
+    if part not in parts:
+        return None
+    index = parts.array(part)
+    if index.size == 0:
+        return None
+    if (bad := (index < 0) | (index >= header.stored_groups)).any():
+        group, position = index[bad][0], np.flatnonzero(bad)[0]
+        raise parts.damaged(part, f"group {group} at input {position}, but there are {header.stored_groups} groups")
+    expected = np.arange(len(index)) // header.stored_group
+    if np.array_equal(index, expected):
+        return None
+    order = np.argsort(index, kind="stable")
+    if not np.array_equal(index[order], expected):
+        group = index[order][np.flatnonzero(index[order] != expected)[0]]
+        raise parts.damaged(
+            part, f"{np.count_nonzero(index == group)} inputs in group {group} (groups must have {header.stored_group})"
+        )
+    return order.astype(np.int32)

@@ -1,0 +1,36 @@
+"""Unpacks codes of 2, 3, 4 and 8 bits from 32-bit words."""
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+WORD = 32  # bits
+
+
+def words_of(count: int, bits: int) -> int:
+    """Words that hold `count` codes."""
+    return -(-count * bits // WORD)
+
+
+def unpack_rows(words: Int[np.ndarray, "rows words"], bits: int, count: int) -> UInt8[np.ndarray, "rows _"]:
+    """The first `count` codes of each row. A row is a stream of bits: code i has the bits from i * bits upwards."""
+    stream = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
+    if bits == 8:
+        return stream[:, :count]
+    # Codes repeat their places in bytes after 1 byte (2 and 4 bits) or 3 bytes (3 bits).
+    step = 3 if bits == 3 else 1
+    full = -(-stream.shape[1] // step) * step
+    if full != stream.shape[1]:
+        stream = np.pad(stream, ((0, 0), (0, full - stream.shape[1])))
+    by_step = stream.reshape(len(stream), -1, step)
+    if step == 3:
+        joined = by_step.astype(np.uint32) << np.array([0, 8, 16], np.uint32)
+        by_step = np.bitwise_or.reduce(joined, 2, keepdims=True)
+    codes = np.empty((len(stream), by_step.shape[1], 8 * step // bits), np.uint8)
+    for i in range(codes.shape[2]):
+        codes[:, :, i] = by_step[:, :, 0] >> (i * bits) & (2**bits - 1)
+    return codes.reshape(len(stream), -1)[:, :count]
+
+
+def unpack_columns(words: Int[np.ndarray, "words columns"], bits: int, count: int) -> UInt8[np.ndarray, "columns _"]:
+    """The first `count` codes of each column, transposed."""
+    return unpack_rows(words.T, bits, count)
