@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats
-from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick
+from pallas_kernels.platforms import Implementation, compiled_on, default_device, is_interpreted, pick
 from pallas_kernels.quantized_dot import cpu, reference, triton, xla
 from pallas_kernels.quantized_dot.weight import QuantizedWeight, quantize
 
@@ -48,9 +48,10 @@ def quantized_dot(
     weight:         [..., in]; all axes but the last are one axis of the result.
     num_rows:       the first rows of x that are needed. The results of the others are undefined, but finite if x is.
     dtype:          of the result; None: x's dtype.
-    implementation: None: the best one for the platform that the call is lowered for. "xla" is XLA operations. "cpu" is
-                    a native kernel for CPU, for the layout "tiles". "triton" is a kernel for NVIDIA, for the layout
-                    "rows". On CPU it runs in interpret mode. "reference" is the specification.
+    implementation: None: the best one for the platform that the call is lowered for. To lower for a missing card, trace
+                    in a mesh that describes it. "xla" is XLA operations. "cpu" is a native kernel for CPU, for the
+                    layout "tiles". "triton" is a kernel for NVIDIA, for the layout "rows". On CPU it runs in interpret
+                    mode. "reference" is the specification.
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """
@@ -69,6 +70,7 @@ def quantized_dot(
     kernels = {}
     if cpu.refuse(jax.devices("cpu")[0], x, weight, dtype) is None:
         kernels["cpu"] = functools.partial(cpu.quantized_dot, dtype=dtype)
-    if triton.refuse(default_device(), x, weight, dtype) is None:
+    # tracing the kernel takes 0.1 s: not where no card is meant
+    if not is_interpreted() and triton.refuse(default_device(), x, weight, dtype) is None:
         kernels["cuda"] = functools.partial(triton.quantized_dot, dtype=dtype)
     return lax.platform_dependent(*call, **kernels, default=default) if kernels else default(*call)

@@ -34,6 +34,7 @@ FLOATS = ("bfloat16", "float16")
 SCALES = (*FLOATS, "float32", "int8", "uint8", "float8_e4m3fn")
 ROWS_TOGETHER = 2048  # rows whose tiles run at the same time: 16 MiB of x with 4,096 inputs stay in the L2 cache
 LEAST_INPUTS = 16     # of a product
+MOST_BYTES = 1 << 31  # of codes: Pallas addresses arrays up to 4 GiB with signed 32 bits
 HALF = CHUNK // 2     # bytes of a chunk of 4-bit codes
 
 
@@ -166,6 +167,8 @@ def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | No
         return f"activations=int8 with weights of {weight.kind}: must be int8 or int4, without minima"
     if weight.activations == "int8" and weight.kind == "int8" and weight.zeros is not None:
         return "activations=int8 with zero points of 8 bits: must be without"
+    if weight.num_outputs * weight.codes.shape[-1] >= MOST_BYTES:
+        return f"{weight.num_outputs * weight.codes.shape[-1]} bytes of codes: must be less than {MOST_BYTES}"
     inputs, size = weight.shape[-1], weight.group_size
     if weight.bits == 4 and inputs % CHUNK:
         return f"{inputs} inputs of 4 bits: must be a multiple of {CHUNK}"

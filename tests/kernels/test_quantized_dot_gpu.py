@@ -18,6 +18,7 @@ from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, to_rows
 from tests.deviceless import H200, marks
 from tests.kernels.machine_code import compile_for, kernels_of, tool
+from tests.kernels.test_lowering import lower_for
 
 CPU = jax.devices("cpu")[0]
 
@@ -226,6 +227,7 @@ def card(capability="9.0", platform="gpu"):
         (Case("fp8", 128), "bfloat16", card("8.6"), r"float8 needs compute capability 8\.9"),
         (Case("int4", 128), "bfloat16", card("7.5"), r"compute capability 8\.0"),
         (Case("int4", 128), "bfloat16", card("", "tpu"), "for NVIDIA"),
+        (Case("int4", 1 << 20, outputs=4096), "bfloat16", card(), "2147483648 bytes of codes: must be less"),
         (Case("int4", 128, 64), "bfloat16", card(), None),
     ],
 )  # fmt: skip
@@ -252,6 +254,18 @@ def call_of(case, rows, name=None):
     leaves, tree = jax.tree.flatten(case.shapes())
     call = lambda x, *arrays: quantized_dot(x, jax.tree.unflatten(tree, arrays), rows, implementation=name)  # noqa: E731
     return call, (jax.ShapeDtypeStruct((rows, case.inputs), jnp.dtype(case.dtype)), *leaves)
+
+
+@pytest.mark.parametrize(
+    ("platform", "case", "kernels"),
+    [
+        ("cuda", Case("int4", 256, 64, zeros=True), 1), ("cuda", Case("int8", 256, activations="int8"), 1),
+        ("cuda", Case("int4", 256, 64, dtype="float32"), 0), ("tpu", Case("int4", 256, 64), 0),
+    ],
+)  # fmt: skip
+def test_the_kernel_is_chosen_on_its_platform(platform, case, kernels):
+    text = lower_for(platform, *call_of(case, 5))
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == kernels
 
 
 DECODE = [
