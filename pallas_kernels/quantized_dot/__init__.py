@@ -1,5 +1,6 @@
 """quantized_dot: rows times a matrix of weights in 8 or 4 bits, a `QuantizedWeight`."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,8 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats
-from pallas_kernels.platforms import Implementation, pick
-from pallas_kernels.quantized_dot import cpu, reference, xla
+from pallas_kernels.platforms import Implementation, compiled_on, default_device, is_interpreted, pick
+from pallas_kernels.quantized_dot import cpu, reference, triton, xla
 from pallas_kernels.quantized_dot.grouped import quantized_grouped_dot
 from pallas_kernels.quantized_dot.weight import QuantizedWeight, quantize
 
@@ -20,6 +21,7 @@ IMPLEMENTATIONS = {
     "reference": Implementation(reference.quantized_dot),
     "xla": Implementation(xla.quantized_dot),
     "cpu": Implementation(cpu.quantized_dot, cpu.refuse),
+    "triton": Implementation(compiled_on("cuda", triton.quantized_dot), triton.refuse),
 }
 
 
@@ -35,15 +37,22 @@ def quantized_dot(
 
     With `weight.activations` "int8", every row of x is rounded to 8 bits: code = round(127 * number / largest
     magnitude). Sums within a group of the weights are exact. The groups' sums, times their scales, are added in
-    float32, in order. So a row has the same bits with any number of other rows, in every implementation.
+    float32, in order. So a row has the same bits with any number of other rows, and in "xla" and "cpu". "triton" adds
+    groups in another order, and has the same bits if an output has one group.
 
-    With "float", the weights are dequantised to x's dtype, and sums are float32.
+    With "float", the weights are dequantised to x's dtype, and sums are float32. "triton" multiplies codes with x and
+    the sums with the scales, and does not round the weights.
+
+    The bits of a row of "triton" depend on the tiling, not on the other rows. A call has one of three tilings: for up
+    to 16 rows of x, for up to 64, or for more.
 
     weight:         [..., in]; all axes but the last are one axis of the result.
     num_rows:       the first rows of x that are needed. The results of the others are undefined, but finite if x is.
     dtype:          of the result; None: x's dtype.
-    implementation: None: the best one for the platform that the call is lowered for. "xla" is XLA operations. "cpu" is
-                    a native kernel for CPU, for the layout "tiles". "reference" is the specification.
+    implementation: None: the best one for the platform that the call is lowered for. To lower for a missing card, trace
+                    in a mesh that describes it. "xla" is XLA operations. "cpu" is a native kernel for CPU, for the
+                    layout "tiles". "triton" is a kernel for NVIDIA, for the layout "rows". On CPU it runs in interpret
+                    mode. "reference" is the specification.
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """
@@ -56,7 +65,13 @@ def quantized_dot(
     call = (x, weight, jnp.asarray(num_rows, jnp.int32))
     if implementation is not None:
         return pick(IMPLEMENTATIONS, implementation, x, weight, dtype)(*call, dtype=dtype)
-    default = lambda *arrays: xla.quantized_dot(*arrays, dtype=dtype)  # noqa: E731
-    if not x.size or cpu.refuse(jax.devices("cpu")[0], x, weight, dtype) is not None:
+    default = functools.partial(xla.quantized_dot, dtype=dtype)
+    if not (x.size and weight.num_outputs):
         return default(*call)
-    return lax.platform_dependent(*call, cpu=lambda *arrays: cpu.quantized_dot(*arrays, dtype=dtype), default=default)
+    kernels = {}
+    if cpu.refuse(jax.devices("cpu")[0], x, weight, dtype) is None:
+        kernels["cpu"] = functools.partial(cpu.quantized_dot, dtype=dtype)
+    # tracing the kernel takes 0.1 s: not where no card is meant
+    if not is_interpreted() and triton.refuse(default_device(), x, weight, dtype) is None:
+        kernels["cuda"] = functools.partial(triton.quantized_dot, dtype=dtype)
+    return lax.platform_dependent(*call, **kernels, default=default) if kernels else default(*call)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, Integer
 
 LARGEST = 127  # magnitude of an 8-bit code
 LARGEST_FP8 = 448.0  # of e4m3fn
@@ -200,7 +200,7 @@ class QuantizedWeight:
         return tiles.swapaxes(1, 2).reshape(blocks * OUTPUTS, -1)[: self.num_outputs]
 
 
-def fp4_numbers(codes: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
+def fp4_numbers(codes: Integer[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The numbers of fp4 codes, float32."""
     table = jnp.asarray((*FP4_VALUES, *(-value for value in FP4_VALUES)), jnp.float32)
     return table[codes.astype(jnp.int32)]

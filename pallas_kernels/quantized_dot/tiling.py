@@ -1,0 +1,48 @@
+"""Tile sizes of the kernel for NVIDIA, and the parts of its sums. No card was measured yet: they follow a rule."""
+
+import dataclasses
+
+from pallas_kernels.platforms import has_small_blocks, num_multiprocessors
+
+FEW_ROWS, SOME_ROWS = 16, 64
+LEAST_STEPS = 4  # of a part: the pipeline of loads has to fill
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Sizes of a program's tile. It multiplies [outputs, inputs] of weights with [rows, inputs]."""
+
+    rows: int     # of x
+    outputs: int
+    inputs: int   # of one iteration: 64 or 128
+    warps: int = 4
+    stages: int = 4  # of the software pipeline: one tile less is in flight
+    splits: int = 1  # parts of the inputs, at fixed positions. Each is summed by its own program
+
+    @classmethod
+    def by_rule(
+        cls, rows: int, inputs: int, outputs: int, *, multiprocessors: int, small_blocks: bool = False
+    ) -> "Tiling":
+        """rows, inputs, outputs: of the call. small_blocks: `platforms.has_small_blocks`.
+
+        Up to 64 rows the time is that of reading the weights. Then two programs or more share a multiprocessor: one
+        waits for memory while the other computes. The inputs are split until there are as many. More splits would cost
+        time: each writes a float32 for each row and output. 64 rows or more of outputs are Hopper's smallest matrix
+        instruction. Up to 16 rows, five tiles in flight are 20 KiB of codes a program, and 40 KiB a multiprocessor: an
+        H200 needs about 27 KiB (4.8 TB/s times 0.75 us).
+        """
+        if rows > SOME_ROWS:
+            return cls(128, 128, 64 if small_blocks else 128, warps=8, stages=2 if small_blocks else 3)
+        tiles, steps, splits = -(-outputs // 64), -(-inputs // 128), 1
+        while tiles * splits < 1.9 * multiprocessors and steps // (2 * splits) >= LEAST_STEPS:
+            splits *= 2
+        if rows <= FEW_ROWS:
+            return cls(FEW_ROWS, 64, 128, stages=4 if small_blocks else 6, splits=splits)
+        return cls(SOME_ROWS, 64, 128, stages=3 if small_blocks else 4, splits=splits)
+
+
+def choose(rows: int, inputs: int, outputs: int) -> Tiling:
+    """The tiling for the device that a kernel is traced for."""
+    return Tiling.by_rule(
+        rows, inputs, outputs, multiprocessors=num_multiprocessors(), small_blocks=has_small_blocks()
+    )

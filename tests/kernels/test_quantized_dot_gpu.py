@@ -1,0 +1,315 @@
+"""quantized_dot for NVIDIA: numbers in interpret mode, the PTX of each code, and the machine code for an H200."""
+
+import dataclasses
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jpaged.runtime.targets import TARGETS
+from pallas_kernels import QuantizedWeight, quantized_dot
+from pallas_kernels.quantized_dot import reference, triton, triton_codes, xla
+from pallas_kernels.quantized_dot.tiling import Tiling
+from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, to_rows
+from tests.deviceless import H200, marks
+from tests.kernels.machine_code import compile_for, kernels_of, tool
+from tests.kernels.test_lowering import lower_for
+
+CPU = jax.devices("cpu")[0]
+
+
+def deviceless(test):
+    return functools.reduce(lambda made, mark: mark(made), marks(H200), test)
+
+
+SMALL = Tiling(16, 32, 64)  # small tiles have edges in small shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A matrix of weights. group: its size, None: all inputs. outer: supergroups of an output."""
+
+    kind: str
+    inputs: int
+    group: int | None = None
+    zeros: bool = False
+    mins: bool = False
+    outer: int = 0
+    divides: bool = False
+    scales: str = "bfloat16"
+    activations: str = "float"
+    dtype: str = "bfloat16"
+    outputs: int = 37
+
+    def weight(self, make) -> QuantizedWeight:
+        """In the layout "plain". make(shape, dtype, low, high): an array of whole numbers, divided by 16 if floats."""
+        shape, groups = (self.outputs, self.inputs), self.inputs // (self.group or self.inputs)
+        low, high = {"int8": (-127, 128), "fp8": (-40, 41)}.get(self.kind, (0, 16))
+        scales = functools.partial(make, (self.outputs, groups), self.scales, 8, 24)
+        outer = functools.partial(make, (self.outputs, self.outer), "float32", 8, 24)
+        zero = ("int8", -9, 10) if self.kind == "int8" else ("uint8", 0, 16)
+        return QuantizedWeight(
+            make(shape, PLAIN_DTYPES[self.kind], low, high), scales(),
+            make((self.outputs, groups), *zero) if self.zeros else None, outer() if self.outer else None,
+            scales() if self.mins else None, outer() if self.outer and self.mins else None, None, self.kind, "plain",
+            shape, np.dtype(self.dtype), self.activations, self.divides,
+        )  # fmt: skip
+
+    def drawn(self) -> QuantizedWeight:
+        rng = np.random.default_rng(self.inputs)
+
+        def make(shape, dtype, low, high):
+            numbers = rng.integers(low, high, shape)
+            return jnp.asarray(numbers if jnp.issubdtype(dtype, jnp.integer) else numbers / 16, dtype)
+
+        return to_rows(self.weight(make))
+
+    def shapes(self) -> QuantizedWeight:
+        weight = self.weight(lambda shape, dtype, *_: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+        return jax.eval_shape(to_rows, weight) if weight.bits == 8 else dataclasses.replace(
+            weight, codes=jax.ShapeDtypeStruct((self.outputs, self.inputs // 2), jnp.uint8), layout="rows"
+        )  # fmt: skip
+
+
+NUMBERS = [
+    # rows, splits, matrix
+    (1, 2, Case("int4", 256, 64, zeros=True)),
+    (5, 1, Case("int4", 64, 32, mins=True, outer=1, scales="uint8")),
+    (17, 1, Case("int4", 256, 128, dtype="float16")),
+    (5, 1, Case("int4", 192)),
+    (5, 1, Case("fp4", 64, 16, scales="float8_e4m3fn", outer=2, divides=True)),
+    (17, 1, Case("int8", 50)),
+    (5, 1, Case("int8", 64, 32, zeros=True, dtype="float16")),
+    (1, 2, Case("fp8", 384, 128)),
+    (5, 2, Case("int8", 384, activations="int8")),
+    (17, 1, Case("int4", 64, 32, zeros=True, activations="int8")),
+]
+
+
+def x_of(rows, case, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((rows, case.inputs)), case.dtype)
+
+
+def kernel(case, splits=1, dtype=jnp.float32):
+    """The kernel in interpret mode, with small tiles, of (x, weight, num_rows)."""
+    large = case.group is None or case.group >= 128  # loads of more than a chunk
+    tiling = dataclasses.replace(SMALL, splits=splits, inputs=128 if large else 64)
+    return jax.jit(functools.partial(triton.quantized_dot, dtype=dtype, tiling=tiling, interpret=True))
+
+
+@pytest.mark.parametrize(("rows", "splits", "case"), NUMBERS, ids=str)
+def test_matches_the_reference(rows, splits, case):
+    x, weight = x_of(rows, case), case.drawn()
+    assert triton.refuse(CPU, x, weight, jnp.float32) is None
+    got = np.asarray(kernel(case, splits)(x, weight, jnp.int32(rows)))
+    expected = np.asarray(reference.quantized_dot(x, weight, jnp.int32(rows), dtype=jnp.float32))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    if case.activations == "int8" and weight.groups == 1:
+        np.testing.assert_array_equal(got, xla.quantized_dot(x, weight, jnp.int32(rows), dtype=jnp.float32))
+
+
+@pytest.mark.codegen
+def test_bits_of_a_row_do_not_depend_on_the_others():
+    case = Case("int4", 256, 64)
+    x, weight, call = x_of(20, case), case.drawn(), kernel(case, 2)
+    whole = np.asarray(call(x, weight, jnp.int32(20)))
+    np.testing.assert_array_equal(call(x[18:19], weight, jnp.int32(1)), whole[18:19])
+    company = np.asarray(call(x.at[:18].set(jnp.nan), weight, jnp.int32(20)))
+    np.testing.assert_array_equal(company[18:], whole[18:])
+    needed = np.asarray(call(x.at[7:].set(jnp.inf), weight, jnp.int32(7)))
+    np.testing.assert_array_equal(needed[:7], whole[:7])
+    assert not needed[16:].any()
+
+
+def halves(word):
+    return word & 0xFFFF, word >> 16
+
+
+def run_ptx(text, operands):
+    """A tiny interpreter of the instructions that `triton_codes` writes. operands: "$0" and so on -> bits."""
+    registers = dict(operands)
+
+    def read(name):
+        name = name.strip()
+        if name.startswith("0f"):
+            return int(name[2:], 16)
+        return int(name, 0) if name[0].isdigit() else registers[name]
+
+    def fma(a, b, c, dtype):
+        a, b, c = (np.array(halves(v), np.uint16).view(dtype).astype(np.float64) for v in (a, b, c))
+        low, high = (a * b + c).astype(dtype).view(np.uint16).tolist()
+        return low | high << 16
+
+    def prmt(a, b, selector):
+        both = a | b << 32
+        return sum((both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i for i in range(4))
+
+    def float32(bits):
+        return np.array(bits, np.uint32).view(np.float32)
+
+    def pack(high, low):
+        high, low = (int(float32(v).astype(ml_dtypes.bfloat16).view(np.uint16)) for v in (high, low))
+        return low | high << 16
+
+    calls = {
+        "cvt.u32.u16": lambda a: a, "mov.b32": lambda a: a, "prmt.b32": prmt, "and.b32": lambda a, b: a & b,
+        "or.b32": lambda a, b: a | b, "xor.b32": lambda a, b: a ^ b, "shr.b32": lambda a, b: a >> b,
+        "shl.b32": lambda a, b: a << b & 0xFFFFFFFF, "sub.u32": lambda a, b: (a - b) & 0xFFFFFFFF,
+        "fma.rn.bf16x2": functools.partial(fma, dtype=ml_dtypes.bfloat16),
+        "fma.rn.f16x2": functools.partial(fma, dtype=np.float16),
+        "add.rn.f32": lambda a, b: int((float32(a) + float32(b)).view(np.uint32)), "cvt.rn.bf16x2.f32": pack,
+    }  # fmt: skip
+    for instruction in text.strip("{} ").split(";"):
+        name, _, rest = instruction.strip().partition(" ")
+        if name and not name.startswith(".reg"):
+            target, *sources = rest.split(",")
+            registers[target.strip()] = calls[name](*map(read, sources))
+    return registers
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("kind", "high", "zero"),
+    [
+        *(("int4", high, zero) for high in (False, True) for zero in (8, 0, None)),
+        ("fp4", False, 8), ("fp4", True, 8), ("int8", False, 8),
+    ],
+)  # fmt: skip
+def test_instructions_make_the_numbers_of_every_code(kind, high, zero, dtype):
+    """Each byte in each of the four places, or two, of a register. zero=None: zeros are an operand."""
+    codes = np.random.default_rng(0).permutation(np.tile(np.arange(256, dtype=np.uint8), 4)).reshape(-1, 4)
+    text = triton_codes.instructions(kind, high, zero, dtype)
+    real = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    addend = np.array([triton_codes.number_of_zero(zero or 5, real)] * 2, real).view(np.uint32)[0]
+    found = []
+    for word in codes.view(np.uint32)[:, 0].tolist():
+        if kind == "int8":
+            after = run_ptx(text, {"$2": word})
+            found.append([after["$0"], after["$1"]])
+        else:
+            found.append([run_ptx(text, {"$1": half, "$2": int(addend)})["$0"] for half in halves(word)])
+    found = np.array(found, np.uint32).view(real).astype(np.float32)
+    stored = codes.view(np.int8) if kind == "int8" else codes
+    expected = triton_codes.plain(jnp.asarray(stored), kind, high, 5 if zero is None else zero, jnp.float32)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("high", [False, True])
+@pytest.mark.parametrize("zero", [8, None])
+def test_instructions_make_small_integers(high, zero):
+    codes = np.random.default_rng(0).permutation(np.tile(np.arange(256, dtype=np.uint8), 4)).reshape(-1, 4)
+    zeros = np.random.default_rng(1).integers(0, 16, codes.shape, np.uint8) if zero is None else np.full_like(codes, 8)
+    text = triton_codes.instructions("int4", high, zero, "int8")
+    words = zip(codes.view(np.uint32)[:, 0].tolist(), zeros.view(np.uint32)[:, 0].tolist(), strict=True)
+    found = np.array([[run_ptx(text, {"$1": word, "$2": less})["$0"]] for word, less in words], np.uint32)
+    nibbles = codes >> 4 if high else codes & 15
+    np.testing.assert_array_equal(found.view(np.int8), nibbles.astype(np.int8) - zeros.astype(np.int8))
+
+
+def card(capability="9.0", platform="gpu"):
+    return types.SimpleNamespace(platform=platform, device_kind="a card", compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "device", "message"),
+    [
+        (Case("int4", 128, 64), "float32", card(), "x of float32: it multiplies bfloat16 and float16"),
+        (Case("int4", 96, 32), "bfloat16", card(), "96 inputs of 4 bits: must be a multiple of 64"),
+        (Case("int8", 96, 24), "bfloat16", card(), "groups of 24 inputs: must be 16, 32, a multiple of 64"),
+        (Case("int8", 96, 16, activations="int8"), "bfloat16", card(), "groups of 16 inputs: must be 32"),
+        (Case("fp8", 128, activations="int8"), "bfloat16", card(), "with weights of fp8: must be int8 or int4"),
+        (Case("int8", 64, zeros=True, activations="int8"), "bfloat16", card(), "zero points of 8 bits"),
+        (Case("fp8", 128), "bfloat16", card("8.6"), r"float8 needs compute capability 8\.9"),
+        (Case("int4", 128), "bfloat16", card("7.5"), r"compute capability 8\.0"),
+        (Case("int4", 128), "bfloat16", card("", "tpu"), "for NVIDIA"),
+        (Case("int4", 1 << 20, outputs=4096), "bfloat16", card(), "2147483648 bytes of codes: must be less"),
+        (Case("int4", 128, 64), "bfloat16", card(), None),
+    ],
+)  # fmt: skip
+def test_refuses(case, dtype, device, message):
+    x = jax.ShapeDtypeStruct((3, case.inputs), jnp.dtype(dtype))
+    reason = triton.refuse(device, x, case.shapes(), x.dtype)
+    assert (reason is None) if message is None else re.search(message, reason)
+    plain = dataclasses.replace(case.shapes(), layout="plain")
+    assert "not plain" in triton.refuse(device, x, plain, x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "programs", "splits"),
+    [(6144, 4096, 384, 4), (4096, 4096, 256, 4), (28672, 4096, 448, 1), (4096, 14336, 256, 4), (512, 512, 8, 1)],
+)
+def test_splits_keep_a_card_busy_and_do_not_depend_on_the_rows(outputs, inputs, programs, splits):
+    made = {Tiling.by_rule(rows, inputs, outputs, multiprocessors=132) for rows in (1, 2, 15, 16)}
+    (tiling,) = made
+    assert (-(-outputs // tiling.outputs) * tiling.splits, tiling.splits) == (programs, splits)
+
+
+def call_of(case, rows, name=None):
+    """A product, and its arguments. The result has x's dtype."""
+    leaves, tree = jax.tree.flatten(case.shapes())
+    call = lambda x, *arrays: quantized_dot(x, jax.tree.unflatten(tree, arrays), rows, implementation=name)  # noqa: E731
+    return call, (jax.ShapeDtypeStruct((rows, case.inputs), jnp.dtype(case.dtype)), *leaves)
+
+
+@pytest.mark.parametrize(
+    ("platform", "case", "kernels"),
+    [
+        ("cuda", Case("int4", 256, 64, zeros=True), 1), ("cuda", Case("int8", 256, activations="int8"), 1),
+        ("cuda", Case("int4", 256, 64, dtype="float32"), 0), ("tpu", Case("int4", 256, 64), 0),
+    ],
+)  # fmt: skip
+def test_the_kernel_is_chosen_on_its_platform(platform, case, kernels):
+    text = lower_for(platform, *call_of(case, 5))
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == kernels
+
+
+DECODE = [
+    # of a layer of Llama 3.1 8B; the most instructions of an iteration
+    (310, Case("int4", 4096, 128, zeros=True, outputs=4096)),
+    (440, Case("fp4", 4096, 32, outputs=4096)),
+    (310, Case("fp8", 4096, 128, outputs=4096)),
+    (100, Case("int8", 4096, outputs=4096, activations="int8")),
+]
+
+
+@deviceless
+@pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize(("most", "case"), DECODE, ids=str)
+def test_machine_code(most, case, tmp_path):
+    """16 rows. Each byte of the codes is copied once, numbers are made in registers, and nothing is spilled."""
+    call, arguments = call_of(case, 16)
+    made = kernels_of(call, arguments, tmp_path)
+    kernel = made["quantized_dot"]
+    (loop,) = kernel.loops
+    print(f"{case.kind}: {len(loop)} instructions, {kernel.registers} registers, {kernel.resident_blocks} programs")
+    assert (kernel.blocks, kernel.spilled_bytes, kernel.threads) == (256, 0, 128)  # 64 tiles and 4 splits
+    assert kernel.resident_blocks >= 3
+    copies = [int(size) for i in loop if "LDGSTS" in i for size in re.findall(r"\.(64|128)\b", i.split("[")[0])]
+    x_bytes = 16 * 128 * (1 if case.activations == "int8" else 2)
+    code_bytes = 64 * 128 // (2 if case.kind in ("int4", "fp4") else 1)
+    assert sum(copies) // 8 * kernel.threads == code_bytes + x_bytes, copies
+    assert any("GMMA" in i for i in loop)
+    assert len(loop) < most
+
+
+@deviceless
+@pytest.mark.parametrize(
+    ("rows", "parts", "case"),
+    [(16, 4, Case("int4", 14336, 128, zeros=True, outputs=4096)), (2048, 0, Case("int8", 14336, outputs=4096))],
+)
+def test_no_copy_of_the_matrix_is_made(rows, parts, case):
+    program = compile_for(H200, *call_of(case, rows))
+    assert re.findall(r'name = "(\w+)", num_stages', program.as_text()) == ["quantized_dot"]
+    assert program.memory_analysis().temp_size_in_bytes <= parts * rows * case.outputs * 4 + 4096
+    assert not re.search(r"(f16|bf16|f32)\[4096,14336\]", program.as_text())
+
+
+@deviceless
+def test_an_older_card():
+    program = compile_for(TARGETS["l4"], *call_of(Case("int4", 4096, 128, zeros=True, outputs=4096), 16))
+    assert 'name = "quantized_dot"' in program.as_text()
