@@ -8,6 +8,7 @@ by the matrix of its expert.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from pallas_kernels.dot.cpu import refuse as refuse_cpu_dot
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "cos", "sin", "real", "num_rows"], meta_fields=["spec", "layout", "gated_dot"],
+    data_fields=["params", "cos", "sin", "real", "num_rows"], meta_fields=["spec", "layout", "gated_dot", "watch"],
 )
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
@@ -40,6 +41,8 @@ class LayerContext:
     # int32[], number of first rows that are needed; None: all, and products have gradients
     num_rows: Array | None = None
     gated_dot: str | None = None  # implementation of `gated_dot`; None: the best one
+    # called with the name and the input of each product of `linear` while it is traced; for calibration
+    watch: Callable[[str, Array], None] | None = None
 
 
 def linear(
@@ -55,6 +58,8 @@ def linear(
     A `QuantizedWeight` is multiplied by x rounded to 8 bits, with sums that are exact within a group of inputs.
     """
     weight = context.params[name]
+    if context.watch is not None:
+        context.watch(name, x)
     if isinstance(weight, QuantizedWeight):
         return quantized_dot(x, weight, x.shape[0] if context.num_rows is None else context.num_rows, dtype=dtype)
     transposed = name in context.layout.transposed

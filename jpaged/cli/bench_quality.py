@@ -35,9 +35,8 @@ class QualityCommand:
 
     The text is cut into windows that are scored independently. The first token of a window is not predicted.
 
-    With --against, the models' predictions are compared as well: the KL divergence of each token's distribution over
-    the whole vocabulary from the second model's (mean and 99th percentile), and the share of tokens for which both
-    models have the same most probable token.
+    With --against, the models' predictions are compared as well. The KL divergence of a token is that of its whole
+    distribution from the second model's. Top-1 agreement is the share of tokens with the same most probable token.
 
     Example: jpaged bench quality demo --quantization int8 --against demo --plot kl.png
     """
@@ -94,7 +93,7 @@ class QualityCommand:
             figures = {"mean": compared.mean, "p99": compared.p99, "top1_agreement": compared.top1_agreement}
             written["divergence"] = {"tokens": len(compared.per_token)} | figures
             print(f"KL divergence of a token: mean {compared.mean:.4g}, P99 {compared.p99:.4g} nats")
-            print(f"Same most probable token: {100 * compared.top1_agreement:.2f}%")
+            print(f"Top-1 agreement: {100 * compared.top1_agreement:.2f}%")
             if self.plot is not None:
                 from jpaged.cli.quality_plot import plot_divergence
 
