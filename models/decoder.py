@@ -11,7 +11,7 @@ All layers are calls of one jitted function, so tracing and lowering cost one la
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -121,14 +121,49 @@ def decode(
         metadata, places = (metadata,), [KVPlace(kv_group=0, page_array=i) for i in range(len(pages))]
     new_pages = list(pages)
     for i, (matrices, place) in enumerate(zip(params["layers"], places, strict=True)):
-        vectors = {name: params[name][i] for name in _LAYER_VECTORS if name in params}
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
         x, new_pages[place.page_array] = _layer(
-            x, LayerContext(spec, layout, {**matrices, **vectors}, cos, sin, real, num_tokens, gated_dot),
+            x, LayerContext(spec, layout, matrices | layer_vectors(params, i), cos, sin, real, num_tokens, gated_dot),
             new_pages[place.page_array], metadata[place.kv_group], options=spec.attention(i), attend=attend,
         )  # fmt: skip
     return x, tuple(new_pages)
+
+
+def layer_vectors(params: Params, layer: int) -> Params:
+    """The vectors of a layer: its rows of the leaves that are stacked over layers."""
+    return {name: params[name][layer] for name in _LAYER_VECTORS if name in params}
+
+
+def embed_tokens(
+    spec: DecoderSpec, params: Params, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"]
+) -> Float[Array, "tokens hidden"]:
+    """Input of the first layer, as `decode` computes it."""
+    return _embed(LayerContext(spec, WeightLayout(), params), token_ids, positions)
+
+
+def decode_layer(
+    spec: DecoderSpec,
+    leaves: Params,
+    x: Float[Array, "batch length hidden"],
+    *,
+    options: AttentionOptions,
+    rope: Rope | None,
+    watch: Callable[[str, Array], None] | None = None,
+) -> Float[Array, "batch length hidden"]:
+    """One layer over sequences of equal length, with dense attention: for calibration.
+
+    leaves: the layer's matrices and its `layer_vectors`.
+    watch:  called with the name and the input [tokens, in] of each product with a matrix.
+    """
+    batch, length, hidden = x.shape
+    positions = jnp.tile(jnp.arange(length), batch)
+    cos, sin = (None, None) if rope is None else _rope_angles(spec, rope, positions, jnp.full(len(positions), length))
+    context = LayerContext(spec, WeightLayout(), leaves, cos, sin, watch=watch)
+    out, _ = _run_layer(
+        x.reshape(-1, hidden), context, None, positions.reshape(batch, length), options, dense_causal_attend
+    )
+    return out.reshape(x.shape)
 
 
 def lm_head(
@@ -225,6 +260,18 @@ def _layer(
     pages: Pages,
     metadata: Metadata,
     *,
+    options: AttentionOptions,
+    attend: Attend,
+) -> tuple[Float[Array, "tokens hidden"], Pages]:
+    """`_run_layer`, jitted: one program for all layers of a kind."""
+    return _run_layer(x, context, pages, metadata, options, attend)
+
+
+def _run_layer(
+    x: Float[Array, "tokens hidden"],
+    context: LayerContext,
+    pages: Pages,
+    metadata: Metadata,
     options: AttentionOptions,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages]:

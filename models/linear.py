@@ -8,6 +8,7 @@ by the matrix of its expert.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from pallas_kernels.dot.cpu import refuse as refuse_cpu_dot
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "cos", "sin", "real", "num_rows"], meta_fields=["spec", "layout", "gated_dot"],
+    data_fields=["params", "cos", "sin", "real", "num_rows"], meta_fields=["spec", "layout", "gated_dot", "watch"],
 )
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
@@ -42,6 +43,8 @@ class LayerContext:
     # int32[], number of first rows that are needed; None: all, and products have gradients
     num_rows: Array | None = None
     gated_dot: str | None = None  # implementation of `gated_dot`; None: the best one
+    # called with the name and the input of each product of `linear` while it is traced; for calibration
+    watch: Callable[[str, Array], None] | None = None
 
 
 def linear(
@@ -57,6 +60,8 @@ def linear(
     The leaf may be a `QuantizedWeight`, or a `JoinedWeight` of several.
     """
     weight, transposed = context.params[name], name in context.layout.transposed
+    if context.watch is not None:
+        context.watch(name, x)
     if not isinstance(weight, JoinedWeight):
         return _product(weight, x, context, dtype, transposed=transposed, min_outputs=min_outputs)
     products = []

@@ -36,13 +36,15 @@ ALLOWED = {
     "jpaged.frontend": {"jpaged.engine"},
     "jpaged.diagnosis": {"jpaged.runtime", "pallas_kernels"},
     "jpaged.planning": {"jpaged.frontend.engine_options", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
+    "jpaged.divergence": {"jpaged.loading", "jpaged.models"},
+    "jpaged.quantizing": {"jpaged.loading", "jpaged.models", "pallas_kernels"},
     "jpaged.llm": {"jpaged.frontend", "jpaged.engine"},
     "jpaged.async_llm": {"jpaged.frontend", "jpaged.engine"},
     "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli", "jpaged.frontend"},
     "jpaged.cli": {
-        "jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading.convert", "jpaged.planning",
-        "jpaged.load_client", "jpaged.loading.hub", "jpaged.loading.tokenizer", "jpaged.diagnosis",
-        "jpaged.frontend", "jpaged.simulator",
+        "jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading", "jpaged.planning",
+        "jpaged.load_client", "jpaged.diagnosis", "jpaged.frontend", "jpaged.simulator", "jpaged.divergence",
+        "jpaged.quantizing",
     },
 }
 # Leaves: plain data and helpers (jpaged.answers is a package of them) that import no part.

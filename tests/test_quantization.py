@@ -1,5 +1,8 @@
 """Engines with quantised weights: the option, its bytes, its answers and its quality."""
 
+import importlib.util
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -71,11 +74,21 @@ def test_perplexity(quantization, limit, tmp_path, capsys, monkeypatch):
     text.write_text(bench_quality.HELD_OUT.read_text("utf-8")[:18_000], "utf-8")
     words = ["bench", "quality", "demo", "--quantization", quantization, "--against", "demo", "--text", str(text)]
     words += ["--max-num-seqs", "8", "--row-buckets", "8", "--token-buckets", "512", "--max-model-len", "1100"]
+    words += ["--output-json", str(tmp_path / "out.json")]
+    if importlib.util.find_spec("matplotlib") is not None:
+        words += ["--plot", str(tmp_path / "kl.png")]
     with sampling_programs():
         assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert f"demo ({quantization})" in said
-    assert 1 < float(said.splitlines()[-1].removeprefix("Perplexity ratio: ")) < limit
+    ratio = next(line for line in said.splitlines() if line.startswith("Perplexity ratio: "))
+    assert 1 < float(ratio.rpartition(" ")[2]) < limit
+    found = json.loads((tmp_path / "out.json").read_text())["divergence"]
+    assert 0 < found["mean"] < found["p99"] < 0.2  # of int4, on all tokens: 0.034 and 0.175
+    assert 0.89 < found["top1_agreement"] < 1  # of int4, on all tokens: 0.902
+    assert f"mean {found['mean']:.4g}, P99 {found['p99']:.4g} nats" in said
+    if "--plot" in words:
+        assert (tmp_path / "kl.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

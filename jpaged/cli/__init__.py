@@ -75,6 +75,7 @@ def parse(args: Sequence[str]) -> Any:
     from jpaged.cli.numbers import with_whole_numbers
     from jpaged.cli.other_engines import without_neutral
     from jpaged.cli.plan import Plan
+    from jpaged.cli.quantize import Quantize
     from jpaged.cli.report import Report
     from jpaged.cli.run_batch import RunBatch
     from jpaged.cli.serve import Serve
@@ -89,6 +90,7 @@ def parse(args: Sequence[str]) -> Any:
         | Annotated[Inspect, tyro.conf.subcommand("inspect")]
         | Annotated[Simulate, tyro.conf.subcommand("simulate")]
         | Annotated[Convert, tyro.conf.subcommand("convert")]
+        | Annotated[Quantize, tyro.conf.subcommand("quantize")]
         | Annotated[Plan, tyro.conf.subcommand("plan")]
         | Annotated[Report, tyro.conf.subcommand("report")]
     )

@@ -1,13 +1,19 @@
-"""`jpaged bench quality`: measures how well a model predicts a text, for example after quantising it."""
+"""`jpaged bench quality`: measures how well a model predicts a text, and how far it is from another model."""
 
 import dataclasses
 import math
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help, read_text
-from jpaged.cli.results import OutputJson, check_writable, machine, write_json
+from jpaged.cli.results import OutputJson, check_writable, machine, needs_matplotlib, write_json
+from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
+
+if TYPE_CHECKING:
+    from jpaged.divergence import Divergence
 
 HELD_OUT = pathlib.Path(__file__).parents[1] / "demo_model" / "held_out.txt"
 
@@ -29,14 +35,18 @@ class QualityCommand:
 
     The text is cut into windows that are scored independently. The first token of a window is not predicted.
 
-    Example: jpaged bench quality demo --quantization int8 --against demo
+    With --against, the models' predictions are compared as well. The KL divergence of a token is that of its whole
+    distribution from the second model's. Top-1 agreement is the share of tokens with the same most probable token.
+
+    Example: jpaged bench quality demo --quantization int8 --against demo --plot kl.png
     """
 
     model_argument: ModelArgument = None
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     against: str | None = None
-    """A second model, loaded without --quantization, whose perplexity on the same text is printed too."""
+    """A second model to compare with. It is loaded without --quantization, and needs the same vocabulary. Both models
+    are in memory at once for the comparison."""
 
     text: pathlib.Path | None = None
     """File with the text, UTF-8. Default: Python source that the demo model was not trained on."""
@@ -47,6 +57,9 @@ class QualityCommand:
     output_json: OutputJson = None
     """Write the results to this file, as JSON."""
 
+    plot: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """With --against: draw the distribution of the KL divergence per token into this PNG file. Needs matplotlib."""
+
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def run(self) -> int:
@@ -56,9 +69,14 @@ class QualityCommand:
             raise RequestError("window", self.window, "must be at least 2 tokens")
         text = read_text("text", self.text or HELD_OUT) or ""
         check_writable(self.output_json)
+        if self.plot is not None:
+            if self.against is None:
+                raise RequestError("plot", str(self.plot), "draws a comparison: name a second model with --against")
+            needs_matplotlib("plot", self.plot)
+            check_writable(self.plot, "plot")
         results = {self._name(options): self._measure(options, text)}
+        other = options | {"model": self.against, "quantization": None}
         if self.against is not None:
-            other = options | {"model": self.against, "quantization": None}
             results[self._name(other)] = self._measure(other, text)
         width = max(map(len, results))
         print(f"{'model':{width}}  {'tokens':>8}  {'loss':>7}  {'perplexity':>10}  {'bits/byte':>9}")
@@ -68,10 +86,21 @@ class QualityCommand:
         if len(results) == 2:
             first, second = results.values()
             print(f"Perplexity ratio: {first.perplexity / second.perplexity:.4f}")
-        written = {name: dataclasses.asdict(found) for name, found in results.items()}
-        write_json(
-            self.output_json, {"text": str(self.text or HELD_OUT.name), "results": written, "machine": machine()}
-        )
+        written: dict[str, Any] = {"text": str(self.text or HELD_OUT.name)}
+        written["results"] = {name: dataclasses.asdict(found) for name, found in results.items()}
+        if self.against is not None:
+            compared = self._compare(options, other, text)
+            figures = {"mean": compared.mean, "p99": compared.p99, "top1_agreement": compared.top1_agreement}
+            written["divergence"] = {"tokens": len(compared.per_token)} | figures
+            print(f"KL divergence of a token: mean {compared.mean:.4g}, P99 {compared.p99:.4g} nats")
+            print(f"Top-1 agreement: {100 * compared.top1_agreement:.2f}%")
+            if self.plot is not None:
+                from jpaged.cli.quality_plot import plot_divergence
+
+                names = f"{self._name(options)} against {self._name(other)}"
+                plot_divergence(compared, f"{names}, {len(compared.per_token):,} tokens", self.plot)
+                print(f"drawn: {self.plot}")
+        write_json(self.output_json, written | {"machine": machine()})
         return 0
 
     def _name(self, options: dict[str, Any]) -> str:
@@ -86,13 +115,28 @@ class QualityCommand:
                 raise RequestError("model", options["model"], "has no tokenizer: name one with --tokenizer")
             if self.window > llm.max_model_len - 1:
                 raise RequestError("window", self.window, f"must be at most {llm.max_model_len - 1} with this model")
-            ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)  # it would warn of the length
-            windows = [ids[i : i + self.window] for i in range(0, len(ids), self.window)]
-            windows = [{"prompt_token_ids": window} for window in windows if len(window) > 1]
-            if not windows:
-                raise RequestError("text", str(self.text), "has fewer than 2 tokens: name a longer text")
-            scores = llm.score(windows)
-            predicted = b"".join(tokenizer.decode(window["prompt_token_ids"][1:]).encode() for window in windows)
+            windows = self._windows(tokenizer, text)
+            scores = llm.score([{"prompt_token_ids": window} for window in windows])
+            predicted = b"".join(tokenizer.decode(window[1:]).encode() for window in windows)
         tokens = sum(len(score.logprobs) for score in scores)
         loss = -math.fsum(score.cumulative_logprob for score in scores) / tokens
         return Quality(tokens, loss, math.exp(loss), loss * tokens / math.log(2) / len(predicted))
+
+    def _windows(self, tokenizer: Any, text: str) -> list[list[int]]:
+        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)  # it would warn of the length
+        windows = [ids[i : i + self.window] for i in range(0, len(ids), self.window)]
+        windows = [window for window in windows if len(window) > 1]
+        if not windows:
+            raise RequestError("text", str(self.text), "has fewer than 2 tokens: name a longer text")
+        return windows
+
+    def _compare(self, options: dict[str, Any], other: dict[str, Any], text: str) -> "Divergence":
+        from jpaged.divergence import divergence
+        from jpaged.loading import load_model
+
+        models = [load_model(EngineConfig(**each)) for each in (options, other)]
+        windows, other_windows = (self._windows(model.tokenizer, text) for model in models)
+        if windows != other_windows:
+            accepted = "cuts the text into other tokens: name a model with the same tokenizer"
+            raise RequestError("against", self.against, accepted)
+        return divergence(*models, windows)

@@ -4,15 +4,12 @@ converted.py describes the folder. Both directions write to a temporary folder n
 complete. Both keep one leaf in memory at a time.
 """
 
-import contextlib
 import dataclasses
-import fnmatch
 import functools
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,17 @@ from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.checkpoint import CONVERTED, INDEX, Checkpoint, TensorSource, is_converted, read_json
 from jpaged.loading.converted import AGAIN, PARAMS, SOURCE, Manifest, check_converted
 from jpaged.loading.dtypes import BY_NAME, checkpoint_dtype, main_dtype
-from jpaged.loading.hub import MODEL_FILES, POOLING, TOKENIZER_FILES, find_model
+from jpaged.loading.folder import (
+    SPARE,
+    TensorWriter,
+    check_out,
+    check_space,
+    complete_or_gone,
+    copy_small_files,
+    create_safetensors,
+    size_of,
+)
+from jpaged.loading.hub import find_model
 from jpaged.loading.orbax_tree import NewLeaf, read_leaf, save_tree
 from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
 from jpaged.loading.source import open_source
@@ -35,11 +42,9 @@ from jpaged.models.families.base import LeafTensors
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import leaf_dtype, param_shapes
 
-_SPARE = 1 << 20  # bytes for the files other than arrays
 # With several devices, each device stores some columns of these leaves. A shard of rows is contiguous in a file. A
 # shard of columns is spread over the whole file, so these leaves are cut into files that are read one by one.
 _BY_COLUMNS, _PIECES = ("o", "down"), 8
-_CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +65,7 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
     """
     if dtype != "auto" and dtype not in BY_NAME:
         raise RequestError("dtype", dtype, f"must be auto, {', '.join(BY_NAME)}")
-    _check_out(out)
+    check_out(out)
     path = find_model(model, revision)
     if path.is_dir() and is_converted(path):
         raise RequestError("model", model, f"is converted already ({CONVERTED}); to get the files back: --to hf")
@@ -74,11 +79,11 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
         kind = checkpoint_dtype(config, checkpoint) if dtype == "auto" else BY_NAME[dtype]
         shapes = param_shapes(plan.spec, kind)
         total = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-        _check_space(out, total + _SPARE)
+        check_space(out, total + SPARE)
         # The files can be restored only if no value changes. GGUF files and packed tensors stay unpacked, and other
         # dtypes are rounded.
         files = checkpoint.files if isinstance(checkpoint, Checkpoint) and main_dtype(checkpoint) == kind else []
-        with _complete_or_gone(out) as work:
+        with complete_or_gone(out) as work:
             _write_small_files(path, values, work)
             (work / SOURCE).mkdir()
             held = _held(plan, checkpoint, kind, exactly=bool(files))
@@ -87,7 +92,7 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
             with _progress(checkpoint.num_bytes) as progress:
                 save_tree(work / PARAMS, _new_leaves(plan, checkpoint, kind, progress.update))
             Manifest(kind.name, {file.path.name: file.size for file in files}, held).write(work)
-    return Written(out, kind, _size(out), bool(files))
+    return Written(out, kind, size_of(out), bool(files))
 
 
 def export(model: str, out: Path) -> Written:
@@ -95,7 +100,7 @@ def export(model: str, out: Path) -> Written:
 
     The files are bit for bit the original ones, unless the conversion changed the dtype: then they have the new dtype.
     """
-    _check_out(out)
+    check_out(out)
     folder = find_model(model)
     if not is_converted(folder):
         raise RequestError("model", model, f"has no {CONVERTED}: --to hf is for folders that jpaged convert wrote")
@@ -106,11 +111,11 @@ def export(model: str, out: Path) -> Written:
     if HEAD not in manifest.tensors.values():
         spec = dataclasses.replace(spec, pools=True)
     tree = check_converted(folder, spec, config)
-    _check_space(out, (sum(manifest.files.values()) or tree.num_bytes) + _SPARE)
+    check_space(out, (sum(manifest.files.values()) or tree.num_bytes) + SPARE)
     leaves = [leaf for leaf in family.tensors(tree.shapes) if leaf.leaf not in family.constants(config)]
     kind = BY_NAME[manifest.dtype]
-    with _complete_or_gone(out) as work:
-        _copy_small_files(folder, work)
+    with complete_or_gone(out) as work:
+        copy_small_files(folder, work)
         if manifest.files:
             names = _restore_rest(folder / SOURCE, work, manifest)
         else:
@@ -119,14 +124,14 @@ def export(model: str, out: Path) -> Written:
             key = "torch_dtype" if "torch_dtype" in values else "dtype"
             values.pop("quantization_config", None)  # it describes MXFP4 tensors, which are unpacked now
             (work / "config.json").write_text(json.dumps(values | {key: kind.name}, indent=2) + "\n", encoding="utf-8")
-        with _Outputs(work) as outputs, _progress(tree.num_bytes) as progress:
+        with TensorWriter(work) as outputs, _progress(tree.num_bytes) as progress:
             for leaf in leaves:
                 array = read_leaf(folder / PARAMS, _name(leaf))
                 for tensor in leaf.tensors:
                     for name in names.get(tensor.name, ()):
                         outputs.write(name, tensor.rule.gather(leaf.block(array, tensor)))
                 progress.update(array.nbytes)
-    return Written(out, kind, _size(out), bool(manifest.files))
+    return Written(out, kind, size_of(out), bool(manifest.files))
 
 
 def _progress(total: int) -> tqdm:
@@ -215,47 +220,15 @@ def _new_file(
     names: the source's names by the names of the family's table.
     Returns the names in the file of each tensor, by its name in the family's table.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    tensors = {}
     for leaf in leaves:
         shape = (tree if leaf.layer is None else tree["layers"][leaf.layer])[leaf.leaf].shape
         kind = leaf_dtype(leaf.leaf, dtype)
         blank = np.broadcast_to(np.zeros((), kind), shape)  # gives views their shapes; needs no memory
         for tensor in leaf.tensors:
-            sizes = tensor.rule.shape(leaf.block(blank, tensor))
-            begin, end = end, end + int(np.prod(sizes)) * kind.itemsize
-            name = names.get(tensor.name, tensor.name)
-            header[name] = {"dtype": _CODES[kind], "shape": sizes, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    path = out / "model.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(path, 8 + len(text) + end)
+            tensors[names.get(tensor.name, tensor.name)] = kind, tensor.rule.shape(leaf.block(blank, tensor))
+    create_safetensors(out / "model.safetensors", tensors)
     return {tensor.name: [names.get(tensor.name, tensor.name)] for leaf in leaves for tensor in leaf.tensors}
-
-
-class _Outputs:
-    """Safetensors files of a folder, opened to write tensors. Their headers exist."""
-
-    def __init__(self, folder: Path):
-        self._place = {}
-        self._open = contextlib.ExitStack()
-        for path in sorted(folder.glob("*.safetensors")):
-            file = SafetensorsFile(path)
-            writer = self._open.enter_context(path.open("r+b"))
-            self._place |= {name: (writer, entry) for name, entry in file.entries.items()}
-            file.close()
-
-    def write(self, name: str, array: np.ndarray) -> None:
-        writer, entry = self._place[name]
-        writer.seek(entry.begin)
-        writer.write(np.ascontiguousarray(array).view(np.uint8).data)
-
-    def __enter__(self) -> "_Outputs":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
 
 
 def _name(leaf: LeafTensors) -> str:
@@ -265,61 +238,9 @@ def _name(leaf: LeafTensors) -> str:
 def _write_small_files(source: Path, values: Mapping[str, Any], out: Path) -> None:
     """Write config and tokenizer files: copies from a folder, or made from a GGUF file."""
     if source.is_dir():
-        _copy_small_files(source, out)
+        copy_small_files(source, out)
         return
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     tokenizer = load_tokenizer(source)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(out))
-
-
-def _copy_small_files(folder: Path, out: Path) -> None:
-    """Copy config and tokenizer files unchanged."""
-    patterns = [p for p in (*MODEL_FILES, *TOKENIZER_FILES) if ".safetensors" not in p]
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns):
-            shutil.copyfile(path, out / path.name)
-    if (folder / POOLING).is_file():
-        (out / POOLING).parent.mkdir()
-        shutil.copyfile(folder / POOLING, out / POOLING)
-
-
-def _check_out(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        kind = "a folder that is not empty" if out.is_dir() else "a file"
-        raise RequestError("out", str(out), f"there is {kind}: name a new folder, or remove it first")
-
-
-def _check_space(out: Path, needed: int) -> None:
-    there = next(path for path in out.absolute().parents if path.is_dir())
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise RequestError("out", str(out), f"needs {needed:,} bytes, and {there} has {free:,} free")
-
-
-@contextlib.contextmanager
-def _complete_or_gone(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. It is renamed to `out` at the end, or removed after an error."""
-    out = out.absolute()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    except OSError as error:
-        raise RequestError("out", str(out), f"cannot be written: {error.strerror}") from error
-    try:
-        yield work
-        work.chmod(0o777 & ~_umask())
-        work.rename(out)  # replaces an empty folder
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

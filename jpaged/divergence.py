@@ -1,0 +1,105 @@
+"""How far two models' predictions of a text are apart, token by token.
+
+Both models' weights are in memory. Log-probabilities of the whole vocabulary exist for ROWS tokens at a time.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+from jpaged.errors import RequestError
+from jpaged.loading import LoadedModel
+from jpaged.models.decoder import decode, dense_causal_attend, lm_head
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout
+
+ROWS = 128  # tokens whose logits exist at once: with 151,936 tokens of vocabulary, 78 MB for each model
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """Distance of a model's predictions from another model's, over the tokens of a text."""
+
+    per_token: np.ndarray  # float64[tokens]: KL(other || model) in nats
+    same_top: np.ndarray   # bool[tokens]: both models' most probable tokens are equal
+
+    @property
+    def mean(self) -> float:
+        """Mean KL divergence of a token."""
+        return float(self.per_token.mean())
+
+    @property
+    def p99(self) -> float:
+        """99th percentile of the tokens' KL divergences."""
+        return float(np.percentile(self.per_token, 99))
+
+    @property
+    def top1_agreement(self) -> float:
+        """Share of tokens for which both models' most probable tokens are equal."""
+        return float(self.same_top.mean())
+
+
+def divergence(model: LoadedModel, other: LoadedModel, windows: Sequence[Sequence[int]]) -> Divergence:
+    """Compare the predictions of every token of the windows but the first.
+
+    windows: token ids, which all are below both models' vocabulary size. The windows are independent of each other.
+    Raises RequestError if the models' vocabularies have different sizes.
+    """
+    if model.spec.vocab_size != other.spec.vocab_size:
+        sizes = f"{other.spec.vocab_size:,} tokens, and {model.source} has {model.spec.vocab_size:,}"
+        raise RequestError("against", other.source, f"has a vocabulary of {sizes}: name a model with the same one")
+    length = -(-max(map(len, windows)) // ROWS) * ROWS  # one shape for all windows, so each model is compiled once
+    kls, same = [], []
+    with tqdm(total=sum(len(window) - 1 for window in windows), unit="token", desc="comparing", delay=2) as progress:
+        for window in windows:
+            ids = np.zeros(length, np.int32)  # padding comes after the tokens, which do not see it
+            ids[: len(window)] = window
+            hidden = [_hidden_states(one.spec, one.params, ids, one.layout) for one in (model, other)]
+            for start in range(0, len(window) - 1, ROWS):
+                rows = [states[start : start + ROWS] for states in hidden]
+                count = min(ROWS, len(window) - 1 - start)
+                kl, equal = _compare(
+                    (model.spec, other.spec), (model.params, other.params), rows, (model.layout, other.layout)
+                )
+                kls.append(np.asarray(kl[:count], np.float64))
+                same.append(np.asarray(equal[:count]))
+                progress.update(count)
+    # A sum of rounded terms can be slightly below 0, which a divergence never is
+    return Divergence(np.maximum(np.concatenate(kls), 0), np.concatenate(same))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "layout"))
+def _hidden_states(
+    spec: DecoderSpec, params: Params, ids: Int[Array, " tokens"], layout: WeightLayout
+) -> Float[Array, "tokens hidden"]:
+    positions = jnp.arange(len(ids))
+    hidden, _ = decode(
+        spec, params, ids, positions, [None] * spec.num_layers, ids[None], dense_causal_attend, layout=layout,
+        rope_lens=positions + 1,
+    )  # fmt: skip
+    return hidden
+
+
+@functools.partial(jax.jit, static_argnames=("specs", "layouts"))
+def _compare(
+    specs: tuple[DecoderSpec, DecoderSpec],
+    params: tuple[Params, Params],
+    hidden: Sequence[Float[Array, "rows hidden"]],
+    layouts: tuple[WeightLayout, WeightLayout],
+) -> tuple[Float[Array, " rows"], Array]:
+    """KL(second || first) of each row, and whether the most probable tokens are equal."""
+    first, second = (
+        jax.nn.log_softmax(lm_head(spec, tree, states, layout=layout))
+        for spec, tree, states, layout in zip(specs, params, hidden, layouts, strict=True)
+    )
+    # sum p (log p - log q) loses small divergences to rounding: its terms have both signs and cancel. With d = log q -
+    # log p, the terms q - p - p d = p (exp(d) - 1 - d) have the same sum, as p and q both sum to 1, and no sign.
+    p, d = jnp.exp(second), first - second
+    small = p * d**2 * (0.5 + d / 6)
+    terms = jnp.where(jnp.abs(d) < 0.01, small, jnp.exp(first) - p * (1 + d))
+    return terms.sum(-1), first.argmax(-1) == second.argmax(-1)

@@ -1,0 +1,80 @@
+"""Runs calibration text through a model, one layer at a time, and sums the products of each matrix's inputs."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jpaged.models.decoder import decode_layer, embed_tokens, layer_vectors
+from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, Rope
+
+WINDOW = 512          # tokens of a sequence
+MOST_TOKENS = 32_768  # more are left out: their states take 0.5 GiB of a model with hidden size 4,096
+FEWEST_TOKENS = 2_048
+_BATCH = 4            # sequences that a layer processes at once
+
+
+class Calibration:
+    """Hidden states of the calibration text, before the next layer. The states are float32 in host memory."""
+
+    def __init__(self, spec: DecoderSpec, params: Params, token_ids: Sequence[int]):
+        """Embed the tokens.
+
+        params: float32 leaves of the embedding, and the vectors of all layers.
+        token_ids: at least FEWEST_TOKENS ids. The last tokens that fill no window are left out.
+        """
+        self._spec = spec
+        self._vectors = params
+        length = min(WINDOW, spec.max_position)
+        ids = np.asarray(token_ids[:MOST_TOKENS], np.int32)
+        ids = ids[: len(ids) // length * length].reshape(-1, length)
+        positions = jnp.arange(length)
+        self._states = np.stack([np.asarray(embed_tokens(spec, params, row, positions)) for row in jnp.asarray(ids)])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are used."""
+        return self._states.shape[0] * self._states.shape[1]
+
+    def input_products(self, layer: int, matrices: Params) -> dict[str, np.ndarray]:
+        """float64[in, in] for each matrix of the layer: the sum of x x^T over its inputs x."""
+        sums: dict[str, Any] = {}
+        for start in range(0, len(self._states), _BATCH):
+            found = self._run(layer, matrices, self._states[start : start + _BATCH], watched=True)[1]
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0) + np.asarray(value, np.float64)
+        return sums
+
+    def advance(self, layer: int, matrices: Params) -> None:
+        """Replace the states by the layer's outputs."""
+        for start in range(0, len(self._states), _BATCH):
+            rows = slice(start, start + _BATCH)
+            self._states[rows] = self._run(layer, matrices, self._states[rows], watched=False)[0]
+
+    def _run(self, layer: int, matrices: Params, states: np.ndarray, *, watched: bool) -> tuple[Any, dict[str, Any]]:
+        leaves = matrices | layer_vectors(self._vectors, layer)
+        spec = self._spec
+        return _run(spec, leaves, states, spec.attention(layer), spec.layer_rope(layer), watched)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "options", "rope", "watched"))
+def _run(
+    spec: DecoderSpec,
+    leaves: Params,
+    states: Float[Array, "batch length hidden"],
+    options: AttentionOptions,
+    rope: Rope | None,
+    watched: bool,
+) -> tuple[Float[Array, "batch length hidden"], dict[str, Float[Array, "in in"]]]:
+    products: dict[str, Array] = {}
+
+    def watch(name: str, x: Array) -> None:
+        products[name] = lax.dot_general(x, x, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+
+    out = decode_layer(spec, leaves, states, options=options, rope=rope, watch=watch if watched else None)
+    return out, products

@@ -1,0 +1,80 @@
+"""Scales of a matrix by a search, and rounding to nearest. Everything is float32 in numpy."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+from jpaged.quantizing.schemes import Scheme
+from pallas_kernels import QuantizedWeight
+from pallas_kernels.quantized_dot.weight import LARGEST, LEVELS, PLAIN_DTYPES, SHARES
+
+_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_HIGHEST = {"int4": LEVELS // 2 - 1, "int8": LARGEST, "fp8": float(ml_dtypes.finfo(_FP8).max)}
+_LOWEST = {"int4": -LEVELS // 2, "int8": -LARGEST, "fp8": -_HIGHEST["fp8"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The numbers that a matrix's weights may become: scale * code."""
+
+    scheme: Scheme
+    scales: np.ndarray  # [out, groups] in the dtype of the file, never 0
+
+    def codes(self, weights: np.ndarray, group: slice | int = slice(None)) -> np.ndarray:
+        """Codes of weights float32[out, groups, n], or [out, n] of one group. The result is float32, too."""
+        kind = self.scheme.kind
+        codes = np.clip(weights / self.scales.astype(np.float32)[:, group, None], _LOWEST[kind], _HIGHEST[kind])
+        return codes.astype(_FP8).astype(np.float32) if kind == "fp8" else np.rint(codes)
+
+    def numbers(self, codes: np.ndarray, group: slice | int = slice(None)) -> np.ndarray:
+        """Weights of codes, float32."""
+        return codes * self.scales.astype(np.float32)[:, group, None]
+
+    def matrix(self, codes: np.ndarray) -> np.ndarray:
+        """The dequantised matrix of codes float32[out, in], float32."""
+        return self.numbers(codes.reshape(*self.scales.shape, -1)).reshape(codes.shape)
+
+    def weight(self, codes: np.ndarray, dtype: np.dtype) -> QuantizedWeight:
+        """The matrix with these codes float32[out, in], in the layout "plain"."""
+        kind = self.scheme.kind
+        if kind == "int4":
+            codes = codes + LEVELS // 2
+        activations = "int8" if self.scheme.activations == "int8" else "float"
+        return QuantizedWeight(
+            codes.astype(PLAIN_DTYPES[kind]), self.scales, None, None, None, None, None, kind, "plain", codes.shape,
+            dtype, activations=activations,
+        )  # fmt: skip
+
+
+def find_grid(
+    weights: np.ndarray, scheme: Scheme, group_size: int | None, dtype: np.dtype, importance: np.ndarray | None = None
+) -> Grid:
+    """The grid with the smallest squared error after rounding to nearest.
+
+    weights:    float32[out, in].
+    group_size: inputs that share a scale; None: all.
+    dtype:      of the scales.
+    importance: float32[in], factors of the inputs' squared errors; None: 1.
+    """
+    groups = weights.reshape(weights.shape[0], -1, group_size or weights.shape[1])
+    factors = 1 if importance is None else importance.reshape(1, *groups.shape[1:])
+    largest = np.abs(groups).max(-1) / _HIGHEST[scheme.kind]
+    best, least = _stored(largest, dtype), np.full(largest.shape, np.inf)
+    for share in SHARES:
+        grid = Grid(scheme, _stored(share * largest, dtype))
+        error = (factors * (grid.numbers(grid.codes(groups)) - groups) ** 2).sum(-1)
+        better = error < least
+        best, least = np.where(better, grid.scales, best), np.where(better, error, least)
+    return Grid(scheme, best)
+
+
+def round_to_nearest(weights: np.ndarray, grid: Grid) -> np.ndarray:
+    """Codes float32[out, in] of weights float32[out, in]."""
+    return grid.codes(weights.reshape(*grid.scales.shape, -1)).reshape(weights.shape)
+
+
+def _stored(scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Scales in the dtype of the file. Groups of zeros have the scale 1: other engines refuse or divide by 0."""
+    smallest = float(ml_dtypes.finfo(dtype).tiny)
+    return np.where(scales > 0, np.maximum(scales, smallest), 1).astype(dtype)
