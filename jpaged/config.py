@@ -11,6 +11,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's other names
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
+KV_CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3"}  # vLLM's other name
 RUNNERS = ("auto", "generate", "pooling")
 SCHEDULING_POLICIES = ("fcfs", "priority", "shortest_first")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -54,6 +56,11 @@ class EngineConfig:
     """int8 or int4: round the weights to 8 or 4 bits while they are loaded, and activations to 8 bits. int8: one scale
     per output. int4: groups of 64 inputs; embeddings and the output matrix keep 8 bits. CPU only. Default: the weights
     keep their type."""
+
+    kv_cache_dtype: str = "auto"
+    """Type of the keys and values in the KV cache: auto, int8, fp8_e4m3 (or fp8). auto is the type of the weights. int8
+    has one scale per token and KV head, and runs on any device. fp8_e4m3 has the checkpoint's scales, else 1.0; on
+    NVIDIA it needs compute capability 8.9. Both hold nearly twice as many tokens as bfloat16."""
 
     seed: int = 0
     """Seed of the engine. Requests without a seed of their own get theirs from it."""

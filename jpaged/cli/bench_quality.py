@@ -36,7 +36,8 @@ class QualityCommand:
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     against: str | None = None
-    """A second model, loaded without --quantization, whose perplexity on the same text is printed too."""
+    """A second model, loaded without --quantization and --kv-cache-dtype. Its perplexity on the same text is printed
+    too."""
 
     text: pathlib.Path | None = None
     """File with the text, UTF-8. Default: Python source that the demo model was not trained on."""
@@ -58,7 +59,7 @@ class QualityCommand:
         check_writable(self.output_json)
         results = {self._name(options): self._measure(options, text)}
         if self.against is not None:
-            other = options | {"model": self.against, "quantization": None}
+            other = options | {"model": self.against, "quantization": None, "kv_cache_dtype": "auto"}
             results[self._name(other)] = self._measure(other, text)
         width = max(map(len, results))
         print(f"{'model':{width}}  {'tokens':>8}  {'loss':>7}  {'perplexity':>10}  {'bits/byte':>9}")
@@ -75,7 +76,10 @@ class QualityCommand:
         return 0
 
     def _name(self, options: dict[str, Any]) -> str:
-        return options["model"] + (f" ({options['quantization']})" if options["quantization"] else "")
+        kv_type = options["kv_cache_dtype"]
+        notes = [options["quantization"], None if kv_type == "auto" else f"{kv_type} KV"]
+        found = ", ".join(note for note in notes if note)
+        return options["model"] + (f" ({found})" if found else "")
 
     def _measure(self, options: dict[str, Any], text: str) -> Quality:
         from jpaged import LLM

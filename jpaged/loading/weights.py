@@ -19,8 +19,10 @@ from tqdm import tqdm
 
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import TensorSource
+from jpaged.loading.kv_scales import KV_SCALE
 from jpaged.models.families.base import Family, LeafTensors
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.kv_scales import KVScales
 from jpaged.models.spec import DecoderSpec, leaf_dtype, param_shapes
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class StoredWeights:
     # load(dtype, change) loads the tree of `param_shapes(spec, dtype)` to the default device. Each leaf becomes
     # change(name, leaf) as soon as it is there
     load: Callable[[np.dtype, ChangeLeaf], dict[str, Any]]
+    kv_scales: KVScales | None = None  # static scales of keys and values; None: the checkpoint has none
 
 
 def check_depth(config: CheckpointConfig, tensors: int) -> None:
@@ -114,6 +117,7 @@ def plan_weights(
         )
     used = {name for plan in leaves for name in plan.files}
     extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
+    extra = [n for n in extra if not KV_SCALE.fullmatch(n)]  # read_kv_scales reads them
     copies: tuple[str, ...] = ()
     if spec.pools:
         extra = [n for n in extra if n != HEAD]  # a pooling model does not use its lm_head
