@@ -14,6 +14,8 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "w8a8")
 # Formats of quantised checkpoints: `quant_method` in their config.json, and gguf.
 QUANTIZED_FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf")
 QUANTIZED_ACTIVATIONS = ("auto", "int8", "float")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
+KV_CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3"}  # vLLM's other name
 RUNNERS = ("auto", "generate", "pooling")
 SCHEDULING_POLICIES = ("fcfs", "priority", "shortest_first")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -63,6 +65,11 @@ class EngineConfig:
     """Precision of the activations in products with quantised weights. int8: rounded to 8 bits, one scale a token.
     float: not rounded. auto: int8 on CPU for weights with integer codes, where it is faster, and with w8a8; float for
     all others."""
+
+    kv_cache_dtype: str = "auto"
+    """Type of the keys and values in the KV cache: auto, int8, fp8_e4m3 (or fp8). auto is the type of the weights. int8
+    has one scale per token and KV head, and runs on any device. fp8_e4m3 has the checkpoint's scales, else 1.0; on
+    NVIDIA it needs compute capability 8.9. Both hold nearly twice as many tokens as bfloat16."""
 
     seed: int = 0
     """Seed of the engine. Requests without a seed of their own get theirs from it."""

@@ -21,6 +21,7 @@ class EngineArguments(TypedDict, total=False):
     dtype: str
     quantization: str | None
     quantized_activations: str
+    kv_cache_dtype: str
     seed: int
     runner: str
     max_model_len: int | None
@@ -60,7 +61,6 @@ class EngineArguments(TypedDict, total=False):
     pipeline_parallel_size: Any
     data_parallel_size: Any
     distributed_executor_backend: Any
-    kv_cache_dtype: Any
     cpu_offload_gb: Any
     enforce_eager: Any
     enable_chunked_prefill: Any

@@ -64,6 +64,7 @@ class EnginePlan:
 
     model: str
     dtype: str
+    kv_dtype: str  # of the KV pages
     device: str
     device_bytes: int | None  # None: CPU, where the pool does not depend on it
     taken_bytes: int          # in use by other programs
@@ -98,6 +99,7 @@ class EnginePlan:
             each = f"{limits.max_num_seqs} rows, {tables} block table{'s'[: tables - 1]} of {limits.width:,} each"
             rows.append(Row("request table", plan.table_bytes, each))
             blocks = f"{plan.num_blocks:,} blocks of {limits.block_size} tokens, {plan.block_bytes:,} bytes each"
+            blocks += "" if self.kv_dtype == self.dtype else f", {self.kv_dtype}"
             rows.append(Row("KV pool", plan.kv_bytes, blocks))
         if self.device_bytes is None or self.usable_bytes is None:
             return rows
@@ -225,6 +227,7 @@ def _plan(
     return EnginePlan(
         model=described.name,
         dtype=described.dtype.name,
+        kv_dtype=blueprint.kv_format.dtype.name,
         device=name if device_bytes is None else f"{name} with {device_bytes / 2**30:.1f} GiB",
         device_bytes=device_bytes,
         taken_bytes=taken,

@@ -64,11 +64,11 @@ class KVPages:
         if v_dim is not None and not (1 <= v_dim <= head_dim and kind in FLOATS):
             raise ValueError(f"v_dim={v_dim}: must be 1 to head_dim={head_dim}, in pages of 16 or 32 bits, not {kind}")
         shape = (num_blocks, 2 if v_dim is None else 1, num_kv_heads, block_size, head_dim)
-        # Triton uses signed 32-bit offsets for arrays of up to 2^32 bytes
-        if kind.itemsize == 1 and 2**31 < np.prod(shape, dtype=np.int64) <= 2**32:
+        usable = _addressable(num_blocks, int(np.prod(shape[1:])), kind)
+        if usable != num_blocks:
             raise ValueError(
                 f"num_blocks={num_blocks}: 8-bit pages of {np.prod(shape, dtype=np.int64):,} bytes cannot be addressed "
-                f"correctly; use at most {2**31 // int(np.prod(shape[1:])):,} blocks, or more than twice as many"
+                f"correctly; use at most {usable:,} blocks, or more than twice as many"
             )
 
         def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -143,6 +143,10 @@ class KVPages:
     def num_bytes(self) -> int:
         """Size in bytes, with the scales, and without padding."""
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    def addressable(self, num_blocks: int) -> int:
+        """The largest number of blocks, at most `num_blocks`, that pages of this shape and dtype can have."""
+        return _addressable(num_blocks, int(np.prod(self.data.shape[1:])), self.dtype)
 
     def bytes_on(self, platform: str) -> int:
         """Size in bytes on a platform. TPUs pad the last axis of an array to a multiple of 128 numbers.
@@ -258,6 +262,16 @@ class KVPages:
         if self.dtype == INT8:
             scales = change(scales, *(other.scales for other in others))
         return dataclasses.replace(self, data=data, scales=scales)
+
+
+def _addressable(num_blocks: int, page_size: int, dtype: Any) -> int:
+    """The largest number of blocks, at most `num_blocks`, that kernels can address. page_size: numbers in a page.
+
+    Triton uses signed 32-bit offsets for arrays of up to 2^32 bytes. Larger arrays have offsets of 64 bits.
+    """
+    if dtype.itemsize == 1 and 2**31 < num_blocks * page_size <= 2**32:
+        return 2**31 // page_size
+    return num_blocks
 
 
 def _lanes(size: int) -> int:

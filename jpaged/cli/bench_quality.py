@@ -45,8 +45,8 @@ class QualityCommand:
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     against: str | None = None
-    """A second model to compare with. It is loaded without --quantization, and needs the same vocabulary. Both models
-    are in memory at once for the comparison."""
+    """A second model to compare with. It is loaded without --quantization and --kv-cache-dtype, and needs the same
+    vocabulary. Both models are in memory at once for the comparison."""
 
     text: pathlib.Path | None = None
     """File with the text, UTF-8. Default: Python source that the demo model was not trained on."""
@@ -75,7 +75,7 @@ class QualityCommand:
             needs_matplotlib("plot", self.plot)
             check_writable(self.plot, "plot")
         results = {self._name(options): self._measure(options, text)}
-        other = options | {"model": self.against, "quantization": None}
+        other = options | {"model": self.against, "quantization": None, "kv_cache_dtype": "auto"}
         if self.against is not None:
             results[self._name(other)] = self._measure(other, text)
         width = max(map(len, results))
@@ -104,7 +104,10 @@ class QualityCommand:
         return 0
 
     def _name(self, options: dict[str, Any]) -> str:
-        return options["model"] + (f" ({options['quantization']})" if options["quantization"] else "")
+        kv_type = options["kv_cache_dtype"]
+        notes = [options["quantization"], None if kv_type == "auto" else f"{kv_type} KV"]
+        found = ", ".join(note for note in notes if note)
+        return options["model"] + (f" ({found})" if found else "")
 
     def _measure(self, options: dict[str, Any], text: str) -> Quality:
         from jpaged import LLM

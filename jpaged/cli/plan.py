@@ -151,6 +151,7 @@ def figures_of(plan: Any) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "model": plan.model,
         "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype,
         "device": plan.device,
         "device_bytes": plan.device_bytes,
         "usable_bytes": plan.usable_bytes,

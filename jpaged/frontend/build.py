@@ -94,6 +94,7 @@ def build_engine(
         layout=loaded.layout,
         tokenizer_ids=mask,
         processors=processors,
+        kv_scales=loaded.kv_scales,
         progress=progress,
         background=background,
         owns_params=params is None,

@@ -11,6 +11,8 @@ import numpy as np
 
 from jpaged.config import (
     DTYPE_ALIASES,
+    KV_CACHE_DTYPE_ALIASES,
+    KV_CACHE_DTYPES,
     LOAD_FORMATS,
     QUANTIZATIONS,
     QUANTIZED_ACTIVATIONS,
@@ -28,8 +30,7 @@ LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays a
 # what jpaged does. A script that sets a neutral value runs; any other value is refused.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
-    "distributed_executor_backend": (None,), "kv_cache_dtype": ("auto",),
-    "cpu_offload_gb": (0,), "enforce_eager": (False, True), "enable_chunked_prefill": (True, None),
+    "distributed_executor_backend": (None,), "cpu_offload_gb": (0,), "enforce_eager": (False, True), "enable_chunked_prefill": (True, None),
     "max_seq_len_to_capture": (), "enable_lora": (False, None),
     "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
     "tokenizer_mode": ("auto",), "skip_tokenizer_init": (False,),
@@ -56,6 +57,8 @@ def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
     checked = {name: _checked(name, hints[name], value) for name, value in options.items()}
     if "dtype" in checked:
         checked["dtype"] = DTYPE_ALIASES.get(checked["dtype"], checked["dtype"])
+    if "kv_cache_dtype" in checked:
+        checked["kv_cache_dtype"] = KV_CACHE_DTYPE_ALIASES.get(checked["kv_cache_dtype"], checked["kv_cache_dtype"])
     config = EngineConfig(model=model if isinstance(model, str) else LIVE_ARRAYS, **checked)
     _check_values(config)
     return config
@@ -107,6 +110,9 @@ def _check_values(config: EngineConfig) -> None:
     if config.quantized_activations not in QUANTIZED_ACTIVATIONS:
         known = f"must be one of {', '.join(QUANTIZED_ACTIVATIONS)}"
         raise RequestError("quantized_activations", config.quantized_activations, known)
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        known = ", ".join((*KV_CACHE_DTYPES, *KV_CACHE_DTYPE_ALIASES))
+        raise RequestError("kv_cache_dtype", config.kv_cache_dtype, f"must be one of {known}")
     for name in ("max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens"):
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):

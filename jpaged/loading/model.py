@@ -29,12 +29,14 @@ from jpaged.loading.dtypes import checkpoint_dtype, resolve_dtype
 from jpaged.loading.dummy import dummy_weights
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jpaged.loading.hub import CONFIG, POOLING, find_config, find_model, find_tokenizer, is_gguf
+from jpaged.loading.kv_scales import read_kv_scales
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
 from jpaged.loading.weights import StoredWeights, check_depth, load_weights, plan_weights, planned_shapes
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.kv_scales import KVScales
 from jpaged.models.quantization import SCHEMES, Quantizer
 from jpaged.models.spec import DecoderSpec, WeightLayout
 
@@ -54,6 +56,7 @@ class LoadedModel:
     generation_config: dict[str, Any]  # generation_config.json; its special tokens default to those in config.json
     tokenizer: Any | None              # transformers.PreTrainedTokenizerBase
     source: str                        # path of the model, or "live arrays"; for logs
+    kv_scales: KVScales | None = None  # static scales of keys and values in the checkpoint
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -114,6 +117,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         generation_config=generation_config,
         tokenizer=tokenizer,
         source=str(path),
+        kv_scales=weights.kv_scales,
     )
 
 
@@ -194,8 +198,9 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
         ) from error
     plan = plan_weights(family, spec, family.constants(reader), checkpoint)
     load = functools.partial(load_weights, plan, checkpoint)
-    shapes = functools.partial(planned_shapes, plan)
-    stored = StoredWeights(plan.spec, checkpoint_dtype(reader, checkpoint), checkpoint.num_bytes, load, shapes)
+    shapes, scales = functools.partial(planned_shapes, plan), read_kv_scales(checkpoint, plan.spec)
+    dtype = checkpoint_dtype(reader, checkpoint)
+    stored = StoredWeights(plan.spec, dtype, checkpoint.num_bytes, load, shapes, kv_scales=scales)
     if not any(leaf.packed for leaf in plan.leaves):
         return stored
     method = (values.get("quantization_config") or {}).get("quant_method", "modelopt")

@@ -20,8 +20,10 @@ from tqdm import tqdm
 
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import TensorSource
+from jpaged.loading.kv_scales import KV_SCALE
 from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.kv_scales import KVScales
 from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, Quantizer
 from jpaged.models.spec import DecoderSpec, leaf_dtype, param_shapes
 from pallas_kernels import QuantizedWeight
@@ -74,6 +76,7 @@ class StoredWeights:
     # shapes(dtype, quantizer): the tree of `load`, as ShapeDtypeStructs
     shapes: Callable[[np.dtype, Quantizer], dict[str, Any]]
     format: str | None = None  # of the quantised leaves, in `config.QUANTIZED_FORMATS`; None: there are none
+    kv_scales: KVScales | None = None  # static scales of keys and values; None: the checkpoint has none
 
 
 def check_depth(config: CheckpointConfig, tensors: int) -> None:
@@ -125,6 +128,7 @@ def plan_weights(
         )
     used = {name for plan in leaves for name in plan.files}
     extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
+    extra = [n for n in extra if not KV_SCALE.fullmatch(n)]  # read_kv_scales reads them
     copies: tuple[str, ...] = ()
     if spec.pools:
         extra = [n for n in extra if n != HEAD]  # a pooling model does not use its lm_head

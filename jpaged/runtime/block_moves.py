@@ -9,6 +9,7 @@ A block on the host is a pytree like KVPages of one block, stacked over the page
 has it, else as numpy arrays.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -24,6 +25,7 @@ from jaxtyping import Array, Int
 
 from jpaged.engine.step_plan import BlockMove, TransferCosts
 from jpaged.errors import ModelLoadError
+from jpaged.runtime.kv_format import FP8
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import DeviceState, formats
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
@@ -172,8 +174,10 @@ def _copy(state: DeviceState, from_to: Int[Array, "copies 2"]) -> DeviceState:
 
 
 def _take(pages: tuple[KVPages, ...], blocks: Int[Array, " blocks"]) -> tuple[HostBlock, ...]:
-    """Each block as a tree of its own, stacked over the page arrays."""
+    """Each block as a tree of its own, stacked over the page arrays. int8 pages have their scales with them."""
     taken = [each.take_blocks(blocks) for each in pages]
+    if pages[0].dtype == FP8:  # static scales belong to no block
+        taken = [dataclasses.replace(each, scales=None) for each in taken]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays, axis=1), *taken)
     return tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(blocks)))
 

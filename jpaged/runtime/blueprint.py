@@ -20,6 +20,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, first_line
+from jpaged.models.kv_scales import KVScales
 from jpaged.models.quantization import quantized_parts
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
@@ -29,6 +30,7 @@ from jpaged.runtime.block_moves import host_slots
 from jpaged.runtime.estimate import estimate_temporaries
 from jpaged.runtime.feed_forward import checked_implementation, named_implementation
 from jpaged.runtime.jax_settings import pinned
+from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.output_programs import PoolShape, SampleShape, compile_output
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.programs import (
@@ -46,7 +48,7 @@ from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
 from jpaged.runtime.step import ForwardShape, compile_forward, upload_row
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
-from pallas_kernels import KVPages, self_check
+from pallas_kernels import self_check
 from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, usable_implementations
 
@@ -61,6 +63,7 @@ class ServedModel:
     params: Params  # arrays or ShapeDtypeStructs
     layout: WeightLayout = WeightLayout()
     masked: bool = False  # a mask of the tokenizer's token ids limits what is sampled
+    kv_scales: KVScales | None = None  # of the checkpoint, for fp8 pages; None: 1.0
     processors: tuple[LogitsProcessor, ...] = ()
 
 
@@ -73,6 +76,7 @@ class Blueprint:
     placement: Placement
     limits: memory.Limits  # `fit` may lower max_model_len
     implementation: str    # of attention
+    kv_format: KVFormat
     gated_dot: str | None = None  # implementation; None: the tuning table chooses, for each program
 
     @classmethod
@@ -81,19 +85,23 @@ class Blueprint:
 
         Raises ModelLoadError for an option that does not fit the model or the device.
         """
+        kv_format = KVFormat.choose(
+            model.spec, config.kv_cache_dtype, _dtype(model), placement.device, model.kv_scales
+        )
         if placement.platform == "cpu":
             compile_ahead(_kernels(model))
         limits = memory.decide_limits(model.spec, config, placement.platform)
         custom = sum(len(processor.parameters) for processor in model.processors)
         limits = dataclasses.replace(limits, custom=custom)
-        implementation = _implementation(model, config, limits, placement)
+        call = _attention_call(model, limits, kv_format)
+        implementation = _implementation(config, call, placement)
         gated_dot = named_implementation(config, model.spec, model.params, model.layout, placement.device)
         model = dataclasses.replace(model, params=placement.shapes_of(model.params))
-        return cls(model, config, placement, limits, implementation, gated_dot)
+        return cls(model, config, placement, limits, implementation, kv_format, gated_dot)
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the weights and the KV pages."""
+        """Dtype of the weights and the hidden states."""
         return _dtype(self.model)
 
     @property
@@ -146,7 +154,7 @@ class Blueprint:
     def fit(self, *, temp_bytes: int = 0, free_bytes: int | None = None) -> "FittedBuild":
         """Size the KV pool: see `memory.fit` for arguments and errors."""
         plan = memory.fit(
-            self.model.spec, self.config, self.limits, dtype=self.dtype,
+            self.model.spec, self.config, self.limits, dtype=self.dtype, kv_format=self.kv_format,
             weight_bytes=memory.tree_bytes(self.model.params), platform=self.placement.platform,
             temp_bytes=temp_bytes, free_bytes=free_bytes,
         )  # fmt: skip
@@ -192,9 +200,10 @@ class Blueprint:
         operations. Raises ModelLoadError if the caller named the implementation, or if none is right.
         """
         named, failures = self.config.attention_implementation, []
-        names = (named,) if named else _implementations(self.model, self.limits, self.placement)
+        call = _attention_call(self.model, self.limits, self.kv_format)
+        names = (named,) if named else usable_implementations(self.placement.device, *call)
         if names == ("xla",) and self.placement.platform == "gpu":
-            refused = IMPLEMENTATIONS["triton"].refuse(self.placement.device, *_attention_call(self.model, self.limits))
+            refused = IMPLEMENTATIONS["triton"].refuse(self.placement.device, *call)
             logger.warning("attention runs without kernels, which is slow: %s", refused)
         for name in names:
             attempt = dataclasses.replace(self, implementation=name)
@@ -235,7 +244,7 @@ class Blueprint:
         for window in dict.fromkeys(spec.windows):
             errors = self_check(
                 q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-                block_size=self.limits.block_size, dtype=self.dtype, sliding_window=window,
+                block_size=self.limits.block_size, dtype=self.dtype, kv_dtype=self.kv_format.dtype, sliding_window=window,
                 logit_softcap=spec.attention_softcap, with_sinks=spec.sinks, with_alibi=spec.alibi is not None,
                 implementation=self.implementation, device=device,
             )  # fmt: skip
@@ -245,7 +254,7 @@ class Blueprint:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block."""
-        return memory.block_bytes(self.model.spec, self.limits, self.dtype, self.placement.platform)
+        return memory.block_bytes(self.model.spec, self.limits, self.kv_format, self.placement.platform)
 
     @property
     def table_bytes(self) -> int:
@@ -267,7 +276,8 @@ class Blueprint:
         if free_bytes is not None:
             free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - self.table_bytes)
         pool = memory.pool_bytes(self.config, self.limits, self.block_bytes, free_bytes)
-        build = self.with_blocks(max(1, memory.round_down(pool // self.block_bytes)))
+        page = self.kv_format.page_shapes(self.model.spec, self.limits.block_size)
+        build = self.with_blocks(max(1, page.addressable(memory.round_down(pool // self.block_bytes))))
         sizes = [(shape, temp_bytes(build.compile(shape))) for shape in self.largest_shapes]
         return max(sizes, key=lambda size: size[1])
 
@@ -293,16 +303,18 @@ class FittedBuild:
         """The device state as ShapeDtypeStructs."""
         blueprint, sizes = self.blueprint, self.limits.state_sizes(self.memory_plan.num_blocks)
         return state_shapes(
-            blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype, placement=blueprint.placement
-        )
+            blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype, kv_format=blueprint.kv_format,
+            placement=blueprint.placement,
+        )  # fmt: skip
 
     def create_state(self) -> DeviceState:
         """Allocate the device state."""
         blueprint, sizes = self.blueprint, self.limits.state_sizes(self.memory_plan.num_blocks)
         with pinned(), phase("KV pool"):  # another thread may call this
             return create_state(
-                blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype, placement=blueprint.placement
-            )
+                blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype,
+                kv_format=blueprint.kv_format, placement=blueprint.placement,
+            )  # fmt: skip
 
     def compile(self, shape: Shape) -> jax.stages.Compiled:
         """Compile one program of the table: see `compile_forward` and `compile_output`."""
@@ -344,29 +356,24 @@ def _kernels(model: ServedModel) -> tuple[str, ...]:
     return kernels_of_model(quantized=quantized, experts=model.spec.experts is not None)
 
 
-def _attention_call(model: ServedModel, limits: memory.Limits) -> tuple[Any, ...]:
+def _attention_call(model: ServedModel, limits: memory.Limits, kv_format: KVFormat) -> tuple[Any, ...]:
     """Arguments of the largest call of attention, as shapes."""
-    spec, dtype = model.spec, _dtype(model)
-    q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), dtype)
-    pages = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
+    spec = model.spec
+    q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), _dtype(model))
+    pages = kv_format.page_shapes(spec, limits.block_size)
     tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.width), np.dtype(np.int32))
     return q, pages, tables, limits.max_num_batched_tokens
 
 
-def _implementations(model: ServedModel, limits: memory.Limits, placement: Placement) -> tuple[str, ...]:
-    """Attention implementations for the platform and the model's shape, best first."""
-    return usable_implementations(placement.device, *_attention_call(model, limits))
-
-
-def _implementation(model: ServedModel, config: EngineConfig, limits: memory.Limits, placement: Placement) -> str:
-    """The attention implementation that the options name, or the default of the platform and the model's shape."""
+def _implementation(config: EngineConfig, call: tuple[Any, ...], placement: Placement) -> str:
+    """The attention implementation that the options name, or the default of the platform and the call."""
     name = config.attention_implementation
     if name is None:
-        return _implementations(model, limits, placement)[0]
+        return usable_implementations(placement.device, *call)[0]
     if name not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ModelLoadError(f"attention_implementation={name!r}: must be one of {known}; leave it out for the default")
-    reason = IMPLEMENTATIONS[name].refuse(placement.device, *_attention_call(model, limits))
+    reason = IMPLEMENTATIONS[name].refuse(placement.device, *call)
     if name in ("mosaic_gpu", "mosaic_prefill") and placement.device.platform == "cpu":
         # `refuse` accepts a CPU for the kernels' tests, which switch on JAX's interpreter of Mosaic GPU
         reason = "it is for NVIDIA's Hopper (compute capability 9), not for a CPU"

@@ -20,9 +20,9 @@ from jpaged.kv_groups import KVGroups, group_layers, max_blocks
 from jpaged.models.spec import DecoderSpec, Params
 from jpaged.runtime import cards
 from jpaged.runtime.jax_compat import backends_are_started
+from jpaged.runtime.kv_format import FP8, KVFormat
 from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes
-from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
 
@@ -222,9 +222,11 @@ def _positive(name: str, value: int | None, default: int) -> int:
     return value
 
 
-def block_bytes(spec: DecoderSpec, limits: Limits, dtype: np.dtype, platform: str) -> int:
-    """Bytes of one KV block on a platform: one page in every page array."""
-    page = KVPages.shapes(1, limits.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim)
+def block_bytes(spec: DecoderSpec, limits: Limits, kv_format: KVFormat, platform: str) -> int:
+    """Bytes of one KV block on a platform: one page in every page array, with the scales of int8 pages."""
+    page = kv_format.page_shapes(spec, limits.block_size)
+    if page.dtype == FP8:
+        page = dataclasses.replace(page, scales=None)  # 8 bytes per KV head of an array, not of a block
     return limits.kv_groups.num_arrays * page.bytes_on(platform)
 
 
@@ -253,6 +255,7 @@ def fit(
     limits: Limits,
     *,
     dtype: np.dtype,
+    kv_format: KVFormat | None = None,
     weight_bytes: int,
     platform: str,
     temp_bytes: int = 0,
@@ -260,16 +263,21 @@ def fit(
 ) -> MemoryPlan:
     """Fit the KV pool into memory. The default max_model_len shrinks to the longest that fits.
 
+    dtype: of hidden states. kv_format: of pages; None: `dtype`.
     free_bytes: left on an accelerator after the weights, for temporaries, the table and the pool; None on CPU.
     Raises ModelLoadError if not one block fits, or if an explicit max_model_len does not fit.
     """
-    per_block = block_bytes(spec, limits, dtype, platform)
+    kv_format = kv_format or KVFormat(dtype)
+    per_block = block_bytes(spec, limits, kv_format, platform)
+    page = kv_format.page_shapes(spec, limits.block_size)
 
     def pool_of(limits: Limits) -> int:
-        """Bytes for the pool. Block tables of longer requests leave less."""
+        """Bytes for the pool, no more than kernels can address. Block tables of longer requests leave less."""
         tables = table_bytes(spec, limits, dtype)
         left = None if free_bytes is None else max(0, free_bytes - temp_bytes - tables)
-        return pool_bytes(config, limits, per_block, left)
+        size = pool_bytes(config, limits, per_block, left)
+        usable = page.addressable(size // per_block)
+        return size if usable == size // per_block else usable * per_block
 
     def fits(length: int) -> bool:
         shorter = dataclasses.replace(limits, max_model_len=length)
@@ -278,7 +286,8 @@ def fit(
     available = pool_of(limits)
     num_blocks = available // per_block
     if num_blocks >= limits.blocks_per_request:
-        num_blocks = max(round_down(num_blocks), limits.blocks_per_request)
+        rounded = page.addressable(max(round_down(num_blocks), limits.blocks_per_request))
+        num_blocks = rounded if rounded >= limits.blocks_per_request else num_blocks
     else:
         longest = limits.longest_where(fits)
         need = limits.blocks_per_request * per_block

@@ -19,6 +19,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowMask, SamplerVariant, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.metrics import ProgramFigures
+from jpaged.models.kv_scales import KVScales
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
@@ -147,6 +148,7 @@ class ModelRunner:
         layout: WeightLayout = WeightLayout(),
         tokenizer_ids: np.ndarray | None = None,
         processors: tuple[LogitsProcessor, ...] = (),
+        kv_scales: KVScales | None = None,
         progress: bool = False,
         background: bool = False,
         owns_params: bool = False,
@@ -155,6 +157,7 @@ class ModelRunner:
 
         params:        the tree of `spec.param_shapes` (or as `layout` says), on one device. Used without a copy.
         tokenizer_ids: bool[vocab_size], ids that may be sampled; None = all.
+        kv_scales:     of the checkpoint, for fp8 pages; None: 1.0.
         progress:      show a bar while compiling.
         background:    compile most programs after this has returned. Only where programs are stored.
         owns_params:   see the constructor.
@@ -166,8 +169,11 @@ class ModelRunner:
         token_mask = None
         if tokenizer_ids is not None and not tokenizer_ids.all():
             token_mask = placement.put(np.asarray(tokenizer_ids, np.bool_))
-        model = ServedModel(spec, params, layout, token_mask is not None, processors)
+        model = ServedModel(
+            spec, params, layout, masked=token_mask is not None, kv_scales=kv_scales, processors=processors
+        )
         blueprint = Blueprint.draw(model, config, placement)
+        blueprint.kv_format.log()
         counter = CacheCounter()
         with (
             pinned(),

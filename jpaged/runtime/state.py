@@ -14,6 +14,7 @@ from jpaged.engine.step_plan import RowExtras, RowInit, mask_words
 from jpaged.kv_groups import KVGroups
 from jpaged.models.spec import DecoderSpec
 from jpaged.params.sampling import MAX_LOGIT_BIAS
+from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.placement import Placement
 from pallas_kernels import KVPages
 
@@ -116,19 +117,20 @@ class StateSizes:
 
 
 def state_shapes(
-    spec: DecoderSpec, kv_groups: KVGroups, sizes: StateSizes, *, dtype: np.dtype, placement: Placement | None = None
-) -> DeviceState:
-    """A state of ShapeDtypeStructs, to compile with and to count bytes. dtype: of pages and hidden states."""
+    spec: DecoderSpec, kv_groups: KVGroups, sizes: StateSizes, *, dtype: np.dtype, kv_format: KVFormat | None = None,
+    placement: Placement | None = None,
+) -> DeviceState:  # fmt: skip
+    """A state of ShapeDtypeStructs, to compile with and to count bytes.
+
+    dtype: of hidden states. kv_format: of pages; None: `dtype`.
+    """
     sharding = None if placement is None else placement.sharding
 
     def array(dtype: np.dtype | type, *shape: int) -> Any:  # takes the place of a jax.Array in the state
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
     rows = sizes.rows
-    page = KVPages.shapes(
-        sizes.num_blocks, sizes.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim,
-        sharding=sharding,
-    )  # fmt: skip
+    page = (kv_format or KVFormat(dtype)).page_shapes(spec, sizes.block_size, sizes.num_blocks, sharding)
     vocab = 0 if spec.pools else spec.vocab_size
     return DeviceState(
         page_arrays=((page.data, page.scales),) * kv_groups.num_arrays,
@@ -148,16 +150,13 @@ def state_shapes(
 
 
 def create_state(
-    spec: DecoderSpec, kv_groups: KVGroups, sizes: StateSizes, *, dtype: np.dtype, placement: Placement
-) -> DeviceState:
-    """Allocate a state on the device, filled with zeros."""
-    pages = [
-        KVPages.create(
-            sizes.num_blocks, sizes.block_size, spec.num_kv_heads, spec.head_dim, dtype, v_dim=spec.page_v_dim,
-            device=placement.sharding,
-        )
-        for _ in range(kv_groups.num_arrays)
-    ]  # fmt: skip
+    spec: DecoderSpec, kv_groups: KVGroups, sizes: StateSizes, *, dtype: np.dtype, placement: Placement,
+    kv_format: KVFormat | None = None,
+) -> DeviceState:  # fmt: skip
+    """Allocate a state on the device, filled with zeros. Arguments as in `state_shapes`."""
+    pages = (kv_format or KVFormat(dtype)).create_pages(
+        spec, kv_groups, sizes.block_size, sizes.num_blocks, placement.sharding
+    )
     rest = state_shapes(spec, kv_groups, sizes, dtype=dtype).with_pages(())
     rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=placement.sharding), rest)
     return rest.with_pages(pages)

@@ -10,7 +10,7 @@ from jpaged.errors import RequestError
 
 ACCEPTED = [
     ["--tensor-parallel-size", "1"], ["--tensor-parallel-size=1"], ["-tp", "1"], ["--enforce-eager"],
-    ["--no-enforce-eager"], ["--pipeline_parallel_size", "1"], ["--kv-cache-dtype", "auto"],
+    ["--no-enforce-eager"], ["--pipeline_parallel_size", "1"],
     ["--enable-chunked-prefill"], ["--cpu-offload-gb", "0.0"], ["--quantization", "None"],
 ]  # fmt: skip
 REFUSED = [
