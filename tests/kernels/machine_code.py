@@ -51,8 +51,8 @@ def tool(name: str) -> pathlib.Path | None:
     return next((path for folder in folders for path in pathlib.Path(folder).glob(f"*/bin/{name}")), None)
 
 
-def kernels_of(call, arguments, folder: pathlib.Path) -> dict[str, Kernel]:
-    """The kernels of a program, by name. folder: for files of the compiler."""
+def kernels_of(call, arguments, folder: pathlib.Path, only: str | None = None) -> dict[str, Kernel]:
+    """The kernels of a program, by name. folder: for files of the compiler. only: the kernel to assemble; None: all."""
     compile_for(
         H200, call, arguments, compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
     )  # fmt: skip
@@ -62,6 +62,8 @@ def kernels_of(call, arguments, folder: pathlib.Path) -> dict[str, Kernel]:
     kernels = {}
     for source in folder.glob("*.ptx"):
         for name in re.findall(r"\.entry (\w+)", source.read_text()):
+            if only not in (None, name):
+                continue
             x, y, z, threads, shared = launches[name]
             registers, spilled, lines = _assembled(source)
             kernels[name] = Kernel(registers, spilled, x * y * z, threads, shared, _loops(lines))

@@ -283,8 +283,7 @@ DECODE = [
 def test_machine_code(most, case, tmp_path):
     """16 rows. Each byte of the codes is copied once, numbers are made in registers, and nothing is spilled."""
     call, arguments = call_of(case, 16)
-    made = kernels_of(call, arguments, tmp_path)
-    kernel = made["quantized_dot"]
+    (kernel,) = kernels_of(call, arguments, tmp_path, only="quantized_dot").values()
     (loop,) = kernel.loops
     print(f"{case.kind}: {len(loop)} instructions, {kernel.registers} registers, {kernel.resident_blocks} programs")
     assert (kernel.blocks, kernel.spilled_bytes, kernel.threads) == (256, 0, 128)  # 64 tiles and 4 splits
