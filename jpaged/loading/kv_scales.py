@@ -9,8 +9,11 @@ from jpaged.loading.checkpoint import TensorSource
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.spec import DecoderSpec
 
-# `model.layers.0.self_attn.k_scale`, and ModelOpt's `model.layers.0.self_attn.k_proj.k_scale`
-KV_SCALE = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale")
+# `model.layers.0.self_attn.k_scale`, ModelOpt's `model.layers.0.self_attn.k_proj.k_scale`, and compressed-tensors' older
+# `model.layers.0.self_attn.k_proj.output_scale`
+KV_SCALE = re.compile(
+    r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:(?:[kv]_proj\.)?(?P<kind>[kv])_scale|(?P<of>[kv])_proj\.output_scale)"
+)
 
 
 def read_kv_scales(checkpoint: TensorSource, spec: DecoderSpec) -> KVScales | None:
@@ -18,7 +21,8 @@ def read_kv_scales(checkpoint: TensorSource, spec: DecoderSpec) -> KVScales | No
 
     Raises ModelLoadError, which names the tensor, for a missing one, a wrong shape, or a scale that is not above 0.
     """
-    names = {(int(found[1]), found[2]): name for name in checkpoint.names if (found := KV_SCALE.fullmatch(name))}
+    matches = [(name, found) for name in checkpoint.names if (found := KV_SCALE.fullmatch(name))]
+    names = {(int(found[1]), found["kind"] or found["of"]): name for name, found in matches}
     if not names:
         return None
     scales = {kind: np.zeros((spec.num_layers, spec.num_kv_heads), np.float32) for kind in ("k", "v")}

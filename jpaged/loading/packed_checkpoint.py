@@ -5,7 +5,6 @@ dequantised. `quantized` returns its codes, which keep their bits.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import Checkpoint
+from jpaged.loading.kv_scales import KV_SCALE
 from jpaged.loading.quantized.awq import Awq
 from jpaged.loading.quantized.compressed_tensors import CompressedTensors
 from jpaged.loading.quantized.config import CONFIG, Values, method_of, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.fp8 import Fp8
 from jpaged.loading.quantized.gptq import Gptq
-from jpaged.loading.quantized.kv_scheme import KvScheme, is_kv_tensor, read_kv_scales, read_kv_scheme
+from jpaged.loading.quantized.kv_scheme import KvScheme, check_kv_zeros, is_kv_tensor, read_kv_scheme
 from jpaged.loading.quantized.modelopt import ModelOpt
 from jpaged.loading.quantized.parts import Header, Parts
 from jpaged.loading.safetensors_file import DTYPES, TensorEntry
@@ -58,7 +58,8 @@ class PackedCheckpoint:
         self.kv_scheme: KvScheme | None = read_kv_scheme(_plain_values(config))
         self._headers: dict[str, Header] = {}  # by name of the matrix
         self._parts: dict[str, Parts] = {}
-        self._hidden = {name for name in checkpoint.names if is_kv_tensor(name)}
+        check_kv_zeros(checkpoint)
+        self._hidden = {name for name in checkpoint.names if is_kv_tensor(name) and not KV_SCALE.fullmatch(name)}
         for module in self._format.modules(checkpoint):
             self._add(Parts(checkpoint, module))
         if not self._headers:
@@ -83,11 +84,6 @@ class PackedCheckpoint:
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return self._checkpoint.num_bytes
-
-    @functools.cached_property
-    def kv_scales(self) -> Mapping[str, np.ndarray]:
-        """The scales of the KV cache by tensor name, float32. Raises ModelLoadError if one is not positive."""
-        return read_kv_scales(self._checkpoint)
 
     def __contains__(self, name: str) -> bool:
         return name in self._headers or (name in self._checkpoint and name not in self._hidden)

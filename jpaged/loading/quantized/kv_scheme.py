@@ -45,20 +45,10 @@ def is_kv_tensor(name: str) -> bool:
     return _SCALE.fullmatch(name) is not None or _ZERO.fullmatch(name) is not None
 
 
-def read_kv_scales(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """The scales of the KV cache by tensor name, float32. Raises ModelLoadError if one is not a positive number."""
-    scales = {}
+def check_kv_zeros(checkpoint: Checkpoint) -> None:
+    """Raise ModelLoadError if a zero point of the KV cache is not 0."""
     for name in checkpoint.names:
         if _ZERO.fullmatch(name) and checkpoint.array(name).astype(np.float32).any():
             raise ModelLoadError(
                 f"{checkpoint.path(name)}: {name} is not 0; jpaged has symmetric quantization of KV only: {_DENSE}"
             )
-        if _SCALE.fullmatch(name):
-            values = checkpoint.array(name).astype(np.float32)
-            if not (np.isfinite(values) & (values > 0)).all():
-                raise ModelLoadError(
-                    f"{checkpoint.path(name)}: {name} has a scale that is not a positive number: the file is damaged, "
-                    "fetch it again"
-                )
-            scales[name] = values
-    return scales
