@@ -19,8 +19,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowMask, SamplerVariant, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.metrics import ProgramFigures
-from jpaged.models.quantization import quantized_shapes
 from jpaged.models.kv_scales import KVScales
+from jpaged.models.quantization import quantized_shapes
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout, param_shapes
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
