@@ -18,7 +18,7 @@ class KVScales:
         """Raise ModelLoadError unless both arrays have one shape, and all scales are finite and above 0."""
         for name, scales, other in (("k_scale", self.keys, self.values), ("v_scale", self.values, self.keys)):
             if scales.ndim != 2 or scales.shape != other.shape:
-                raise ModelLoadError(f"{name} {list(scales.shape)}: scales of keys and values must be [layers, kv_heads]")
+                raise ModelLoadError(f"{name} {list(scales.shape)}: both must be [layers, kv_heads], of the same shape")
             for layer in np.flatnonzero(~(np.isfinite(scales) & (scales > 0)).all(axis=1)):
                 raise ModelLoadError(
                     f"layer {layer}: {name}={scales[layer].tolist()}: must be finite and above 0. The checkpoint's "

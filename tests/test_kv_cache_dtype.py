@@ -61,8 +61,8 @@ def requests(count):
     [
         ("int8", "windows"), pytest.param("fp8_e4m3", "windows", marks=pytest.mark.slow),
         pytest.param("int8", "full", marks=pytest.mark.slow),
-    ],  # fmt: skip
-)
+    ],
+)  # fmt: skip
 def test_the_same_bits_alone_batched_chunked_cached_preempted_and_swapped(kind, spec):
     with sampling_programs(SamplerVariant.FULL):
         runner = make_runner(SPECS[spec], kv_cache_dtype=kind, row_buckets=(8, 32))
@@ -96,7 +96,7 @@ def test_the_same_bits_alone_batched_chunked_cached_preempted_and_swapped(kind, 
 
 @pytest.mark.codegen
 def test_forks_copy_the_scales():
-    """Samples and beams share blocks and copy the last one on write. In 8 bits they must differ like in the float."""
+    """Samples share their prompt's blocks, and copy the last one on write."""
     with sampling_programs(SamplerVariant.FULL):
         runner = make_runner(FULL, kv_cache_dtype="int8", swap_space=0.0)
     try:
@@ -107,10 +107,9 @@ def test_forks_copy_the_scales():
         for answer in together.outputs:  # the same KV, computed without a fork
             known = prompt + answer.token_ids[:-1]
             [output] = run(make_engine(runner, caching=False), [(known, greedy)], check=False).values()
-            best = next(iter(answer.logprobs[-1].values()))
             own = output.outputs[0].logprobs[0]
             found = max(answer.logprobs[-1].values(), key=lambda entry: entry.logprob)
-            assert found.logprob in {entry.logprob for entry in own.values()}, best
+            assert found.logprob in {entry.logprob for entry in own.values()}
         assert len({tuple(answer.token_ids) for answer in together.outputs}) == 3
     finally:
         runner.close()
@@ -129,19 +128,19 @@ def test_a_plan_counts_the_bytes_of_a_block(kind, ratio):
 
 @pytest.mark.parametrize(("kind", "limit"), [("int8", 1.003), pytest.param("fp8", 1.02, marks=pytest.mark.slow)])
 def test_perplexity(kind, limit, tmp_path, capsys):
-    """On 6,000 tokens of the held-out text, against the same weights with float pages."""
+    """On 3,000 tokens of the held-out text, against the same weights with float pages. On all 28,899, int8: 1.0002."""
     text, results = tmp_path / "held_out.txt", tmp_path / "results.json"
-    text.write_text(bench_quality.HELD_OUT.read_text("utf-8")[:18_000], "utf-8")
+    text.write_text(bench_quality.HELD_OUT.read_text("utf-8")[:9_000], "utf-8")
     words = ["bench", "quality", "demo", "--kv-cache-dtype", kind, "--against", "demo", "--text", str(text)]
     words += ["--max-num-seqs", "8", "--row-buckets", "8", "--token-buckets", "512", "--max-model-len", "1100"]
     with sampling_programs():
         assert cli.main([*words, "--output-json", str(results)]) == 0
     found = list(json.loads(results.read_text())["results"].values())
     assert len(found) == 2
-    assert found[0]["tokens"] > 5000
+    assert found[0]["tokens"] > 2500
     assert found[0]["perplexity"] != found[1]["perplexity"]
     assert 1 / limit < found[0]["perplexity"] / found[1]["perplexity"] < limit
-    assert f"demo ({'fp8_e4m3' if kind == 'fp8' else kind} KV)" in capsys.readouterr().out.replace("(fp8 ", "(fp8_e4m3 ")
+    assert f"demo ({kind} KV)" in capsys.readouterr().out
 
 
 def blueprint(target, scales=None, **options):
@@ -184,7 +183,7 @@ def test_devices(target, kind, message):
 def test_latent_attention_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     write_checkpoint(next(v for v in VARIANTS if v.name == "deepseek-v3"), 0, tmp_path)
     monkeypatch.setattr("jpaged.loading.model.load_weights", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(ModelLoadError, match="kv_cache_dtype='int8': the model has latent attention.* leave it at auto"):
+    with pytest.raises(ModelLoadError, match=r"kv_cache_dtype='int8': the model has latent attention.* at auto"):
         LLM(str(tmp_path), kv_cache_dtype="int8")
 
 
@@ -223,10 +222,10 @@ def with_scales(folder, scales):
 
 
 def test_scales_in_a_checkpoint(tmp_path):
-    """One number a layer, or one a KV head. With scales of a power of two the answers are those of scales of 1."""
+    """One number a layer, or one a KV head; broken ones are refused by name."""
     options = {"dtype": "float32", "row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8}
     options |= {"max_num_batched_tokens": 64, "kv_cache_dtype": "fp8"}
-    config = json.loads(json.dumps(next(v for v in VARIANTS if v.name == "llama").config))
+    config = next(v for v in VARIANTS if v.name == "llama").config
     layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
     names = {(i, kind): f"model.layers.{i}.self_attn.{kind}_scale" for i in range(layers) for kind in "kv"}
     given = {name: np.float32([0.25 * (i + 1)]) for (i, _), name in names.items()}
@@ -248,5 +247,5 @@ def test_scales_in_a_checkpoint(tmp_path):
             read_kv_scales(checkpoint, spec)
     del given[names[1, "v"]]
     with_scales(folder, given)
-    with Checkpoint(folder) as checkpoint, pytest.raises(ModelLoadError, match="layers.1.self_attn.v_scale is missing"):
+    with Checkpoint(folder) as checkpoint, pytest.raises(ModelLoadError, match=r"layers\.1\..*v_scale is missing"):
         read_kv_scales(checkpoint, spec)

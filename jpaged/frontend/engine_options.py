@@ -30,7 +30,8 @@ LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays a
 # what jpaged does. A script that sets a neutral value runs; any other value is refused.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
-    "distributed_executor_backend": (None,), "cpu_offload_gb": (0,), "enforce_eager": (False, True), "enable_chunked_prefill": (True, None),
+    "distributed_executor_backend": (None,), "cpu_offload_gb": (0,), "enforce_eager": (False, True),
+    "enable_chunked_prefill": (True, None),
     "max_seq_len_to_capture": (), "enable_lora": (False, None),
     "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
     "tokenizer_mode": ("auto",), "skip_tokenizer_init": (False,),

@@ -9,8 +9,8 @@ from jpaged.loading.checkpoint import TensorSource
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.spec import DecoderSpec
 
-# `model.layers.0.self_attn.k_scale`, ModelOpt's `model.layers.0.self_attn.k_proj.k_scale`, and compressed-tensors' older
-# `model.layers.0.self_attn.k_proj.output_scale`
+# `model.layers.0.self_attn.k_scale`, ModelOpt's `model.layers.0.self_attn.k_proj.k_scale`, and the name that older
+# compressed-tensors wrote, `model.layers.0.self_attn.k_proj.output_scale`
 KV_SCALE = re.compile(
     r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:(?:[kv]_proj\.)?(?P<kind>[kv])_scale|(?P<of>[kv])_proj\.output_scale)"
 )

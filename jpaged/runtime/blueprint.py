@@ -244,7 +244,8 @@ class Blueprint:
         for window in dict.fromkeys(spec.windows):
             errors = self_check(
                 q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-                block_size=self.limits.block_size, dtype=self.dtype, kv_dtype=self.kv_format.dtype, sliding_window=window,
+                block_size=self.limits.block_size, dtype=self.dtype, kv_dtype=self.kv_format.dtype,
+                sliding_window=window,
                 logit_softcap=spec.attention_softcap, with_sinks=spec.sinks, with_alibi=spec.alibi is not None,
                 implementation=self.implementation, device=device,
             )  # fmt: skip

@@ -61,7 +61,9 @@ class KVFormat:
             )
         shape = (spec.num_layers, spec.num_kv_heads)
         if scales is not None and scales.keys.shape != shape:
-            raise ModelLoadError(f"scales of the KV cache {list(scales.keys.shape)}: must be [layers, kv_heads] = {list(shape)}")
+            raise ModelLoadError(
+                f"kv_scales {list(scales.keys.shape)}: must be [layers, kv_heads], {list(shape)} for this model"
+            )
         return cls(FP8, scales)
 
     def log(self) -> None:
