@@ -66,16 +66,21 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of the dense model")
     parser.add_argument("--text", required=True, type=pathlib.Path)
     parser.add_argument("--out", required=True, type=pathlib.Path)
+    parser.add_argument("--characters", type=int, help="score only this many characters of the text")
     arguments = parser.parse_args()
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(arguments.model)
-    ids = tokenizer.encode(arguments.text.read_text("utf-8"), add_special_tokens=False)
+    ids = tokenizer.encode(arguments.text.read_text("utf-8")[: arguments.characters], add_special_tokens=False)
     windows = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
     windows = [window for window in windows if len(window) > 1]
     load = transformers.AutoModelForCausalLM.from_pretrained
     dense = perplexity(load(arguments.model, dtype=torch.float32), windows)
     print(f"{'dense':20} {dense:8.4f}", flush=True)
     rows = []
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "compressed-tensors")}
+    tokens = sum(len(window) - 1 for window in windows)
+    result = {"text": arguments.text.name, "characters": arguments.characters, "tokens": tokens}
+    result |= {"perplexity_dense": dense, "rows": rows}
     for folder in arguments.folders:
         expected = dequantized(folder)
         # The weights are decompressed in the first forward pass. Activations are rounded where the scheme says so.
@@ -96,10 +101,7 @@ def main() -> None:
         })  # fmt: skip
         print(f"{folder.name:20} {found:8.4f}  ratio {found / dense:.4f}  weights only {weights_only:8.4f}  "
               f"{sum(equal)} of {len(equal)} comparisons equal to the bit", flush=True)  # fmt: skip
-    versions = {name: metadata.version(name) for name in ("torch", "transformers", "compressed-tensors")}
-    tokens = sum(len(window) - 1 for window in windows)
-    result = {"text": arguments.text.name, "tokens": tokens, "perplexity_dense": dense, "rows": rows}
-    arguments.out.write_text(json.dumps(result | {"versions": versions}, indent=2) + "\n", "utf-8")
+        arguments.out.write_text(json.dumps(result | {"versions": versions}, indent=2) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Quantize:
     outputs for the calibration text (arXiv:2210.17323); slower and better."""
 
     calibration: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Text for gptq, UTF-8, of at least 2,048 tokens. At most 32,768 are used. It should resemble the model's inputs."""
+    """Text for gptq, UTF-8, of at least 2,048 tokens. At most 32,768 are used. It should resemble the inputs."""
 
     group_size: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Inputs that share a scale, of w4a16 and w4a8. Default: the first of 128, 64 and 32 that divides all matrices."""
