@@ -113,7 +113,7 @@ class Quantizer:
         joined = parts[0]
         if len(parts) > 1:
             joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(_any_shape(part) for part in parts))
-        return jax.block_until_ready(_with_shape(joined, leaf.shape))
+        return jax.block_until_ready(with_shape(joined, leaf.shape))
 
     def packed(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | Array:
         """A leaf of a checkpoint, in the layout "plain", in the layout for the platform.
@@ -141,7 +141,7 @@ class Quantizer:
             return leaf
         matrix = jax.ShapeDtypeStruct((math.prod(leaf.shape[:-1]), leaf.shape[-1]), leaf.dtype)
         made = jax.eval_shape(functools.partial(_quantized, quantizer=self, name=name, scheme=chosen), matrix)
-        return _with_shape(made, leaf.shape)
+        return with_shape(made, leaf.shape)
 
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
         """The scheme of the leaf `name`; None if it keeps its dtype.
@@ -202,8 +202,8 @@ def _any_shape(weight: QuantizedWeight) -> QuantizedWeight:
     return dataclasses.replace(weight, shape=())
 
 
-def _with_shape(weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
-    """The outputs of a matrix, on several axes."""
+def with_shape(weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
+    """The same weights with their outputs on the axes of `shape`. The arrays may be ShapeDtypeStructs."""
     if weight.layout == "tiles":
         return dataclasses.replace(weight, shape=shape)
 

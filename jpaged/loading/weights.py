@@ -24,7 +24,7 @@ from jpaged.loading.kv_scales import KV_SCALE
 from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
-from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, Quantizer
+from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, Quantizer, with_shape
 from jpaged.models.spec import DecoderSpec, leaf_dtype, param_shapes
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized_dot.weight import ARRAYS
@@ -300,14 +300,8 @@ def _assemble_packed(
 
 
 def _on_axes(weight: QuantizedWeight, shape: tuple[int, ...], dtype: np.dtype) -> QuantizedWeight:
-    """Weights [..., out, in] in the layout "plain", with the outputs on the axes of `shape`."""
-
-    def on_axes(array: Any) -> Any:
-        to = (*shape[:-1], array.shape[-1])
-        return jax.ShapeDtypeStruct(to, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array.reshape(to)
-
-    changed = {name: on_axes(a) for name in ARRAYS[:-1] if (a := getattr(weight, name)) is not None}
-    return dataclasses.replace(weight, shape=shape, dtype=np.dtype(dtype), **changed)
+    """Weights [..., out, in] in the layout "plain", with the outputs on the axes of `shape`. dtype: of activations."""
+    return dataclasses.replace(with_shape(weight, shape), dtype=np.dtype(dtype))
 
 
 def _done(checkpoint: TensorSource, name: str, on_read: Callable[[int], Any]) -> None:
