@@ -186,8 +186,7 @@ def _has_kernel(name: str, weight: QuantizedWeight) -> bool:
 @functools.partial(jax.jit, static_argnames=("quantizer", "name"))
 def _place(weight: QuantizedWeight, *, quantizer: Quantizer, name: str) -> QuantizedWeight | Array:
     if quantizer.platform == "cpu" and quantizer.activations != "float" and not _has_kernel(name, weight):
-        numbers = weight.dequantize()
-        return numbers if weight.order is None else jnp.zeros_like(numbers).at[..., weight.order].set(numbers)
+        return weight.in_order_of_inputs(weight.dequantize())
     return quantizer.place(name, weight)
 
 

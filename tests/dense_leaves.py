@@ -17,7 +17,4 @@ def dense(params: Any) -> Any:
 def _numbers(leaf: Any) -> jax.Array:
     if isinstance(leaf, JoinedWeight):
         return jnp.concatenate([_numbers(part) for part in leaf.parts], leaf.axis)
-    if not isinstance(leaf, QuantizedWeight):
-        return leaf
-    numbers = leaf.dequantize()
-    return numbers if leaf.order is None else jnp.zeros_like(numbers).at[..., leaf.order].set(numbers)
+    return leaf.in_order_of_inputs(leaf.dequantize()) if isinstance(leaf, QuantizedWeight) else leaf

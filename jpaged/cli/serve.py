@@ -40,8 +40,8 @@ class Serve(ChatFlags):
     """Seconds that running requests may take to finish after Ctrl-C or SIGTERM."""
 
     max_connections_per_address: int = 1_024
-    """Maximum number of open connections from one client address. Behind a proxy all clients have the proxy's address:
-    set it higher there."""
+    """Maximum number of open connections from one client address. Set it higher behind a proxy: all clients have the
+    proxy's address there."""
 
     disable_ui: bool = False
     """Do not serve the page at /ui, which has a chat and shows the engine. Default: served. It holds no data itself:

@@ -90,8 +90,7 @@ class QuantizedWeight:
     def rows(self, indices: Int[Array, " rows"]) -> Float[Array, "rows in"]:
         """The rows with these indices of a matrix [out, in], in `dtype`. Indices out of range are clipped."""
         taken = self.select(jnp.clip(indices, 0, self.num_outputs - 1))
-        numbers = taken.dequantize()
-        return numbers if self.order is None else jnp.zeros_like(numbers).at[:, self.order].set(numbers)
+        return self.in_order_of_inputs(taken.dequantize())
 
     def select(self, indices: Int[Array, " rows"]) -> "QuantizedWeight":
         """The outputs with these indices, as a matrix in the layout "plain"."""
@@ -127,6 +126,10 @@ class QuantizedWeight:
         """The weights as numbers, in `dtype`, inputs in the order of the codes."""
         plain = self if self.layout == "plain" else self.plain()
         return plain.numbers().reshape(self.shape).astype(self.dtype)
+
+    def in_order_of_inputs(self, numbers: Float[Array, "*lead in"]) -> Float[Array, "*lead in"]:
+        """Numbers in the order of the codes, as those of `dequantize`, in the order of the inputs."""
+        return numbers if self.order is None else jnp.zeros_like(numbers).at[..., self.order].set(numbers)
 
     def integers(self) -> Int[Array, "out in"]:
         """code - zero, int8. Only of int8 without zeros, and of int4."""

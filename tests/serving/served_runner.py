@@ -1,4 +1,4 @@
-"""The real engine behind the server, on the runner in plain Python: for tests of what the server says about it."""
+"""A server with the real engine and a runner in plain Python, for tests of what the server reports."""
 
 import contextlib
 from collections.abc import Iterator
