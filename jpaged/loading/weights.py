@@ -3,15 +3,16 @@
 1. `plan_weights` reads headers, and compares tied embeddings. Every leaf must have its tensors, in the right shape and
    a convertible dtype, and no tensor may be left over. So nearly all errors come before device memory is allocated.
 2. `load_weights` assembles one leaf at a time on the host, in its final dtype. Leaves that are quantised in the
-   checkpoint stay so, one code a byte on the host. It puts the leaf on the device before it
-   begins the next one, so peak host memory is one leaf plus the mapped files. A value too large for float16 is found
-   only here.
+   checkpoint stay so, one code a byte on the host. A thread reads the next leaf while this one is put on the device.
+   So peak host memory is two leaves plus the mapped files. A value too large for float16 is found only here.
 """
 
+import concurrent.futures
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -162,17 +163,50 @@ def load_weights(
     """Load the parameter tree of `param_shapes(plan.spec, dtype)` to the default device. See `StoredWeights.load`."""
     tree: dict[str, Any] = {"layers": [{} for _ in range(plan.spec.num_layers)]}
     with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", delay=2) as progress:
-        for leaf_plan in plan.leaves:
+        read = functools.partial(_read, checkpoint=checkpoint, dtype=dtype, on_read=progress.update)
+        for leaf_plan, host in zip(plan.leaves, _one_ahead(read, plan.leaves), strict=True):
             leaf = leaf_plan.leaf
             place = tree["layers"][leaf.layer] if leaf.layer is not None else tree
-            if leaf_plan.packed:
-                place[leaf.leaf] = _load_packed(leaf_plan, checkpoint, dtype, quantizer, progress.update)
-                continue
-            host = assemble(leaf_plan, checkpoint, dtype, progress.update)
-            place[leaf.leaf] = quantizer(leaf.leaf, jax.block_until_ready(jax.device_put(host)))
-            del host
+            place[leaf.leaf] = _on_device(leaf_plan, host, quantizer)
     tree["layers"] = tuple(tree["layers"])
     return tree
+
+
+def _one_ahead(read: Callable[[LeafPlan], Any], plans: tuple[LeafPlan, ...]) -> Iterator[Any]:
+    """Yield read(plan) of each plan. A thread reads the next one while the caller uses this one."""
+    with concurrent.futures.ThreadPoolExecutor(1, "read weights") as thread:
+        ahead = thread.submit(read, plans[0]) if plans else None
+        for plan in (*plans[1:], None):
+            assert ahead is not None
+            host, ahead = ahead.result(), None if plan is None else thread.submit(read, plan)
+            yield host
+            del host
+
+
+def _read(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, on_read: Callable[[int], Any]) -> Any:
+    """Read a leaf to the host: an array, a QuantizedWeight, or a list of them, the parts of a JoinedWeight in order."""
+    if not plan.packed:
+        return assemble(plan, checkpoint, dtype, on_read)
+    if _alike(plan.packed):
+        return _assemble_packed(plan, checkpoint, dtype, on_read)
+    parts = []
+    for tensor, file in zip(plan.leaf.tensors, plan.files, strict=True):
+        shape, weight = _part_of(plan.leaf, tensor, plan.shape), checkpoint.quantized(file)
+        dense = weight is None
+        parts.append(checkpoint.array(file).reshape(shape).astype(dtype) if dense else _on_axes(weight, shape, dtype))
+        _done(checkpoint, file, on_read)
+    return list(_in_order(plan.leaf, parts))
+
+
+def _on_device(plan: LeafPlan, host: Any, quantizer: Quantizer) -> Any:
+    """A leaf that `_read` has read, as an array on the default device, a QuantizedWeight or a JoinedWeight."""
+    name = plan.leaf.leaf
+    if isinstance(host, list):
+        parts = (quantizer.packed(name, p) if isinstance(p, QuantizedWeight) else jax.device_put(p) for p in host)
+        return JoinedWeight(tuple(parts), PART_AXES[name])
+    if isinstance(host, QuantizedWeight):
+        return quantizer.packed(name, host)
+    return quantizer(name, jax.block_until_ready(jax.device_put(host)))
 
 
 def assemble(
@@ -236,7 +270,7 @@ def _part_of(leaf: LeafTensors, tensor: NamedRule, shape: tuple[int, ...]) -> tu
 
 
 def _packed_shape(plan: LeafPlan, leaf: jax.ShapeDtypeStruct, quantizer: Quantizer) -> Any:
-    """The leaf of `_load_packed`, as ShapeDtypeStructs."""
+    """A leaf that is quantised in the checkpoint, as ShapeDtypeStructs."""
     name, packed = plan.leaf.leaf, plan.packed
 
     def placed(weight: QuantizedWeight, shape: tuple[int, ...]) -> Any:
@@ -250,25 +284,6 @@ def _packed_shape(plan: LeafPlan, leaf: jax.ShapeDtypeStruct, quantizer: Quantiz
         for weight, shape in zip(packed, shapes, strict=True)
     ]
     return JoinedWeight(_in_order(plan.leaf, parts), PART_AXES[name])
-
-
-def _load_packed(
-    plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: Quantizer, on_read: Callable[[int], Any]
-) -> Any:
-    """Load a leaf that is quantised in the checkpoint: a QuantizedWeight, or a JoinedWeight of its parts."""
-    leaf, name = plan.leaf, plan.leaf.leaf
-    if _alike(plan.packed):
-        whole = _assemble_packed(plan, checkpoint, dtype, on_read)
-        return quantizer.packed(name, whole)
-    parts = []
-    for tensor, file in zip(leaf.tensors, plan.files, strict=True):
-        shape, weight = _part_of(leaf, tensor, plan.shape), checkpoint.quantized(file)
-        if weight is None:
-            parts.append(jax.device_put(checkpoint.array(file).reshape(shape).astype(dtype)))
-        else:
-            parts.append(quantizer.packed(name, _on_axes(weight, shape, dtype)))
-        _done(checkpoint, file, on_read)
-    return JoinedWeight(_in_order(leaf, parts), PART_AXES[name])
 
 
 def _in_order(leaf: LeafTensors, parts: list[Any]) -> tuple[Any, ...]:
