@@ -1,6 +1,6 @@
-"""Programs of Llama 3.1 8B with quantised weights, compiled for an H200 that need not be there.
+"""Programs of real models with quantised weights, compiled for an H200 that need not be there.
 
-The model is a checkpoint with all headers and no data. The bytes of the weights are those of the arguments that the
+The models are checkpoints with headers and no data. The bytes of the weights are those of the arguments that the
 program's kernels read.
 """
 
@@ -21,7 +21,7 @@ from jpaged.runtime.program_text import Program
 from jpaged.runtime.step import ForwardShape
 from tests.deviceless import H200, marks
 from tests.kernels.machine_code import DUMP_PTX, kernels_in, tool
-from tests.runtime.test_plan import LLAMA, LLAMA_PARTS
+from tests.runtime.test_plan import LLAMA, LLAMA_PARTS, QWEN_MOE
 
 pytestmark = [pytest.mark.codegen, *marks(H200)]
 
@@ -34,7 +34,7 @@ MATRICES = {
 }  # fmt: skip
 LAYER = 2 * sum(math.prod(shape) for shape in MATRICES.values())  # bytes in bf16
 ROWS, BLOCKS = 16, 128
-ITEM_BYTES = {"BF16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1}
+ITEM_BYTES = {"BF16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "U8": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +69,8 @@ class Scheme:
 W4A16, W8A16, FP8 = Scheme(4, 128), Scheme(8, 128), Scheme(8, None, is_float=True)
 
 
-def write_headers(folder, scheme, layers):
-    """A checkpoint with the first layers. Its file has no data: it is one hole."""
-    tensors = {f"{name}.weight": ("BF16", (VOCAB, HIDDEN)) for name in ("model.embed_tokens", "lm_head")}
-    tensors["model.norm.weight"] = "BF16", (HIDDEN,)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{norm}.weight"] = "BF16", (HIDDEN,)
-        for name, shape in MATRICES.items():
-            tensors |= scheme.tensors(prefix + name, shape)
+def write_headers(folder, values, tensors):
+    """A checkpoint without data: its file is one hole. tensors: dtype and shape by name."""
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + ITEM_BYTES[dtype] * math.prod(shape)
@@ -87,8 +79,63 @@ def write_headers(folder, scheme, layers):
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    values = LLAMA | {"num_hidden_layers": layers, "quantization_config": scheme.config}
     (folder / "config.json").write_text(json.dumps(values))
+
+
+def write_llama(folder, scheme, layers):
+    """The first layers of Llama 3.1 8B."""
+    tensors = {f"{name}.weight": ("BF16", (VOCAB, HIDDEN)) for name in ("model.embed_tokens", "lm_head")}
+    tensors["model.norm.weight"] = "BF16", (HIDDEN,)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = "BF16", (HIDDEN,)
+        for name, shape in MATRICES.items():
+            tensors |= scheme.tensors(prefix + name, shape)
+    write_headers(folder, LLAMA | {"num_hidden_layers": layers, "quantization_config": scheme.config}, tensors)
+    return folder
+
+
+# openai/gpt-oss-20b with one layer
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "intermediate_size": 2880, "layer_types": ["full_attention"],
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 1, "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "vocab_size": 201088, "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
+
+
+def write_gpt_oss(folder):
+    hidden, heads, kv, experts = 2880, 64 * 64, 8 * 64, 32
+    plain = {
+        "model.embed_tokens.weight": (201088, hidden), "lm_head.weight": (201088, hidden),
+        "model.norm.weight": (hidden,),
+    }  # fmt: skip
+    shapes = {
+        "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (heads, hidden), "self_attn.q_proj.bias": (heads,),
+        "self_attn.k_proj.weight": (kv, hidden), "self_attn.k_proj.bias": (kv,),
+        "self_attn.v_proj.weight": (kv, hidden), "self_attn.v_proj.bias": (kv,),
+        "self_attn.o_proj.weight": (hidden, heads), "self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (64,),
+        "mlp.router.weight": (experts, hidden), "mlp.router.bias": (experts,),
+        "mlp.experts.gate_up_proj_bias": (experts, 2 * hidden), "mlp.experts.down_proj_bias": (experts, hidden),
+    }  # fmt: skip
+    plain |= {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
+    tensors = {name: ("BF16", shape) for name, shape in plain.items()}
+    for name, outputs in (("gate_up_proj", 2 * hidden), ("down_proj", hidden)):
+        prefix = f"model.layers.0.mlp.experts.{name}"
+        tensors[f"{prefix}_blocks"] = "U8", (experts, outputs, hidden // 32, 16)
+        tensors[f"{prefix}_scales"] = "U8", (experts, outputs, hidden // 32)
+    write_headers(folder, GPT_OSS, tensors)
+
+
+def write_qwen_moe(folder):
+    """Qwen3 30B A3B with one layer, for `--quantization int4`: only its config."""
+    (folder / "config.json").write_text(json.dumps(QWEN_MOE | {"num_hidden_layers": 1}))
 
 
 class PtxPlacement(Placement):
@@ -128,11 +175,10 @@ def array_bytes(shape):
     return int(item) // 8 * math.prod(int(n) for n in dimensions.split(",") if n)
 
 
-def compiled(folder, scheme, layers, kind):
-    write_headers(folder, scheme, layers)
-    config = planning.engine_config(
-        str(folder), {"max_num_seqs": ROWS, "max_num_batched_tokens": 64, "max_model_len": 2048}
-    )  # fmt: skip
+def compiled(folder, kind, **options):
+    """The program of a kind for ROWS rows. folder: of the model."""
+    sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": 64, "max_model_len": 2048}
+    config = planning.engine_config(str(folder), sizes | options)
     model = describe(config, H200.platform)
     placed = Placement.for_target(H200)
     placement = PtxPlacement(placed.device, placed.sharding, str(folder / "dump"))
@@ -176,7 +222,7 @@ CASES = [
 @pytest.mark.parametrize(("scheme", "most"), CASES, ids=str)
 def test_a_decode_step_reads_the_codes_and_no_copy_of_a_matrix(scheme, most, tmp_path):
     """One layer. Four kernels read its matrices, each once, and spill no registers."""
-    made = compiled(tmp_path, scheme, 1, ForwardShape)
+    made = compiled(write_llama(tmp_path, scheme, 1), ForwardShape)
     read = made.weight_bytes("quantized_dot")
     names = [operation.kernel for operation in Program(made.text).operations()]
     assert names.count("quantized_dot") == 4  # qkv, o, gate and up, down
@@ -203,12 +249,45 @@ def test_a_layer_adds_its_bytes_and_no_temporaries(tmp_path):
     """So one layer shows what 32 read. The output matrix is another program's, and is read once by it in bf16."""
     (tmp_path / "one").mkdir()
     (tmp_path / "three").mkdir()
-    one, three = (compiled(tmp_path / name, W4A16, n, ForwardShape) for name, n in (("one", 1), ("three", 3)))
+    one, three = (
+        compiled(write_llama(tmp_path / name, W4A16, n), ForwardShape) for name, n in (("one", 1), ("three", 3))
+    )  # fmt: skip
     check_no_copy(three)
     assert three.weight_bytes("quantized_dot") == 3 * one.weight_bytes("quantized_dot")
     temporaries = [made.program.memory_analysis().temp_size_in_bytes for made in (one, three)]
     assert temporaries[1] <= 1.1 * temporaries[0]
-    (tmp_path / "sample").mkdir()
-    sample = compiled(tmp_path / "sample", W4A16, 1, SampleShape)
+    sample = compiled(tmp_path / "one", SampleShape)
     moved = sum(traffic.read for traffic in Program(sample.text).traffic())
     assert LLAMA_PARTS["output matrix"] <= moved < 1.05 * LLAMA_PARTS["output matrix"]
+
+
+EXPERTS = [
+    # matrices [outputs, inputs] of an expert; most bytes of the layer's experts, as a share of bf16's
+    (write_gpt_oss, {}, [(5760, 2880), (2880, 2880)], 32, 0.2813),              # 4 bits, and 16 for 32 codes
+    (write_qwen_moe, {"quantization": "int4"}, [(1536, 2048), (2048, 768)], 128, 0.2891),  # 4 bits, and 40 for 64
+]  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize(("write", "options", "shapes", "num", "most"), EXPERTS, ids=["gpt-oss", "qwen3-moe"])
+def test_experts_are_multiplied_in_their_codes(write, options, shapes, num, most, tmp_path):
+    """Two kernels a layer read them, in the one CUDA graph. No matrix is dequantised, and no loop is left."""
+    write(tmp_path)
+    made = compiled(tmp_path, ForwardShape, **options)
+    program = Program(made.text)
+    assert [operation.kernel for operation in program.operations()].count("quantized_grouped_dot") == 2
+    assert not program.loops()
+    bf16 = 2 * num * sum(map(math.prod, shapes))
+    read = made.weight_bytes("quantized_grouped_dot")
+    assert read <= most * bf16
+    for outputs, inputs in (*shapes, (shapes[0][0] // 2, shapes[0][1])):
+        assert not re.search(rf"\b(f16|bf16|f32)\[[\d,]*\b{outputs},{inputs}\]", made.text)
+    (commands,) = (tmp_path / "dump").glob("*thunk_sequence_after_thunk_passes.txt")
+    assert len(re.findall(r"^\d+: k", commands.read_text(), re.MULTILINE)) == 1
+    kernels = kernels_in(tmp_path / "dump", only=r"quantized\w+")
+    assert {kernel.spilled_bytes for kernel in kernels.values()} == {0}
+    temporaries = made.program.memory_analysis().temp_size_in_bytes
+    print(f"{tmp_path.name}: {read:,} bytes of {bf16:,} ({read / bf16:.4f}); {temporaries:,} bytes of temporaries")
+    for name, kernel in kernels.items():
+        print(f"{name}: {kernel.blocks} programs, {kernel.registers} registers, {kernel.resident_blocks} resident")
