@@ -113,7 +113,7 @@ class Problem:
 
 
 class Tile(NamedTuple):
-    """What a program multiplies."""
+    """The rows and outputs that a program multiplies, and its part of the inputs."""
 
     row: Array            # int32[rows], indices into x
     inside: Array | None  # bool[rows], False for indices that have no row; None: all have one

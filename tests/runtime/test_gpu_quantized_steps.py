@@ -188,17 +188,17 @@ def compiled(folder, kind, **options):
         return Compiled(build, build.compile(shapes[0]))
 
 
-def check_no_copy(made):
-    """No array but the arguments has an eighth of the numbers of the smallest matrix."""
-    most = HIDDEN * HIDDEN // 8
+def check_no_copy(made, most):
+    """No array but the arguments has `most` numbers. A loop, whose arrays are not looked at, would read matrices."""
 
     def largest(shape):
         return max((math.prod(map(int, found.split(","))) for found in re.findall(r"\[([\d,]+)\]", shape)), default=1)
 
+    program = Program(made.text)
+    assert not program.loops()
     # the write of keys and values returns the pages, in place
-    computed = [one for one in Program(made.text).operations() if one.kernel != "write_qkv"]
+    computed = [one for one in program.operations() if one.kernel != "write_qkv"]
     assert not [(one.name, one.shape) for one in computed if largest(one.shape) >= most]
-    assert made.program.memory_analysis().temp_size_in_bytes < most
 
 
 def check_arguments(made):
@@ -229,12 +229,13 @@ def test_a_decode_step_reads_the_codes_and_no_copy_of_a_matrix(scheme, most, tmp
     parts = memory.weight_parts(made.build.blueprint.model.params)
     assert read == parts["attention"] + parts["feed-forward"]
     assert read <= most * LAYER
-    check_no_copy(made)
+    check_no_copy(made, HIDDEN * HIDDEN // 8)
     check_arguments(made)
     kernels = kernels_in(tmp_path / "dump", only=r"quantized_dot\w*")
     assert len(kernels) >= 3
     assert {kernel.spilled_bytes for kernel in kernels.values()} == {0}
     temporaries = made.program.memory_analysis().temp_size_in_bytes
+    assert temporaries < HIDDEN * HIDDEN // 8  # bytes; the smallest matrix has 32 MiB in bf16
     print(f"{scheme}: {read:,} bytes of {LAYER:,} a layer ({read / LAYER:.4f}); {temporaries:,} bytes of temporaries")
     heads = parts["embedding"] + parts["output matrix"]
     ours, bf16 = (heads + LAYERS * size for size in (read, LAYER))
@@ -252,7 +253,7 @@ def test_a_layer_adds_its_bytes_and_no_temporaries(tmp_path):
     one, three = (
         compiled(write_llama(tmp_path / name, W4A16, n), ForwardShape) for name, n in (("one", 1), ("three", 3))
     )  # fmt: skip
-    check_no_copy(three)
+    check_no_copy(three, HIDDEN * HIDDEN // 8)
     assert three.weight_bytes("quantized_dot") == 3 * one.weight_bytes("quantized_dot")
     temporaries = [made.program.memory_analysis().temp_size_in_bytes for made in (one, three)]
     assert temporaries[1] <= 1.1 * temporaries[0]
@@ -272,17 +273,18 @@ EXPERTS = [
 @pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(("write", "options", "shapes", "num", "most"), EXPERTS, ids=["gpt-oss", "qwen3-moe"])
 def test_experts_are_multiplied_in_their_codes(write, options, shapes, num, most, tmp_path):
-    """Two kernels a layer read them, in the one CUDA graph. No matrix is dequantised, and no loop is left."""
+    """Two kernels a layer read them, in the one CUDA graph, without a loop. No array is as large as a matrix.
+
+    As XLA operations the layer has two loops, and 48 MB of temporaries for gpt-oss.
+    """
     write(tmp_path)
     made = compiled(tmp_path, ForwardShape, **options)
-    program = Program(made.text)
-    assert [operation.kernel for operation in program.operations()].count("quantized_grouped_dot") == 2
-    assert not program.loops()
+    names = [operation.kernel for operation in Program(made.text).operations()]
+    assert names.count("quantized_grouped_dot") == 2
+    check_no_copy(made, max(map(math.prod, shapes)))
     bf16 = 2 * num * sum(map(math.prod, shapes))
     read = made.weight_bytes("quantized_grouped_dot")
     assert read <= most * bf16
-    for outputs, inputs in (*shapes, (shapes[0][0] // 2, shapes[0][1])):
-        assert not re.search(rf"\b(f16|bf16|f32)\[[\d,]*\b{outputs},{inputs}\]", made.text)
     (commands,) = (tmp_path / "dump").glob("*thunk_sequence_after_thunk_passes.txt")
     assert len(re.findall(r"^\d+: k", commands.read_text(), re.MULTILINE)) == 1
     kernels = kernels_in(tmp_path / "dump", only=r"quantized\w+")
