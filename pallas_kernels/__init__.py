@@ -6,6 +6,7 @@
 - `quantized_dot` multiplies rows with a `QuantizedWeight`: weights in 8 or 4 bits, made by `quantize`.
 - `gated_dot` is both products of a gated feed-forward network, and the activation between them.
 - `grouped_dot` multiplies blocks of rows, each with its own matrix: the products of a mixture of experts.
+- `quantized_grouped_dot` does so with quantised matrices.
 - `self_check` compares the implementations chosen for a device with the reference.
 - `rms_norm_rows` and `silu_and_mul` compute single rows: a kernel on CPU.
 - `rms_norm`, `apply_rope` and `norm_and_rope` are the arithmetic of `write_qkv` in plain jnp.
@@ -17,7 +18,8 @@ from pallas_kernels.gated_dot.activation import activate
 from pallas_kernels.grouped_dot import grouped_dot
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized_dot import QuantizedWeight, quantize, quantized_dot, quantized_grouped_dot
+from pallas_kernels.quantized_dot import QuantizedWeight, quantize, quantized_dot
+from pallas_kernels.quantized_grouped_dot import quantized_grouped_dot
 from pallas_kernels.row_ops import rms_norm_rows, silu_and_mul
 from pallas_kernels.self_check import KernelCheckError, self_check
 from pallas_kernels.write_kv import write_kv

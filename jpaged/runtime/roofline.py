@@ -163,7 +163,7 @@ def _of_load(
     unread = itertools.cycle(_unread_bytes(build, shape, load, name) for name in ("expert_gate_up", "expert_down"))
     for one in traffic:
         name = one.operation.kernel
-        if name.startswith("grouped_dot"):
+        if name.startswith(("grouped_dot", "quantized_grouped_dot")):
             yield one.operation, one.read + one.written - next(unread), one.flops
         elif isinstance(shape, ForwardShape) and PAGED.match(name):
             if not shape.is_decode and name in _DECODE:

@@ -11,10 +11,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.checks import expect_floats
 from pallas_kernels.platforms import Implementation, compiled_on, default_device, is_interpreted, pick
 from pallas_kernels.quantized_dot import cpu, reference, triton, xla
-from pallas_kernels.quantized_dot.grouped import quantized_grouped_dot
 from pallas_kernels.quantized_dot.weight import QuantizedWeight, quantize
 
-__all__ = ["IMPLEMENTATIONS", "QuantizedWeight", "quantize", "quantized_dot", "quantized_grouped_dot"]
+__all__ = ["IMPLEMENTATIONS", "QuantizedWeight", "quantize", "quantized_dot"]
 
 # `Implementation.refuse` takes (device, x, weight, dtype)
 IMPLEMENTATIONS = {

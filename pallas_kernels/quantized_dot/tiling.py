@@ -40,9 +40,24 @@ class Tiling:
             return cls(FEW_ROWS, 64, 128, stages=4 if small_blocks else 6, splits=splits)
         return cls(SOME_ROWS, 64, 128, stages=3 if small_blocks else 4, splits=splits)
 
+    @classmethod
+    def for_blocks(cls, rows: int, *, small_blocks: bool = False) -> "Tiling":
+        """The tiling for blocks of rows that have matrices of their own: `by_rule` without splits.
+
+        Several matrices are multiplied at once, so there are programs enough. One token of Qwen3 30B A3B has 8 experts
+        of 24 and of 32 tiles. One of gpt-oss 20B has 4 of 90 and of 45.
+        """
+        whole = cls.by_rule(min(rows, SOME_ROWS), 0, 0, multiprocessors=0, small_blocks=small_blocks)
+        return dataclasses.replace(whole, rows=min(SOME_ROWS, max(FEW_ROWS, 1 << (rows - 1).bit_length())))
+
 
 def choose(rows: int, inputs: int, outputs: int) -> Tiling:
     """The tiling for the device that a kernel is traced for."""
     return Tiling.by_rule(
         rows, inputs, outputs, multiprocessors=num_multiprocessors(), small_blocks=has_small_blocks()
     )
+
+
+def choose_for_blocks(rows: int) -> Tiling:
+    """The tiling of `quantized_grouped_dot` for the device that a kernel is traced for. rows: of a block."""
+    return Tiling.for_blocks(rows, small_blocks=has_small_blocks())

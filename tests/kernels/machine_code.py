@@ -13,6 +13,7 @@ from tests.deviceless import H200
 # of a multiprocessor of compute capability 9.0, as in runtime/targets.py
 REGISTERS, SHARED_BYTES = 65_536, 233_472
 RESERVED_BYTES = 1_024  # shared memory that the driver takes for each block
+DUMP_PTX = {"xla_dump_emitter_re": "ptx"}  # an option of XLA, for `xla_dump_to`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +54,22 @@ def tool(name: str) -> pathlib.Path | None:
 
 def kernels_of(call, arguments, folder: pathlib.Path, only: str | None = None) -> dict[str, Kernel]:
     """The kernels of a program, by name. folder: for files of the compiler. only: the kernel to assemble; None: all."""
-    compile_for(
-        H200, call, arguments, compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
-    )  # fmt: skip
+    compile_for(H200, call, arguments, compiler_options={"xla_dump_to": str(folder), **DUMP_PTX})
+    return kernels_in(folder, only)
+
+
+def kernels_in(folder: pathlib.Path, only: str | None = None) -> dict[str, Kernel]:
+    """The kernels of the program that was compiled with `xla_dump_to=folder` and `DUMP_PTX`, by name.
+
+    only: a regular expression of the names of kernels to assemble; None: all. Kernels with equal code have one entry.
+    """
     (sequence,) = folder.glob("*thunk_sequence.txt")
     launch = re.compile(r" (\w+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+),.*shared_memory: (\d+)")
     launches = {name: [int(n) for n in numbers] for name, *numbers in launch.findall(sequence.read_text())}
     kernels = {}
     for source in folder.glob("*.ptx"):
         for name in re.findall(r"\.entry (\w+)", source.read_text()):
-            if only not in (None, name):
+            if only is not None and not re.fullmatch(only, name):
                 continue
             x, y, z, threads, shared = launches[name]
             registers, spilled, lines = _assembled(source)

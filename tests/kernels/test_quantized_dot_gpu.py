@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from jpaged.runtime.targets import TARGETS
-from pallas_kernels import QuantizedWeight, quantized_dot
+from pallas_kernels import quantized_dot
 from pallas_kernels.quantized_dot import reference, triton, triton_codes, xla
 from pallas_kernels.quantized_dot.tiling import Tiling
-from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, to_rows
+from pallas_kernels.quantized_dot.weight import to_rows
 from tests.deviceless import H200, marks
 from tests.kernels.machine_code import compile_for, kernels_of, tool
+from tests.kernels.quantized_cases import Case
 from tests.kernels.test_lowering import lower_for
 
 CPU = jax.devices("cpu")[0]
@@ -28,54 +29,6 @@ def deviceless(test):
 
 
 SMALL = Tiling(16, 32, 64)  # small tiles have edges in small shapes
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A matrix of weights. group: its size, None: all inputs. outer: supergroups of an output."""
-
-    kind: str
-    inputs: int
-    group: int | None = None
-    zeros: bool = False
-    mins: bool = False
-    outer: int = 0
-    divides: bool = False
-    scales: str = "bfloat16"
-    activations: str = "float"
-    dtype: str = "bfloat16"
-    outputs: int = 37
-
-    def weight(self, make) -> QuantizedWeight:
-        """In the layout "plain". make(shape, dtype, low, high): an array of whole numbers, divided by 16 if floats."""
-        shape, groups = (self.outputs, self.inputs), self.inputs // (self.group or self.inputs)
-        low, high = {"int8": (-127, 128), "fp8": (-40, 41)}.get(self.kind, (0, 16))
-        scales = functools.partial(make, (self.outputs, groups), self.scales, 8, 24)
-        outer = functools.partial(make, (self.outputs, self.outer), "float32", 8, 24)
-        zero = ("int8", -9, 10) if self.kind == "int8" else ("uint8", 0, 16)
-        return QuantizedWeight(
-            make(shape, PLAIN_DTYPES[self.kind], low, high), scales(),
-            make((self.outputs, groups), *zero) if self.zeros else None, outer() if self.outer else None,
-            scales() if self.mins else None, outer() if self.outer and self.mins else None, None, self.kind, "plain",
-            shape, np.dtype(self.dtype), self.activations, self.divides,
-        )  # fmt: skip
-
-    def drawn(self) -> QuantizedWeight:
-        rng = np.random.default_rng(self.inputs)
-
-        def make(shape, dtype, low, high):
-            numbers = rng.integers(low, high, shape)
-            return jnp.asarray(numbers if jnp.issubdtype(dtype, jnp.integer) else numbers / 16, dtype)
-
-        return to_rows(self.weight(make))
-
-    def shapes(self) -> QuantizedWeight:
-        weight = self.weight(lambda shape, dtype, *_: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
-        return jax.eval_shape(to_rows, weight) if weight.bits == 8 else dataclasses.replace(
-            weight, codes=jax.ShapeDtypeStruct((self.outputs, self.inputs // 2), jnp.uint8), layout="rows"
-        )  # fmt: skip
-
-
 NUMBERS = [
     # rows, splits, matrix
     (1, 2, Case("int4", 256, 64, zeros=True)),
@@ -104,7 +57,7 @@ def kernel(case, splits=1, dtype=jnp.float32):
 
 @pytest.mark.parametrize(("rows", "splits", "case"), NUMBERS, ids=str)
 def test_matches_the_reference(rows, splits, case):
-    x, weight = x_of(rows, case), case.drawn()
+    x, weight = x_of(rows, case), to_rows(case.drawn())
     assert triton.refuse(CPU, x, weight, jnp.float32) is None
     got = np.asarray(kernel(case, splits)(x, weight, jnp.int32(rows)))
     expected = np.asarray(reference.quantized_dot(x, weight, jnp.int32(rows), dtype=jnp.float32))
@@ -116,7 +69,7 @@ def test_matches_the_reference(rows, splits, case):
 @pytest.mark.codegen
 def test_bits_of_a_row_do_not_depend_on_the_others():
     case = Case("int4", 256, 64)
-    x, weight, call = x_of(20, case), case.drawn(), kernel(case, 2)
+    x, weight, call = x_of(20, case), to_rows(case.drawn()), kernel(case, 2)
     whole = np.asarray(call(x, weight, jnp.int32(20)))
     np.testing.assert_array_equal(call(x[18:19], weight, jnp.int32(1)), whole[18:19])
     company = np.asarray(call(x.at[:18].set(jnp.nan), weight, jnp.int32(20)))

@@ -1,4 +1,4 @@
-"""quantized_grouped_dot: blocks of rows, each times the quantised matrix of its expert."""
+"""quantized_grouped_dot as XLA operations, for every platform: a loop over the used blocks."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,12 +14,7 @@ def quantized_grouped_dot(
     matrix_of_block: Int[Array, " blocks"],
     num_blocks_used: Int[Array, ""],
 ) -> Float[Array, "blocks rows out"]:
-    """As `grouped_dot`, for weights [matrices, ..., in] in the layout "rows". One matrix at a time is dequantised.
-
-    The results of blocks from `num_blocks_used` on are zero.
-    """
-    if weight.order is not None:
-        x = x[..., weight.order]
+    """See `pallas_kernels.quantized_grouped_dot`. One matrix at a time is dequantised. Unused blocks are zero."""
     outputs = weight.num_outputs // weight.shape[0]
 
     def multiply_block(i: Array, out: Array) -> Array:
