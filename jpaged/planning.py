@@ -69,7 +69,7 @@ class EnginePlan:
     device_bytes: int | None  # None: CPU, where the pool does not depend on it
     taken_bytes: int          # in use by other programs
     usable_bytes: int | None  # most bytes that the options allow to be in use, taken_bytes included
-    weight_parts: dict[str, int]
+    weight_kinds: dict[str, dict[str, int]]  # bytes by part, and by kind of numbers: `memory.weight_kinds`
     temporaries: Temporaries
     memory: "MemoryPlan | None"            # None: the engine does not fit
     problem: str | None                    # the engine's error message if it does not fit
@@ -78,6 +78,24 @@ class EnginePlan:
     memory_is_capped: bool                 # by kv_cache_memory_bytes
     host_blocks: int                       # blocks that fit into swap_space
     roofline: "Roofline | None" = None     # predicted times of the programs, if asked for
+    format: str | None = None              # quant_method of the checkpoint; None: it is not quantised
+
+    @property
+    def weight_parts(self) -> dict[str, int]:
+        """Bytes of the weights by part."""
+        return {part: sum(kinds.values()) for part, kinds in self.weight_kinds.items()}
+
+    @property
+    def least_devices(self) -> int:
+        """Devices of this kind that it takes to hold the weights alone. 1 on CPU."""
+        if self.usable_bytes is None:
+            return 1
+        return -(-self.weight_bytes // max(1, self.usable_bytes - self.taken_bytes))
+
+    @property
+    def is_dequantised(self) -> bool:
+        """True if the checkpoint is quantised, but none of its weights is on this device."""
+        return self.format is not None and not any("scales" in kinds for kinds in self.weight_kinds.values())
 
     @property
     def weight_bytes(self) -> int:
@@ -87,7 +105,7 @@ class EnginePlan:
     @property
     def rows(self) -> list[Row]:
         """The table of bytes. On an accelerator the rows add up to its memory, if the engine fits."""
-        parts = tuple(Row(name, size) for name, size in self.weight_parts.items())
+        parts = tuple(Row(part, sum(kinds.values()), self._note(kinds)) for part, kinds in self.weight_kinds.items())
         rows = [Row("weights", self.weight_bytes, self.dtype, parts)]
         how = "measured" if self.temporaries.measured else "ESTIMATED"
         of = f"of the largest program ({self.temporaries.program}), {how}"
@@ -113,6 +131,15 @@ class EnginePlan:
         kept = self.device_bytes - self.usable_bytes
         rows.append(Row("kept free", kept, "what gpu_memory_utilization leaves"))
         return rows
+
+
+    def _note(self, kinds: Mapping[str, int]) -> str:
+        """Kinds of numbers of a part, unless all are of the model's dtype."""
+        from jpaged.runtime.memory import size_text
+
+        if kinds.keys() == {self.dtype}:
+            return ""
+        return ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items())
 
 
 def parse_size(parameter: str, text: str) -> int:
@@ -232,7 +259,7 @@ def _plan(
         device_bytes=device_bytes,
         taken_bytes=taken,
         usable_bytes=usable,
-        weight_parts=memory.weight_parts(params),
+        weight_kinds=memory.weight_kinds(params),
         temporaries=temporaries,
         memory=fitted,
         problem=problem,
@@ -241,6 +268,7 @@ def _plan(
         memory_is_capped=config.kv_cache_memory_bytes is not None,
         host_blocks=0 if fitted is None else int(config.swap_space * 2**30) // fitted.block_bytes,
         roofline=roofline,
+        format=described.format,
     )
 
 

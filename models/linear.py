@@ -142,7 +142,7 @@ def linear_per_expert(
     """
     weight = context.params[name]
     if isinstance(weight, QuantizedWeight):
-        return quantized_grouped_dot(x, weight, expert_of_block, num_blocks_used)
+        return quantized_grouped_dot(x, weight, expert_of_block, num_blocks_used, rows_of_block=rows_of_block)
     weight = weight.reshape(weight.shape[0], -1, weight.shape[-1])
     return grouped_dot(x, weight, expert_of_block, num_blocks_used, rows_of_block=rows_of_block)
 

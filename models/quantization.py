@@ -26,6 +26,7 @@ from pallas_kernels.quantized_dot.weight import (
     OUTPUTS,
     quantize_plain,
     refuse_group,
+    refuse_matrices,
     refuse_tiles,
     to_rows,
     to_tiles,
@@ -108,7 +109,7 @@ class Quantizer:
             return leaf
         matrix = leaf.reshape(-1, leaf.shape[-1])
         rows = max(OUTPUTS, MOST_NUMBERS // leaf.shape[-1] // OUTPUTS * OUTPUTS)
-        make = functools.partial(_quantized, quantizer=self, name=name, scheme=chosen)
+        make = functools.partial(_quantized, quantizer=self, name=name, scheme=chosen, shape=leaf.shape)
         parts = [make(matrix[i : i + rows]) for i in range(0, matrix.shape[0], rows)]
         joined = parts[0]
         if len(parts) > 1:
@@ -140,7 +141,8 @@ class Quantizer:
         if chosen is None:
             return leaf
         matrix = jax.ShapeDtypeStruct((math.prod(leaf.shape[:-1]), leaf.shape[-1]), leaf.dtype)
-        made = jax.eval_shape(functools.partial(_quantized, quantizer=self, name=name, scheme=chosen), matrix)
+        make = functools.partial(_quantized, quantizer=self, name=name, scheme=chosen, shape=leaf.shape)
+        made = jax.eval_shape(make, matrix)
         return with_shape(made, leaf.shape)
 
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
@@ -156,14 +158,16 @@ class Quantizer:
                 return candidate
         return None
 
-    def place(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
+    def place(self, name: str, weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
         """Weights in the layout "plain", in the layout for the platform, with the activations that it multiplies.
 
-        On CPU the native kernel takes the layout "tiles", and rounds activations to 8 bits. All other products take
-        the layout "rows": experts', and those with activations that are not rounded. They dequantise blocks of
+        shape: of the leaf, which the weights may be a part of.
+
+        On CPU the native kernels take the layout "tiles", and round activations to 8 bits. All other products take
+        the layout "rows": those of fp8, and those with activations that are not rounded. They dequantise blocks of
         outputs in every step, which is slow on CPU.
         """
-        if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight):
+        if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight, shape):
             return to_tiles(weight)
         able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
         wanted = weight.activations if self.activations == "auto" else self.activations
@@ -178,22 +182,25 @@ class Quantizer:
 UNCHANGED = Quantizer()
 
 
-def _has_kernel(name: str, weight: QuantizedWeight) -> bool:
-    """True if the native kernel for CPU multiplies the leaf."""
-    return name not in EXPERTS and refuse_tiles(weight) is None
+def _has_kernel(name: str, weight: QuantizedWeight, shape: tuple[int, ...]) -> bool:
+    """True if a native kernel for CPU multiplies the leaf. shape: of the leaf."""
+    return refuse_tiles(weight) is None and (name not in EXPERTS or refuse_matrices(shape) is None)
 
 
 @functools.partial(jax.jit, static_argnames=("quantizer", "name"))
 def _place(weight: QuantizedWeight, *, quantizer: Quantizer, name: str) -> QuantizedWeight | Array:
-    if quantizer.platform == "cpu" and quantizer.activations != "float" and not _has_kernel(name, weight):
+    if quantizer.platform == "cpu" and quantizer.activations != "float" and not _has_kernel(name, weight, weight.shape):
         return weight.in_order_of_inputs(weight.dequantize())
-    return quantizer.place(name, weight)
+    return quantizer.place(name, weight, weight.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("quantizer", "name", "scheme"))
-def _quantized(matrix: Float[Array, "out in"], *, quantizer: Quantizer, name: str, scheme: Scheme) -> QuantizedWeight:
+@functools.partial(jax.jit, static_argnames=("quantizer", "name", "scheme", "shape"))
+def _quantized(
+    matrix: Float[Array, "out in"], *, quantizer: Quantizer, name: str, scheme: Scheme, shape: tuple[int, ...]
+) -> QuantizedWeight:
+    """Outputs of the leaf `name`, rounded. shape: of the leaf."""
     plain = quantize_plain(matrix, scheme.kind, scheme.group_size or matrix.shape[-1])
-    return quantizer.place(name, dataclasses.replace(plain, activations=scheme.activations))
+    return quantizer.place(name, dataclasses.replace(plain, activations=scheme.activations), shape)
 
 
 def _any_shape(weight: QuantizedWeight) -> QuantizedWeight:

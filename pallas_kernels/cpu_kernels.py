@@ -20,6 +20,8 @@ from pallas_kernels.paged_attention.cpu import KERNEL as PAGED_ATTENTION
 from pallas_kernels.paged_attention.cpu import kernel as paged_attention
 from pallas_kernels.quantized_dot.cpu import KERNEL as QUANTIZED_DOT
 from pallas_kernels.quantized_dot.cpu import kernel as quantized_dot
+from pallas_kernels.quantized_grouped_dot.cpu import KERNEL as QUANTIZED_GROUPED_DOT
+from pallas_kernels.quantized_grouped_dot.cpu import kernel as quantized_grouped_dot
 from pallas_kernels.row_ops.cpu import KERNEL as ROW_OPS
 from pallas_kernels.row_ops.cpu import kernel as row_ops
 from pallas_kernels.write_qkv.cpu import KERNEL as WRITE_QKV
@@ -27,7 +29,7 @@ from pallas_kernels.write_qkv.cpu import kernel as write_qkv
 
 _KERNELS = {
     DOT: dot, GROUPED_DOT: grouped_dot, PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot,
-    ROW_OPS: row_ops, WRITE_QKV: write_qkv,
+    QUANTIZED_GROUPED_DOT: quantized_grouped_dot, ROW_OPS: row_ops, WRITE_QKV: write_qkv,
 }  # fmt: skip
 _ROOT = pathlib.Path(__file__).parents[1]
 _ahead: set[str] = set()  # modules that `compile_ahead` has seen
@@ -35,7 +37,9 @@ _ahead: set[str] = set()  # modules that `compile_ahead` has seen
 
 def kernels_of_model(*, quantized: bool, experts: bool) -> tuple[str, ...]:
     """Modules of the kernels that a model's programs may call. quantized, experts: the model has such weights."""
-    unused = {QUANTIZED_DOT: not quantized, GROUPED_DOT: not experts}
+    unused = {
+        QUANTIZED_DOT: not quantized, GROUPED_DOT: not experts, QUANTIZED_GROUPED_DOT: not (quantized and experts),
+    }  # fmt: skip
     return tuple(module for module in _KERNELS if not unused.get(module))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
-from tests.golden.checkpoints import NUM_TOKENS, VARIANTS, write_checkpoint
+from tests.golden.checkpoints import FULL_SIZE, VARIANTS, write_checkpoint
 from tests.tiny_engine import sampling_programs
 
 TOLERANCE = 1e-4  # on natural logarithms
@@ -14,14 +14,16 @@ TOLERANCE = 1e-4  # on natural logarithms
 
 # Slow: the default run compares the models without the engine (tests/models), and two of them in it (tests/loading).
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [pytest.param(v, id=v.name) for v in VARIANTS])
+@pytest.mark.timeout(900)  # FULL_SIZE writes 1 GB, loads it as 4 GB, and computes in float32
+@pytest.mark.parametrize("variant", [pytest.param(v, id=v.name) for v in (*VARIANTS, FULL_SIZE)])
 def test_one_batch_gives_transformers_answers(variant, tmp_path):
     """Prompts of 1 to 131 tokens, prefilled in chunks in the same steps as decodes, over blocks in any order."""
     golden = json.loads(variant.answers.read_text())
-    write_checkpoint(variant, golden["seed"], tmp_path)
+    assert write_checkpoint(variant, golden["seed"], tmp_path) == golden["sha256"], "another checkpoint"
     options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    options["max_model_len"] = 256
     with sampling_programs(SamplerVariant.FULL), LLM(str(tmp_path), dtype="float32", **options) as llm:
-        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
+        params = SamplingParams(temperature=0, max_tokens=variant.num_tokens, ignore_eos=True, logprobs=5)
         prompts = [{"prompt_token_ids": answer["prompt"]} for answer in golden["answers"]]
         for outputs in (llm.generate(prompts, params, use_tqdm=False), llm.generate(prompts[::-1], params)[::-1]):
             for answer, output in zip(golden["answers"], outputs, strict=True):

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.golden.checkpoints import NUM_TOKENS, VARIANTS, Variant, prompts, write_checkpoint
+from tests.golden.checkpoints import FULL_SIZE, VARIANTS, Variant, prompts, write_checkpoint
 
 MIN_DISTINCT = 8   # different tokens in an answer
 MIN_GAP = 1e-3     # smallest gap between the two best log-probabilities; rounding is about 1e-5
@@ -30,9 +31,10 @@ MAX_SEEDS = 200
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help="record the variants NAME and NAME-…; default: all")
+    parser.add_argument("names", nargs="*", help="record the variants NAME and NAME-…; default: all that are small")
     names = parser.parse_args().names
     chosen = [v for v in VARIANTS if not names or any(v.name == n or v.name.startswith(f"{n}-") for n in names)]
+    chosen += [FULL_SIZE] * (FULL_SIZE.name in names)
     if not chosen:
         parser.error(f"no variant of this name; tests/golden/checkpoints.py has {', '.join(v.name for v in VARIANTS)}")
     torch.set_num_threads(1)
@@ -48,9 +50,11 @@ def record(variant: Variant) -> None:
     for seed in range(MAX_SEEDS):
         with tempfile.TemporaryDirectory() as folder:
             sha256 = write_checkpoint(variant, seed, Path(folder))
+            if variant.config.get("quantization_config", {}).get("quant_method") == "fp8":
+                dequantise(Path(folder))
             answers, gap = [], float("inf")
-            for prompt in prompts(variant.config["vocab_size"]):
-                answer, answer_gap = ask(folder, prompt)
+            for prompt in prompts(variant.config["vocab_size"], variant.prompt_lengths):
+                answer, answer_gap = ask(folder, prompt, variant.num_tokens)
                 gap = min(gap, answer_gap)
                 if gap < MIN_GAP or len(set(answer["tokens"])) < MIN_DISTINCT:
                     break
@@ -64,7 +68,23 @@ def record(variant: Variant) -> None:
     raise SystemExit(f"{variant.name}: none of {MAX_SEEDS} seeds gives acceptable answers (best gap {best})")
 
 
-def ask(folder: str, prompt: list[int]) -> tuple[dict[str, Any], float]:
+def dequantise(folder: Path) -> None:
+    """Replace matrices in fp8 by float32. Transformers 5.24 refuses a matrix whose last block is not full.
+
+    DeepSeek's own `inference/fp8_cast_bf16.py` computes the same: code * scale of the block.
+    """
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    rows, columns = config.pop("quantization_config")["weight_block_size"]
+    tensors = load_file(file)
+    for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:
+        scales = tensors.pop(f"{name}_scale_inv").repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        codes = tensors[name].float()
+        tensors[name] = codes.mul_(scales[: codes.shape[0], : codes.shape[1]])
+    save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def ask(folder: str, prompt: list[int], num_tokens: int) -> tuple[dict[str, Any], float]:
     """Return the greedy answer to a prompt, and its smallest gap between the two best log-probabilities.
 
     The model is loaded again for each prompt, because dynamic rope keeps state.
@@ -78,21 +98,21 @@ def ask(folder: str, prompt: list[int]) -> tuple[dict[str, Any], float]:
     if wrong:
         raise SystemExit(f"Transformers does not load the checkpoint completely: {wrong}")
     ids = torch.tensor([prompt])
-    config = transformers.GenerationConfig(max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
+    config = transformers.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
     with torch.no_grad():
         out = model.eval().generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=config, return_dict_in_generate=True,
             output_logits=True, eos_token_id=None,
         )  # fmt: skip
     tokens = out.sequences[0, len(prompt) :].tolist()
-    if len(tokens) != NUM_TOKENS:
+    if len(tokens) != num_tokens:
         raise SystemExit(f"{len(tokens)} tokens instead of {NUM_TOKENS}: {folder}")
     logprobs = torch.stack([logits[0] for logits in out.logits]).double().log_softmax(-1)
     top = logprobs.topk(5)
     answer = {
         "prompt": prompt,
         "tokens": tokens,
-        "logprobs": rounded(logprobs[torch.arange(NUM_TOKENS), tokens]),
+        "logprobs": rounded(logprobs[torch.arange(num_tokens), tokens]),
         "top_tokens": top.indices.tolist(),
         "top_logprobs": [rounded(row) for row in top.values],
     }

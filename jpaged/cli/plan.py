@@ -95,9 +95,14 @@ def text_of(plan: Any) -> str:
         lines.append(f"{name:16} {size:>17,} {size / 2**20:>12,.1f} MiB  {note}".rstrip())
     how = "measured" if plan.temporaries.measured else "ESTIMATED, and probably too high"
     lines += ["", f"temporaries are {how}: {plan.temporaries.how}"]
+    if plan.format is not None:
+        here = "; on this device all of them are dequantised while they load" if plan.is_dequantised else ""
+        lines.append(f"weights are quantised in the checkpoint ({plan.format}){here}")
     memory = plan.memory
     if memory is None:
         lines += ["", f"it does not fit: {plan.problem}"]
+        if plan.least_devices > 1:
+            lines.append(f"the weights alone need at least {plan.least_devices} such devices; an engine uses one")
     else:
         lines += ["", f"KV cache: {memory.kv_tokens:,} tokens; {memory.request_line()}"]
         lines += [
@@ -157,6 +162,8 @@ def figures_of(plan: Any) -> dict[str, Any]:
         "usable_bytes": plan.usable_bytes,
         "rows": [dataclasses.asdict(row) for row in plan.rows],
         "temporaries": dataclasses.asdict(plan.temporaries),
+        "format": plan.format,
+        "least_devices": plan.least_devices,
         "largest_max_model_len": plan.largest_max_model_len,
         "fits": memory is not None,
         "problem": plan.problem,

@@ -1,10 +1,13 @@
 """Describes a model without loading its weights, for `jpaged plan`.
 
 If the folder has weights, their headers are read and checked, as at a load. The headers show whether embeddings are
-tied, and which dtype most weights have. If there is only a config.json, its values are used.
+tied, and which dtype most weights have. If there is only a config.json, its values are used. `declared` then gives the
+shapes of quantised matrices.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,16 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.loading.checkpoint import is_converted, read_json
+from jpaged.loading.declared import DeclaredCheckpoint
 from jpaged.loading.dtypes import BY_NAME, resolve_dtype
 from jpaged.loading.hub import CONFIG, find_config
 from jpaged.loading.model import for_runner, open_weights, quantizer_of
+from jpaged.loading.quantized.config import method_of, with_quantization
 from jpaged.loading.tokenizer import has_tokenizer, load_tokenizer, valid_token_mask
-from jpaged.models.families import spec_of
+from jpaged.loading.weights import plan_weights, planned_shapes
+from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.quantization import Quantizer
 from jpaged.models.spec import DecoderSpec, param_shapes
 
 
@@ -31,6 +38,7 @@ class DescribedModel:
     dtype: np.dtype  # dtype of the weights once loaded; of the activations, if they are quantised
     params: dict[str, Any]  # the tree of weights once loaded, as ShapeDtypeStructs
     masked: bool     # some token ids may not be sampled
+    format: str | None = None  # quant_method of the checkpoint; None: it is not quantised
 
 
 def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
@@ -44,18 +52,32 @@ def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
     folder = path.parent if alone else path
     if alone or not _has_weights(folder):
         values = read_json(folder / CONFIG, required=True) | dict(config.hf_overrides or {})
-        spec = for_runner(spec_of(values), config.runner)
+        values = with_quantization(folder, values)
         named = CheckpointConfig(values).get("dtype", "torch_dtype")
         stored = BY_NAME.get(named) if isinstance(named, str) else None
-        shapes = lambda dtype, quantizer: quantizer.shapes(param_shapes(spec, dtype))  # noqa: E731
+        spec, shapes = _declared(config, folder, values)
+        form = method_of(values)
     else:
         with open_weights(config, folder) as (values, weights):
-            spec, stored, shapes = weights.spec, weights.dtype, weights.shapes
+            spec, stored, shapes, form = weights.spec, weights.dtype, weights.shapes, weights.format
     platform = platform or jax.default_backend()
     architecture = (values.get("architectures") or [values.get("model_type")])[0]
     dtype = resolve_dtype(config.dtype, stored, spec, platform)
     params = shapes(dtype, quantizer_of(config, platform))
-    return DescribedModel(f"{config.model} ({architecture})", spec, dtype, params, _masked(config, spec, folder))
+    return DescribedModel(f"{config.model} ({architecture})", spec, dtype, params, _masked(config, spec, folder), form)
+
+
+def _declared(
+    config: EngineConfig, folder: Path, values: dict[str, Any]
+) -> tuple[DecoderSpec, Callable[[np.dtype, Quantizer], dict[str, Any]]]:
+    """Spec and `StoredWeights.shapes` of a config.json alone. Raises ModelLoadError for an unsupported one."""
+    reader, family = CheckpointConfig(values), family_of(values)
+    spec = for_runner(family.spec(reader), config.runner)
+    if method_of(values) is None:
+        return spec, lambda dtype, quantizer: quantizer.shapes(param_shapes(spec, dtype))
+    checkpoint = DeclaredCheckpoint(folder, values, family, spec)
+    plan = plan_weights(family, spec, family.constants(reader), checkpoint)
+    return plan.spec, functools.partial(planned_shapes, plan)
 
 
 def _has_weights(folder: Path) -> bool:

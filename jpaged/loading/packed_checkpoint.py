@@ -5,6 +5,7 @@ dequantised. `quantized` returns its codes, which keep their bits.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -141,13 +142,7 @@ class PackedCheckpoint:
             return None
         header = self._headers[name]
         order = self._format.order(self._parts[name], header)
-        by_group = (header.shape[0], header.groups)
-        return _weight(
-            header, jax.ShapeDtypeStruct(header.shape, PLAIN_DTYPES[header.kind]),
-            jax.ShapeDtypeStruct(by_group, DTYPES[header.scales]),
-            None if header.zeros is None else jax.ShapeDtypeStruct(by_group, header.zeros),
-            None if order is None else jax.ShapeDtypeStruct(order.shape, order.dtype),
-        )  # fmt: skip
+        return described_weight(header, has_order=order is not None)
 
     def _stored(self, name: str) -> str:
         """Name of the tensor with the codes, or the name itself."""
@@ -171,6 +166,18 @@ class PackedCheckpoint:
         self._headers[name], self._parts[name] = header, parts
         hidden = (parts.name(part) for part in (*self._format.parts, *self._format.hidden))
         self._hidden.update(n for n in hidden if n in self._checkpoint)
+
+
+@functools.lru_cache(maxsize=256)  # a model has many matrices of a few shapes
+def described_weight(header: Header, *, has_order: bool) -> QuantizedWeight:
+    """A packed matrix, of ShapeDtypeStructs."""
+    by_group = (header.shape[0], header.groups)
+    return _weight(
+        header, jax.ShapeDtypeStruct(header.shape, PLAIN_DTYPES[header.kind]),
+        jax.ShapeDtypeStruct(by_group, DTYPES[header.scales]),
+        None if header.zeros is None else jax.ShapeDtypeStruct(by_group, header.zeros),
+        jax.ShapeDtypeStruct(header.shape[1:], np.int32) if has_order else None,
+    )  # fmt: skip
 
 
 def dequantized(weight: QuantizedWeight) -> np.ndarray:

@@ -23,6 +23,7 @@ from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.kv_format import FP8, KVFormat
 from jpaged.runtime.programs import smallest_bucket
 from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes
+from pallas_kernels import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +114,9 @@ class MemoryPlan:
     def request_line(self) -> str:
         """KV bytes of the longest request, and the KV groups if there are several."""
         limits, kv_groups = self.limits, self.limits.kv_groups
-        line = f"KV of one request of {limits.max_model_len:,} tokens: {_size(self.request_bytes)}"
+        line = f"KV of one request of {limits.max_model_len:,} tokens: {size_text(self.request_bytes)}"
         if any(window is not None for window in kv_groups.windows):
-            line += f" at most (full attention in every layer would take {_size(self.full_attention_bytes)})"
+            line += f" at most (full attention in every layer would take {size_text(self.full_attention_bytes)})"
         return line if len(kv_groups.windows) == 1 else f"{line}; {kv_groups}"
 
     @property
@@ -139,7 +140,8 @@ class MemoryPlan:
         return self.limits.width * self.block_bytes * len(kv_groups.places) // kv_groups.num_arrays
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """A number of bytes in GiB, or in MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -160,11 +162,26 @@ _PARTS = {
 
 def weight_parts(params: Params) -> dict[str, int]:
     """Bytes of the parameter tree (arrays or ShapeDtypeStructs) by part; empty parts are left out."""
-    sizes = dict.fromkeys(_PARTS, 0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    return {part: sum(kinds.values()) for part, kinds in weight_kinds(params).items()}
+
+
+def weight_kinds(params: Params) -> dict[str, dict[str, int]]:
+    """Bytes of the parameter tree by part, and within a part by kind of numbers; empty parts are left out.
+
+    Kinds are dtypes, and for quantised weights the kind of their codes and "scales", which zeros belong to.
+    """
+    sizes: dict[str, dict[str, int]] = {part: {} for part in _PARTS}
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    for path, leaf in leaves:
         name = next(key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey))
-        sizes[_part_of(name)] += tree_bytes(leaf)
-    return {part: size for part, size in sizes.items() if size}
+        kinds, size = sizes[_part_of(name)], tree_bytes(leaf)
+        codes, kind = 0, leaf.dtype.name
+        if isinstance(leaf, QuantizedWeight):
+            codes, kind = tree_bytes(leaf.codes), "scales"
+            kinds[leaf.kind] = kinds.get(leaf.kind, 0) + codes
+        if size > codes:
+            kinds[kind] = kinds.get(kind, 0) + size - codes
+    return {part: kinds for part, kinds in sizes.items() if kinds}
 
 
 def _part_of(name: str) -> str:

@@ -6,6 +6,7 @@ The table of tensors (`TensorRule`) works in both directions: loading fills leav
 
 import dataclasses
 import enum
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
@@ -117,7 +118,7 @@ SCORE = TensorRule("score.weight", "score")
 def _flat_shape(part: Part, view: np.ndarray) -> tuple[int, ...]:
     """Shape of a view with its output features as one axis."""
     axes = part.output_axes
-    return (int(np.prod(view.shape[:axes])), *view.shape[axes:])
+    return (math.prod(view.shape[:axes]), *view.shape[axes:])
 
 
 def _no_constants(_: CheckpointConfig) -> Mapping[str, float]:

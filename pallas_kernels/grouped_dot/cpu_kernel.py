@@ -68,8 +68,8 @@ run = make_run(work, scratch_bytes)
 
 
 @njit(**NATIVE)
-def list_runs(job, used, rows, matrix_of_block, rows_of_block, matrices):
-    """Write the runs of the first `used` blocks of `rows` rows into the job. Returns their number."""
+def list_runs(to, used, rows, matrix_of_block, rows_of_block, matrices):
+    """Write the runs of the first `used` blocks of `rows` rows to an address. Returns their number."""
     runs, end, last = 0, -1, -1
     for block in range(used):
         # numbers out of range are clipped, as by XLA: they would crash the process
@@ -79,10 +79,10 @@ def list_runs(job, used, rows, matrix_of_block, rows_of_block, matrices):
         if count == 0:
             continue
         if first == end and matrix == last:
-            place = job + JOB_BYTES + (runs - 1) * RUN_BYTES + COUNT
+            place = to + (runs - 1) * RUN_BYTES + COUNT
             store_int64(place, load_int64(place) + count)
         else:
-            place = job + JOB_BYTES + runs * RUN_BYTES
+            place = to + runs * RUN_BYTES
             store_int64(place + FIRST, first)
             store_int64(place + COUNT, count)
             store_int64(place + MATRIX, matrix)
@@ -92,13 +92,13 @@ def list_runs(job, used, rows, matrix_of_block, rows_of_block, matrices):
 
 
 @njit(**NATIVE)
-def clear_other_rows(job, runs, all_rows):
-    """Set the results of all rows that are in no run to zero."""
-    row_bytes, end = load_int64(job + NUM_OUTPUTS) * size_of(load_int64(job + KIND)), 0
+def clear_other_rows(places, runs, all_rows, out, row_bytes):
+    """Set the results of all rows that are in no run to zero. places: address of the runs. out: of the results."""
+    end = 0
     for index in range(runs + 1):
-        place = job + JOB_BYTES + index * RUN_BYTES
+        place = places + index * RUN_BYTES
         start = load_int64(place + FIRST) if index < runs else all_rows
-        fill_zeros(load_int64(job + OUT) + end * row_bytes, (start - end) * row_bytes)
+        fill_zeros(out + end * row_bytes, (start - end) * row_bytes)
         end = start + (load_int64(place + COUNT) if index < runs else 0)
 
 
@@ -121,7 +121,7 @@ def handler(frame, task):
     store_int64(job + NUM_OUTPUTS, outputs)
     store_int64(job + INPUT_BYTES, line)
     store_int64(job + KIND, kind)
-    runs = list_runs(job, used, rows, argument(frame, 2), argument(frame, 3), matrices)
-    clear_other_rows(job, runs, blocks * rows)
+    runs = list_runs(job + JOB_BYTES, used, rows, argument(frame, 2), argument(frame, 3), matrices)
+    clear_other_rows(job + JOB_BYTES, runs, blocks * rows, result(frame, 0), outputs * size_of(kind))
     units = runs * ((outputs + OUTPUTS - 1) // OUTPUTS)
     return run(frame, task, job, units, MOST_THREADS if runs * outputs * line >= MIN_SHARED_BYTES else 1)

@@ -55,16 +55,25 @@ def scratch_bytes(job):
 
 
 @njit(**NATIVE)
-def quantise(job, unit, scratch):
-    """Compute one unit: up to 8 rows of x as int8, their scales, and the sums of their groups."""
-    inputs, groups, kind = load_int64(job + INPUTS), load_int64(job + GROUPS), load_int64(job + KIND)
-    for row in range(unit * ROWS, min(unit * ROWS + ROWS, load_int64(job + ROW_COUNT))):
-        widen(kind, scratch, load_int64(job + X) + row * inputs * size_of(kind), inputs, vectors.ONE)
-        to = load_int64(job + QUANTISED) + row * inputs
-        integers.quantise_row(to, load_int64(job + ROW_SCALES) + 4 * row, scratch, inputs // LANES)
+def quantise_rows(kind, x, first, end, inputs, groups, to, scales, sums, scratch):
+    """Store rows of x as int8, with their scales and the sums of their groups. All addresses are of row 0."""
+    for row in range(first, end):
+        widen(kind, scratch, x + row * inputs * size_of(kind), inputs, vectors.ONE)
+        codes = to + row * inputs
+        integers.quantise_row(codes, scales + 4 * row, scratch, inputs // LANES)
         for group in range(groups):
-            sums = load_int64(job + ROW_SUMS) + 4 * (row * groups + group)
-            integers.sum_bytes(sums, to + group * (inputs // groups), inputs // groups // integers.INPUTS)
+            at = codes + group * (inputs // groups)
+            integers.sum_bytes(sums + 4 * (row * groups + group), at, inputs // groups // integers.INPUTS)
+
+
+@njit(**NATIVE)
+def quantise(job, unit, scratch):
+    """Compute one unit: up to 8 rows of x."""
+    quantise_rows(
+        load_int64(job + KIND), load_int64(job + X), unit * ROWS, min(unit * ROWS + ROWS, load_int64(job + ROW_COUNT)),
+        load_int64(job + INPUTS), load_int64(job + GROUPS), load_int64(job + QUANTISED), load_int64(job + ROW_SCALES),
+        load_int64(job + ROW_SUMS), scratch,
+    )  # fmt: skip
 
 
 @njit(**NATIVE)
@@ -77,22 +86,16 @@ def multiply_row(bits, to, x, inputs, sums, codes, scales, zeros, mins, groups, 
 
 
 @njit(**NATIVE)
-def multiply(job, tile, scratch):
-    """Compute one tile of outputs, for all rows."""
-    inputs, outputs, rows = load_int64(job + INPUTS), load_int64(job + NUM_OUTPUTS), load_int64(job + ROW_COUNT)
-    groups, bits, out_kind = load_int64(job + GROUPS), load_int64(job + BITS), load_int64(job + OUT_KIND)
-    first, block_bytes = tile * OUTPUTS, BLOCK * inputs * bits // 8
-    count, vectors_in_group = min(OUTPUTS, outputs - first), inputs // groups // integers.INPUTS
-    codes = load_int64(job + CODES) + tile * WIDE * block_bytes
-    scales = load_int64(job + SCALES) + tile * WIDE * groups * BLOCK * 4
-    zeros = load_int64(job + ZEROS)
-    if zeros != 0:
-        zeros += tile * WIDE * groups * BLOCK
-    mins = load_int64(job + MINS)
-    if mins != 0:
-        mins += tile * WIDE * groups * BLOCK * 4
+def multiply_tile(
+    bits, inputs, groups, x, sums, row_scales, rows, codes, scales, zeros, mins, count, out_kind, out, outputs, scratch
+):
+    """Compute `count` outputs, at most a tile, for all rows.
+
+    x, sums, row_scales: of the first row. codes, scales, zeros, mins: of the first block; zeros and mins may be 0.
+    out: address of the first result. outputs: results from row to row.
+    """
+    block_bytes, vectors_in_group = BLOCK * inputs * bits // 8, inputs // groups // integers.INPUTS
     step = block_bytes if count > BLOCK else 0  # the last tile may be one block only
-    x, sums = load_int64(job + QUANTISED), load_int64(job + ROW_SUMS)
     last = x + (rows - 1) * inputs
     for row in range(0, rows, ROWS):
         x_row, sums_row = x + row * inputs, sums + 4 * row * groups
@@ -112,9 +115,23 @@ def multiply(job, tile, scratch):
                 scratch, x_row, inputs, last, sums_row, codes, step, scales, zeros, mins, groups, vectors_in_group
             )
         for i in range(min(ROWS, rows - row)):
-            target = load_int64(job + OUT) + ((row + i) * outputs + first) * size_of(out_kind)
-            scale = load_float32(load_int64(job + ROW_SCALES) + 4 * (row + i))
-            narrow(out_kind, target, scratch + 4 * i * OUTPUTS, count, scale)
+            target = out + (row + i) * outputs * size_of(out_kind)
+            narrow(out_kind, target, scratch + 4 * i * OUTPUTS, count, load_float32(row_scales + 4 * (row + i)))
+
+
+@njit(**NATIVE)
+def multiply(job, tile, scratch):
+    """Compute one tile of outputs, for all rows."""
+    inputs, outputs, groups = load_int64(job + INPUTS), load_int64(job + NUM_OUTPUTS), load_int64(job + GROUPS)
+    bits, out_kind = load_int64(job + BITS), load_int64(job + OUT_KIND)
+    first, block, zeros, mins = tile * OUTPUTS, tile * WIDE, load_int64(job + ZEROS), load_int64(job + MINS)
+    multiply_tile(
+        bits, inputs, groups, load_int64(job + QUANTISED), load_int64(job + ROW_SUMS), load_int64(job + ROW_SCALES),
+        load_int64(job + ROW_COUNT), load_int64(job + CODES) + block * BLOCK * inputs * bits // 8,
+        load_int64(job + SCALES) + block * groups * BLOCK * 4,
+        zeros + block * groups * BLOCK if zeros != 0 else 0, mins + block * groups * BLOCK * 4 if mins != 0 else 0,
+        min(OUTPUTS, outputs - first), out_kind, load_int64(job + OUT) + first * size_of(out_kind), outputs, scratch,
+    )  # fmt: skip
 
 
 @njit(**NATIVE)

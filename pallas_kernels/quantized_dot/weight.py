@@ -108,6 +108,17 @@ class QuantizedWeight:
         cut = lambda array: jax.lax.dynamic_slice_in_dim(self._matrix(array), start, size)  # noqa: E731
         return self._plain(cut(self.codes), lambda _, array: cut(array), size)
 
+    def matrix(self, index: Int[Array, ""] | int) -> "QuantizedWeight":
+        """One matrix [out, in] of weights [matrices, ..., in] in the layout "tiles", which must be whole blocks.
+
+        An index out of range is clipped.
+        """
+        index = jnp.clip(index, 0, self.shape[0] - 1)
+        blocks, outputs = self.codes.shape[0] // self.shape[0], self.num_outputs // self.shape[0]
+        cut = lambda array: jax.lax.dynamic_slice_in_dim(array, index * blocks, blocks)  # noqa: E731
+        changed = {name: cut(array) for name in ARRAYS[:-1] if (array := getattr(self, name)) is not None}
+        return dataclasses.replace(self, shape=(outputs, self.shape[-1]), order=None, **changed)
+
     def plain(self) -> "QuantizedWeight":
         """The same weights in the layout "plain", with all outputs on one axis."""
         if self.layout == "tiles":
@@ -220,6 +231,12 @@ def refuse_tiles(weight: QuantizedWeight) -> str | None:
     if weight.kind not in ("int8", "int4", "fp4"):
         return f"the codes are {weight.kind}: must be int8, int4 or fp4"
     return refuse_group(weight.shape[-1], weight.group_size)
+
+
+def refuse_matrices(shape: tuple[int, ...]) -> str | None:
+    """Reason why weights [matrices, ..., in] in the layout "tiles" have no tiles of their own for each matrix."""
+    outputs = int(np.prod(shape[1:-1]))
+    return None if outputs % OUTPUTS == 0 else f"a matrix has {outputs} outputs: must be a multiple of {OUTPUTS}"
 
 
 def to_tiles(weight: QuantizedWeight) -> QuantizedWeight:

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.quantized_dot import xla
 from pallas_kernels.quantized_dot.weight import QuantizedWeight
-from pallas_kernels.quantized_dot.xla import dequantized_product
 
 
 def quantized_grouped_dot(
@@ -19,7 +19,11 @@ def quantized_grouped_dot(
 
     def multiply_block(i: Array, out: Array) -> Array:
         rows = lax.dynamic_index_in_dim(x, i, keepdims=False)
-        product = dequantized_product(rows, weight, matrix_of_block[i] * outputs, outputs, x.dtype)
+        if weight.layout == "tiles":
+            matrix = weight.matrix(matrix_of_block[i])
+            product = xla.quantized_dot(rows, matrix, jnp.int32(rows.shape[0]), dtype=x.dtype)
+        else:
+            product = xla.dequantized_product(rows, weight, matrix_of_block[i] * outputs, outputs, x.dtype)
         return lax.dynamic_update_index_in_dim(out, product, i, 0)
 
     return lax.fori_loop(0, num_blocks_used, multiply_block, jnp.zeros((*x.shape[:2], outputs), x.dtype))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden import fp8_blocks
 from tests.golden.tensor_shapes import tensor_shapes
 
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 131)
@@ -27,10 +28,12 @@ class Variant:
 
     name: str
     config: dict[str, Any]
+    prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS
+    num_tokens: int = NUM_TOKENS
 
     @property
     def is_packed(self) -> bool:
-        """True if the file has packed tensors (MXFP4)."""
+        """True if the file has packed tensors (MXFP4 or fp8)."""
         return "quantization_config" in self.config
 
     @property
@@ -48,19 +51,27 @@ def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
     """Write config.json and model.safetensors into the folder. Returns the SHA-256 of model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(variant.config, indent=1))
-    tensors = {name: _values(name, shape, seed) for name, shape in tensor_shapes(variant.config).items()}
+    shapes = tensor_shapes(variant.config)
+    packed = fp8_blocks.packed(variant.config, shapes)
+    tensors = {name: _values(name, shape, seed) for name, shape in shapes.items() if name not in packed}
+    for name in packed:
+        tensors |= _fp8_values(name, shapes[name], seed)
     if variant.config["model_type"].startswith("gemma"):  # its norms add one to the weights
         tensors |= {name: values - np.float32(1) for name, values in tensors.items() if "norm" in name}
-    return write_safetensors(folder / "model.safetensors", tensors)
+    return write_safetensors(folder / "model.safetensors", tensors, frozenset(packed))
 
 
-def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> str:
-    """Write float32 (or ml_dtypes bfloat16) tensors as a safetensors file. Returns its SHA-256."""
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray], fp8: frozenset[str] = frozenset()) -> str:
+    """Write float32 (or ml_dtypes bfloat16) tensors as a safetensors file. Returns its SHA-256.
+
+    fp8: names of uint8 tensors that have the codes of float8 e4m3.
+    """
     codes = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "uint8": "U8"}
     header, offset = {}, 0
     for name, tensor in tensors.items():
         shape, end = list(tensor.shape), offset + tensor.nbytes
-        header[name] = {"dtype": codes[tensor.dtype.name], "shape": shape, "data_offsets": [offset, end]}
+        dtype = "F8_E4M3" if name in fp8 else codes[tensor.dtype.name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -111,6 +122,17 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     else:
         deviation = 1 / math.sqrt(shape[0] if ".c_" in name else shape[1])
     return np.float32(deviation * math.sqrt(3)) * uniform
+
+
+def _fp8_values(name: str, shape: tuple[int, ...], seed: int) -> dict[str, np.ndarray]:
+    """Codes and scales of a matrix in fp8, with about the deviation of `_values`. Eight codes come from 64 bits."""
+    count, blocks = math.prod(shape), fp8_blocks.scale_shape(shape)
+    number = zlib.crc32(name.encode()) + (seed << 32)
+    codes = random_bits(number, -(-count // 8)).astype("<u8").view(np.uint8)[:count]
+    bits = random_bits(number + 1, math.prod(blocks)) >> np.uint64(40)
+    uniform = (bits.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)).reshape(blocks)
+    scales = np.float32(1 / (fp8_blocks.DEVIATION * math.sqrt(shape[1]))) * (np.float32(1) + np.float32(0.25) * uniform)
+    return {name: fp8_blocks.CODES[codes].reshape(shape), f"{name}_scale_inv": scales}
 
 
 def random_bits(seed: int, count: int) -> np.ndarray:
@@ -190,6 +212,29 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 
+
+FP8 = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+}
+# DeepSeek-V3's release, with 2 of its 61 layers (one dense, one with experts), 4 of 256 experts and 512 of 129,280 ids:
+# its matrices have their real numbers of blocks. A float32 copy takes 4 GB, so its test is slow.
+FULL_SIZE = Variant(
+    "deepseek-v3-full-size",
+    {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False,
+        "bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 2, "n_routed_experts": 4, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "quantization_config": FP8, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+        "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 512,
+    },
+    prompt_lengths=(17,), num_tokens=12,
+)  # fmt: skip
 
 # Old and new spellings of config.json alternate. The dynamic model is trained for 64 positions: the prompt of 33 tokens
 # outgrows them during its answer, and the prompt of 131 tokens is longer. Windows of 20 are not a multiple of a block.
@@ -299,6 +344,12 @@ VARIANTS = (
     _kin("deepseek-v3", "DeepseekV3ForCausalLM", "deepseek_v3", **_LATENT, n_group=4, topk_group=2, n_shared_experts=1,
          norm_topk_prob=True, routed_scaling_factor=2.5,
          **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)),
+    # blocks of 128 x 128 that the matrices do not fill: kv_a has 192 rows, the hidden size is 320
+    _kin("deepseek-v3-fp8", "DeepseekV3ForCausalLM", "deepseek_v3",
+         **_LATENT | {"q_lora_rank": 160, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+                      "v_head_dim": 32, "moe_intermediate_size": 96},
+         hidden_size=320, intermediate_size=192, n_group=4, topk_group=2, n_shared_experts=1, norm_topk_prob=True,
+         routed_scaling_factor=2.5, num_nextn_predict_layers=1, quantization_config=FP8, **_rope("default")),
     _kin("deepseek-v3-halves", "DeepseekV3ForCausalLM", "deepseek_v3", **_LATENT, n_group=1, topk_group=1,
          n_shared_experts=2, norm_topk_prob=False, rope_interleave=False, attention_bias=True, **_rope("default")),
     Variant("gpt2", {

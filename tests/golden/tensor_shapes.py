@@ -245,5 +245,24 @@ def _deepseek_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         sparse = _expert_shapes(c, i, at)
         shapes |= _gated_feed_forward(f"{at}mlp", hidden, c["intermediate_size"]) if sparse is None else sparse
         shapes |= {f"{at}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    if c.get("num_nextn_predict_layers"):
+        shapes |= _next_token_shapes(c, attention.replace(f".{i}.", f".{NEXT_TOKEN_LAYER}."))
     shapes["model.norm.weight"] = (hidden,)
     return shapes | {"lm_head.weight": (c["vocab_size"], hidden)}
+
+
+NEXT_TOKEN_LAYER = 61  # DeepSeek-V3's, which predicts a second token
+
+
+def _next_token_shapes(c: dict[str, Any], attention: str) -> dict[str, tuple[int, ...]]:
+    """Some of the tensors of the layer that predicts a second token. Their names are those of the release."""
+    hidden, vocab, at = c["hidden_size"], c["vocab_size"], f"model.layers.{NEXT_TOKEN_LAYER}."
+    norms = ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "shared_head.norm")
+    return {f"{at}{norm}.weight": (hidden,) for norm in norms} | {
+        f"{at}embed_tokens.weight": (vocab, hidden),
+        f"{at}shared_head.head.weight": (vocab, hidden),
+        f"{at}eh_proj.weight": (hidden, 2 * hidden),
+        f"{attention}q_a_proj.weight": (c["q_lora_rank"], hidden),
+        f"{at}mlp.experts.0.up_proj.weight": (c["moe_intermediate_size"], hidden),
+        f"{at}mlp.gate.e_score_correction_bias": (c["n_routed_experts"],),
+    }

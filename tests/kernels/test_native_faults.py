@@ -22,6 +22,7 @@ from pallas_kernels.native import library, processors
 from pallas_kernels.paged_attention import cpu as attention_cpu
 from pallas_kernels.quantized_dot import cpu as quantized_cpu
 from pallas_kernels.quantized_dot import quantize
+from pallas_kernels.quantized_grouped_dot import cpu as quantized_grouped_cpu
 from pallas_kernels.row_ops import cpu as row_cpu
 from pallas_kernels.row_ops import silu_and_mul
 from pallas_kernels.write_qkv import cpu as write_cpu
@@ -32,6 +33,7 @@ KERNELS = {
     dot_cpu.KERNEL: dot_cpu._check,
     grouped_cpu.KERNEL: grouped_cpu._check,
     quantized_cpu.KERNEL: quantized_cpu._check,
+    quantized_grouped_cpu.KERNEL: quantized_grouped_cpu._check,
     row_cpu.KERNEL: row_cpu._check,
     write_cpu.KERNEL: write_cpu._check,
 }
@@ -296,6 +298,10 @@ def programs():
     def quantised(x, weight):
         return quantized_cpu.quantized_dot(x, weight, jnp.int32(32), dtype=jnp.float32)
 
+    def quantised_experts(x, weights):
+        blocks = (jnp.array([3, 3, 0, 4]), jnp.int32(4), jnp.full(4, 7))
+        return quantized_grouped_cpu.quantized_grouped_dot(x, weights, *blocks)
+
     def gate(x):
         return silu_and_mul(x, 640)
 
@@ -307,6 +313,9 @@ def programs():
         grouped_cpu.KERNEL: (experts, (x.reshape(4, 8, 512), weight.reshape(5, 128, 512))),
         attention_cpu.KERNEL: (attention, tuple(case.values())),
         quantized_cpu.KERNEL: (quantised, (x, quantize(weight, 8, 64))),
+        quantized_grouped_cpu.KERNEL: (
+            quantised_experts, (x.reshape(4, 8, 512), quantize(weight.reshape(5, 128, 512), 8, 64))
+        ),
         row_cpu.KERNEL: (gate, (weight,)),
         write_cpu.KERNEL: (write, (pages, qkv, slots)),
     }

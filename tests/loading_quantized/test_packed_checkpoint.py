@@ -20,7 +20,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
 from jpaged.loading.checkpoint import Checkpoint, TensorSource
-from jpaged.loading.packed_checkpoint import PackedCheckpoint
+from jpaged.loading.packed_checkpoint import PackedCheckpoint, described_weight, format_of
 from jpaged.loading.quantized.config import with_quantization
 from jpaged.loading.quantized.packing import unpack_rows
 from jpaged.loading.safetensors_file import DTYPES
@@ -123,6 +123,20 @@ def test_shapes_from_headers_equal_the_shapes_of_the_data(case: str, tmp_path: P
             assert dataclasses.replace(weight, **dict.fromkeys(ARRAYS)) == dataclasses.replace(
                 described, **dict.fromkeys(ARRAYS)
             )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_alone_describes_a_matrix_as_its_headers_do(case: str, tmp_path: Path) -> None:
+    with Checkpoint(folder_of(case, tmp_path)) as checkpoint:
+        packed = PackedCheckpoint(checkpoint, config_of(case))
+        form = format_of(config_of(case))
+        for name in packed.packed:
+            module, weight = name.removesuffix(".weight"), owned(packed.quantized(name))
+            header = form.declared(module, weight.shape)
+            header = dataclasses.replace(header, scales=NAMES[weight.scales.dtype.name])  # only the file has its dtype
+            assert form.excluded(module) is None
+            described = described_weight(header, has_order=form.reorders(module))
+            assert described == jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weight)
 
 
 def test_parts_are_hidden_and_other_tensors_stay(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def answer_log_probabilities(model: LoadedModel, answers: list[dict]) -> list[np
     return [row[start - 1 : start - 1 + NUM_TOKENS] for row, start in zip(logprobs, starts, strict=True)]
 
 
-# One variant per family by default, all of them in .ci/run.
-FIRST = first_of_each_family()
+# One variant per family by default, and DeepSeek-V3 in the format of its release. All of them in .ci/run.
+FIRST = [*first_of_each_family(), BY_NAME["deepseek-v3-fp8"]]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ bits 4 * i to 4 * i + 3 of a word are its output _ORDER[i]. scales [groups, out]
 weight = (code - zero) * scale. Source: AutoAWQ 0.2.9, awq/utils/packing_utils.py.
 """
 
+import dataclasses
+
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from jpaged.loading.quantized.config import Values, is_part_of, refused
+from jpaged.loading.quantized.config import Values, part_of, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.parts import FLOATS, Header, Parts
 
@@ -29,23 +31,26 @@ class Awq(Format):
         config.choice("bits", "w_bit", accepted=(_BITS,), default=_BITS)
         config.choice("zero_point", accepted=(True,), default=True)
         self._group_size = config.group_size("group_size", "q_group_size", default=128)
-        self._excluded = config.names("modules_to_not_convert")
+        self._excluded = frozenset(config.names("modules_to_not_convert"))
 
     def excluded(self, module: str) -> str | None:
-        found = next((pattern for pattern in self._excluded if is_part_of(pattern, module)), None)
+        found = part_of(self._excluded, module)
         return None if found is None else f"modules_to_not_convert has {found!r}"
 
     def header(self, parts: Parts) -> Header:
         because = "an AWQ matrix has qweight, qzeros and scales"
         inputs, words = parts.matrix("qweight", because, ("I32",))
-        group = self._group_size or inputs
-        if inputs % group:
-            raise refused("group_size", group, f"must divide the {inputs} inputs of {parts.name('qweight')}")
-        groups = inputs // group
+        header = self.declared(parts.module, (words * _IN_WORD, inputs))
+        groups = header.stored_groups
         parts.check("qzeros", because, ("I32",), (groups, words), meaning="groups, out / 8")
-        shape = (groups, words * _IN_WORD)
-        scales = parts.check("scales", because, FLOATS, shape, meaning="groups, out").dtype
-        return Header("qweight", (words * _IN_WORD, inputs), "int4", _BITS, group, scales, np.dtype(np.uint8))
+        scales = parts.check("scales", because, FLOATS, (groups, header.shape[0]), meaning="groups, out").dtype
+        return dataclasses.replace(header, scales=scales)
+
+    def declared(self, module: str, shape: tuple[int, int]) -> Header:
+        group = self._group_size or shape[1]
+        if shape[1] % group:
+            raise refused("group_size", group, f"must divide the {shape[1]} inputs of {module}.qweight")
+        return Header("qweight", shape, "int4", _BITS, group, "F16", np.dtype(np.uint8))
 
     def codes(self, parts: Parts, header: Header) -> np.ndarray:
         return _unpack(parts.array("qweight"))

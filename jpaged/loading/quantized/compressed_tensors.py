@@ -43,6 +43,7 @@ class _Scheme:
     block: tuple[int, int] | None
     symmetric: bool
     activations: str
+    reorders: bool  # there is a weight_g_idx
 
 
 class CompressedTensors(Format):
@@ -73,6 +74,18 @@ class CompressedTensors(Format):
         scheme = self._scheme_of(parts.module)
         assert scheme is not None  # `excluded` was asked first
         return _packed_header(parts, scheme) if scheme.format == _PACKED else _plain_header(parts, scheme)
+
+    def declared(self, module: str, shape: tuple[int, int]) -> Header:
+        scheme = self._scheme_of(module)
+        assert scheme is not None  # `excluded` was asked first
+        return _declared(scheme, shape)
+
+    def reorders(self, module: str) -> bool:
+        scheme = self._scheme_of(module)
+        return scheme is not None and scheme.reorders
+
+    def packs_outside_layers(self, module: str) -> bool:
+        return True  # `excluded` asks for a target of config_groups
 
     def order(self, parts: Parts, header: Header) -> np.ndarray | None:
         return order_of(parts, "weight_g_idx", header)
@@ -144,7 +157,7 @@ def _scheme(name: str, values: Values, default: str) -> _Scheme:
         raise refused(f"config_groups.{name}.weights.symmetric", symmetric, "must be true with the type float")
     return _Scheme(
         name, values.names("targets"), form, bits, strategy, size, tuple(block) if strategy == "block" else None,
-        symmetric, _activations(values, kind),
+        symmetric, _activations(values, kind), weights.get("actorder") in (True, "group"),
     )  # fmt: skip
 
 
@@ -177,7 +190,7 @@ def _packed_header(parts: Parts, scheme: _Scheme) -> Header:
         inputs = min(inputs, groups * (scheme.group_size or inputs))
         if words_of(inputs, scheme.bits) != words:
             raise parts.wrong("weight_scale", f"{' or '.join(FLOATS)}[out, in / {scheme.group_size}]")
-    header = _header(parts, scheme, because, "weight_packed", f"int{scheme.bits}", (outputs, inputs))
+    header = _header(parts, scheme, because, (outputs, inputs))
     shape = (words_of(outputs, scheme.bits), header.stored_groups)
     _check_zeros(parts, scheme, {"I32": (shape,), "I8": ((outputs, header.stored_groups),)})
     check_group_index(parts, "weight_g_idx", because, inputs)
@@ -188,28 +201,34 @@ def _plain_header(parts: Parts, scheme: _Scheme) -> Header:
     because = f"a {scheme.format} matrix has weight and weight_scale"
     is_float = scheme.format == _FLOAT
     shape = parts.matrix("weight", because, ("F8_E4M3",) if is_float else ("I8",))
-    header = _header(parts, scheme, because, "weight", "fp8" if is_float else "int8", shape)
+    header = _header(parts, scheme, because, shape)
     dtype = "F8_E4M3" if is_float else "I8"
     _check_zeros(parts, scheme, {dtype: (parts.entry("weight_scale", because).shape,)})
     check_group_index(parts, "weight_g_idx", because, shape[1])
     return header
 
 
-def _header(parts: Parts, scheme: _Scheme, because: str, codes: str, kind: str, shape: tuple[int, int]) -> Header:
-    outputs, inputs = shape
-    group, block = inputs, 1
-    shapes: tuple[tuple[int, ...], ...] = scalar_shapes(outputs)
+def _declared(scheme: _Scheme, shape: tuple[int, int]) -> Header:
+    kind = "fp8" if scheme.format == _FLOAT else "int8" if scheme.format == _INT else f"int{scheme.bits}"
+    group, block = shape[1], 1
     if scheme.strategy == "group":
-        group = min(scheme.group_size or inputs, inputs)
-        shapes = ((outputs, -(-inputs // group)),)
+        group = min(scheme.group_size or group, group)
     elif scheme.block is not None:
-        block, group = scheme.block[0], min(scheme.block[1], inputs)
-        shapes = ((-(-outputs // block), -(-inputs // group)),)
+        block, group = scheme.block[0], min(scheme.block[1], group)
+    zeros = None if scheme.symmetric else np.dtype(np.uint8 if kind == "int4" else np.int8)
+    codes = "weight_packed" if scheme.format == _PACKED else "weight"
+    return Header(codes, shape, kind, scheme.bits, group, "BF16", zeros, scheme.activations, block)
+
+
+def _header(parts: Parts, scheme: _Scheme, because: str, shape: tuple[int, int]) -> Header:
+    header, outputs = _declared(scheme, shape), shape[0]
+    shapes: tuple[tuple[int, ...], ...] = scalar_shapes(outputs)
+    if scheme.strategy in ("group", "block"):
+        shapes = ((-(-outputs // header.block), header.stored_groups),)
     elif scheme.strategy == "tensor":
         shapes = shapes[:3]
     scales = parts.check("weight_scale", because, FLOATS, *shapes, meaning=f"strategy {scheme.strategy}").dtype
-    zeros = None if scheme.symmetric else np.dtype(np.uint8 if kind == "int4" else np.int8)
-    return Header(codes, shape, kind, scheme.bits, group, scales, zeros, scheme.activations, block)
+    return dataclasses.replace(header, scales=scales)
 
 
 def _check_zeros(parts: Parts, scheme: _Scheme, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> None:

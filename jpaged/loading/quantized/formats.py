@@ -33,6 +33,21 @@ class Format(abc.ABC):
     def header(self, parts: Parts) -> Header:
         """Check dtypes and shapes of a matrix's parts. Reads headers only. Raises ModelLoadError."""
 
+    @abc.abstractmethod
+    def declared(self, module: str, shape: tuple[int, int]) -> Header:
+        """A packed matrix [out, in] as the config alone describes it. The scales' dtype is the usual one.
+
+        Raises ModelLoadError if the config does not fit the shape.
+        """
+
+    def reorders(self, module: str) -> bool:
+        """True if the config says that the matrix has an order of inputs, which `order` reads."""
+        return False
+
+    def packs_outside_layers(self, module: str) -> bool:
+        """True if a module that belongs to no layer is packed, unless it is excluded."""
+        return False
+
     def order(self, parts: Parts, header: Header) -> np.ndarray | None:
         """int32[in]: `QuantizedWeight.order`. None: the inputs are in the order of x."""
         return None

@@ -4,9 +4,11 @@ Method fp8 (Transformers, DeepSeek, Qwen): weight F8_E4M3[out, in] and weight_sc
 weight_scale of one number or of [out, 1]. In spite of the name, weight = code * weight_scale_inv.
 """
 
+import dataclasses
+
 import numpy as np
 
-from jpaged.loading.quantized.config import Values, is_part_of, refused
+from jpaged.loading.quantized.config import Values, part_of, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.parts import FLOATS, Header, Parts
 
@@ -51,23 +53,28 @@ class Fp8(Format):
         valid = isinstance(self._block, (list, tuple)) and len(self._block) == 2
         if self._block is not None and not (valid and all(type(n) is int and 0 < n < 2**31 for n in self._block)):
             raise refused("weight_block_size", self._block, "must be [outputs, inputs] of a block, or null")
-        self._excluded = config.names("modules_to_not_convert", "ignored_layers")
+        self._excluded = frozenset(config.names("modules_to_not_convert", "ignored_layers"))
 
     def excluded(self, module: str) -> str | None:
-        found = next((pattern for pattern in self._excluded if is_part_of(pattern, module)), None)
+        found = part_of(self._excluded, module)
         return None if found is None else f"modules_to_not_convert has {found!r}"
 
     def header(self, parts: Parts) -> Header:
         part = self._scales_of(parts)
         because = f"a matrix of the method fp8 has weight and {part}"
         outputs, inputs = parts.matrix("weight", because, ("F8_E4M3",))
+        header = self.declared(parts.module, (outputs, inputs))
         if self._block is None:
             scales = parts.check(part, because, _SCALES, *scalar_shapes(outputs), meaning="the matrix, or its outputs")
-            return Header("weight", (outputs, inputs), "fp8", 8, inputs, scales.dtype, None)
-        rows, columns = self._block
-        shape = (-(-outputs // rows), -(-inputs // columns))
-        scales = parts.check(part, because, _SCALES, shape, meaning=f"blocks of {rows} outputs and {columns} inputs")
-        return Header("weight", (outputs, inputs), "fp8", 8, min(columns, inputs), scales.dtype, None, block=rows)
+        else:
+            rows, columns = self._block
+            meaning = f"blocks of {rows} outputs and {columns} inputs"
+            scales = parts.check(part, because, _SCALES, (-(-outputs // rows), -(-inputs // columns)), meaning=meaning)
+        return dataclasses.replace(header, scales=scales.dtype)
+
+    def declared(self, module: str, shape: tuple[int, int]) -> Header:
+        rows, columns = self._block or (1, shape[1])
+        return Header("weight", shape, "fp8", 8, min(columns, shape[1]), "F32", None, block=rows)
 
     def codes(self, parts: Parts, header: Header) -> np.ndarray:
         return fp8_codes(parts)

@@ -44,6 +44,7 @@ class Gptq(Format):
         if config.flag("is_marlin_format", False):
             raise refused("is_marlin_format", True, "must be false", "use a checkpoint in the format gptq")
         self._scheme = _scheme(config, _Scheme(0, 128, True))
+        self._reorders = config.flag("desc_act", False)
         self._has_head = config.flag(_HEAD, False)
         self._overrides: list[tuple[str, _Scheme | None]] = []  # pattern; None: not packed
         for pattern, values in config.inner("dynamic").items():
@@ -66,12 +67,16 @@ class Gptq(Format):
         if rows * WORD % scheme.bits:
             raise parts.wrong("qweight", f"I32[in * {scheme.bits} / {WORD}, out]")
         inputs = rows * WORD // scheme.bits
-        group = min(scheme.group_size or inputs, inputs)
-        groups = -(-inputs // group)
+        header = self.declared(parts.module, (outputs, inputs))
+        groups = header.stored_groups
         words = words_of(outputs, scheme.bits)
         parts.check("qzeros", because, ("I32",), (groups, words), meaning=f"groups, out * {scheme.bits} / {WORD}")
         scales = parts.check("scales", because, FLOATS, (groups, outputs), meaning="groups, out").dtype
         check_group_index(parts, "g_idx", because, inputs)
+        return dataclasses.replace(header, scales=scales)
+
+    def declared(self, module: str, shape: tuple[int, int]) -> Header:
+        scheme = self._scheme_of(module)
         kind = "int8" if scheme.bits == 8 else "int4"
         # Zeros of symmetric codes are in the middle of the range: 8 with 4 bits and 0 with 8 bits, the kinds' default.
         if scheme.symmetric and scheme.bits in (4, 8):
@@ -80,7 +85,14 @@ class Gptq(Format):
             zeros = np.dtype(np.int16 if self._offset else np.int8)  # v1 has zeros up to 255 + 1 - 128
         else:
             zeros = np.dtype(np.uint8)
-        return Header("qweight", (outputs, inputs), kind, scheme.bits, group, scales, zeros)
+        group = min(scheme.group_size or shape[1], shape[1])
+        return Header("qweight", shape, kind, scheme.bits, group, "F16", zeros)
+
+    def reorders(self, module: str) -> bool:
+        return self._reorders and self._scheme_of(module).group_size is not None
+
+    def packs_outside_layers(self, module: str) -> bool:
+        return module.rpartition(".")[2] == _HEAD
 
     def order(self, parts: Parts, header: Header) -> np.ndarray | None:
         return order_of(parts, "g_idx", header)

@@ -4,6 +4,7 @@ weight F8_E4M3[out, in] and weight_scale: one number, one for each output, or [o
 weight = code * weight_scale. The config is hf_quant_config.json, or quantization_config with quant_method modelopt.
 """
 
+import dataclasses
 import fnmatch
 
 import numpy as np
@@ -36,14 +37,20 @@ class ModelOpt(Format):
         because = "a matrix of ModelOpt's FP8 has weight and weight_scale"
         outputs, inputs = parts.matrix("weight", because, ("F8_E4M3",))
         if self._algorithm != _BLOCKS:
-            shapes = scalar_shapes(outputs)
-            scales = parts.check("weight_scale", because, FLOATS, *shapes, meaning="the matrix, or its outputs")
-            return Header("weight", (outputs, inputs), "fp8", 8, inputs, scales.dtype, None)
-        rows, columns = -(-outputs // _BLOCK), -(-inputs // _BLOCK)
-        shapes = ((rows, columns), (rows, 1, columns, 1))
-        scales = parts.check("weight_scale", because, FLOATS, *shapes, meaning=f"blocks of {_BLOCK} x {_BLOCK}")
-        group = min(_BLOCK, inputs)
-        return Header("weight", (outputs, inputs), "fp8", 8, group, scales.dtype, None, block=_BLOCK)
+            shapes, meaning = scalar_shapes(outputs), "the matrix, or its outputs"
+        else:
+            rows, columns = -(-outputs // _BLOCK), -(-inputs // _BLOCK)
+            shapes, meaning = ((rows, columns), (rows, 1, columns, 1)), f"blocks of {_BLOCK} x {_BLOCK}"
+        scales = parts.check("weight_scale", because, FLOATS, *shapes, meaning=meaning)
+        return dataclasses.replace(self.declared(parts.module, (outputs, inputs)), scales=scales.dtype)
+
+    def declared(self, module: str, shape: tuple[int, int]) -> Header:
+        if self._algorithm != _BLOCKS:
+            return Header("weight", shape, "fp8", 8, shape[1], "F32", None)
+        return Header("weight", shape, "fp8", 8, min(_BLOCK, shape[1]), "F32", None, block=_BLOCK)
+
+    def packs_outside_layers(self, module: str) -> bool:
+        return module.rpartition(".")[2] == "lm_head"
 
     def codes(self, parts: Parts, header: Header) -> np.ndarray:
         return fp8_codes(parts)
