@@ -80,6 +80,8 @@ def test_a_packed_matrix_has_the_library_s_bits(case: str, tmp_path: Path) -> No
             values = packed.array(name)
             assert values.dtype == np.float32
             assert list(values.shape) == expected["shape"] == list(packed.entry(name).shape)
+            if "fp4" in case:
+                values += np.float32(0)  # the libraries differ in the sign of zeros
             assert hashlib.sha256(values.astype(dtype).tobytes()).hexdigest() == expected["sha256"], module
             packed.release(name)
 
@@ -216,7 +218,8 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("modelopt-fp8", {"quantization": {"quant_algo": "FP8", "exclude_modules": ["*up_proj"]}}, "has '*up_proj'"),
 ]
 GROUPS: list[tuple[str, dict[str, Any], str]] = [
-    ("ct-w4", {"num_bits": 3}, "config_groups.group_0.weights.num_bits is 3; must be 4 or 8"),
+    ("ct-w4", {"num_bits": 9}, "config_groups.group_0.weights.num_bits is 9; must be 1 or 2 or 3 or 4 or 5"),
+    ("ct-w4", {"num_bits": 3}, "to fit weight_packed I32[out, 12], whose codes of 3 bits have no padding between them"),
     ("ct-w4", {"type": "float"}, "config_groups.group_0.format is 'pack-quantized'; does not fit weights of the type"),
     ("ct-w4", {"strategy": "tensor_group"}, "strategy is 'tensor_group'"),
     ("ct-w4", {"group_size": 16}, "weight_scale is BF16[32, 3], but must be"),

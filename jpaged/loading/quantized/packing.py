@@ -1,4 +1,6 @@
-"""Unpacks codes of 2, 3, 4 and 8 bits from 32-bit words."""
+"""Unpacks codes of 1 to 8 bits from 32-bit words."""
+
+import math
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -16,18 +18,18 @@ def unpack_rows(words: Int[np.ndarray, "rows words"], bits: int, count: int) -> 
     stream = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
     if bits == 8:
         return stream[:, :count]
-    # Codes repeat their places in bytes after 1 byte (2 and 4 bits) or 3 bytes (3 bits).
-    step = 3 if bits == 3 else 1
+    step = bits // math.gcd(bits, 8)  # bytes after which codes begin at the first bit of a byte again
     full = -(-stream.shape[1] // step) * step
     if full != stream.shape[1]:
         stream = np.pad(stream, ((0, 0), (0, full - stream.shape[1])))
     by_step = stream.reshape(len(stream), -1, step)
-    if step == 3:
-        joined = by_step.astype(np.uint32) << np.array([0, 8, 16], np.uint32)
+    if step > 1:
+        wide = np.uint32 if step <= 4 else np.uint64
+        joined = by_step.astype(wide) << (8 * np.arange(step)).astype(wide)
         by_step = np.bitwise_or.reduce(joined, 2, keepdims=True)
     codes = np.empty((len(stream), by_step.shape[1], 8 * step // bits), np.uint8)
     for i in range(codes.shape[2]):
-        codes[:, :, i] = by_step[:, :, 0] >> (i * bits) & (2**bits - 1)
+        codes[:, :, i] = by_step[:, :, 0] >> by_step.dtype.type(i * bits) & by_step.dtype.type(2**bits - 1)
     return codes.reshape(len(stream), -1)[:, :count]
 
 
