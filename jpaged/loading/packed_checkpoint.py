@@ -207,7 +207,8 @@ def dequantized(weight: QuantizedWeight) -> np.ndarray:
         scales = weight.scales[part].astype(np.float32)
         if weight.outer is not None:
             scales = scales / weight.outer[part] if weight.divides else scales * weight.outer[part]
-        numbers *= scales[..., None]
+        with np.errstate(over="ignore"):  # 6 * 2^127 of MXFP4 is infinite
+            numbers *= scales[..., None]
         columns = slice(None) if weight.order is None else weight.order
         values[part, columns] = numbers.reshape(-1, inputs)
     return values
