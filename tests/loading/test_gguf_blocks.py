@@ -19,11 +19,9 @@ from jpaged.loading.gguf_blocks import KEPT, quantized, quantized_shape
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from pallas_kernels import QuantizedWeight
 from tests.golden.checkpoints import BY_NAME
+from tests.loading.ggml_blocks import HALVES, blocks_of
 from tests.loading.gguf_files import add_metadata, finish, write_gguf
 
-HALVES = {  # others: at byte 0
-    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82)
-}  # fmt: skip
 LLAMA = BY_NAME["llama"].config | {"hidden_size": 256, "num_hidden_layers": 1}  # 4 query heads and 2 KV heads of 64
 KIND_AND_GROUP = {
     "Q8_0": ("int8", 32), "Q4_0": ("int4", 32), "Q4_1": ("int4", 32), "Q5_0": ("int8", 32), "Q5_1": ("int8", 32),
@@ -49,16 +47,6 @@ def extreme_halves(rng: np.random.Generator, count: int) -> np.ndarray:
     """Zeros, subnormal numbers, the smallest and the largest, of both signs."""
     bits = np.array([0, 1, 3, 0x03FF, 0x0400, 0x0401, 0x3C00, 0x7BFE, 0x7BFF], np.uint16)
     return (rng.choice(bits, count) | rng.integers(0, 2, count, np.uint16) << 15).view(np.float16)
-
-
-def blocks_of(kind: str, count: int, halves: Callable[[np.random.Generator, int], np.ndarray]) -> np.ndarray:
-    """Random blocks, uint8[count, bytes]. A quarter has only the smallest or the largest codes and scales."""
-    rng, size = np.random.default_rng(count), gguf.GGML_QUANT_SIZES[Type[kind]][1]
-    blocks = rng.integers(0, 256, (count, size), np.uint8)
-    blocks[::4] = rng.choice(np.array([0, 0x80, 0x7F, 0xFF], np.uint8), (len(blocks[::4]), 1))
-    for at in HALVES.get(kind, (0,)):
-        blocks[:, at : at + 2] = halves(rng, count)[:, None].view(np.uint8)
-    return blocks
 
 
 @pytest.mark.parametrize("halves", [random_halves, extreme_halves])
