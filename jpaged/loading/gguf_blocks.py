@@ -74,6 +74,8 @@ def quantized(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> QuantizedWe
     `dequantize` of the result in float32, outside jit, has the bits of `gguf.quants.dequantize`, except for the sign
     of zeros. Both multiply scale and factor first, and then the code by that product. With another order the last bit
     can differ. A compiled program may fuse the product with the subtraction of the minimum, and round once, not twice.
+
+    Raises ValueError for a block with a factor that is NaN or infinite.
     """
     if (known := _TYPES.get(kind)) is None:
         return None
@@ -83,6 +85,11 @@ def quantized(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> QuantizedWe
     for start in range(0, len(blocks), step):
         some = blocks[start : start + step]
         known.unpack(some, _part(weight, start, len(some), len(blocks)))
+    factors = (weight.outer, weight.outer_mins) if known.has_outer else (weight.scales, weight.mins)
+    for factor in factors:  # one number for 32 or 256 weights
+        if factor is not None and not (finite := np.isfinite(factor)).all():
+            block = int(np.flatnonzero(~finite)[0])
+            raise ValueError(f"the factor {factor.reshape(-1)[block]} in block {block} (factors must be finite)")
     return weight
 
 

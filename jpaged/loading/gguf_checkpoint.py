@@ -125,10 +125,16 @@ class GgufCheckpoint:
         return name if source == name else f"{source} ({name})"
 
     def array(self, name: str) -> np.ndarray:
-        """Return a tensor: float32 if it is quantized, else a view of the mapped file in the stored dtype."""
+        """Return a tensor: float32 if it is quantized, else a view of the mapped file in the stored dtype.
+
+        Raises ModelLoadError if a quantized tensor has a number that is NaN or infinite.
+        """
         tensor = self._tensors[name]
         raw = tensor.file.raw(tensor.source, tensor.expert, tensor.experts)
-        values = numbers(raw, tensor.file.entries[tensor.source].dtype).reshape(tensor.entry.shape)
+        try:
+            values = numbers(raw, tensor.file.entries[tensor.source].dtype).reshape(tensor.entry.shape)
+        except ValueError as error:
+            raise self._damaged(name, str(error)) from error
         if heads := self._permuted_heads(name):
             return _halves_first(values, heads)
         if self._architecture in _GEMMAS and tensor.source.endswith("norm.weight"):
@@ -139,7 +145,7 @@ class GgufCheckpoint:
         """Return a tensor without dequantising it: numpy arrays, in the layout "plain".
 
         None: the tensor is not quantised, is a vector, or has a type that only `array` reads. The first such type
-        is logged with all others of the file.
+        is logged with all others of the file. Raises ModelLoadError for a block with a factor that is NaN or infinite.
         """
         kind = self._quantized_type(name)
         if kind is None:
@@ -151,7 +157,10 @@ class GgufCheckpoint:
         raw = tensor.file.raw(tensor.source, tensor.expert, tensor.experts)
         if heads := self._permuted_heads(name):  # a row of bytes is a row of weights
             raw = _halves_first(raw, heads)
-        return gguf_blocks.quantized(raw, kind, tensor.entry.shape)
+        try:
+            return gguf_blocks.quantized(raw, kind, tensor.entry.shape)
+        except ValueError as error:
+            raise self._damaged(name, str(error)) from error
 
     def quantized_shape(self, name: str) -> QuantizedWeight | None:
         """As `quantized`, with a jax.ShapeDtypeStruct in place of each array. It reads the header only."""
@@ -278,6 +287,12 @@ class GgufCheckpoint:
             "%s: tensors of these types are dequantised: %s. Types kept quantised: %s",
             self.folder, types, ", ".join(gguf_blocks.KEPT),
         )  # fmt: skip
+
+    def _damaged(self, name: str, found: str) -> ModelLoadError:
+        return ModelLoadError(
+            f"{self.path(name)}: {self.label(name)} has {found}: the file is damaged, fetch it again or use another "
+            "quantization of the model"
+        )
 
     def _layer_names(self) -> dict[str, str]:
         return _LAYER | _LAYER_OF.get(self._architecture, {})

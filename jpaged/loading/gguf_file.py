@@ -204,7 +204,10 @@ def supported_types() -> tuple[str, ...]:
 
 
 def numbers(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Decode rows of bytes, uint8[rows, bytes], to [rows, columns]: float32, or the type itself if it is plain."""
+    """Decode rows of bytes, uint8[rows, bytes], to [rows, columns]: float32, or the type itself if it is plain.
+
+    Raises ValueError if a number that is not of a plain type is NaN or infinite.
+    """
     if kind in PLAIN:
         return raw.view(PLAIN[kind])
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -216,5 +219,8 @@ def numbers(raw: np.ndarray, kind: str) -> np.ndarray:
     step = max(1, _CHUNK // columns)
     with np.errstate(over="ignore", invalid="ignore"):  # scales may be infinite or NaN
         for start in range(0, len(raw), step):
-            out[start : start + step] = dequantize(raw[start : start + step], GGMLQuantizationType[kind])
+            some = dequantize(raw[start : start + step], GGMLQuantizationType[kind])
+            if not np.isfinite(some.sum()):  # while the chunk is in the CPU's cache
+                raise ValueError("a weight that is NaN or infinite")
+            out[start : start + step] = some
     return out

@@ -20,7 +20,7 @@ from jpaged.loading.kv_scales import KV_SCALE
 from jpaged.loading.quantized.awq import Awq
 from jpaged.loading.quantized.compressed_tensors import CompressedTensors
 from jpaged.loading.quantized.config import CONFIG, Values, method_of, refused
-from jpaged.loading.quantized.formats import Format
+from jpaged.loading.quantized.formats import CODE_DTYPES, Format
 from jpaged.loading.quantized.fp8 import Fp8
 from jpaged.loading.quantized.gptq import Gptq
 from jpaged.loading.quantized.kv_scheme import KvScheme, check_kv_zeros, is_kv_tensor, read_kv_scheme
@@ -28,10 +28,11 @@ from jpaged.loading.quantized.modelopt import ModelOpt
 from jpaged.loading.quantized.parts import Header, Parts
 from jpaged.loading.safetensors_file import DTYPES, TensorEntry
 from jpaged.models.families.config import QUANT_METHODS
-from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, QuantizedWeight
+from pallas_kernels.quantized_dot.weight import FP4_VALUES, PLAIN_DTYPES, QuantizedWeight
 
 _FORMATS = dict(zip(QUANT_METHODS, (Awq, Gptq, CompressedTensors, Fp8, ModelOpt), strict=True))
 _ACTIVATIONS = np.dtype(ml_dtypes.bfloat16)
+_FP4 = np.array((*FP4_VALUES, *(-value for value in FP4_VALUES)), np.float32)  # numbers of fp4, by code
 _CHUNK = 1 << 22  # numbers that are dequantised at once: 16 MiB of float32
 
 
@@ -70,6 +71,7 @@ class PackedCheckpoint:
             )
         self._visible = [n for n in checkpoint.names if n not in self._hidden and n not in self._headers]
         self._visible += self._headers
+        self._refuse_three_axes(config)
 
     @property
     def names(self) -> Iterable[str]:
@@ -122,7 +124,8 @@ class PackedCheckpoint:
         """A packed matrix [out, in] in the layout "plain", numpy arrays. None for other tensors.
 
         The codes may be a view of the mapped file: drop them before the checkpoint is closed.
-        Raises ModelLoadError for scales that are NaN, infinite or 0, and for codes or g_idx out of range.
+        Raises ModelLoadError for scales that are NaN, infinite or 0 (in NVFP4: NaN or negative), and for codes or
+        g_idx out of range.
         """
         if name not in self._headers:
             return None
@@ -130,10 +133,11 @@ class PackedCheckpoint:
         order = self._format.order(parts, header)
         scales = np.array(header.widen(self._format.scales(parts, header)), order="C")  # small: never a view
         zeros = self._format.zeros(parts, header)
+        outer = self._format.outer(parts, header)
         codes = self._format.codes(parts, header)
         return _weight(
             header, np.ascontiguousarray(codes if order is None else codes[:, order]), scales,
-            None if zeros is None else np.array(header.widen(zeros), order="C"), order,
+            None if zeros is None else np.array(header.widen(zeros), order="C"), outer, order,
         )  # fmt: skip
 
     def quantized_shape(self, name: str) -> QuantizedWeight | None:
@@ -147,6 +151,17 @@ class PackedCheckpoint:
     def _stored(self, name: str) -> str:
         """Name of the tensor with the codes, or the name itself."""
         return self._parts[name].name(self._headers[name].codes) if name in self._headers else name
+
+    def _refuse_three_axes(self, config: Mapping[str, Any]) -> None:
+        """Refuse a layer's experts that are quantised in one tensor. ModelOpt writes Llama 4 and gpt-oss so."""
+        for name in self._visible:
+            entry = self.entry(name)
+            if entry.dtype in CODE_DTYPES and len(entry.shape) == 3:
+                raise ModelLoadError(
+                    f"{self.path(name)}: {name} is {entry.dtype}{list(entry.shape)}: quant_method "
+                    f"{method_of(config)!r} with all experts of a layer in one tensor is not supported: use a "
+                    "checkpoint with one tensor for each expert, or another quantization of the model"
+                )
 
     def _add(self, parts: Parts) -> None:
         module = parts.module
@@ -176,21 +191,31 @@ def described_weight(header: Header, *, has_order: bool) -> QuantizedWeight:
         header, jax.ShapeDtypeStruct(header.shape, PLAIN_DTYPES[header.kind]),
         jax.ShapeDtypeStruct(by_group, DTYPES[header.scales]),
         None if header.zeros is None else jax.ShapeDtypeStruct(by_group, header.zeros),
+        jax.ShapeDtypeStruct((header.shape[0], 1), np.float32) if header.has_outer else None,
         jax.ShapeDtypeStruct(header.shape[1:], np.int32) if has_order else None,
     )  # fmt: skip
 
 
 def dequantized(weight: QuantizedWeight) -> np.ndarray:
-    """The weights of the layout "plain" as float32[out, in] on the host, inputs in the order of x."""
+    """The weights of the layout "plain" as float32[out, in] on the host, inputs in the order of x.
+
+    Only without `mins`. `outer` has one factor an output.
+    """
     outputs, inputs = weight.shape
     values = np.empty(weight.shape, np.float32)
     middle = np.float32(8 if weight.kind == "int4" else 0)
     rows = max(1, _CHUNK // inputs)
     for start in range(0, outputs, rows):
         part = slice(start, start + rows)
-        numbers = weight.codes[part].astype(np.float32).reshape(-1, weight.groups, weight.group_size)
+        codes = weight.codes[part]
+        wide = _FP4[codes] if weight.kind == "fp4" else codes.astype(np.float32)
+        numbers = wide.reshape(-1, weight.groups, weight.group_size)
         numbers -= middle if weight.zeros is None else weight.zeros[part].astype(np.float32)[..., None]
-        numbers *= weight.scales[part].astype(np.float32)[..., None]
+        scales = weight.scales[part].astype(np.float32)
+        if weight.outer is not None:
+            scales = scales / weight.outer[part] if weight.divides else scales * weight.outer[part]
+        with np.errstate(over="ignore"):  # 6 * 2^127 of MXFP4 is infinite
+            numbers *= scales[..., None]
         columns = slice(None) if weight.order is None else weight.order
         values[part, columns] = numbers.reshape(-1, inputs)
     return values
@@ -202,8 +227,8 @@ def _plain_values(config: Mapping[str, Any]) -> Values:
     return values.inner("quantization") if "quantization" in values else values
 
 
-def _weight(header: Header, codes: Any, scales: Any, zeros: Any, order: Any) -> QuantizedWeight:
+def _weight(header: Header, codes: Any, scales: Any, zeros: Any, outer: Any, order: Any) -> QuantizedWeight:
     return QuantizedWeight(
-        codes, scales, zeros, None, None, None, order, header.kind, "plain", header.shape, _ACTIVATIONS,
-        header.activations,
+        codes, scales, zeros, outer, None, None, order, header.kind, "plain", header.shape, _ACTIVATIONS,
+        header.activations, header.divides,
     )  # fmt: skip

@@ -62,11 +62,14 @@ def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray], fp8: frozenset[str] = frozenset()) -> str:
-    """Write float32 (or ml_dtypes bfloat16) tensors as a safetensors file. Returns its SHA-256.
+    """Write tensors as a safetensors file. Returns its SHA-256.
 
     fp8: names of uint8 tensors that have the codes of float8 e4m3.
     """
-    codes = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "uint8": "U8"}
+    codes = {
+        "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "uint8": "U8", "int8": "I8",
+        "int16": "I16", "int32": "I32", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    }  # fmt: skip
     header, offset = {}, 0
     for name, tensor in tensors.items():
         shape, end = list(tensor.shape), offset + tensor.nbytes

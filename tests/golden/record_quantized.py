@@ -38,6 +38,11 @@ class Case:
     expected: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     library: str = ""
 
+    @property
+    def is_fp4(self) -> bool:
+        """True if the codes are E2M1."""
+        return "fp4" in json.dumps(self.config).lower()
+
 
 def weights(outputs: int, inputs: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Normally distributed numbers, with a few large ones and a mean that differs between outputs."""
@@ -178,8 +183,8 @@ def gptq_cases(folder: Path) -> dict[str, Case]:
 
 def compressed_cases() -> dict[str, Case]:
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     library = f"compressed-tensors {importlib.metadata.version('compressed-tensors')}"
 
@@ -195,9 +200,12 @@ def compressed_cases() -> dict[str, Case]:
         values, args = weights(*shape, seed, dtype), scheme.weights
         blocks, axes = in_blocks(values, args)
         low, high = blocks.amin(axes), blocks.amax(axes)
-        scale, zero = calculate_qparams(low, high, args)
-        scale = scale.to(dtype).reshape(low.shape)
+        factor = generate_gparam(values.amin(), values.amax()) if args.strategy == "tensor_group" else None
+        scale, zero = calculate_qparams(low, high, args, factor)
+        scale = (scale if args.scale_dtype else scale.to(dtype)).reshape(low.shape)
         state = {"weight": values, "weight_scale": scale, "weight_zero_point": zero.reshape(scale.shape)}
+        if factor is not None:
+            state["weight_global_scale"] = factor
         compressor = BaseCompressor.load_from_registry(group["format"])
         stored = compressor.compress(state, scheme)
         case.expected[module] = compressor.decompress(stored, scheme)["weight"]
@@ -210,13 +218,13 @@ def compressed_cases() -> dict[str, Case]:
                 return values.reshape(1, -1), (1,)
             case "channel":
                 return values.reshape(outputs, 1, inputs), (2,)
-            case "group":
+            case "group" | "tensor_group":
                 return values.reshape(outputs, -1, args.group_size), (2,)
         rows, columns = args.block_structure
         padded = torch.nn.functional.pad(values, (0, -inputs % columns, 0, -outputs % rows))
         return padded.reshape(padded.shape[0] // rows, rows, -1, columns), (1, 3)
 
-    def case_of(groups: dict[str, dict], modules: list[tuple], dtype: Any = torch.bfloat16, **more: Any) -> Case:
+    def case_of(groups: dict[str, Any], modules: list[tuple], dtype: Any = torch.bfloat16, **more: Any) -> Case:
         forms = {group["format"] for group in groups.values()}
         config = {
             "quant_method": "compressed-tensors", "format": forms.pop() if len(forms) == 1 else "mixed-precision",
@@ -255,6 +263,28 @@ def compressed_cases() -> dict[str, Case]:
             dtype=torch.float32,
         ),
     }
+    for bits, symmetric in ((2, True), (2, False), (3, True), (3, False), (5, True), (6, False), (7, True)):
+        width = functools.partial(dict, num_bits=bits, type="int", strategy="group", group_size=32)
+        name = f"ct-w{bits}" if symmetric else f"ct-w{bits}-asymmetric"
+        cases[name] = one(group_of(packed, everything, **width(symmetric=symmetric)), (36, 96), dtype=torch.float16)
+    cases["ct-w3-channel"] = one(
+        group_of(packed, everything, num_bits=3, type="int", symmetric=True, strategy="channel"), (20, 64)
+    )
+    halves = functools.partial(dict, num_bits=4, type="float", symmetric=True, dynamic=False)
+    nvfp4 = halves(strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
+    local = nvfp4 | {"dynamic": "local", "observer": "static_minmax"}
+    cases["ct-nvfp4"] = one(group_of("nvfp4-pack-quantized", everything, local, **nvfp4), (32, 96))
+    cases["ct-nvfp4"].tensors[f"{up}.input_global_scale"] = torch.tensor([321.0])
+    cases["ct-mxfp4"] = one(
+        group_of(
+            "mxfp4-pack-quantized", everything, **halves(strategy="group", group_size=32, scale_dtype="torch.uint8")
+        ),
+        (32, 96),
+    )
+    preset = QuantizationConfig(config_groups={"W4A16": everything}).config_groups["W4A16"]
+    args = {"num_bits": preset.weights.num_bits, "type": "int", "strategy": "group", "group_size": 128}
+    cases["ct-preset"] = one(group_of(packed, everything, **args), (8, 256))
+    cases["ct-preset"].config["config_groups"] = {"W4A16": everything}
     kv = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
     mixed = case_of(
         {
@@ -300,10 +330,12 @@ def fp8_cases() -> dict[str, Case]:
 
 def modelopt_cases(folder: Path) -> dict[str, Case]:
     quantization = "modelopt.torch.quantization"
-    stub = without_init("modelopt", folder, "modelopt.torch", quantization, f"{quantization}.qtensor")
+    inner = (quantization, f"{quantization}.qtensor", f"{quantization}.backends")
+    stub = without_init("modelopt", folder, "modelopt.torch", *inner)
     stub.__version__ = version_of(folder)
     sys.path.append(str(folder))  # for modelopt_recipes
     from modelopt.torch.quantization.qtensor.fp8_tensor import FP8QTensor
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     cases = {}
     for name, algorithm, axis in (("modelopt-fp8", "FP8", None), ("modelopt-channel", "FP8_PER_CHANNEL_PER_TOKEN", 0)):
@@ -316,7 +348,17 @@ def modelopt_cases(folder: Path) -> dict[str, Case]:
         scale = scale.reshape(()) if axis is None else scale.reshape(-1)
         add(case, module, {"weight": tensor._quantized_data, "weight_scale": scale, "input_scale": torch.tensor(0.02)})
         cases[name] = case
-    return cases
+    quantization = {
+        "quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head", "*.gate"]
+    }  # fmt: skip
+    case = Case({"quant_method": "modelopt", "quantization": quantization}, library=case.library)
+    for seed, module in enumerate(("gate_proj", "up_proj")):  # they have different factors
+        tensor, scale, factor = NVFP4QTensor.quantize(weights(32, 96, seed), 16)
+        dense = tensor.dequantize(torch.float32, scale=scale, double_scale=factor, block_sizes={-1: 16})
+        case.expected[LAYER + module] = dense
+        parts = {"weight": tensor._quantized_data, "weight_scale": scale, "weight_scale_2": factor.squeeze()}
+        add(case, LAYER + module, parts | {"input_scale": torch.tensor(0.02)})
+    return cases | {"modelopt-nvfp4": case}
 
 
 def add(case: Case, module: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -335,6 +377,8 @@ def main(sources: Path) -> None:
         save_file(case.tensors, OUT / f"{name}.safetensors")
         matrices = {}
         for module, dense in sorted(case.expected.items()):
+            if case.is_fp4:  # the libraries differ in the sign of zeros
+                dense = dense + 0.0
             data = dense.contiguous().view(torch.uint8).numpy().tobytes()
             dtype = str(dense.dtype).removeprefix("torch.")
             digest = hashlib.sha256(data).hexdigest()

@@ -6,6 +6,7 @@ Every function takes the bytes of one block and returns its values as Python flo
 import struct
 from collections.abc import Callable
 
+import gguf
 import ml_dtypes
 import numpy as np
 
@@ -115,3 +116,19 @@ def values_of(kind: str, data: np.ndarray) -> np.ndarray:
     size, read = BLOCKS[kind][1], BLOCKS[kind][3]
     rows = [bytes(row) for row in data]
     return np.array([[x for at in range(0, len(r), size) for x in read(r[at : at + size])] for r in rows])
+
+
+# Bytes of the half-precision factors of a block
+HALVES = {  # others: at byte 0
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82)
+}  # fmt: skip
+
+
+def blocks_of(kind: str, count: int, halves: Callable[[np.random.Generator, int], np.ndarray]) -> np.ndarray:
+    """Random blocks, uint8[count, bytes]. A quarter has only the smallest or the largest codes and scales."""
+    rng, size = np.random.default_rng(count), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    blocks = rng.integers(0, 256, (count, size), np.uint8)
+    blocks[::4] = rng.choice(np.array([0, 0x80, 0x7F, 0xFF], np.uint8), (len(blocks[::4]), 1))
+    for at in HALVES.get(kind, (0,)):
+        blocks[:, at : at + 2] = halves(rng, count)[:, None].view(np.uint8)
+    return blocks

@@ -14,13 +14,15 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
+from jpaged.errors import ModelLoadError
 from jpaged.loading.gguf_blocks import KEPT, quantized, quantized_shape
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from pallas_kernels import QuantizedWeight
 from tests.golden.checkpoints import BY_NAME
+from tests.loading.ggml_blocks import HALVES, blocks_of
 from tests.loading.gguf_files import add_metadata, finish, write_gguf
 
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # others: at byte 0
+LLAMA = BY_NAME["llama"].config | {"hidden_size": 256, "num_hidden_layers": 1}  # 4 query heads and 2 KV heads of 64
 KIND_AND_GROUP = {
     "Q8_0": ("int8", 32), "Q4_0": ("int4", 32), "Q4_1": ("int4", 32), "Q5_0": ("int8", 32), "Q5_1": ("int8", 32),
     "Q4_K": ("int4", 32), "Q5_K": ("int8", 32), "Q6_K": ("int8", 16),
@@ -47,16 +49,6 @@ def extreme_halves(rng: np.random.Generator, count: int) -> np.ndarray:
     return (rng.choice(bits, count) | rng.integers(0, 2, count, np.uint16) << 15).view(np.float16)
 
 
-def blocks_of(kind: str, count: int, halves: Callable[[np.random.Generator, int], np.ndarray]) -> np.ndarray:
-    """Random blocks, uint8[count, bytes]. A quarter has only the smallest or the largest codes and scales."""
-    rng, size = np.random.default_rng(count), gguf.GGML_QUANT_SIZES[Type[kind]][1]
-    blocks = rng.integers(0, 256, (count, size), np.uint8)
-    blocks[::4] = rng.choice(np.array([0, 0x80, 0x7F, 0xFF], np.uint8), (len(blocks[::4]), 1))
-    for at in HALVES.get(kind, (0,)):
-        blocks[:, at : at + 2] = halves(rng, count)[:, None].view(np.uint8)
-    return blocks
-
-
 @pytest.mark.parametrize("halves", [random_halves, extreme_halves])
 @pytest.mark.parametrize("kind", KEPT)
 def test_the_bits_of_the_gguf_library(kind: str, halves: Callable[[np.random.Generator, int], np.ndarray]) -> None:
@@ -75,13 +67,39 @@ def test_the_bits_of_the_gguf_library(kind: str, halves: Callable[[np.random.Gen
         assert int(weight.codes.max()) == 15
 
 
+@pytest.mark.parametrize("kind", [*KEPT, "Q2_K", "IQ4_XS"])
+def test_a_factor_that_is_no_number_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    block, _ = gguf.GGML_QUANT_SIZES[Type[kind]]
+    whole, at = blocks_of(kind, 256 * 64 // block, random_halves), HALVES.get(kind, (0,))[-1]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    add_metadata(writer, LLAMA)
+    writer.add_tensor("token_embd.weight", np.ones((64, 256), np.float16))
+    tensors = {"attn_output": None, "ffn_gate": np.nan, "ffn_up": np.inf, "ffn_down": -np.inf}
+    for name, value in tensors.items():
+        blocks = whole.copy()
+        if value is not None:
+            blocks[-1, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+        writer.add_tensor(f"blk.0.{name}.weight", blocks.reshape(64, -1), raw_dtype=Type[kind])
+    finish(writer)
+    with GgufCheckpoint(tmp_path / "m.gguf") as checkpoint:
+        for read in (checkpoint.array, checkpoint.quantized):
+            read("model.layers.0.self_attn.o_proj.weight")
+        for part in ("gate", "up", "down"):
+            name = f"model.layers.0.mlp.{part}_proj.weight"
+            label = rf"blk.0.ffn_{part}.weight \({name}\) has "
+            if kind in KEPT:
+                with pytest.raises(ModelLoadError, match=rf"{label}the factor -?(nan|inf) in block {len(whole) - 1}"):
+                    checkpoint.quantized(name)
+            with pytest.raises(ModelLoadError, match=rf"{label}a weight that is NaN or infinite: the file is damaged"):
+                checkpoint.array(name)
+
+
 def test_other_types_are_not_kept() -> None:
     for kind in ("F16", "BF16", "Q2_K", "Q3_K", "IQ4_XS", "MXFP4"):
         assert quantized(np.zeros((1, 1), np.uint8), kind, (1, 256)) is None
         assert quantized_shape(kind, (1, 256)) is None
 
 
-LLAMA = BY_NAME["llama"].config | {"hidden_size": 256, "num_hidden_layers": 1}  # 4 query heads and 2 KV heads of 64
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])

@@ -21,16 +21,15 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
 from jpaged.loading.checkpoint import Checkpoint, TensorSource
 from jpaged.loading.packed_checkpoint import PackedCheckpoint, described_weight, format_of
-from jpaged.loading.quantized.config import with_quantization
+from jpaged.loading.quantized.config import Matcher, with_quantization
 from jpaged.loading.quantized.packing import unpack_rows
 from jpaged.loading.safetensors_file import DTYPES
 from jpaged.loading.source import open_source
 from pallas_kernels.quantized_dot.weight import ARRAYS, PLAIN_DTYPES, QuantizedWeight
-from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.golden.checkpoints import BY_NAME, write_checkpoint, write_safetensors
 
 FILES = Path(__file__).parents[1] / "golden/quantized"
 CASES: dict[str, dict[str, Any]] = json.loads((FILES / "cases.json").read_text())
-NAMES = {np.dtype(dtype).name: name for name, dtype in DTYPES.items()}
 UP = "model.layers.0.mlp.up_proj."
 
 
@@ -42,14 +41,7 @@ def tensors_of(path: Path) -> dict[str, np.ndarray]:
 
 def write(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     """Write model.safetensors."""
-    header, offset = {}, 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    data = b"".join(np.ascontiguousarray(tensor).tobytes() for tensor in tensors.values())
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    write_safetensors(folder / "model.safetensors", tensors)
 
 
 def folder_of(case: str, folder: Path) -> Path:
@@ -80,12 +72,17 @@ def test_a_packed_matrix_has_the_library_s_bits(case: str, tmp_path: Path) -> No
             values = packed.array(name)
             assert values.dtype == np.float32
             assert list(values.shape) == expected["shape"] == list(packed.entry(name).shape)
+            if "fp4" in case:
+                values += np.float32(0)  # the libraries differ in the sign of zeros
             assert hashlib.sha256(values.astype(dtype).tobytes()).hexdigest() == expected["sha256"], module
             packed.release(name)
 
 
-# Every kind, with and without zeros, with and without an order of inputs
-KINDS = ["gptq-3-v2-act", "gptq-4", "gptq-8", "ct-w8-asymmetric", "ct-w8", "fp8-block"]
+# Every kind, with and without zeros, with and without an order of inputs, and both directions of a common factor
+KINDS = [
+    "gptq-3-v2-act", "gptq-4", "gptq-8", "ct-w8-asymmetric", "ct-w8", "fp8-block", "ct-w3-asymmetric", "ct-w6-asymmetric",
+    "ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -133,7 +130,8 @@ def test_the_config_alone_describes_a_matrix_as_its_headers_do(case: str, tmp_pa
         for name in packed.packed:
             module, weight = name.removesuffix(".weight"), owned(packed.quantized(name))
             header = form.declared(module, weight.shape)
-            header = dataclasses.replace(header, scales=NAMES[weight.scales.dtype.name])  # only the file has its dtype
+            stored = next(name for name, dtype in DTYPES.items() if dtype == weight.scales.dtype)
+            header = dataclasses.replace(header, scales=stored)  # only the file has its dtype
             assert form.excluded(module) is None
             described = described_weight(header, has_order=form.reorders(module))
             assert described == jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weight)
@@ -162,7 +160,7 @@ def test_parts_are_hidden_and_other_tensors_stay(tmp_path: Path) -> None:
         assert scales == pytest.approx({"k_scale": 0.03, "v_scale": 0.05}, rel=0.01)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("count", [1, 5, 31, 32, 33, 100])
 def test_a_row_of_codes_is_a_stream_of_bits(bits: int, count: int) -> None:
     codes = np.random.default_rng(bits * count).integers(0, 2**bits, (3, count), np.uint8)
@@ -218,6 +216,16 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("ct-w4", {"format": "nonsense"}, "format is 'nonsense'; must be pack-quantized"),
     ("ct-w4", {"ignore": ["re:.*up"]}, "(ignore has 're:.*up')"),
     ("ct-w4", {"config_groups": {}}, "(no target of config_groups is this module)"),
+    ("ct-w4", {"ignore": ["re:("]}, "ignore is '('; is not a regular expression"),
+    ("ct-w4", {"ignore": ["re:a{99999999999999999999}"]}, "is not a regular expression"),
+    ("ct-w4", {"ignore": ["re:" + 9999 * "(" + 9999 * ")"]}, "is not a regular expression"),
+    ("ct-w4", {"config_groups": {"W4A16": "Linear"}}, "config_groups.W4A16 is 'Linear'; must be an object"),
+    ("ct-w4", {"config_groups": {"W9A16": ["Linear"]}}, "W9A16 is ['Linear']; must be an object, or its name one of"),
+    ("ct-w4", {"config_groups": {"W8A4": ["Linear"]}}, "W8A4 is ['Linear']; must be an object, or its name one of"),
+    ("ct-w4", {"config_groups": {"W4A4": ["Linear"]}}, "W4A4.input_activations.num_bits is 4; must be 8"),
+    ("ct-w4", {"config_groups": {"MXFP8": ["Linear"]}}, "MXFP8 is ['Linear']; must be an object, or its name one of"),
+    ("ct-w4", {"config_groups": {"UNQUANTIZED": ["Linear"]}}, "(no target of config_groups is this module)"),
+    ("ct-w4", {"format": "mxfp8-quantized"}, "format is 'mxfp8-quantized'; must be pack-quantized or"),
     ("ct-w4", {"config_groups": []}, "config_groups is []; must be an object"),
     ("ct-w4", {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config is"),
     ("ct-w4", {"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme.num_bits is 4; must be 8: delete kv_cache_scheme"),
@@ -227,14 +235,28 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("fp8-block", {"weight_block_size": [64, 128]}, "weight_scale_inv is F32[1, 2], but must be"),
     ("fp8-block", {"ignored_layers": ["mlp"], "modules_to_not_convert": None}, "has 'mlp'"),
     ("modelopt-fp8", {"quantization": {"quant_algo": "W4A8_AWQ"}}, "quant_algo is 'W4A8_AWQ'; must be fp8"),
+    ("modelopt-nvfp4", {"quantization": {"quant_algo": "NVFP4_AWQ"}}, "quant_algo is 'NVFP4_AWQ'; must be fp8 or"),
+    ("modelopt-nvfp4", {"quantization": {"quant_algo": "NVFP4", "group_size": 32}}, "group_size is 32; must be 16"),
+    ("modelopt-nvfp4", {"quantization": {"quant_algo": "FP8"}}, "weight is U8[32, 48], but must be F8_E4M3 with two"),
+    (
+        "modelopt-nvfp4", {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["model.layers.*.mlp.up*"]}},
+        "up_proj.weight_scale belongs to a packed matrix, but",
+    ),
     ("modelopt-fp8", {"quantization": {"quant_algo": "FP8", "exclude_modules": ["*up_proj"]}}, "has '*up_proj'"),
 ]
 GROUPS: list[tuple[str, dict[str, Any], str]] = [
-    ("ct-w4", {"num_bits": 3}, "config_groups.group_0.weights.num_bits is 3; must be 4 or 8"),
+    ("ct-w4", {"num_bits": 9}, "config_groups.group_0.weights.num_bits is 9; must be 1 or 2 or 3 or 4 or 5"),
+    ("ct-w4", {"num_bits": 3}, "to fit weight_packed I32[out, 12], whose codes of 3 bits have no padding between them"),
     ("ct-w4", {"type": "float"}, "config_groups.group_0.format is 'pack-quantized'; does not fit weights of the type"),
     ("ct-w4", {"strategy": "tensor_group"}, "strategy is 'tensor_group'"),
     ("ct-w4", {"group_size": 16}, "weight_scale is BF16[32, 3], but must be"),
     ("ct-w4", {"symmetric": False}, "has no weight_zero_point, but its config group says symmetric=false"),
+    ("ct-nvfp4", {"group_size": 32}, "config_groups.group_0.weights.group_size is 32; must be 16"),
+    ("ct-nvfp4", {"type": "int"}, "group_0.format is 'nvfp4-pack-quantized'; does not fit weights of the type int"),
+    ("ct-nvfp4", {"num_bits": 8}, "config_groups.group_0.weights.num_bits is 8; must be 4"),
+    ("ct-nvfp4", {"strategy": "channel"}, "strategy is 'channel'; must be tensor_group or group"),
+    ("ct-mxfp4", {"group_size": 16}, "config_groups.group_0.weights.group_size is 16; must be 32"),
+    ("ct-mxfp4", {"group_size": None}, "config_groups.group_0.weights.group_size is None; must be 32"),
     ("ct-fp8", {"symmetric": False}, "symmetric is False; must be true with the type float"),
     ("ct-fp8-block", {"block_structure": [0, 128]}, "block_structure is [0, 128]"),
 ]
@@ -279,6 +301,20 @@ HEADERS: list[tuple[str, str, Callable[[np.ndarray], np.ndarray] | None, str]] =
     ("ct-w8a8", "weight_scale", lambda a: a[:-1], "weight_scale is BF16[31, 1], but must be"),
     ("fp8-block", "weight_scale_inv", None, "has no weight_scale_inv"),
     ("fp8-block", "weight", lambda a: a.astype(ml_dtypes.float8_e5m2), "weight is F8_E5M2[128, 256], but must be F8"),
+    ("ct-nvfp4", "weight_global_scale", None, "has no weight_global_scale, but a matrix in nvfp4-pack-quantized has"),
+    ("ct-nvfp4", "weight_scale", None, "has no weight_scale, but"),
+    ("ct-nvfp4", "weight_packed", None, "has no weight_packed, but"),
+    ("ct-nvfp4", "weight_global_scale", lambda a: np.ones(32, np.float32), "weight_global_scale is F32[32], but must"),
+    ("ct-nvfp4", "weight_global_scale", lambda a: a.astype(np.float16), "must be F32 of shape [1] or [] (one number)"),
+    ("ct-nvfp4", "weight_scale", lambda a: a[:, :3], "weight_scale is F8_E4M3[32, 3], but must be F8_E4M3 of shape [32"),
+    ("ct-nvfp4", "weight_scale", lambda a: a.astype(np.float32), "weight_scale is F32[32, 6], but must be F8_E4M3"),
+    ("ct-nvfp4", "weight_packed", lambda a: a[:, :-1], "U8[32, 47], but must be U8[out, in / 2] with a multiple of 16"),
+    ("ct-nvfp4", "weight_packed", lambda a: a.view(np.int32), "weight_packed is I32[32, 12], but must be U8 with two"),
+    ("ct-mxfp4", "weight_scale", lambda a: a[:, :2], "weight_scale is U8[32, 2], but must be U8 or F8_E8M0 of shape"),
+    ("ct-mxfp4", "weight_packed", lambda a: a[None], "weight_packed is U8[1, 32, 48], but must be U8 with two axes"),
+    ("modelopt-nvfp4", "weight_scale_2", None, "has no weight_scale_2, but a matrix of ModelOpt's NVFP4 has"),
+    ("modelopt-nvfp4", "weight_scale_2", lambda a: np.ones(2, np.float32), "weight_scale_2 is F32[2], but must be F32"),
+    ("modelopt-nvfp4", "weight", lambda a: a.view(np.int8), "weight is I8[32, 48], but must be U8 with two axes"),
     ("modelopt-fp8", "weight_scale", lambda a: np.ones(2, np.float32), "weight_scale is F32[2], but must be"),
 ]
 
@@ -310,6 +346,15 @@ DATA: list[tuple[str, str, Callable[[np.ndarray], np.ndarray], str]] = [
     ("ct-w8a8", "weight_scale", zeroed, "weight_scale has a scale of 0"),
     ("fp8-block", "weight_scale_inv", filled(np.nan), "weight_scale_inv has a scale of nan"),
     ("fp8-block", "weight", filled(np.nan), "weight has a code that means NaN"),
+    ("ct-nvfp4", "weight_scale", filled(np.nan), "weight_scale has a scale of nan (scales must be numbers, and not"),
+    ("ct-nvfp4", "weight_scale", filled(-0.5), "weight_scale has a scale of -0.5"),
+    ("ct-nvfp4", "weight_global_scale", filled(0), "weight_global_scale has the number 0 (it must be positive and"),
+    ("ct-nvfp4", "weight_global_scale", filled(np.nan), "weight_global_scale has the number nan"),
+    ("ct-nvfp4", "weight_global_scale", filled(-3), "weight_global_scale has the number -3"),
+    ("ct-nvfp4", "weight_global_scale", filled(1e-38), "has the number 1e-38, which makes weights infinite"),
+    ("modelopt-nvfp4", "weight_scale_2", filled(np.inf), "weight_scale_2 has the number inf"),
+    ("modelopt-nvfp4", "weight_scale_2", filled(1e36), "has the number 1e+36, which makes weights infinite"),
+    ("ct-mxfp4", "weight_scale", filled(255), "weight_scale has a byte 255, which means NaN"),
     ("modelopt-fp8", "weight_scale", filled(np.nan), "weight_scale has a scale of nan"),
     ("gptq-4", "g_idx", filled(3), "g_idx has group 3 at input 95, but there are 3 groups"),
     ("gptq-4", "g_idx", filled(-1), "g_idx has group -1 at input 95"),
@@ -335,6 +380,43 @@ def test_wrong_numbers_are_refused_when_they_are_read(
         assert len(found) == 1
         assert "model.safetensors: model.layers.0.mlp." in found[0]
         assert says in found[0]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_a_group_of_nvfp4_may_have_the_scale_zero(value: float, tmp_path: Path) -> None:
+    folder = damaged("ct-nvfp4", "weight_scale", filled(value), tmp_path)
+    with Checkpoint(folder) as checkpoint:
+        values = PackedCheckpoint(checkpoint, config_of("ct-nvfp4")).array(UP + "weight")
+    assert not values[-1, -16:].any()
+    assert values[-1, :-16].any()
+
+
+def test_a_pattern_that_takes_hours_is_refused() -> None:
+    matches = Matcher()
+    assert matches(r".*\.mlp\.(gate|up)_proj$", UP[:-1], "ignore")
+    assert not matches(r".*self_attn\.(?!kv_b).*", UP[:-1], "ignore")
+    matches = Matcher(seconds=0.05)
+    with pytest.raises(ModelLoadError, match=r"ignore is '\(a\|aa\)\+\$'; takes too long to match 'aaaa.*: use a simpler"):
+        matches("(a|aa)+$", "a" * 60 + "b", "ignore")
+
+
+def test_all_patterns_share_the_time_limit() -> None:
+    matches = Matcher(seconds=0.05)
+    with pytest.raises(ModelLoadError, match="takes too long"):
+        for _ in range(1000):  # each of them takes about a millisecond
+            matches(".*a.*a.*a[b]", "a" * 100, "ignore")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("mlp.experts.gate_up_proj", {}), ("mlp.experts.down_proj", {"dtype": np.int8})],
+)
+def test_experts_in_one_tensor_are_refused_by_name(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = folder_of("modelopt-nvfp4", tmp_path)
+    full = f"model.layers.0.{name}"
+    codes = np.ones((4, 8, 8), changes.get("dtype", np.uint8))
+    write(folder, tensors_of(folder) | {full: codes, full + "_weight_scale": np.ones((4, 8, 1), np.float32)})
+    refused(folder, config_of("modelopt-nvfp4"), f"{full} is {'I8' if changes else 'U8'}[4, 8, 8]: quant_method 'modelopt'")
 
 
 def test_codes_of_four_bits_in_bytes_must_be_in_range(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Reads quantization_config: the method, and values of the right type. Raises ModelLoadError that names the key."""
 
-import re
+import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from jpaged.errors import ModelLoadError, shown
 from jpaged.loading.checkpoint import read_json
@@ -12,6 +14,7 @@ from jpaged.models.families.config import QUANT_METHODS
 CONFIG = "quantization_config"
 MXFP4 = "mxfp4"
 UNQUANTIZED = "use another quantization of the model, or the model without quantization"
+_SECONDS = 5.0  # for all matches of a config; 200,000 matches of names take 0.3
 # Files of older releases, used if config.json has no quantization_config
 _SIDE_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
 
@@ -52,6 +55,11 @@ class Values:
             raise refused(path.rstrip(".") or "", values, "must be an object", "fetch the checkpoint again")
         self._values = values
         self._path = path
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """The values as they are in the file."""
+        return self._values
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
@@ -107,9 +115,26 @@ def part_of(patterns: Collection[str], module: str) -> str | None:
     return next((run for run in runs if run in patterns), None)
 
 
-def matches(pattern: str, module: str, key: str) -> bool:
-    """Return True if the regular expression matches from the module's first character. key: where it was found."""
-    try:
-        return re.match(pattern, module) is not None
-    except (re.error, RecursionError) as error:
-        raise refused(key, pattern, f"is not a regular expression ({error})", "correct it") from error
+class Matcher:
+    """Matches names of modules with the regular expressions of a config. All matches share one time limit.
+
+    The config comes with the checkpoint, and `re` has no limit: (a|aa)+$ takes hours for a name of 60 letters.
+    """
+
+    def __init__(self, seconds: float = _SECONDS):
+        self._left = seconds  # of CPU time, which is what `regex` limits
+
+    def __call__(self, pattern: str, module: str, key: str) -> bool:
+        """Return True if the regular expression matches from the module's first character.
+
+        key: where it was found. Raises ModelLoadError if it is invalid, or takes too long.
+        """
+        try:
+            started = time.process_time()
+            found = regex.match(pattern, module, timeout=max(self._left, 1e-6))
+            self._left -= time.process_time() - started
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise refused(key, pattern, f"is not a regular expression ({error})", "correct it") from error
+        except TimeoutError as error:
+            raise refused(key, pattern, f"takes too long to match {shown(module)}", "use a simpler one") from error
+        return found is not None

@@ -63,3 +63,7 @@ class Format(abc.ABC):
     @abc.abstractmethod
     def zeros(self, parts: Parts, header: Header) -> np.ndarray | None:
         """Zeros [out, groups in the file] of the dtype `header.zeros`; None without them. Raises ModelLoadError."""
+
+    def outer(self, parts: Parts, header: Header) -> np.ndarray | None:
+        """float32[out, 1]: `QuantizedWeight.outer`. None: the scales have no common factor. Raises ModelLoadError."""
+        return None

@@ -1,23 +1,29 @@
-"""Weights in fp4 (E2M1) with the scales of NVFP4 or MXFP4, from the tensors of a checkpoint to `QuantizedWeight`.
+"""Matrices in fp4 (E2M1) with the scales of NVFP4 or MXFP4.
 
-Both formats pack two codes a byte along the inputs: the low half is the even input. The results have the layout
-"plain", numpy arrays on the host and the dtype bfloat16.
+Both formats pack two codes a byte along the inputs: the low half is the even input.
 
-NVFP4: groups of 16, a scale in e4m3fn each, and one float32 for the tensor.
+NVFP4: groups of 16, a scale in e4m3fn each, and one float32 factor for the tensor. compressed-tensors divides the
+       scales by the factor, ModelOpt multiplies them.
 MXFP4: groups of 32, a power of two each, as a byte (E8M0, bias 127). OCP Microscaling Formats 1.0.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+from jaxtyping import Float, UInt8
 
+from jpaged.loading.quantized.parts import Header, Parts
 from pallas_kernels import QuantizedWeight
+from pallas_kernels.quantized_dot.weight import FP4_VALUES
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
-_E4M3, _BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
+_LARGEST = np.float32(FP4_VALUES[-1])
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+_MAGNITUDE, _LARGEST_E4M3 = 0x7F, 0x7E  # bits of e4m3fn without the sign, and those of its largest number
 _BIAS, _NAN = 127, 255
 # The scales of MXFP4, by byte, in bfloat16. It has all powers of two from 2^-127 to 2^127. It costs 16 bits for 32
 # codes, so a weight has 4.5 bits instead of 4.25. float8_e8m0fnu would need 8, but we know only that XLA's CPU back
@@ -26,89 +32,117 @@ _BIAS, _NAN = 127, 255
 _POWERS = np.ldexp(np.float32(1), np.arange(_NAN) - _BIAS).astype(_BF16)
 
 
-def nvfp4(packed: np.ndarray, scale: np.ndarray, global_scale: np.ndarray, *, divides: bool) -> QuantizedWeight:
-    """Weights in NVFP4.
+@dataclasses.dataclass(frozen=True)
+class Nvfp4:
+    """Reads the parts of a matrix in NVFP4."""
 
-    packed:       uint8[..., out, in / 2].
-    scale:        float8_e4m3fn[..., out, in / 16].
-    global_scale: float32, one number.
-    divides:      True if the scales are divided by it (compressed-tensors: weight_global_scale), False if they are
-                  multiplied by it (ModelOpt: weight_scale_2).
+    codes: str     # name of the part with the codes, U8[out, in / 2]
+    factor: str    # name of the part with the tensor's factor, F32, one number
+    divides: bool  # the scales are divided by the factor
 
-    Raises ValueError for other dtypes or shapes, for a scale that is NaN, and for a global scale that is not a
-    positive number.
-    """
-    _check("scale", scale, _E4M3, _check_packed(packed, NVFP4_GROUP))
-    if np.isnan(scale).any():
-        at = [int(i) for i in np.argwhere(np.isnan(scale))[0]]
-        raise ValueError(f"scale{at} is NaN: it must be a number; the checkpoint is damaged, fetch it again")
-    if global_scale.dtype != np.float32 or global_scale.size != 1:
-        found = f"{global_scale.dtype}{list(global_scale.shape)}"
-        raise ValueError(f"global_scale is {found}: it must be float32[1]")
-    factor = global_scale.reshape(())
-    if not (np.isfinite(factor) and factor > 0):
-        raise ValueError(f"global_scale={factor}: it must be a positive number; fetch the checkpoint again")
-    outer = np.full((*packed.shape[:-1], 1), factor, np.float32)
-    return _weight(_unpacked(packed), scale, outer, divides=divides)
+    def header(self, parts: Parts, because: str) -> Header:
+        """Check dtypes and shapes. because: why there must be these parts. Raises ModelLoadError."""
+        shape = _check_headers(parts, self.codes, because, ("F8_E4M3",), NVFP4_GROUP)
+        parts.check(self.factor, because, ("F32",), (1,), (), meaning="one number")
+        return self.declared(shape)
 
+    def declared(self, shape: tuple[int, int]) -> Header:
+        """A matrix [out, in], without its tensors."""
+        return Header(
+            self.codes, shape, "fp4", 4, NVFP4_GROUP, "F8_E4M3", None, has_outer=True, divides=self.divides
+        )
 
-def nvfp4_shape(packed: Sequence[int], *, divides: bool) -> QuantizedWeight:
-    """As `nvfp4`, with a jax.ShapeDtypeStruct in place of each array. packed: its shape, [..., out, in / 2]."""
-    outer = jax.ShapeDtypeStruct((*packed[:-1], 1), np.float32)
-    return _weight(*_shapes(packed, NVFP4_GROUP, _E4M3), outer, divides=divides)
+    def scales(self, parts: Parts) -> Float[np.ndarray, "out groups"]:
+        """The groups' scales. A scale may be 0. Raises ModelLoadError for one that is NaN or negative."""
+        scales = parts.array("weight_scale")
+        bits = scales.view(np.uint8)
+        if (bad := (bits > _LARGEST_E4M3) & (bits != _MAGNITUDE + 1)).any():  # the next number after NaN is -0
+            found = float(scales[bad][0])
+            raise parts.damaged("weight_scale", f"a scale of {found:g} (scales must be numbers, and not negative)")
+        return scales
 
-
-def mxfp4(packed: np.ndarray, scale: np.ndarray) -> QuantizedWeight:
-    """Weights in MXFP4. The scales become bfloat16.
-
-    packed: uint8[..., out, in / 2].
-    scale:  uint8[..., out, in / 32], E8M0.
-
-    Raises ValueError for other dtypes or shapes, and for a scale of 255, which means NaN.
-    """
-    _check("scale", scale, np.dtype(np.uint8), _check_packed(packed, MXFP4_GROUP))
-    if (scale == _NAN).any():
-        at = [int(i) for i in np.argwhere(scale == _NAN)[0]]
-        raise ValueError(f"scale{at}={_NAN}, which means NaN: it must be at most 254; fetch the checkpoint again")
-    return _weight(_unpacked(packed), _POWERS[scale], None, divides=False)
+    def outer(self, parts: Parts, header: Header) -> Float[np.ndarray, "out 1"]:
+        """The factor for each output. Raises ModelLoadError if it is not positive, or makes weights infinite."""
+        factor = parts.array(self.factor).reshape(())
+        if not (np.isfinite(factor) and factor > 0):
+            raise parts.damaged(self.factor, f"the number {factor:g} (it must be positive and finite)")
+        largest = (parts.array("weight_scale").view(np.uint8) & _MAGNITUDE).max().view(ml_dtypes.float8_e4m3fn)
+        with np.errstate(over="ignore"):
+            scale = largest.astype(np.float32) / factor if self.divides else largest.astype(np.float32) * factor
+            if not np.isfinite(scale * _LARGEST):
+                raise parts.damaged(self.factor, f"the number {factor:g}, which makes weights infinite")
+        return np.full((header.shape[0], 1), factor, np.float32)
 
 
-def mxfp4_shape(packed: Sequence[int]) -> QuantizedWeight:
-    """As `mxfp4`, with a jax.ShapeDtypeStruct in place of each array. packed: its shape, [..., out, in / 2]."""
-    return _weight(*_shapes(packed, MXFP4_GROUP, _BF16), None, divides=False)
+def mxfp4_header(parts: Parts, because: str) -> Header:
+    """Check dtypes and shapes of a matrix in MXFP4, weight_packed and weight_scale. Raises ModelLoadError."""
+    shape = _check_headers(parts, "weight_packed", because, ("U8", "F8_E8M0"), MXFP4_GROUP)
+    return mxfp4_declared(shape)
 
 
-def _weight(codes: Any, scales: Any, outer: Any, *, divides: bool) -> QuantizedWeight:
-    return QuantizedWeight(
-        codes=codes, scales=scales, zeros=None, outer=outer, mins=None, outer_mins=None, order=None, kind="fp4",
-        layout="plain", shape=tuple(codes.shape), dtype=_BF16, activations="float", divides=divides,
-    )  # fmt: skip
+def mxfp4_declared(shape: tuple[int, int]) -> Header:
+    """A matrix [out, in] in MXFP4, without its tensors."""
+    return Header("weight_packed", shape, "fp4", 4, MXFP4_GROUP, "BF16", None)
 
 
-def _shapes(packed: Sequence[int], group: int, dtype: np.dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Codes and scales of a packed tensor of this shape."""
-    *out, half = packed
-    codes = jax.ShapeDtypeStruct((*out, 2 * half), np.uint8)
-    return codes, jax.ShapeDtypeStruct((*out, 2 * half // group), dtype)
+def mxfp4_scales(parts: Parts) -> Float[np.ndarray, "out groups"]:
+    """The part weight_scale in bfloat16. Raises ModelLoadError for a byte that means NaN."""
+    scales = parts.array("weight_scale").view(np.uint8)
+    if (scales == _NAN).any():
+        raise parts.damaged("weight_scale", f"a byte {_NAN}, which means NaN")
+    return _POWERS[scales]
 
 
-def _unpacked(packed: np.ndarray) -> np.ndarray:
-    """One code a byte, uint8[..., out, in]."""
+def unpacked(packed: UInt8[np.ndarray, "*rows half"]) -> UInt8[np.ndarray, "*rows inputs"]:
+    """One code a byte."""
     codes = np.empty((*packed.shape, 2), np.uint8)
     np.bitwise_and(packed, 15, out=codes[..., 0])
     np.right_shift(packed, 4, out=codes[..., 1])
     return codes.reshape(*packed.shape[:-1], -1)
 
 
-def _check_packed(packed: np.ndarray, group: int) -> tuple[int, ...]:
-    """Check dtype and shape of the codes. Returns the shape that the scales must have."""
-    if packed.dtype != np.uint8 or packed.ndim < 2 or packed.shape[-1] % (group // 2):
+def mxfp4(packed: np.ndarray, scale: np.ndarray) -> QuantizedWeight:
+    """Weights in MXFP4, in the layout "plain", numpy arrays on the host. The scales become bfloat16.
+
+    packed: uint8[..., out, in / 2].
+    scale:  uint8[..., out, in / 32], E8M0.
+
+    Raises ValueError for other dtypes or shapes, and for a scale of 255, which means NaN.
+    """
+    if packed.dtype != np.uint8 or packed.ndim < 2 or packed.shape[-1] % (MXFP4_GROUP // 2):
         found = f"{packed.dtype}{list(packed.shape)}"
-        raise ValueError(f"packed is {found}: it must be uint8[..., out, in / 2], with a multiple of {group} inputs")
-    return (*packed.shape[:-1], 2 * packed.shape[-1] // group)
+        raise ValueError(f"packed is {found}: it must be uint8[..., out, in / 2], with a multiple of 32 inputs")
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1] // MXFP4_GROUP)
+    if scale.dtype != np.uint8 or scale.shape != shape:
+        found = f"{scale.dtype}{list(scale.shape)}"
+        raise ValueError(f"scale is {found}: it must be uint8{list(shape)}, to fit the packed codes")
+    if (scale == _NAN).any():
+        at = [int(i) for i in np.argwhere(scale == _NAN)[0]]
+        raise ValueError(f"scale{at}={_NAN}, which means NaN: it must be at most 254; fetch the checkpoint again")
+    return _weight(unpacked(packed), _POWERS[scale])
 
 
-def _check(name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    if array.dtype != dtype or array.shape != shape:
-        found = f"{array.dtype}{list(array.shape)}"
-        raise ValueError(f"{name} is {found}: it must be {dtype}{list(shape)}, to fit the packed codes")
+def mxfp4_shape(packed: Sequence[int]) -> QuantizedWeight:
+    """As `mxfp4`, with a jax.ShapeDtypeStruct in place of each array. packed: its shape, [..., out, in / 2]."""
+    *out, half = packed
+    codes = jax.ShapeDtypeStruct((*out, 2 * half), np.uint8)
+    return _weight(codes, jax.ShapeDtypeStruct((*out, 2 * half // MXFP4_GROUP), _BF16))
+
+
+def _weight(codes: Any, scales: Any) -> QuantizedWeight:
+    return QuantizedWeight(
+        codes=codes, scales=scales, zeros=None, outer=None, mins=None, outer_mins=None, order=None, kind="fp4",
+        layout="plain", shape=tuple(codes.shape), dtype=_BF16, activations="float",
+    )  # fmt: skip
+
+
+def _check_headers(
+    parts: Parts, codes: str, because: str, scales: tuple[str, ...], group: int
+) -> tuple[int, int]:
+    """Check codes and weight_scale. Returns the shape of the weights, [out, in]."""
+    outputs, half = parts.matrix(codes, because, ("U8",))
+    inputs = 2 * half
+    if inputs % group:
+        raise parts.wrong(codes, f"U8[out, in / 2] with a multiple of {group} inputs")
+    parts.check("weight_scale", because, scales, (outputs, inputs // group), meaning=f"out, in / {group}")
+    return outputs, inputs

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.quantized.config import Values, matches, refused
+from jpaged.loading.quantized.config import Matcher, Values, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.group_index import check_group_index, order_of
 from jpaged.loading.quantized.packing import WORD, unpack_columns, unpack_rows, words_of
@@ -46,11 +46,12 @@ class Gptq(Format):
         self._scheme = _scheme(config, _Scheme(0, 128, True))
         self._reorders = config.flag("desc_act", False)
         self._has_head = config.flag(_HEAD, False)
+        self._matches = Matcher()
         self._overrides: list[tuple[str, _Scheme | None]] = []  # pattern; None: not packed
         for pattern, values in config.inner("dynamic").items():
             excludes = pattern.startswith("-:")
             plain = pattern[2:] if pattern.startswith(("-:", "+:")) else pattern
-            matches(plain, "", "dynamic")  # raises for an invalid pattern
+            self._matches(plain, "", "dynamic")  # raises for an invalid pattern
             self._overrides.append((plain, None if excludes else _scheme(values, self._scheme)))
 
     def excluded(self, module: str) -> str | None:
@@ -122,7 +123,7 @@ class Gptq(Format):
         return self._scheme if found is None or found[1] is None else found[1]
 
     def _override(self, module: str) -> tuple[str, _Scheme | None] | None:
-        return next((item for item in self._overrides if matches(item[0], module, "dynamic")), None)
+        return next((item for item in self._overrides if self._matches(item[0], module, "dynamic")), None)
 
 
 def _scheme(values: Values, default: _Scheme) -> _Scheme:

@@ -22,10 +22,12 @@ class Header:
     kind: str               # of `QuantizedWeight`
     bits: int               # of a stored code
     stored_group: int       # inputs of a group in the file; the last group may have fewer
-    scales: str             # the file format's name of the scales' dtype
+    scales: str             # the file format's name of the scales' dtype in memory
     zeros: np.dtype | None  # dtype of the zeros in memory; None: the default of the kind
     activations: str = "float"
     block: int = 1          # outputs that share a scale in the file
+    has_outer: bool = False  # the scales have a common factor, one float32 an output in memory
+    divides: bool = False   # the scales are divided by it
 
     @property
     def group_size(self) -> int:
