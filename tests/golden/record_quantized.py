@@ -263,7 +263,7 @@ def compressed_cases() -> dict[str, Case]:
             dtype=torch.float32,
         ),
     }
-    for bits, symmetric in ((2, True), (2, False), (3, True), (3, False), (5, True), (6, False), (7, True)):
+    for bits, symmetric in ((1, True), (2, True), (2, False), (3, True), (3, False), (5, True), (6, False), (7, True)):
         width = functools.partial(dict, num_bits=bits, type="int", strategy="group", group_size=32)
         name = f"ct-w{bits}" if symmetric else f"ct-w{bits}-asymmetric"
         cases[name] = one(group_of(packed, everything, **width(symmetric=symmetric)), (36, 96), dtype=torch.float16)
