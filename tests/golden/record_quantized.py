@@ -8,7 +8,7 @@
 
 Needs torch, transformers and compressed-tensors. The packers of autoawq, gptqmodel and ModelOpt are imported from their
 sources without the packages' own __init__, which would compile or load kernels for a GPU.
-Writes tests/golden/quantized/NAME.safetensors and cases.json. cases.json names the versions.
+Writes NAME.safetensors, cases.json and presets.json to tests/golden/quantized. cases.json names the versions.
 """
 
 import dataclasses
@@ -304,6 +304,19 @@ def compressed_cases() -> dict[str, Case]:
     return cases | {"ct-mixed": mixed}
 
 
+def presets() -> dict[str, Any]:
+    """The group of every preset's name, with the format that the library chooses for it."""
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
+
+    found = {}
+    for name in PRESET_SCHEMES:
+        scheme = preset_name_to_scheme(name, ["Linear"])
+        group = json.loads(scheme.model_dump_json(exclude_none=True))
+        found[name] = group | {"format": infer_module_format(torch.nn.Linear, scheme).value}
+    return found
+
+
 # -- fp8 ------------------------------------------------------------------------------------------------------------
 
 
@@ -384,6 +397,7 @@ def main(sources: Path) -> None:
             digest = hashlib.sha256(data).hexdigest()
             matrices[module] = {"shape": list(dense.shape), "dtype": dtype, "sha256": digest}
         table[name] = {"library": case.library, "quantization_config": case.config, "expected": matrices}
+    (OUT / "presets.json").write_text(json.dumps(presets(), indent=1) + "\n")
     (OUT / "cases.json").write_text(json.dumps(table, indent=1) + "\n")
 
 
