@@ -206,7 +206,8 @@ class QuantizedWeight:
             return (wide * outer[..., None]).reshape(values.shape)
         # XLA multiplies by the reciprocal of a number that is broadcast: a quarter of the results were 1 ulp off (CPU,
         # JAX 0.10.2 and 0.11.2). A barrier hides the broadcast.
-        return (wide / jax.lax.optimization_barrier(jnp.broadcast_to(outer[..., None], wide.shape))).reshape(values.shape)
+        factors = jax.lax.optimization_barrier(jnp.broadcast_to(outer[..., None], wide.shape))
+        return (wide / factors).reshape(values.shape)
 
     def _matrix(self, array: Any) -> Any:
         """[..., out, n] as [out, n]."""

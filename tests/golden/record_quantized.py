@@ -8,7 +8,7 @@
 
 Needs torch, transformers and compressed-tensors. The packers of autoawq, gptqmodel and ModelOpt are imported from their
 sources without the packages' own __init__, which would compile or load kernels for a GPU.
-Writes tests/golden/quantized/NAME.safetensors and cases.json. cases.json names the versions.
+Writes NAME.safetensors, cases.json and presets.json to tests/golden/quantized. cases.json names the versions.
 """
 
 import dataclasses
@@ -263,7 +263,7 @@ def compressed_cases() -> dict[str, Case]:
             dtype=torch.float32,
         ),
     }
-    for bits, symmetric in ((2, True), (2, False), (3, True), (3, False), (5, True), (6, False), (7, True)):
+    for bits, symmetric in ((1, True), (2, True), (2, False), (3, True), (3, False), (5, True), (6, False), (7, True)):
         width = functools.partial(dict, num_bits=bits, type="int", strategy="group", group_size=32)
         name = f"ct-w{bits}" if symmetric else f"ct-w{bits}-asymmetric"
         cases[name] = one(group_of(packed, everything, **width(symmetric=symmetric)), (36, 96), dtype=torch.float16)
@@ -302,6 +302,19 @@ def compressed_cases() -> dict[str, Case]:
     mixed.tensors["model.layers.0.self_attn.v_scale"] = torch.tensor([0.05])
     mixed.tensors["lm_head.weight"] = weights(8, 8, 3, torch.bfloat16)
     return cases | {"ct-mixed": mixed}
+
+
+def presets() -> dict[str, Any]:
+    """The group of every preset's name, with the format that the library chooses for it."""
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
+
+    found = {}
+    for name in PRESET_SCHEMES:
+        scheme = preset_name_to_scheme(name, ["Linear"])
+        group = json.loads(scheme.model_dump_json(exclude_none=True))
+        found[name] = group | {"format": infer_module_format(torch.nn.Linear, scheme).value}
+    return found
 
 
 # -- fp8 ------------------------------------------------------------------------------------------------------------
@@ -384,6 +397,7 @@ def main(sources: Path) -> None:
             digest = hashlib.sha256(data).hexdigest()
             matrices[module] = {"shape": list(dense.shape), "dtype": dtype, "sha256": digest}
         table[name] = {"library": case.library, "quantization_config": case.config, "expected": matrices}
+    (OUT / "presets.json").write_text(json.dumps(presets(), indent=1) + "\n")
     (OUT / "cases.json").write_text(json.dumps(table, indent=1) + "\n")
 
 

@@ -26,7 +26,8 @@ from jpaged.loading.packed_checkpoint import PackedCheckpoint
 from jpaged.models.quantization import quantized_parts
 from tests import packers
 from tests.dense_leaves import dense
-from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint, write_safetensors
+from tests.golden.checkpoints import BY_NAME, Variant, prompts, write_checkpoint, write_safetensors
+from tests.golden.tensor_shapes import tensor_shapes
 from tests.loading.ggml_blocks import HALVES, blocks_of
 from tests.loading.gguf_files import add_metadata, converted, finish
 from tests.packers import E2M1, Packer
@@ -35,10 +36,15 @@ from tests.tiny_engine import sampling_programs
 GOLDEN = Path(__file__).parents[1] / "golden/quantized"
 CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
 
+PACKED = [
+    case for case in CASES
+    if case.startswith(("awq", "gptq", "ct-w", "ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4")) and case != "ct-w8a8"
+]  # fmt: skip
+
 # -- The packers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.startswith(("awq", "gptq", "ct-w", "ct-nv", "ct-mx", "modelopt-nv")) and c != "ct-w8a8"])
+@pytest.mark.parametrize("case", PACKED)
 def test_the_packers_write_the_libraries_bytes(case: str, tmp_path: Path) -> None:
     """The codes that jpaged reads are those of the library: test_packed_checkpoint.py compares the weights."""
     (tmp_path / "model.safetensors").write_bytes((GOLDEN / f"{case}.safetensors").read_bytes())
@@ -89,22 +95,23 @@ PARTS = (
 )  # fmt: skip
 LAYERS = [f"model.layers.{layer}." for layer in range(2)]
 MODULES = [layer + part for layer in LAYERS for part in PARTS]
-LLAMA = dataclasses.replace(BY_NAME["llama"], config=BY_NAME["llama"].config | {"hidden_size": 256, "intermediate_size": 256})
+SIZES = {"hidden_size": 256, "intermediate_size": 256}  # blocks of GGUF's K types have 256 weights
+LLAMA = dataclasses.replace(BY_NAME["llama"], config=BY_NAME["llama"].config | SIZES)
 Writer = Callable[[Path], tuple[Path, Path]]  # writes the packed and the dense checkpoint into a folder
 
 
-def llama(config: dict[str, Any], modules: Mapping[str, Packer]) -> Writer:
-    """A Llama with these packed matrices."""
+def model(config: dict[str, Any], modules: Mapping[str, Packer], variant: Variant = LLAMA) -> Writer:
+    """A checkpoint with these packed matrices."""
 
     def write(folder: Path) -> tuple[Path, Path]:
-        write_checkpoint(LLAMA, 0, folder / "dense")
+        write_checkpoint(variant, 0, folder / "dense")
         tensors, plain = read(folder / "dense"), {}
         for module, pack in modules.items():
             parts, plain[f"{module}.weight"] = pack(tensors.pop(f"{module}.weight"))
             tensors |= packers.tensors_of(module, parts)
         rewrite(folder / "dense", plain)
         (folder / "packed").mkdir()
-        (folder / "packed/config.json").write_text(json.dumps(LLAMA.config | {"quantization_config": config}))
+        (folder / "packed/config.json").write_text(json.dumps(variant.config | {"quantization_config": config}))
         write_safetensors(folder / "packed/model.safetensors", tensors)
         return folder / "packed", folder / "dense"
 
@@ -128,7 +135,7 @@ def by_part(*packs: Packer) -> dict[str, Packer]:
 
 def awq(group: int) -> Writer:
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
-    return llama(config, dict.fromkeys(MODULES, packers.awq(256 if group == -1 else group)))
+    return model(config, dict.fromkeys(MODULES, packers.awq(256 if group == -1 else group)))
 
 
 def gptq(version: int, *, is_act: bool) -> Writer:
@@ -139,7 +146,7 @@ def gptq(version: int, *, is_act: bool) -> Writer:
         "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": is_act, "dynamic": dynamic,
         "checkpoint_format": "gptq_v2" if version == 2 else "gptq",
     }  # fmt: skip
-    return llama(config, by_part(*(packers.gptq(b, version, symmetric=s, is_act=is_act) for b, s in kinds)))
+    return model(config, by_part(*(packers.gptq(b, version, symmetric=s, is_act=is_act) for b, s in kinds)))
 
 
 INT, FLOAT = {"type": "int"}, {"type": "float", "num_bits": 8}
@@ -156,7 +163,9 @@ def integers(strategy: str, *, symmetric: bool = True) -> tuple[str, dict[str, A
     return "int-quantized", args, packers.integers(strategy, symmetric=symmetric)
 
 
-CHANNELS = ("pack-quantized", INT | {"num_bits": 8, "strategy": "channel"}, packers.packed(8, symmetric=True, group=None))
+CHANNELS = (
+    "pack-quantized", INT | {"num_bits": 8, "strategy": "channel"}, packers.packed(8, symmetric=True, group=None)
+)  # fmt: skip
 FP8 = {
     "tensor": ("float-quantized", FLOAT | {"strategy": "tensor"}, packers.fp8((None, None))),
     "channel": ("float-quantized", FLOAT | {"strategy": "channel"}, packers.fp8((1, None))),
@@ -175,17 +184,25 @@ def compressed(*schemes: tuple[str, dict[str, Any], Packer]) -> Writer:
         for i, (module, (form, args, _)) in enumerate(zip(MODULES, schemes, strict=True))
     }  # fmt: skip
     config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
-    return llama(config, {module: pack for module, (_, _, pack) in zip(MODULES, schemes, strict=True)})
+    return model(config, {module: pack for module, (_, _, pack) in zip(MODULES, schemes, strict=True)})
 
 
 def modelopt(algorithm: str, pack: Packer) -> Writer:
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
-    return llama(config, dict.fromkeys(MODULES, pack))
+    return model(config, dict.fromkeys(MODULES, pack))
+
+
+def modelopt_experts() -> Writer:
+    """Qwen3 MoE in NVFP4, one tensor for each expert, as ModelOpt writes it. Each has a factor of its own."""
+    variant = BY_NAME["qwen3-moe"]
+    names = [name.removesuffix(".weight") for name in tensor_shapes(variant.config) if name.endswith("_proj.weight")]
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]}
+    return model(config, dict.fromkeys(names, packers.nvfp4(divides=False)), variant)
 
 
 def fp8(block: list[int] | None, pack: Packer) -> Writer:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
-    return llama(config, dict.fromkeys(MODULES, pack))
+    return model(config, dict.fromkeys(MODULES, pack))
 
 
 def ggml(folder: Path) -> tuple[Path, Path]:
@@ -250,7 +267,7 @@ TABLE: dict[str, Writer] = {
         integers("channel"), integers("tensor"), integers("channel", symmetric=False), FP8["tensor"], FP8["channel"],
         FP8["block"], stream(7),
     ),
-    "compressed-tensors fp4": compressed(NVFP4, NVFP4, NVFP4, MXFP4, MXFP4, NVFP4, NVFP4, *([MXFP4] * 3), *([NVFP4] * 4)),
+    "compressed-tensors fp4": compressed(*[NVFP4] * 3, *[MXFP4] * 2, *[NVFP4] * 2, *[MXFP4] * 3, *[NVFP4] * 4),
     "fp8 block": fp8([128, 128], packers.fp8((128, 128), "weight_scale_inv")),
     "modelopt nvfp4": modelopt("NVFP4", packers.nvfp4(divides=False)),
     "gguf": ggml,
@@ -262,6 +279,7 @@ MORE: dict[str, Writer] = {
     "modelopt fp8": modelopt("FP8", packers.fp8((None, None))),
     "modelopt channel": modelopt("FP8_PER_CHANNEL_PER_TOKEN", packers.fp8((1, None))),
     "modelopt blocks": modelopt("FP8_PB_WO", packers.fp8((128, 128), four_axes=True)),
+    "modelopt experts": modelopt_experts(),
     "gpt-oss": gpt_oss,
 }
 SLOW = pytest.mark.slow  # each of these compiles an engine, and differs from a row of TABLE in its reader only

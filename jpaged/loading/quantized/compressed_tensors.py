@@ -13,7 +13,6 @@ In memory, codes of up to 4 bits have 4 bits, and those of 5 to 7 have 8. Activa
 in fp4 are not rounded, which is more exact. Source: compressed-tensors 0.20, compressors/ and quantization/.
 """
 
-
 import dataclasses
 
 import numpy as np

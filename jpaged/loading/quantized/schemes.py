@@ -68,8 +68,9 @@ def _fp4(form: str) -> dict[str, Any]:
 
 
 _INT8 = {
-    "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}, "input_activations": {"num_bits": 8, "type": "int"}
-}  # fmt: skip
+    "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "type": "int"},
+}
 _PRESETS: dict[str, dict[str, Any]] = {
     "UNQUANTIZED": {},
     "W8A8": _INT8,
@@ -90,7 +91,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _preset(name: str, targets: list[Any]) -> dict[str, Any]:
-    """The group that the library makes of a preset's name and its targets."""
+    """The group that a preset's name and its targets stand for."""
     found = _PRESETS.get(name.upper())
     if found is None and (match := _INTEGERS.fullmatch(name.upper())) and int(match[1]) <= int(match[2]):
         found = {"weights": _integers(int(match[1]))}
