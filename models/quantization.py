@@ -26,7 +26,9 @@ from pallas_kernels.quantized_dot.weight import (
     OUTPUTS,
     quantize_plain,
     refuse_group,
+    refuse_lanes,
     refuse_tiles,
+    to_lanes,
     to_rows,
     to_tiles,
 )
@@ -112,7 +114,8 @@ class Quantizer:
         parts = [make(matrix[i : i + rows]) for i in range(0, matrix.shape[0], rows)]
         joined = parts[0]
         if len(parts) > 1:
-            joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(_any_shape(part) for part in parts))
+            axis = 1 if joined.layout == "lanes" else 0
+            joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *(_any_shape(part) for part in parts))
         return jax.block_until_ready(with_shape(joined, leaf.shape))
 
     def packed(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | Array:
@@ -159,12 +162,14 @@ class Quantizer:
     def place(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
         """Weights in the layout "plain", in the layout for the platform, with the activations that it multiplies.
 
-        On CPU the native kernel takes the layout "tiles", and rounds activations to 8 bits. All other products take
-        the layout "rows": experts', and those with activations that are not rounded. They dequantise blocks of
-        outputs in every step, which is slow on CPU.
+        On CPU the native kernel takes the layout "tiles", and rounds activations to 8 bits. On TPU the kernel takes
+        4 bits in the layout "lanes". All other products take the layout "rows": experts', embeddings', and on CPU
+        those with activations that are not rounded. They dequantise blocks of outputs in every step, which is slow.
         """
         if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight):
             return to_tiles(weight)
+        if self.platform == "tpu" and name not in EXPERTS | {"embed"} and refuse_lanes(weight) is None:
+            return dataclasses.replace(to_lanes(weight), activations="float")
         able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
         wanted = weight.activations if self.activations == "auto" else self.activations
         rounds = able and wanted == "int8" and self.platform != "cpu"
@@ -203,7 +208,7 @@ def _any_shape(weight: QuantizedWeight) -> QuantizedWeight:
 
 def with_shape(weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
     """The same weights with their outputs on the axes of `shape`. The arrays may be ShapeDtypeStructs."""
-    if weight.layout == "tiles":
+    if weight.layout in ("tiles", "lanes"):
         return dataclasses.replace(weight, shape=shape)
 
     def on_axes(array: Any) -> Any:

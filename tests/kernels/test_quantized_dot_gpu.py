@@ -61,13 +61,17 @@ class Case:
         )  # fmt: skip
 
     def drawn(self) -> QuantizedWeight:
+        return to_rows(self.plain())
+
+    def plain(self) -> QuantizedWeight:
+        """Drawn, in the layout "plain"."""
         rng = np.random.default_rng(self.inputs)
 
         def make(shape, dtype, low, high):
             numbers = rng.integers(low, high, shape)
             return jnp.asarray(numbers if jnp.issubdtype(dtype, jnp.integer) else numbers / 16, dtype)
 
-        return to_rows(self.weight(make))
+        return self.weight(make)
 
     def shapes(self) -> QuantizedWeight:
         weight = self.weight(lambda shape, dtype, *_: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))

@@ -1,0 +1,291 @@
+"""quantized_dot for TPU in Pallas, lowered through Mosaic: int4 in the layout "lanes", and int8 in the layout "rows".
+
+Grid: (tiles of rows, tiles of outputs, blocks of inputs). Pallas fetches the next block of codes during the work on a
+block. The kernel makes numbers of 128 inputs or more at once, in registers, and multiplies them with the rows of x. So
+the memory is read once, in the bits of the codes, and no copy of a matrix is made.
+
+A group's sum is multiplied by its scale after its product, where outputs are on the lanes, as scales are. Groups of
+fewer inputs than a register has lanes share a product: it has the rows of x once for each group, with zeros in place of
+the other groups' inputs. Zero points and minima are one product of x's sums by group, after all others.
+
+int4: a bfloat16 with the exponent of 128 has the value 128 + code if its last bits hold the code. Making two numbers of
+a word takes a shift, an "and" and an "or". The 128 counts as part of the zero point.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.platforms import refuse_tpu
+from pallas_kernels.quantized_dot.weight import LANES, LEVELS, QuantizedWeight
+from pallas_kernels.quantized_dot.xla import quantise_rows
+
+Ref = Any  # an array inside a kernel
+MOST_ROWS = 256         # of x in a tile: at 197 TFLOP/s and 819 GB/s a v5e is busy from 240 rows of bfloat16 on
+OUTPUTS = 512           # of a tile
+BLOCK_BYTES = 1 << 20   # of codes. The first block of a call is fetched while nothing is computed: 1.3 us on a v5e
+WIDE = 512              # inputs of an iteration, if groups allow it: fewer bundles than 128 (docs/decisions.md)
+MOST_IN_GROUP = 1024    # inputs of a group that is not all of them: one product
+LEAST_IN_GROUP = 16
+MAGIC, BIAS = 0x4300_4300, 128  # the bits of two bfloat16 numbers of this value
+NIBBLES = 0x000F_000F
+WORD_INPUTS = 8         # in a word of the layout "lanes"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Sizes of a program's tile, in fast memory twice: one is fetched while the other is multiplied.
+
+    Bytes of a tile with R rows, N outputs, K inputs of a block and all I inputs, for bfloat16 x and results:
+    2 * (2 * R * K + N * K * bits / 8 + 4 * N * groups + 2 * R * N), and once 4 * R * N of sums and 8 * N * groups.
+    The most is with 256 rows, groups of 32 and 14,336 inputs: 12.6 MB of a v5e's default limit of 16.8 MB.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int  # of a block: divides the inputs
+
+    @classmethod
+    def by_rule(cls, rows: int, inputs: int, outputs: int, *, bits: int, group_size: int) -> "Tiling":
+        """rows: of x, padded."""
+        outputs = min(OUTPUTS, outputs)
+        unit = _width(inputs, group_size)
+        most = max(1, BLOCK_BYTES * 8 // bits // outputs // unit)
+        blocks = next(n for n in range(1, inputs // unit + 1) if inputs % (n * unit) == 0 and inputs // unit // n <= most)
+        return cls(min(rows, MOST_ROWS), outputs, inputs // blocks)
+
+
+def _width(inputs: int, group_size: int) -> int:
+    """Inputs of a product."""
+    if group_size < inputs:
+        return max(group_size, LANES)
+    return next(width for width in (WIDE, WIDE // 2, LANES) if inputs % width == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static facts of a call."""
+
+    kind: str         # int8 or int4
+    group_size: int
+    groups: int
+    symmetric: bool   # int4 without zeros and minima
+    integers: bool    # products of int8
+    tiling: Tiling
+
+    @property
+    def width(self) -> int:
+        """Inputs of a product."""
+        return _width(self.group_size * self.groups, self.group_size)
+
+    @property
+    def groups_of_product(self) -> int:
+        return max(1, self.width // self.group_size)
+
+
+def quantized_dot(
+    x: Float[Array, "rows in"],
+    weight: QuantizedWeight,
+    num_rows: Int[Array, ""],
+    *,
+    dtype: Any,
+    tiling: Tiling | None = None,
+    interpret: Any = False,
+) -> Float[Array, "rows out"]:
+    """See `pallas_kernels.quantized_dot`. Rows after `num_rows` are zeros where a whole tile is not needed.
+
+    tiling: None: chosen by shape. interpret: run the kernel in XLA operations, on any platform.
+    """
+    rows, inputs = x.shape
+    outputs, integers = weight.num_outputs, weight.activations == "int8"
+    multiple = 32 if integers else 16  # rows of a register of x
+    x = jnp.pad(x, ((0, -rows % multiple), (0, 0)))
+    tiling = tiling or Tiling.by_rule(
+        x.shape[0], inputs, outputs, bits=weight.bits, group_size=weight.group_size
+    )  # fmt: skip
+    given: dict[str, Any] = {"x": x}
+    if integers:
+        given["x"], row_scales = quantise_rows(x)
+        given["row_scales"] = row_scales[:, None]
+    if weight.kind == "int4":
+        given |= {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
+    else:
+        codes = weight.codes.reshape(outputs, inputs)
+        given |= {"codes": codes, "scales": weight.scales_by_group(), "mins": weight.mins_by_group()}
+    if weight.kind == "int4" or given["mins"] is not None:
+        given["x_sums"] = x.astype(jnp.float32).reshape(x.shape[0], weight.groups, -1).sum(-1)
+    given = {name: array for name, array in given.items() if array is not None}
+    problem = Problem(
+        weight.kind, weight.group_size, weight.groups, _is_symmetric(weight), integers, tiling
+    )  # fmt: skip
+    return _launch(problem, given, num_rows, jnp.dtype(dtype), interpret)[:rows]
+
+
+def _launch(problem: Problem, given: dict[str, Array], num_rows: Array, dtype: Any, interpret: Any) -> Array:
+    tiling, (rows, inputs) = problem.tiling, given["x"].shape
+    outputs = given["scales"].shape[1]
+
+    def used(tile: Array, num_rows: Ref) -> Array:
+        """The tile itself, or the last one that is needed, so that tiles that are not needed fetch nothing."""
+        return jnp.maximum(jnp.minimum(tile, lax.div(num_rows[0] - 1, tiling.rows)), 0)
+
+    by_output = pl.BlockSpec((problem.groups, tiling.outputs), lambda i, n, k, _: (0, n))
+    specs = {
+        "x": pl.BlockSpec((tiling.rows, tiling.inputs), lambda i, n, k, count: (used(i, count), k)),
+        "x_sums": pl.BlockSpec((tiling.rows, problem.groups), lambda i, n, k, count: (used(i, count), 0)),
+        "row_scales": pl.BlockSpec((tiling.rows, 1), lambda i, n, k, count: (used(i, count), 0)),
+        "scales": by_output, "zeros": by_output, "mins": by_output,
+        "codes": pl.BlockSpec((tiling.inputs // WORD_INPUTS, tiling.outputs), lambda i, n, k, _: (k, n))
+        if problem.kind == "int4" else pl.BlockSpec((tiling.outputs, tiling.inputs), lambda i, n, k, _: (n, k)),
+    }  # fmt: skip
+    grid = (pl.cdiv(rows, tiling.rows), pl.cdiv(outputs, tiling.outputs), inputs // tiling.inputs)
+    sums = jnp.int32 if problem.integers and problem.groups == 1 else jnp.float32
+    return pl.pallas_call(
+        functools.partial(_kernel, names=tuple(given), problem=problem),
+        jax.ShapeDtypeStruct((rows, outputs), dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=grid, in_specs=[specs[name] for name in given],
+            out_specs=pl.BlockSpec((tiling.rows, tiling.outputs), lambda i, n, k, _: (i, n)),
+            scratch_shapes=[
+                pltpu.VMEM((tiling.rows, tiling.outputs), sums),
+                pltpu.VMEM((problem.groups, tiling.outputs), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * inputs * outputs, transcendentals=0,
+            bytes_accessed=sum(a.nbytes for a in given.values()) + rows * outputs * dtype.itemsize,
+        ),
+        interpret=interpret,
+        name="quantized_dot_tpu",
+    )(num_rows.reshape(1), *given.values())  # fmt: skip
+
+
+def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | None:
+    """Reason why the kernel cannot take a call on a jax Device; None if it can."""
+    del dtype
+    layout = {"int8": "rows", "int4": "lanes"}.get(weight.kind)
+    if layout is None:
+        return f"it multiplies weights of int8 and int4, not {weight.kind}"
+    if weight.layout != layout:
+        return f"it multiplies {weight.kind} in the layout {layout}, not {weight.layout}"
+    if weight.activations == "float" and x.dtype != jnp.bfloat16:
+        return f"x of {x.dtype}: it multiplies bfloat16"
+    if weight.activations == "int8" and (weight.kind != "int8" or not _is_symmetric(weight)):
+        return f"activations=int8 with weights of {weight.kind}: must be int8, without zero points and minima"
+    inputs, size = weight.shape[-1], weight.group_size
+    if inputs % LANES:
+        return f"{inputs} inputs: must be a multiple of {LANES}"
+    small = LEAST_IN_GROUP <= size < LANES and LANES % size == 0
+    if weight.groups > 1 and not small and (size % LANES or size > MOST_IN_GROUP):
+        accepted = f"16, 32, 64, a multiple of {LANES} up to {MOST_IN_GROUP}, or all inputs"
+        return f"groups of {size} inputs: must be {accepted}"
+    return refuse_tpu(device)
+
+
+def _is_symmetric(weight: QuantizedWeight) -> bool:
+    return weight.zeros is None and weight.mins is None
+
+
+def _kernel(num_rows_ref: Ref, *refs: Ref, names: tuple[str, ...], problem: Problem) -> None:
+    given = dict(zip(names, refs, strict=False))
+    out_ref, total_ref, scales_ref = refs[len(names) :]
+    block, blocks = pl.program_id(2), pl.num_programs(2)
+    needed = pl.program_id(0) * problem.tiling.rows < num_rows_ref[0]
+
+    @pl.when(needed & (block == 0))
+    def _() -> None:
+        total_ref[...] = jnp.zeros_like(total_ref)
+        scales_ref[...] = given["scales"][...].astype(jnp.float32)
+
+    @pl.when(needed)
+    def _() -> None:
+        _multiply_block(problem, given, total_ref, scales_ref, block)
+
+    @pl.when(needed & (block == blocks - 1))
+    def _() -> None:
+        out_ref[...] = _finished(problem, given, total_ref, scales_ref).astype(out_ref.dtype)
+
+    @pl.when(jnp.logical_not(needed))
+    def _() -> None:
+        out_ref[...] = jnp.zeros_like(out_ref)
+
+
+def _multiply_block(problem: Problem, given: dict[str, Ref], total_ref: Ref, scales_ref: Ref, block: Array) -> None:
+    """Add the products of a block's inputs to the sums."""
+    width, rows = problem.width, problem.tiling.rows
+    products = problem.tiling.inputs // width
+    at_once = next(n for n in (WIDE // width, WIDE // 2 // width, 1) if n and products % n == 0)
+    whole = problem.groups == 1
+
+    def multiply(index: Array) -> None:
+        x = given["x"][:, pl.ds(pl.multiple_of(index * width, LANES), width)]
+        if problem.groups_of_product > 1:
+            x = _apart(x, problem.group_size)
+        numbers, axis = _numbers(given["codes"], problem, index)
+        product = lax.dot_general(
+            x, numbers, (((1,), (axis,)), ((), ())),
+            preferred_element_type=jnp.int32 if problem.integers else jnp.float32,
+        )  # fmt: skip
+        if whole:
+            total_ref[...] += product
+            return
+        total = total_ref[...]
+        for i in range(problem.groups_of_product):
+            group = (block * products + index) * problem.groups_of_product + i
+            total += product[i * rows : (i + 1) * rows].astype(jnp.float32) * scales_ref[pl.ds(group, 1), :]
+        total_ref[...] = total
+
+    def step(i: Array, _: None) -> None:
+        for n in range(at_once):
+            multiply(i * at_once + n)
+
+    lax.fori_loop(0, products // at_once, step, None)
+
+
+def _apart(x: Array, size: int) -> Array:
+    """[rows, 128] as [groups * rows, 128], with zeros in place of other groups' inputs."""
+    words = pltpu.bitcast(x, jnp.int32)  # the device selects between words of 32 bits
+    group = lax.div(lax.broadcasted_iota(jnp.int32, words.shape, 1), size)
+    parts = [jnp.where(group == i, words, 0) for i in range(LANES // size)]
+    return pltpu.bitcast(jnp.concatenate(parts), x.dtype)
+
+
+def _numbers(codes_ref: Ref, problem: Problem, index: Array) -> tuple[Array, int]:
+    """The codes of a product's inputs in x's dtype, and the axis of the inputs. Those of int4 are larger by BIAS."""
+    width = problem.width
+    if problem.kind == "int8":
+        codes = codes_ref[:, pl.ds(pl.multiple_of(index * width, LANES), width)]
+        return (codes if problem.integers else codes.astype(jnp.bfloat16)), 1
+    words_of_chunk, words = LANES // WORD_INPUTS, width // WORD_INPUTS
+    words = codes_ref[pl.ds(pl.multiple_of(index * words, words), words), :]
+    quarters = []
+    for chunk in range(0, words.shape[0], words_of_chunk):
+        part = words[chunk : chunk + words_of_chunk]
+        quarters += [pltpu.bitcast(part >> 4 * q & NIBBLES | MAGIC, jnp.bfloat16) for q in range(4)]
+    return jnp.concatenate(quarters), 0
+
+
+def _finished(problem: Problem, given: dict[str, Ref], total_ref: Ref, scales_ref: Ref) -> Array:
+    """The result in float32."""
+    total = total_ref[...].astype(jnp.float32)
+    if problem.groups == 1:
+        total = total * scales_ref[...]
+    if "x_sums" in given:
+        offsets = given["mins"][...].astype(jnp.float32) if "mins" in given else 0
+        if problem.kind == "int4":
+            zeros = given["zeros"][...].astype(jnp.int32).astype(jnp.float32) if "zeros" in given else 0
+            offsets += scales_ref[...] * (BIAS + (LEVELS // 2 if problem.symmetric else zeros))
+        sums = given["x_sums"][...]
+        total -= sums * offsets if problem.groups == 1 else lax.dot_general(
+            sums, offsets, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+    return total * given["row_scales"][...] if "row_scales" in given else total
