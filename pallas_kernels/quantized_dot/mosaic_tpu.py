@@ -8,12 +8,13 @@ A group's sum is multiplied by its scale after its product, where outputs are on
 fewer inputs than a register has lanes share a product: it has the rows of x once for each group, with zeros in place of
 the other groups' inputs. Zero points and minima are one product of x's sums by group, after all others.
 
-int4: a bfloat16 with the exponent of 128 has the value 128 + code if its last bits hold the code. Making two numbers of
-a word takes a shift, an "and" and an "or". The 128 counts as part of the zero point.
+int4: a bfloat16 with the exponent of 16 has the value 16 + code if its fraction starts with the code. Making two numbers
+of a word takes a shift, an "and" and an "or". The 16 counts as part of the zero point.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,8 +35,10 @@ BLOCK_BYTES = 1 << 20   # of codes. The first block of a call is fetched while n
 WIDE = 512              # inputs of an iteration, if groups allow it: fewer bundles than 128 (docs/decisions.md)
 MOST_IN_GROUP = 1024    # inputs of a group that is not all of them: one product
 LEAST_IN_GROUP = 16
-MAGIC, BIAS = 0x4300_4300, 128  # the bits of two bfloat16 numbers of this value
-NIBBLES = 0x000F_000F
+# The bits of two bfloat16 numbers of this value. A code is three bits from their ends, because the numbers may have 8
+# units in the last place. With 128, whose unit is 1, the errors of float32 sums were 5 times as large.
+MAGIC, BIAS = 0x4180_4180, 16
+NIBBLES, FROM_END = 0x0078_0078, 3
 WORD_INPUTS = 8         # in a word of the layout "lanes"
 
 
@@ -119,8 +122,6 @@ def quantized_dot(
     else:
         codes = weight.codes.reshape(outputs, inputs)
         given |= {"codes": codes, "scales": weight.scales_by_group(), "mins": weight.mins_by_group()}
-    if weight.kind == "int4" or given["mins"] is not None:
-        given["x_sums"] = x.astype(jnp.float32).reshape(x.shape[0], weight.groups, -1).sum(-1)
     given = {name: array for name, array in given.items() if array is not None}
     problem = Problem(
         weight.kind, weight.group_size, weight.groups, _is_symmetric(weight), integers, tiling
@@ -139,7 +140,6 @@ def _launch(problem: Problem, given: dict[str, Array], num_rows: Array, dtype: A
     by_output = pl.BlockSpec((problem.groups, tiling.outputs), lambda i, n, k, _: (0, n))
     specs = {
         "x": pl.BlockSpec((tiling.rows, tiling.inputs), lambda i, n, k, count: (used(i, count), k)),
-        "x_sums": pl.BlockSpec((tiling.rows, problem.groups), lambda i, n, k, count: (used(i, count), 0)),
         "row_scales": pl.BlockSpec((tiling.rows, 1), lambda i, n, k, count: (used(i, count), 0)),
         "scales": by_output, "zeros": by_output, "mins": by_output,
         "codes": pl.BlockSpec((tiling.inputs // WORD_INPUTS, tiling.outputs), lambda i, n, k, _: (k, n))
@@ -156,6 +156,7 @@ def _launch(problem: Problem, given: dict[str, Array], num_rows: Array, dtype: A
             scratch_shapes=[
                 pltpu.VMEM((tiling.rows, tiling.outputs), sums),
                 pltpu.VMEM((problem.groups, tiling.outputs), jnp.float32),
+                pltpu.VMEM((tiling.rows, pl.cdiv(problem.groups, LANES) * LANES), jnp.float32),
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3),
@@ -196,22 +197,40 @@ def _is_symmetric(weight: QuantizedWeight) -> bool:
 
 def _kernel(num_rows_ref: Ref, *refs: Ref, names: tuple[str, ...], problem: Problem) -> None:
     given = dict(zip(names, refs, strict=False))
-    out_ref, total_ref, scales_ref = refs[len(names) :]
-    block, blocks = pl.program_id(2), pl.num_programs(2)
+    out_ref, total_ref, scales_ref, x_sums_ref = refs[len(names) :]
+    first, block, last = pl.program_id(1) == 0, pl.program_id(2), pl.num_programs(2) - 1
     needed = pl.program_id(0) * problem.tiling.rows < num_rows_ref[0]
+    has_offsets = problem.kind == "int4" or "mins" in given
 
     @pl.when(needed & (block == 0))
     def _() -> None:
         total_ref[...] = jnp.zeros_like(total_ref)
         scales_ref[...] = given["scales"][...].astype(jnp.float32)
 
+    if has_offsets:
+
+        @pl.when(needed & first & (block == 0))
+        def _() -> None:
+            x_sums_ref[...] = jnp.zeros_like(x_sums_ref)
+
+        @pl.when(needed & first)
+        def _() -> None:
+            _sum_x(problem, given["x"], x_sums_ref, block)
+
     @pl.when(needed)
     def _() -> None:
         _multiply_block(problem, given, total_ref, scales_ref, block)
 
-    @pl.when(needed & (block == blocks - 1))
+    @pl.when(needed & (block == last))
     def _() -> None:
-        out_ref[...] = _finished(problem, given, total_ref, scales_ref).astype(out_ref.dtype)
+        total = total_ref[...].astype(jnp.float32)
+        if problem.groups == 1:
+            total *= scales_ref[...]
+        if has_offsets:
+            total -= _offset(problem, given, scales_ref, x_sums_ref)
+        if "row_scales" in given:
+            total *= given["row_scales"][...]
+        out_ref[...] = total.astype(out_ref.dtype)
 
     @pl.when(jnp.logical_not(needed))
     def _() -> None:
@@ -222,7 +241,6 @@ def _multiply_block(problem: Problem, given: dict[str, Ref], total_ref: Ref, sca
     """Add the products of a block's inputs to the sums."""
     width, rows = problem.width, problem.tiling.rows
     products = problem.tiling.inputs // width
-    at_once = next(n for n in (WIDE // width, WIDE // 2 // width, 1) if n and products % n == 0)
     whole = problem.groups == 1
 
     def multiply(index: Array) -> None:
@@ -243,11 +261,7 @@ def _multiply_block(problem: Problem, given: dict[str, Ref], total_ref: Ref, sca
             total += product[i * rows : (i + 1) * rows].astype(jnp.float32) * scales_ref[pl.ds(group, 1), :]
         total_ref[...] = total
 
-    def step(i: Array, _: None) -> None:
-        for n in range(at_once):
-            multiply(i * at_once + n)
-
-    lax.fori_loop(0, products // at_once, step, None)
+    _repeat(products, WIDE // width, multiply)
 
 
 def _apart(x: Array, size: int) -> Array:
@@ -269,23 +283,50 @@ def _numbers(codes_ref: Ref, problem: Problem, index: Array) -> tuple[Array, int
     quarters = []
     for chunk in range(0, words.shape[0], words_of_chunk):
         part = words[chunk : chunk + words_of_chunk]
-        quarters += [pltpu.bitcast(part >> 4 * q & NIBBLES | MAGIC, jnp.bfloat16) for q in range(4)]
+        shifted = [part << FROM_END, *(part >> 4 * q - FROM_END for q in range(1, 4))]
+        quarters += [pltpu.bitcast(bits & NIBBLES | MAGIC, jnp.bfloat16) for bits in shifted]
     return jnp.concatenate(quarters), 0
 
 
-def _finished(problem: Problem, given: dict[str, Ref], total_ref: Ref, scales_ref: Ref) -> Array:
-    """The result in float32."""
-    total = total_ref[...].astype(jnp.float32)
+def _sum_x(problem: Problem, x_ref: Ref, x_sums_ref: Ref, block: Array) -> None:
+    """Add a block's inputs to the sums of x by group: products with ones where an input is of a group.
+
+    XLA would make a copy of x in float32, or take 10% to 30% of a decode's product.
+    """
+    size, chunks = problem.group_size, problem.tiling.inputs // LANES
+    group, lane = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
+    group = lax.div(group, size)  # less that of the chunk's first input
+
+    def add(index: Array) -> None:
+        first = lax.div((block * chunks + index) * LANES, size)
+        ones = (group + lax.rem(first, LANES) == lane).astype(jnp.float32).astype(x_ref.dtype)
+        x = x_ref[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)]
+        at = pl.ds(pl.multiple_of(lax.div(first, LANES) * LANES, LANES), LANES)
+        x_sums_ref[:, at] += lax.dot_general(x, ones, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    _repeat(chunks, WIDE // LANES, add)
+
+
+def _offset(problem: Problem, given: dict[str, Ref], scales_ref: Ref, x_sums_ref: Ref) -> Array:
+    """What minima, zero points and BIAS add to the sums of products: float32[rows, outputs]."""
+    offsets = given["mins"][...].astype(jnp.float32) if "mins" in given else 0
+    if problem.kind == "int4":
+        # a conversion of uint8 to floats has another step on the device
+        zeros = given["zeros"][...].astype(jnp.int32).astype(jnp.float32) if "zeros" in given else 0
+        offsets += scales_ref[...] * (BIAS + (LEVELS // 2 if problem.symmetric else zeros))
+    sums = x_sums_ref[:, : problem.groups]
     if problem.groups == 1:
-        total = total * scales_ref[...]
-    if "x_sums" in given:
-        offsets = given["mins"][...].astype(jnp.float32) if "mins" in given else 0
-        if problem.kind == "int4":
-            zeros = given["zeros"][...].astype(jnp.int32).astype(jnp.float32) if "zeros" in given else 0
-            offsets += scales_ref[...] * (BIAS + (LEVELS // 2 if problem.symmetric else zeros))
-        sums = given["x_sums"][...]
-        total -= sums * offsets if problem.groups == 1 else lax.dot_general(
-            sums, offsets, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
-    return total * given["row_scales"][...] if "row_scales" in given else total
+        return sums * offsets
+    dims = (((1,), (0,)), ((), ()))
+    return lax.dot_general(sums, offsets, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _repeat(count: int, most: int, body: Callable[[Array], None]) -> None:
+    """Call body(index) `count` times. Up to `most` calls are one iteration: the compiler interleaves them."""
+    at_once = next(n for n in (most, most // 2, 1) if n and count % n == 0)
+
+    def step(i: Array, _: None) -> None:
+        for n in range(at_once):
+            body(i * at_once + n)
+
+    lax.fori_loop(0, count // at_once, step, None)

@@ -64,21 +64,23 @@ def kernel(tiling=None, dtype=jnp.float32):
     return jax.jit(functools.partial(mosaic_tpu.quantized_dot, dtype=dtype, tiling=tiling, interpret=True))
 
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)  # JAX takes a second or more to compile each
 # rows, tiling, matrix. Small tiles have edges in small shapes.
 NUMBERS = [
-    (1, None, Case("int4", 256, 128)),
+    SLOW(1, None, Case("int4", 256, 128)),
     (8, Tiling(16, 128, 128), Case("int4", 256, 64, zeros=True, outputs=200)),
-    (200, Tiling(64, 128, 256), Case("int4", 256, 32, mins=True, outer=2, scales="uint8", outputs=130)),
-    (5, None, Case("int4", 128, 32, zeros=True, scales="float16", outer=1, divides=True)),
-    (8, Tiling(16, 37, 512), Case("int4", 1024)),
+    SLOW(200, Tiling(64, 128, 256), Case("int4", 256, 32, mins=True, outer=2, scales="uint8", outputs=130)),
+    SLOW(5, None, Case("int4", 128, 32, zeros=True, scales="float16", outer=1, divides=True)),
+    SLOW(8, Tiling(16, 37, 512), Case("int4", 1024)),
+    SLOW(8, None, Case("int4", 5120, 32, outputs=16)),  # more groups than lanes
     (1, None, Case("int4", 640, zeros=True)),
     (32, Tiling(32, 128, 128), Case("int8", 384, outputs=150)),
-    (5, None, Case("int8", 256, 16, zeros=True)),
-    (5, None, Case("int8", 512, 256, mins=True, scales="float32")),
-    (200, Tiling(96, 128, 128), Case("int8", 256, activations="int8", outputs=150)),
-    (1, None, Case("int8", 384, 128, activations="int8")),
-    (8, None, Case("int8", 256, 32, activations="int8")),
-    (8, None, Case("int8", 512, 256, activations="int8")),
+    SLOW(5, None, Case("int8", 256, 16, zeros=True)),
+    SLOW(5, None, Case("int8", 512, 256, mins=True, scales="float32")),
+    (200, Tiling(96, 128, 256), Case("int8", 256, activations="int8", outputs=150)),
+    SLOW(1, None, Case("int8", 384, 128, activations="int8")),
+    SLOW(8, None, Case("int8", 256, 32, activations="int8")),
+    SLOW(8, None, Case("int8", 512, 256, activations="int8")),
 ]
 
 
