@@ -29,14 +29,17 @@ from pallas_kernels.quantized_dot.weight import LANES, LEVELS, QuantizedWeight
 from pallas_kernels.quantized_dot.xla import quantise_rows
 
 Ref = Any  # an array inside a kernel
-MOST_ROWS = 256         # of x in a tile: at 197 TFLOP/s and 819 GB/s a v5e is busy from 240 rows of bfloat16 on
-OUTPUTS = 512           # of a tile
 BLOCK_BYTES = 1 << 20   # of codes. The first block of a call is fetched while nothing is computed: 1.3 us on a v5e
-WIDE = 512              # inputs of an iteration, if groups allow it: fewer bundles than 128 (docs/decisions.md)
+SCALE_BYTES = 4 << 20   # of a tile of outputs
+MOST_ROWS = 256         # of x in a tile: at 197 TFLOP/s and 819 GB/s a v5e is busy from 240 rows of bfloat16 on
+MOST_STACKED = 1024     # rows of a product that several groups share
+MOST_INPUTS = 5632      # of a block
+OUTPUTS = (512, 256, 128)  # of a tile: 512 are computed 1.3 times as fast as 128 (docs/decisions.md)
+WIDE = 512              # inputs of an iteration, if the groups' size allows it
 MOST_IN_GROUP = 1024    # inputs of a group that is not all of them: one product
 LEAST_IN_GROUP = 16
-# The bits of two bfloat16 numbers of this value. A code is three bits from their ends, because the numbers may have 8
-# units in the last place. With 128, whose unit is 1, the errors of float32 sums were 5 times as large.
+# The bits of two bfloat16 numbers of this value. The code is added 3 bits from their ends. A BIAS of 128, where it would
+# be added at the end, makes the errors of float32 sums about 5 times as large.
 MAGIC, BIAS = 0x4180_4180, 16
 NIBBLES, FROM_END = 0x0078_0078, 3
 WORD_INPUTS = 8         # in a word of the layout "lanes"
@@ -44,32 +47,40 @@ WORD_INPUTS = 8         # in a word of the layout "lanes"
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes of a program's tile, in fast memory twice: one is fetched while the other is multiplied.
+    """Sizes of a program's tile.
 
-    Bytes of a tile with R rows, N outputs, K inputs of a block and all I inputs, for bfloat16 x and results:
-    2 * (2 * R * K + N * K * bits / 8 + 4 * N * groups + 2 * R * N), and once 4 * R * N of sums and 8 * N * groups.
-    The most is with 256 rows, groups of 32 and 14,336 inputs: 12.6 MB of a v5e's default limit of 16.8 MB.
+    Bytes in fast memory, with R rows, N outputs, K inputs of a block, G groups of all inputs, S groups in 128 inputs:
+
+        twice, because one is fetched while the other is used:
+            x 2 * R * K, codes N * K * bits / 8, scales and minima 8 * N * G, the result 4 * R * N
+        once:
+            sums 4 * R * N, scales in float32 4 * N * G, sums of x 4 * R * G, a product 4 * S * R * N
+
+    The most by the rule is 12.8 MB, with 8,192 inputs of 4 bits in groups of 32. The compiler's limit for a v5e is
+    16.8 MB.
     """
 
     rows: int
     outputs: int
-    inputs: int  # of a block: divides the inputs
+    inputs: int  # of a block: divides the inputs, and is a multiple of a product's
 
     @classmethod
     def by_rule(cls, rows: int, inputs: int, outputs: int, *, bits: int, group_size: int) -> "Tiling":
-        """rows: of x, padded."""
-        outputs = min(OUTPUTS, outputs)
-        unit = _width(inputs, group_size)
-        most = max(1, BLOCK_BYTES * 8 // bits // outputs // unit)
-        blocks = next(n for n in range(1, inputs // unit + 1) if inputs % (n * unit) == 0 and inputs // unit // n <= most)
-        return cls(min(rows, MOST_ROWS), outputs, inputs // blocks)
+        """rows, inputs, outputs: of the call. The largest block of codes within BLOCK_BYTES.
 
-
-def _width(inputs: int, group_size: int) -> int:
-    """Inputs of a product."""
-    if group_size < inputs:
-        return max(group_size, LANES)
-    return next(width for width in (WIDE, WIDE // 2, LANES) if inputs % width == 0)
+        The number of inputs need not have a divisor of a good size: 11,008 inputs in groups of 128 have 256 and 5,504.
+        So tiles of fewer outputs are tried, too.
+        """
+        groups = inputs // group_size
+        unit = LANES if groups == 1 else max(group_size, LANES)
+        blocks = [unit * n for n in range(1, inputs // unit + 1) if inputs % (unit * n) == 0]
+        allowed = [
+            (n * k * bits, n, k) for n in OUTPUTS for k in blocks
+            if n * k * bits <= 8 * BLOCK_BYTES and k <= MOST_INPUTS and 20 * n * groups <= SCALE_BYTES
+        ]  # fmt: skip
+        _, columns, block = max(allowed, default=(0, OUTPUTS[-1], unit))
+        stacked = max(1, LANES // group_size)
+        return cls(min(rows, MOST_ROWS, MOST_STACKED // stacked), min(columns, outputs), block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +97,9 @@ class Problem:
     @property
     def width(self) -> int:
         """Inputs of a product."""
-        return _width(self.group_size * self.groups, self.group_size)
+        if self.groups > 1:
+            return max(self.group_size, LANES)
+        return next(width for width in (WIDE, WIDE // 2, LANES) if self.tiling.inputs % width == 0)
 
     @property
     def groups_of_product(self) -> int:
@@ -321,12 +334,15 @@ def _offset(problem: Problem, given: dict[str, Ref], scales_ref: Ref, x_sums_ref
     return lax.dot_general(sums, offsets, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _repeat(count: int, most: int, body: Callable[[Array], None]) -> None:
-    """Call body(index) `count` times. Up to `most` calls are one iteration: the compiler interleaves them."""
-    at_once = next(n for n in (most, most // 2, 1) if n and count % n == 0)
+def _repeat(count: int, at_once: int, body: Callable[[Array], None]) -> None:
+    """Call body(index) `count` times. `at_once` calls are one iteration: the compiler interleaves them."""
+    at_once = max(1, at_once)
+    whole = count // at_once
 
     def step(i: Array, _: None) -> None:
         for n in range(at_once):
             body(i * at_once + n)
 
-    lax.fori_loop(0, count // at_once, step, None)
+    lax.fori_loop(0, whole, step, None)
+    for n in range(whole * at_once, count):
+        body(jnp.int32(n))
