@@ -163,17 +163,21 @@ class Quantizer:
         """Weights in the layout "plain", in the layout for the platform, with the activations that it multiplies.
 
         On CPU the native kernel takes the layout "tiles", and rounds activations to 8 bits. On TPU the kernel takes
-        4 bits in the layout "lanes". All other products take the layout "rows": experts', embeddings', and on CPU
-        those with activations that are not rounded. They dequantise blocks of outputs in every step, which is slow.
+        4 bits and groups in the layout "lanes". All else has the layout "rows": other products on TPU and NVIDIA,
+        embeddings, whose rows are taken, experts, and on CPU products with activations that are not rounded. Those
+        dequantise blocks of outputs in every step, which is slow on CPU.
         """
         if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight):
             return to_tiles(weight)
-        if self.platform == "tpu" and name not in EXPERTS | {"embed"} and refuse_lanes(weight) is None:
-            return dataclasses.replace(to_lanes(weight), activations="float")
         able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
         wanted = weight.activations if self.activations == "auto" else self.activations
         rounds = able and wanted == "int8" and self.platform != "cpu"
-        return dataclasses.replace(to_rows(weight), activations="int8" if rounds else "float")
+        on_lanes = self.platform == "tpu" and (weight.kind == "int4" or weight.groups > 1)
+        if on_lanes and name not in EXPERTS | {"embed"} and refuse_lanes(weight) is None:
+            made = to_lanes(weight)
+        else:
+            made = to_rows(weight)
+        return dataclasses.replace(made, activations="int8" if rounds else "float")
 
     @staticmethod
     def _arrays(weight: QuantizedWeight) -> dict[str, Array]:

@@ -54,8 +54,8 @@ def quantized_dot(
     implementation: None: the best one for the platform that the call is lowered for. To lower for a missing card, trace
                     in a mesh that describes it. "xla" is XLA operations. "cpu" is a native kernel for CPU, for the
                     layout "tiles". "triton" is a kernel for NVIDIA, for the layout "rows". "mosaic_tpu" is a kernel for
-                    TPU, for int4 in the layout "lanes" and int8 in the layout "rows". On CPU these two run in interpret
-                    mode. "reference" is the specification.
+                    TPU, for the layout "lanes", and "rows" of int8 with one group an output. On CPU these two run in
+                    interpret mode. "reference" is the specification.
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """

@@ -1,4 +1,4 @@
-"""quantized_dot for TPU in Pallas, lowered through Mosaic: int4 in the layout "lanes", and int8 in the layout "rows".
+"""quantized_dot for TPU in Pallas, lowered through Mosaic, for int8 and int4 in the layout "lanes".
 
 Grid: (tiles of rows, tiles of outputs, blocks of inputs). Pallas fetches the next block of codes during the work on a
 block. The kernel makes numbers of 128 inputs or more at once, in registers, and multiplies them with the rows of x. So
@@ -130,11 +130,11 @@ def quantized_dot(
     if integers:
         given["x"], row_scales = quantise_rows(x)
         given["row_scales"] = row_scales[:, None]
-    if weight.kind == "int4":
-        given |= {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
+    if weight.layout == "lanes":
+        given |= {"scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
     else:
-        codes = weight.codes.reshape(outputs, inputs)
-        given |= {"codes": codes, "scales": weight.scales_by_group(), "mins": weight.mins_by_group()}
+        given |= {"scales": weight.scales_by_group(), "mins": weight.mins_by_group()}
+    given["codes"] = weight.codes.reshape(outputs, inputs) if weight.kind == "int8" else weight.codes
     given = {name: array for name, array in given.items() if array is not None}
     problem = Problem(
         weight.kind, weight.group_size, weight.groups, _is_symmetric(weight), integers, tiling
@@ -185,11 +185,10 @@ def _launch(problem: Problem, given: dict[str, Array], num_rows: Array, dtype: A
 def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | None:
     """Reason why the kernel cannot take a call on a jax Device; None if it can."""
     del dtype
-    layout = {"int8": "rows", "int4": "lanes"}.get(weight.kind)
-    if layout is None:
+    if weight.kind not in ("int8", "int4"):
         return f"it multiplies weights of int8 and int4, not {weight.kind}"
-    if weight.layout != layout:
-        return f"it multiplies {weight.kind} in the layout {layout}, not {weight.layout}"
+    if weight.layout != "lanes" and not (weight.layout == "rows" and weight.kind == "int8" and weight.groups == 1):
+        return f"the layout is {weight.layout}: must be lanes, or rows for int8 with one group an output"
     if weight.activations == "float" and x.dtype != jnp.bfloat16:
         return f"x of {x.dtype}: it multiplies bfloat16"
     if weight.activations == "int8" and (weight.kind != "int8" or not _is_symmetric(weight)):

@@ -52,9 +52,10 @@ class QuantizedWeight:
            codes int8[blocks, in / 4, 64], a tile each, or uint8[blocks, in / 8, 64], with even tiles in the low 4
            bits and odd tiles in the high 4 bits. scales and mins float32[blocks, groups, 16], zeros uint8 of the same
            shape.
-    lanes: for the kernel on TPU: outputs along a register's lanes. Only int4, and inputs in multiples of 128.
-           codes uint32[in / 8, out]. Word 16 * c + i holds the inputs 128 * c + 32 * q + 2 * i, for q = 0 to 3, in the
-           bits from 4 * q on, and the next inputs in the bits from 16 + 4 * q on. scales, zeros and mins [groups, out].
+    lanes: for the kernel on TPU, where outputs are along a register's lanes. The inputs are a multiple of 128.
+           int8: codes int8[out, in]. int4: codes uint32[in / 8, out]. Word 16 * c + i holds the inputs
+           128 * c + 32 * q + 2 * i, for q = 0 to 3, in the bits from 4 * q on, and the next inputs in the bits from
+           16 + 4 * q on. scales, zeros and mins [groups, out]. int8 has mins in place of zeros.
 
     Fields may be ShapeDtypeStructs, or numpy arrays on the host.
     """
@@ -105,7 +106,8 @@ class QuantizedWeight:
             tiles = self.codes.reshape(self.codes.shape[0], -1, OUTPUTS, INPUTS)[block, :, output]
             change = lambda _, array: array[block, :, output]  # noqa: E731
         elif self.layout == "lanes":
-            tiles, change = self.codes[:, indices], lambda _, array: array[:, indices].T
+            tiles = self.codes[indices] if self.bits == 8 else self.codes[:, indices]
+            change = lambda _, array: array[:, indices].T  # noqa: E731
         else:
             tiles, change = self._matrix(self.codes)[indices], lambda _, array: self._matrix(array)[indices]
         return self._plain(tiles, change, indices.shape[0])
@@ -113,8 +115,8 @@ class QuantizedWeight:
     def slice(self, start: Int[Array, ""] | int, size: int) -> "QuantizedWeight":
         """`size` outputs from `start`, as a matrix in the layout "plain". Not of the layout "tiles"."""
         if self.layout == "lanes":
-            cut = lambda array: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)  # noqa: E731
-            return self._plain(cut(self.codes), lambda _, array: cut(array).T, size)
+            cut = lambda array, axis=1: jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)  # noqa: E731
+            return self._plain(cut(self.codes, int(self.bits == 4)), lambda _, array: cut(array).T, size)
         cut = lambda array: jax.lax.dynamic_slice_in_dim(self._matrix(array), start, size)  # noqa: E731
         return self._plain(cut(self.codes), lambda _, array: cut(array), size)
 
@@ -129,10 +131,10 @@ class QuantizedWeight:
     def numbers(self) -> Float[Array, "*shape"]:
         """The weights in float32, inputs in the order of the codes. Only of the layout "plain"."""
         values = self._values()
-        scales = self.scaled(self.scales, self.outer, divides=self.divides)
+        scales = self._scaled(self.scales, self.outer, divides=self.divides)
         if self.mins is None:
             return (values * scales[..., None]).reshape(self.shape)
-        mins = self.scaled(self.mins, self.outer_mins, divides=False)
+        mins = self._scaled(self.mins, self.outer_mins, divides=False)
         return (values * scales[..., None] - mins[..., None]).reshape(self.shape)
 
     def dequantize(self) -> Float[Array, "*shape"]:
@@ -157,13 +159,13 @@ class QuantizedWeight:
     def scales_by_group(self) -> Float[Array, "groups out"]:
         """The scales in float32, group by group."""
         plain = self.plain()
-        return self.scaled(plain.scales, plain.outer, divides=self.divides).T
+        return self._scaled(plain.scales, plain.outer, divides=self.divides).T
 
     def mins_by_group(self) -> Float[Array, "groups out"] | None:
         """The mins in float32, group by group. Zero points of 8 bits are mins here, scale * zero."""
         plain = self.plain()
         if plain.mins is not None:
-            return self.scaled(plain.mins, plain.outer_mins, divides=False).T
+            return self._scaled(plain.mins, plain.outer_mins, divides=False).T
         if self.kind == "int8" and plain.zeros is not None:
             return self.scales_by_group() * jnp.asarray(plain.zeros).astype(jnp.float32).T
         return None
@@ -201,8 +203,7 @@ class QuantizedWeight:
         return values - LEVELS // 2 if self.kind == "int4" and self.mins is None else values
 
     @staticmethod
-    def scaled(array: Any, outer: Any, *, divides: bool) -> Array:
-        """Scales or minima in float32, times their outer factors, or divided by them."""
+    def _scaled(array: Any, outer: Any, *, divides: bool) -> Array:
         values = jnp.asarray(array).astype(jnp.float32)
         if outer is None:
             return values
@@ -275,8 +276,8 @@ def to_rows(weight: QuantizedWeight) -> QuantizedWeight:
 
 def refuse_lanes(weight: QuantizedWeight) -> str | None:
     """Reason why weights in the layout "plain" cannot have the layout "lanes"; None if they can."""
-    if weight.kind != "int4":
-        return f"the codes are {weight.kind}: must be int4"
+    if weight.kind not in ("int8", "int4"):
+        return f"the codes are {weight.kind}: must be int8 or int4"
     inputs = weight.shape[-1]
     return f"{inputs} inputs: must be a multiple of {LANES}" if inputs % LANES else None
 
@@ -289,16 +290,18 @@ def to_lanes(weight: QuantizedWeight) -> QuantizedWeight:
     if (reason := refuse_lanes(weight)) is not None:
         raise ValueError(reason)
     flat = weight.plain()
-    codes = jnp.asarray(flat.codes).T.astype(jnp.uint32)
-    words = codes.reshape(-1, 4, LANES // 8, 2, codes.shape[1]) << _SHIFTS
-    changed = {"codes": words.sum((1, 3), dtype=jnp.uint32).reshape(-1, codes.shape[1])}
-    for name, outer, divides in (("scales", flat.outer, flat.divides), ("mins", flat.outer_mins, False)):
-        if (array := getattr(flat, name)) is not None:
-            keeps = outer is None and array.dtype == jnp.bfloat16
-            changed[name] = (array if keeps else flat.scaled(array, outer, divides=divides)).T
-    zeros = None if flat.zeros is None else jnp.asarray(flat.zeros).T
+    codes, scales, mins = jnp.asarray(flat.codes), flat.scales_by_group(), flat.mins_by_group()
+    if weight.kind == "int4":
+        inputs = codes.T.astype(jnp.uint32).reshape(-1, 4, LANES // 8, 2, codes.shape[0])
+        codes = (inputs << _SHIFTS).sum((1, 3), dtype=jnp.uint32).reshape(-1, codes.shape[0])
+    if flat.scales.dtype == jnp.bfloat16 and flat.outer is None:
+        scales = scales.astype(jnp.bfloat16)
+    if flat.mins is not None and flat.mins.dtype == jnp.bfloat16 and flat.outer_mins is None:
+        mins = mins.astype(jnp.bfloat16)
+    zeros = None if flat.zeros is None or mins is not None else jnp.asarray(flat.zeros).T
     return dataclasses.replace(
-        weight, layout="lanes", zeros=zeros, outer=None, outer_mins=None, divides=False, **changed
+        weight, codes=codes, scales=scales, zeros=zeros, mins=mins, outer=None, outer_mins=None, layout="lanes",
+        divides=False,
     )  # fmt: skip
 
 

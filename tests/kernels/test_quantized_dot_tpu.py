@@ -28,7 +28,7 @@ def deviceless(test):
 
 def placed(plain):
     """In the layout that the kernel takes."""
-    return to_lanes(plain) if plain.kind == "int4" else to_rows(plain)
+    return to_lanes(plain) if plain.kind == "int4" or (plain.kind == "int8" and plain.groups > 1) else to_rows(plain)
 
 
 def numbers(plain):
@@ -174,20 +174,18 @@ def test_the_rule_keeps_fast_memory_and_finds_large_blocks():
                 assert outputs * block * bits // 8 >= 2**18 or (size, inputs) in ((32, 53248), (inputs, 896), (size, 896))
 
 
-# Bytes of a product's arguments, of those with bfloat16 weights. Matrices of a layer of Llama 3.1 8B.
-MATRICES = [
-    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336),
-]  # fmt: skip
+MATRICES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # of a layer of Llama 3.1 8B
 
 
 @deviceless
+# most: bytes of the weights, as a part of those of bfloat16
 @pytest.mark.parametrize(("most", "case", "rows"), [
     *((0.32, Case("int4", i, 128, outputs=o), 16) for o, i in MATRICES),
     (0.32, Case("int4", 14336, 128, zeros=True, outputs=4096), 256),
     (0.40, Case("int4", 4096, 32, mins=True, scales="float32", outputs=4096), 2048),
     *((0.53, Case("int8", i, outputs=o), 16) for o, i in MATRICES[2:]),
     (0.53, Case("int8", 4096, activations="int8", outputs=28672), 16),
-    (0.80, Case("int8", 14336, 16, zeros=True, outputs=4096), 256),
+    (0.76, Case("int8", 14336, 16, outer=56, scales="int8", outputs=4096), 256),  # Q6_K
 ], ids=str)  # fmt: skip
 def test_no_copy_of_the_matrix_is_made(most, case, rows):
     call, arguments = call_of(case, rows)
@@ -200,9 +198,6 @@ def test_no_copy_of_the_matrix_is_made(most, case, rows):
     print(f"{weights / plain:.3f} of bfloat16, temporaries {memory.temp_size_in_bytes}")
     assert weights <= most * plain
     assert program.cost_analysis()["bytes accessed"] <= most * plain + 5 * x_bytes + 3 * 2 * rows * case.outputs
-    assert memory.temp_size_in_bytes <= x_bytes + 4 * case.outputs * weight_groups(case) * (case.kind == "int8") * 2
+    assert memory.temp_size_in_bytes <= x_bytes + 4096
     assert not re.search(rf"(bf16|f32)\[({case.outputs},{case.inputs}|{case.inputs},{case.outputs})\]", text)
 
-
-def weight_groups(case):
-    return case.inputs // (case.group or case.inputs)
