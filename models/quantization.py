@@ -26,8 +26,10 @@ from pallas_kernels.quantized_dot.weight import (
     OUTPUTS,
     quantize_plain,
     refuse_group,
+    refuse_lanes,
     refuse_matrices,
     refuse_tiles,
+    to_lanes,
     to_rows,
     to_tiles,
 )
@@ -113,7 +115,8 @@ class Quantizer:
         parts = [make(matrix[i : i + rows]) for i in range(0, matrix.shape[0], rows)]
         joined = parts[0]
         if len(parts) > 1:
-            joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(_any_shape(part) for part in parts))
+            axis = 1 if joined.layout == "lanes" else 0
+            joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *(_any_shape(part) for part in parts))
         return jax.block_until_ready(with_shape(joined, leaf.shape))
 
     def packed(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | Array:
@@ -163,16 +166,22 @@ class Quantizer:
 
         shape: of the leaf, which the weights may be a part of.
 
-        On CPU the native kernels take the layout "tiles", and round activations to 8 bits. All other products take
-        the layout "rows": those of fp8, and those with activations that are not rounded. They dequantise blocks of
-        outputs in every step, which is slow on CPU.
+        On CPU the native kernels take the layout "tiles", and round activations to 8 bits. On TPU the kernel takes
+        4 bits and groups in the layout "lanes". All else has the layout "rows": other products on TPU and NVIDIA,
+        embeddings, whose rows are taken, experts on both, and on CPU fp8 and products with activations that are not
+        rounded. Those dequantise blocks of outputs in every step, which is slow on CPU.
         """
         if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight, shape):
             return to_tiles(weight)
         able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
         wanted = weight.activations if self.activations == "auto" else self.activations
         rounds = able and wanted == "int8" and self.platform != "cpu"
-        return dataclasses.replace(to_rows(weight), activations="int8" if rounds else "float")
+        on_lanes = self.platform == "tpu" and (weight.kind == "int4" or weight.groups > 1)
+        if on_lanes and name not in EXPERTS | {"embed"} and refuse_lanes(weight) is None:
+            made = to_lanes(weight)
+        else:
+            made = to_rows(weight)
+        return dataclasses.replace(made, activations="int8" if rounds else "float")
 
     @staticmethod
     def _arrays(weight: QuantizedWeight) -> dict[str, Array]:
@@ -210,7 +219,7 @@ def _any_shape(weight: QuantizedWeight) -> QuantizedWeight:
 
 def with_shape(weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
     """The same weights with their outputs on the axes of `shape`. The arrays may be ShapeDtypeStructs."""
-    if weight.layout == "tiles":
+    if weight.layout in ("tiles", "lanes"):
         return dataclasses.replace(weight, shape=shape)
 
     def on_axes(array: Any) -> Any:

@@ -98,10 +98,15 @@ def device_kind() -> str:
     return (described if described is not None else default_device()).device_kind
 
 
+def traced_platform() -> str:
+    """Platform that a kernel is traced for: of the mesh's device if it has one, else of JAX's default."""
+    described = _described_device()
+    return (default_device() if described is None else described).platform
+
+
 def is_interpreted() -> bool:
     """Whether a kernel of Mosaic GPU is traced for the interpreter on CPU, not for a card, present or described."""
-    described = _described_device()
-    return (default_device() if described is None else described).platform == "cpu"
+    return traced_platform() == "cpu"
 
 
 def num_multiprocessors() -> int:

@@ -11,12 +11,13 @@ from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model, source
 from jpaged.loading.checkpoint import Checkpoint
-from jpaged.models.quantization import Quantizer, quantized_parts
+from jpaged.models import quantization
+from jpaged.models.quantization import SCHEMES, Quantizer, quantized_parts
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
 from jpaged.runtime.memory import tree_bytes
 from pallas_kernels import QuantizedWeight, quantized_dot
-from pallas_kernels.quantized_dot.weight import quantize_plain, to_rows, to_tiles
+from pallas_kernels.quantized_dot.weight import quantize_plain, to_lanes, to_rows, to_tiles
 from tests.dense_leaves import dense
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 
@@ -53,7 +54,7 @@ def plain(kind, outputs=40, inputs=192, group=32):
             numbers = codes * by_group(scales) - by_group(fields["mins"])
             if kind == "two levels":
                 fields |= {name: RNG.uniform(1, 2, (outputs, 2)).astype(np.float32) for name in ("outer", "outer_mins")}
-                wide = lambda array: np.repeat(np.float64(array), 3 * group, 1)  # noqa: E731
+                wide = lambda array: np.repeat(np.float64(array), inputs // 2, 1)  # noqa: E731
                 numbers = codes * by_group(scales) * wide(fields["outer"])
                 numbers = numbers - by_group(fields["mins"]) * wide(fields["outer_mins"])
     stored = {"minima": "int4", "two levels": "int4", "divided": "int4"}.get(kind, kind)
@@ -98,6 +99,32 @@ def test_tiles_of_every_kind(kind):
         found = np.asarray(quantized_dot(x, tiles, 21, implementation=name))
         np.testing.assert_allclose(found, expected, atol=4e-6 * np.abs(expected).max(), rtol=0)
         np.testing.assert_array_equal(found[:1], np.asarray(quantized_dot(x[:8], tiles, 1, implementation=name))[:1])
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "minima", "two levels", "divided", "zeros of 8 bits"])
+def test_lanes_of_every_kind(kind):
+    weight, numbers = plain(kind if kind != "zeros of 8 bits" else "int8", inputs=256)
+    if kind == "zeros of 8 bits":
+        zeros = RNG.integers(-100, 100, weight.scales.shape).astype(np.int8)
+        weight = dataclasses.replace(weight, zeros=zeros)
+        numbers = numbers - np.repeat(np.float64(weight.scales) * zeros, 32, 1)
+    lanes = to_lanes(weight)
+    limit = {"rtol": 0, "atol": 2e-6 * np.abs(numbers).max()}
+    assert (lanes.groups, lanes.group_size, lanes.num_outputs) == (8, 32, 40)
+    np.testing.assert_allclose(lanes.dequantize(), numbers, **limit)
+    np.testing.assert_allclose(lanes.rows(jnp.array([3, 39, 0, 77])), numbers[[3, 39, 0, 39]], **limit)
+    np.testing.assert_allclose(lanes.slice(11, 7).numbers(), numbers[11:18], **limit)
+
+
+def test_a_matrix_that_is_quantised_in_parts(monkeypatch):
+    leaf = jnp.asarray(RNG.standard_normal((2, 32, 128)), jnp.bfloat16)
+    quantizer = Quantizer(SCHEMES["int4"], "tpu")
+    whole = quantizer("gate_up", leaf)
+    assert whole.layout == "lanes"
+    assert quantizer.shape("gate_up", jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) == jax.tree.map(_shape, whole)
+    monkeypatch.setattr(quantization, "MOST_NUMBERS", 32 * 128)
+    parts = quantizer("gate_up", leaf)
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
 
 
 def test_an_order_of_inputs():
@@ -174,10 +201,10 @@ def test_the_same_answers_as_with_the_dequantised_weights(model, kinds, tmp_path
 
 
 def test_layouts_by_platform():
-    integers, floats = plain("int4")[0], plain("fp8")[0]
+    integers, floats = plain("int4", inputs=256)[0], plain("fp8")[0]
     for platform, activations, expected in (
         ("cpu", "auto", ("tiles", "int8")), ("cpu", "float", ("rows", "float")), ("gpu", "auto", ("rows", "float")),
-        ("gpu", "int8", ("rows", "float")), ("tpu", "auto", ("rows", "float")),
+        ("gpu", "int8", ("rows", "float")), ("tpu", "auto", ("lanes", "float")),
     ):  # fmt: skip
         quantizer = Quantizer(platform=platform, activations=activations)
         placed = quantizer.packed("qkv", integers)
@@ -187,6 +214,12 @@ def test_layouts_by_platform():
         for name, weight in (("qkv", floats), ("expert_down", integers)):
             placed = quantizer.packed(name, weight)
             assert isinstance(placed, jax.Array) if fast else placed.layout == "rows"
+    on_tpu = Quantizer(platform="tpu").packed
+    assert on_tpu("embed", integers).layout == "rows"  # a row is taken for each token
+    assert on_tpu("qkv", plain("int4")[0]).layout == "rows"  # 192 inputs
+    grouped = on_tpu("qkv", dataclasses.replace(plain("int8", inputs=256)[0], activations="int8"))
+    assert (grouped.layout, grouped.activations) == ("lanes", "int8")
+    assert on_tpu("qkv", plain("int8", group=192)[0]).layout == "rows"
     eight = Quantizer(platform="gpu").packed("qkv", dataclasses.replace(plain("int8")[0], activations="int8"))
     assert (eight.layout, eight.activations) == ("rows", "int8")
 

@@ -9,8 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats
-from pallas_kernels.platforms import Implementation, compiled_on, default_device, is_interpreted, pick
-from pallas_kernels.quantized_dot import cpu, reference, triton, xla
+from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, traced_platform
+from pallas_kernels.quantized_dot import cpu, mosaic_tpu, reference, triton, xla
 from pallas_kernels.quantized_dot.weight import QuantizedWeight, quantize
 
 __all__ = ["IMPLEMENTATIONS", "QuantizedWeight", "quantize", "quantized_dot"]
@@ -21,6 +21,7 @@ IMPLEMENTATIONS = {
     "xla": Implementation(xla.quantized_dot),
     "cpu": Implementation(cpu.quantized_dot, cpu.refuse),
     "triton": Implementation(compiled_on("cuda", triton.quantized_dot), triton.refuse),
+    "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.quantized_dot), mosaic_tpu.refuse),
 }
 
 
@@ -37,10 +38,11 @@ def quantized_dot(
     With `weight.activations` "int8", every row of x is rounded to 8 bits: code = round(127 * number / largest
     magnitude). Sums within a group of the weights are exact. The groups' sums, times their scales, are added in
     float32, in order. So a row has the same bits with any number of other rows, and in "xla" and "cpu". "triton" adds
-    groups in another order, and has the same bits if an output has one group.
+    groups in another order, and has the same bits if an output has one group. So does "mosaic_tpu", which adds groups
+    in order.
 
-    With "float", the weights are dequantised to x's dtype, and sums are float32. "triton" multiplies codes with x and
-    the sums with the scales, and does not round the weights.
+    With "float", the weights are dequantised to x's dtype, and sums are float32. "triton" and "mosaic_tpu" multiply
+    codes with x and the sums with the scales, and do not round the weights.
 
     The bits of a row of "triton" depend on the tiling, not on the other rows. A call has one of three tilings: for up
     to 16 rows of x, for up to 64, or for more.
@@ -50,8 +52,9 @@ def quantized_dot(
     dtype:          of the result; None: x's dtype.
     implementation: None: the best one for the platform that the call is lowered for. To lower for a missing card, trace
                     in a mesh that describes it. "xla" is XLA operations. "cpu" is a native kernel for CPU, for the
-                    layout "tiles". "triton" is a kernel for NVIDIA, for the layout "rows". On CPU it runs in interpret
-                    mode. "reference" is the specification.
+                    layout "tiles". "triton" is a kernel for NVIDIA, for the layout "rows". "mosaic_tpu" is a kernel for
+                    TPU, for the layout "lanes", and "rows" of int8 with one group an output. On CPU these two run in
+                    interpret mode. "reference" is the specification.
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """
@@ -70,7 +73,10 @@ def quantized_dot(
     kernels = {}
     if cpu.refuse(jax.devices("cpu")[0], x, weight, dtype) is None:
         kernels["cpu"] = functools.partial(cpu.quantized_dot, dtype=dtype)
-    # tracing the kernel takes 0.1 s: not where no card is meant
-    if not is_interpreted() and triton.refuse(default_device(), x, weight, dtype) is None:
+    # tracing a kernel takes 0.1 s: only where the device is meant
+    traced = traced_platform()
+    if traced == "gpu" and triton.refuse(default_device(), x, weight, dtype) is None:
         kernels["cuda"] = functools.partial(triton.quantized_dot, dtype=dtype)
+    if traced == "tpu" and mosaic_tpu.refuse(default_device(), x, weight, dtype) is None:
+        kernels["tpu"] = functools.partial(mosaic_tpu.quantized_dot, dtype=dtype)
     return lax.platform_dependent(*call, **kernels, default=default) if kernels else default(*call)

@@ -16,6 +16,7 @@ LARGEST_FP8 = 448.0  # of e4m3fn
 LEVELS = 16    # values of a 4-bit code
 OUTPUTS, INPUTS = 16, 4  # of a tile of codes
 CHUNK = 64  # inputs of a chunk in the layout "rows"
+LANES = 128  # inputs of a chunk in the layout "lanes"
 MOST_INPUTS = 65_536  # of a group: its sums of products must fit int32
 # Shares of a group's range that the search for its scale tries. For normally distributed numbers in groups of 64, the
 # squared error is 1.08 times as large without a search, and 0.5% smaller with half the step.
@@ -25,6 +26,8 @@ BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 PLAIN_DTYPES = {"int8": np.int8, "int4": np.uint8, "fp8": ml_dtypes.float8_e4m3fn, "fp4": np.uint8}
 # Values of the codes 0 to 7 of fp4 (E2M1, OCP Microscaling Formats 1.0). Codes 8 to 15 are their negatives.
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# of the inputs in a word of the layout "lanes": [chunks, quarters, words, neighbours, outputs]
+_SHIFTS = np.arange(0, 32, 4, np.uint32).reshape(2, 4).T.reshape(1, 4, 1, 2, 1)
 ARRAYS = ("codes", "scales", "zeros", "outer", "mins", "outer_mins", "order")
 
 
@@ -50,6 +53,10 @@ class QuantizedWeight:
            codes int8[blocks, in / 4, 64], a tile each, or uint8[blocks, in / 8, 64], with even tiles in the low 4
            bits and odd tiles in the high 4 bits. scales and mins float32[blocks, groups, 16], zeros uint8 of the same
            shape.
+    lanes: for the kernel on TPU, where outputs are along a register's lanes. The inputs are a multiple of 128.
+           int8: codes int8[out, in]. int4: codes uint32[in / 8, out]. Word 16 * c + i holds the inputs
+           128 * c + 32 * q + 2 * i, for q = 0 to 3, in the bits from 4 * q on, and the next inputs in the bits from
+           16 + 4 * q on. scales, zeros and mins [groups, out]. int8 has mins in place of zeros.
 
     Fields may be ShapeDtypeStructs, or numpy arrays on the host.
     """
@@ -76,7 +83,7 @@ class QuantizedWeight:
     @property
     def groups(self) -> int:
         """Groups of an output."""
-        return self.scales.shape[1] if self.layout == "tiles" else self.scales.shape[-1]
+        return self.scales.shape[{"tiles": 1, "lanes": 0}.get(self.layout, -1)]
 
     @property
     def group_size(self) -> int:
@@ -99,12 +106,18 @@ class QuantizedWeight:
             block, output = jnp.divmod(indices, OUTPUTS)
             tiles = self.codes.reshape(self.codes.shape[0], -1, OUTPUTS, INPUTS)[block, :, output]
             change = lambda _, array: array[block, :, output]  # noqa: E731
+        elif self.layout == "lanes":
+            tiles = self.codes[indices] if self.bits == 8 else self.codes[:, indices]
+            change = lambda _, array: array[:, indices].T  # noqa: E731
         else:
             tiles, change = self._matrix(self.codes)[indices], lambda _, array: self._matrix(array)[indices]
         return self._plain(tiles, change, indices.shape[0])
 
     def slice(self, start: Int[Array, ""] | int, size: int) -> "QuantizedWeight":
         """`size` outputs from `start`, as a matrix in the layout "plain". Not of the layout "tiles"."""
+        if self.layout == "lanes":
+            cut = lambda array, axis=1: jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)  # noqa: E731
+            return self._plain(cut(self.codes, int(self.bits == 4)), lambda _, array: cut(array).T, size)
         cut = lambda array: jax.lax.dynamic_slice_in_dim(self._matrix(array), start, size)  # noqa: E731
         return self._plain(cut(self.codes), lambda _, array: cut(array), size)
 
@@ -123,6 +136,8 @@ class QuantizedWeight:
         """The same weights in the layout "plain", with all outputs on one axis."""
         if self.layout == "tiles":
             return self._plain(self._by_output(self.codes), lambda _, a: self._by_output(a), self.num_outputs)
+        if self.layout == "lanes":
+            return self._plain(self.codes, lambda _, a: a.T, self.num_outputs)
         return self._plain(self._matrix(self.codes), lambda _, a: self._matrix(a), self.num_outputs)
 
     def numbers(self) -> Float[Array, "*shape"]:
@@ -181,6 +196,9 @@ class QuantizedWeight:
     def _one_a_byte(self, codes: Array, outputs: int) -> Array:
         if self.bits == 8 or self.layout == "plain":
             return codes.reshape(outputs, -1)
+        if self.layout == "lanes":
+            words = codes.reshape(-1, 1, LANES // 8, 1, outputs)
+            return (words >> _SHIFTS & 15).astype(jnp.uint8).reshape(-1, outputs).T
         half = INPUTS if self.layout == "tiles" else chunk_of(self.shape[-1]) // 2
         pairs = codes.reshape(outputs, -1, 1, half)
         # not `concatenate`: XLA on CPU does not fuse it, and 4-bit products took 2 to 11 times as long
@@ -277,6 +295,37 @@ def to_rows(weight: QuantizedWeight) -> QuantizedWeight:
         codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
     others = {name: jnp.asarray(a) for name in ARRAYS[1:] if (a := getattr(weight, name)) is not None}
     return dataclasses.replace(weight, codes=codes, layout="rows", **others)
+
+
+def refuse_lanes(weight: QuantizedWeight) -> str | None:
+    """Reason why weights in the layout "plain" cannot have the layout "lanes"; None if they can."""
+    if weight.kind not in ("int8", "int4"):
+        return f"the codes are {weight.kind}: must be int8 or int4"
+    inputs = weight.shape[-1]
+    return f"{inputs} inputs: must be a multiple of {LANES}" if inputs % LANES else None
+
+
+def to_lanes(weight: QuantizedWeight) -> QuantizedWeight:
+    """Weights in the layout "plain", in the layout "lanes". Raises ValueError if that cannot be.
+
+    Scales and minima in two levels, and those that are not bfloat16, become float32.
+    """
+    if (reason := refuse_lanes(weight)) is not None:
+        raise ValueError(reason)
+    flat = weight.plain()
+    codes, scales, mins = jnp.asarray(flat.codes), flat.scales_by_group(), flat.mins_by_group()
+    if weight.kind == "int4":
+        inputs = codes.T.astype(jnp.uint32).reshape(-1, 4, LANES // 8, 2, codes.shape[0])
+        codes = (inputs << _SHIFTS).sum((1, 3), dtype=jnp.uint32).reshape(-1, codes.shape[0])
+    if flat.scales.dtype == jnp.bfloat16 and flat.outer is None:
+        scales = scales.astype(jnp.bfloat16)
+    if flat.mins is not None and flat.mins.dtype == jnp.bfloat16 and flat.outer_mins is None:
+        mins = mins.astype(jnp.bfloat16)
+    zeros = None if flat.zeros is None or mins is not None else jnp.asarray(flat.zeros).T
+    return dataclasses.replace(
+        weight, codes=codes, scales=scales, zeros=zeros, mins=mins, outer=None, outer_mins=None, layout="lanes",
+        divides=False,
+    )  # fmt: skip
 
 
 def quantize(weight: Float[Array, "*shape"], bits: int, group_size: int | None = None) -> QuantizedWeight:

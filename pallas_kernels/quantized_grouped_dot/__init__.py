@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats, expect_integers
-from pallas_kernels.platforms import Implementation, compiled_on, default_device, is_interpreted, pick
+from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, traced_platform
 from pallas_kernels.quantized_dot.weight import QuantizedWeight, refuse_matrices
 from pallas_kernels.quantized_grouped_dot import cpu, reference, triton, xla
 
@@ -88,8 +88,8 @@ def quantized_grouped_dot(
     names = {}
     if cpu.refuse(jax.devices("cpu")[0], x, weight) is None:
         names["cpu"] = "cpu"
-    # tracing the kernel takes 0.1 s: not where no card is meant
-    if not is_interpreted() and triton.refuse(default_device(), x, weight) is None:
+    # tracing the kernel takes 0.1 s: only where the device is meant
+    if traced_platform() == "gpu" and triton.refuse(default_device(), x, weight) is None:
         names["cuda"] = "triton"
     default, kernels = IMPLEMENTATIONS["xla"].call, {on: IMPLEMENTATIONS[name].call for on, name in names.items()}
     return jax.lax.platform_dependent(*call, **kernels, default=default) if kernels else default(*call)
