@@ -5,11 +5,11 @@ block. The kernel makes numbers of 128 inputs or more at once, in registers, and
 the memory is read once, in the bits of the codes, and no copy of a matrix is made.
 
 A group's sum is multiplied by its scale after its product, where outputs are on the lanes, as scales are. Groups of
-fewer inputs than a register has lanes share a product: it has the rows of x once for each group, with zeros in place of
-the other groups' inputs. Zero points and minima are one product of x's sums by group, after all others.
+fewer than 128 inputs share a product. It has the rows of x once for each group, with zeros in place of the other
+groups' inputs. Zero points and minima are one product of x's sums by group, after all others.
 
-int4: a bfloat16 with the exponent of 16 has the value 16 + code if its fraction starts with the code. Making two numbers
-of a word takes a shift, an "and" and an "or". The 16 counts as part of the zero point.
+int4: a bfloat16 with the exponent of 16 has the value 16 + code if its fraction starts with the code. Making two
+numbers of a word takes a shift, an "and" and an "or". The 16 counts as part of the zero point.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ OUTPUTS = (512, 256, 128)  # of a tile: 512 are computed 1.3 times as fast as 12
 WIDE = 512              # inputs of an iteration, if the groups' size allows it
 MOST_IN_GROUP = 1024    # inputs of a group that is not all of them: one product
 LEAST_IN_GROUP = 16
-# The bits of two bfloat16 numbers of this value. The code is added 3 bits from their ends. A BIAS of 128, where it would
-# be added at the end, makes the errors of float32 sums about 5 times as large.
+# The bits of two bfloat16 numbers of this value. The code is added 3 bits from their ends. With a BIAS of 128 it would
+# be added at the end, but errors of float32 sums were larger (docs/decisions.md).
 MAGIC, BIAS = 0x4180_4180, 16
 NIBBLES, FROM_END = 0x0078_0078, 3
 WORD_INPUTS = 8         # in a word of the layout "lanes"
@@ -320,7 +320,7 @@ def _sum_x(problem: Problem, x_ref: Ref, x_sums_ref: Ref, block: Array) -> None:
 
 
 def _offset(problem: Problem, given: dict[str, Ref], scales_ref: Ref, x_sums_ref: Ref) -> Array:
-    """What minima, zero points and BIAS add to the sums of products: float32[rows, outputs]."""
+    """Part of the sums of products that is due to minima, zero points and BIAS: float32[rows, outputs]."""
     offsets = given["mins"][...].astype(jnp.float32) if "mins" in given else 0
     if problem.kind == "int4":
         # a conversion of uint8 to floats has another step on the device

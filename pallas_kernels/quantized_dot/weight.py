@@ -27,7 +27,7 @@ PLAIN_DTYPES = {"int8": np.int8, "int4": np.uint8, "fp8": ml_dtypes.float8_e4m3f
 # Values of the codes 0 to 7 of fp4 (E2M1, OCP Microscaling Formats 1.0). Codes 8 to 15 are their negatives.
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # of the inputs in a word of the layout "lanes": [chunks, quarters, words, neighbours, outputs]
-_SHIFTS = np.arange(0, 32, 4, np.uint32).reshape(2, 4).T.reshape(1, 4, 1, 2, 1)
+_SHIFTS = np.arange(0, 32, 4, dtype=np.uint32).reshape(2, 4).T.reshape(1, 4, 1, 2, 1)
 ARRAYS = ("codes", "scales", "zeros", "outer", "mins", "outer_mins", "order")
 
 
@@ -319,7 +319,7 @@ def to_lanes(weight: QuantizedWeight) -> QuantizedWeight:
         codes = (inputs << _SHIFTS).sum((1, 3), dtype=jnp.uint32).reshape(-1, codes.shape[0])
     if flat.scales.dtype == jnp.bfloat16 and flat.outer is None:
         scales = scales.astype(jnp.bfloat16)
-    if flat.mins is not None and flat.mins.dtype == jnp.bfloat16 and flat.outer_mins is None:
+    if mins is not None and flat.mins is not None and flat.mins.dtype == jnp.bfloat16 and flat.outer_mins is None:
         mins = mins.astype(jnp.bfloat16)
     zeros = None if flat.zeros is None or mins is not None else jnp.asarray(flat.zeros).T
     return dataclasses.replace(
