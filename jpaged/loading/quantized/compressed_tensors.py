@@ -116,6 +116,8 @@ class CompressedTensors(Format):
         if stored.dtype == np.int32:
             codes = unpack_columns(stored, header.bits, header.shape[0]).T
             stored = (codes - np.uint8(_middle(header))).view(np.int8)
+        elif stored.dtype == np.int8 and (bad := (stored < -_middle(header)) | (stored >= _middle(header))).any():
+            raise parts.damaged("weight_zero_point", f"a zero of {stored[bad][0]}, beyond {header.bits} bits")
         if header.zeros is None:  # older releases stored the zeros of symmetric codes, which are all 0
             if stored.astype(np.float32).any():
                 raise parts.damaged("weight_zero_point", "a zero that is not 0, but the config says symmetric=true")
