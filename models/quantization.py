@@ -167,9 +167,9 @@ class Quantizer:
         shape: of the leaf, which the weights may be a part of.
 
         On CPU the native kernels take the layout "tiles", and round activations to 8 bits. On TPU the kernel takes
-        4 bits and groups in the layout "lanes". All else has the layout "rows": other products on TPU and NVIDIA,
-        embeddings, whose rows are taken, experts on both, and on CPU fp8 and products with activations that are not
-        rounded. Those dequantise blocks of outputs in every step, which is slow on CPU.
+        4 bits and groups in the layout "lanes". All else has the layout "rows": on TPU and NVIDIA other products,
+        embeddings, whose rows are taken, and experts. On CPU it is fp8, and products with activations that are not
+        rounded. They dequantise blocks of outputs in every step, which is slow on CPU.
         """
         if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight, shape):
             return to_tiles(weight)
