@@ -11,7 +11,7 @@ from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model, source
 from jpaged.loading.checkpoint import Checkpoint
-from jpaged.models.quantization import Quantizer, quantized_parts
+from jpaged.models.quantization import Quantizer, quantized_parts, with_shape
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
 from jpaged.runtime.memory import tree_bytes
@@ -184,9 +184,15 @@ def test_layouts_by_platform():
         assert (placed.layout, placed.activations) == expected
         assert quantizer.packed_shape("qkv", integers) == jax.tree.map(_shape, placed)
         fast = (platform, activations) == ("cpu", "auto")  # there they are dequantised
-        for name, weight in (("qkv", floats), ("expert_down", integers)):
+        uneven = with_shape(integers, (5, 8, 192))  # no tile has outputs of two experts
+        for name, weight in (("qkv", floats), ("expert_down", floats), ("expert_down", uneven)):
             placed = quantizer.packed(name, weight)
             assert isinstance(placed, jax.Array) if fast else placed.layout == "rows"
+            assert quantizer.packed_shape(name, weight) == jax.tree.map(_shape, placed)
+        whole = with_shape(plain("int4", outputs=48)[0], (3, 16, 192))
+        assert (quantizer.packed("expert_down", whole).layout, quantizer.packed("qkv", whole).layout) == (
+            (expected[0],) * 2
+        )
     eight = Quantizer(platform="gpu").packed("qkv", dataclasses.replace(plain("int8")[0], activations="int8"))
     assert (eight.layout, eight.activations) == ("rows", "int8")
 
