@@ -29,8 +29,8 @@ def arrays(blocks, rows, inputs, matrices, outputs, bits, group, dtype):
     return jnp.asarray(x, dtype), quantize(jnp.asarray(numbers, dtype), bits, group)
 
 
-# blocks, rows, inputs, matrices, outputs, bits, group, matrix of each block, rows of each block, blocks used, dtype, and
-# whether XLA's operations, which compile slowly, are compared too
+# blocks, rows, inputs, matrices, outputs, bits, group, matrix of each block, rows of each block, blocks used, dtype,
+# and whether XLA's operations, which compile slowly, are compared too
 CASES = [
     (1, 8, 64, 2, 16, 8, None, [1], [1], 1, "float32", True),
     (4, 8, 96, 3, 48, 4, 48, [2, 2, 0, 1], [8, 5, 8, 8], 3, "bfloat16", True),
@@ -108,6 +108,6 @@ def test_refused():
     x, weight = arrays(1, 8, 64, 2, 16, 8, None, "float32")
     with pytest.raises(ValueError, match="implementation='gpu': must be None, xla or cpu"):
         quantized_grouped_dot(x, weight, jnp.zeros(1, jnp.int32), jnp.int32(1), implementation="gpu")
+    half = jnp.zeros((1, 8, 64), jnp.float16)
     with pytest.raises(ValueError, match="cannot run: it multiplies bfloat16 or float32, not float16"):
-        half = jnp.zeros((1, 8, 64), jnp.float16)
         quantized_grouped_dot(half, weight, jnp.zeros(1, jnp.int32), jnp.int32(1), implementation="cpu")
