@@ -92,7 +92,7 @@ def main() -> None:
             [jnp.array(matrices["expert_gate_up"][e]) for e in used],
             [jnp.array(matrices["expert_down"][e]) for e in used],
         )
-        runs = {
+        runs: dict[str, Any] = {
             "dense": (jax.jit(functools.partial(dense, spec)), apart),
             "experts": (jax.jit(served), (matrices, x)),
         } | {name: (jax.jit(served), (tree, x)) for name, tree in quantised.items()}
