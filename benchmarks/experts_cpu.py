@@ -4,7 +4,8 @@
 
 `dense` multiplies each used expert with one row per token, rounded up to 8 rows, without sorting or routing, by XLA.
 Each expert has its own arrays. `experts` is the layer as served. `xla_loop` is the same without the native kernel, and
-`ragged_dot` with XLA's operation instead of `grouped_dot`. Interleaved runs in one process; prints medians.
+`ragged_dot` with XLA's operation instead of `grouped_dot`. `int8` and `int4` (groups of 64) are the layer as served,
+with quantised experts. Interleaved runs in one process; prints medians, and the bytes of the experts.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from jpaged.models import experts as moe
 from jpaged.models import linear
 from jpaged.models.layers import gate, gate_and_up
 from jpaged.models.linear import LayerContext
+from jpaged.models.quantization import SCHEMES, Quantizer
 from jpaged.models.spec import DecoderSpec, Experts, WeightLayout
 
 
@@ -69,6 +71,14 @@ def main() -> None:
         "expert_down": normal(args.experts, args.hidden, args.intermediate),
     }
 
+    quantised = {}
+    for name in ("int8", "int4"):
+        quantizer = Quantizer(SCHEMES[name])
+        quantised[name] = {leaf: quantizer(leaf, matrix) for leaf, matrix in matrices.items()}
+    sizes = {args.dtype: matrices} | quantised
+    shown = (f"{name} {sum(a.nbytes for a in jax.tree.leaves(tree)) / 1e6:.1f} MB" for name, tree in sizes.items())
+    print(f"experts and router: {', '.join(shown)}")
+
     def served(params: Any, x: Any) -> Any:
         return moe.sparse_feed_forward(experts, x, LayerContext(spec, WeightLayout(), params))
 
@@ -82,10 +92,10 @@ def main() -> None:
             [jnp.array(matrices["expert_gate_up"][e]) for e in used],
             [jnp.array(matrices["expert_down"][e]) for e in used],
         )
-        runs = {
+        runs: dict[str, Any] = {
             "dense": (jax.jit(functools.partial(dense, spec)), apart),
             "experts": (jax.jit(served), (matrices, x)),
-        }
+        } | {name: (jax.jit(served), (tree, x)) for name, tree in quantised.items()}
         others = {"xla_loop": functools.partial(linear.grouped_dot, implementation="xla_loop")}
         if args.ragged:
             others["ragged_dot"] = ragged_dot

@@ -12,7 +12,7 @@ from jpaged.config import EngineConfig
 from jpaged.loading import load_model, source
 from jpaged.loading.checkpoint import Checkpoint
 from jpaged.models import quantization
-from jpaged.models.quantization import SCHEMES, Quantizer, quantized_parts
+from jpaged.models.quantization import SCHEMES, Quantizer, quantized_parts, with_shape
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
 from jpaged.runtime.memory import tree_bytes
@@ -211,9 +211,14 @@ def test_layouts_by_platform():
         assert (placed.layout, placed.activations) == expected
         assert quantizer.packed_shape("qkv", integers) == jax.tree.map(_shape, placed)
         fast = (platform, activations) == ("cpu", "auto")  # there they are dequantised
-        for name, weight in (("qkv", floats), ("expert_down", integers)):
+        uneven = with_shape(integers, (5, 8, 256))  # no tile has outputs of two experts
+        for name, weight in (("qkv", floats), ("expert_down", floats), ("expert_down", uneven)):
             placed = quantizer.packed(name, weight)
             assert isinstance(placed, jax.Array) if fast else placed.layout == "rows"
+            assert quantizer.packed_shape(name, weight) == jax.tree.map(_shape, placed)
+        whole = with_shape(plain("int4", outputs=48, inputs=256)[0], (3, 16, 256))
+        assert quantizer.packed("qkv", whole).layout == expected[0]
+        assert quantizer.packed("expert_down", whole).layout == ("rows" if platform == "tpu" else expected[0])
     on_tpu = Quantizer(platform="tpu").packed
     assert on_tpu("embed", integers).layout == "rows"  # a row is taken for each token
     assert on_tpu("qkv", plain("int4")[0]).layout == "rows"  # 192 inputs

@@ -1,4 +1,4 @@
-"""Bytes of quantised checkpoints with nothing but a config.json, by arithmetic from the published shapes."""
+"""Bytes of quantised checkpoints from their config.json alone, compared with arithmetic from the published shapes."""
 
 import json
 
