@@ -167,7 +167,7 @@ def test_folded_scales(norm):
             grid = largest_grid(matrix, SCHEMES["w4a16"], 32, np.dtype(np.float32))
             wrong = (grid.matrix(round_to_nearest(matrix, grid)) - matrix) / scales
             errors.append(((rows @ wrong.T) ** 2).sum())
-        assert errors[1] < 0.5 * errors[0], name
+        assert errors[1] < 0.7 * errors[0], name
 
 
 def test_calibrated_models(model, text, tmp_path):
