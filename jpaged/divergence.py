@@ -1,6 +1,7 @@
 """How far two models' predictions of a text are apart, token by token.
 
-Both models' weights are in memory. Log-probabilities of the whole vocabulary exist for ROWS tokens at a time.
+Both models' weights are in memory. Log-probabilities of the whole vocabulary exist for ROWS tokens at a time. Attention
+is dense. With KV of 8 bits, it sees keys and values as the pages hold them.
 """
 
 import dataclasses
@@ -14,9 +15,12 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from jpaged.errors import RequestError
+from jpaged.kv_groups import KVGroups, group_layers
 from jpaged.loading import LoadedModel
-from jpaged.models.decoder import decode, dense_causal_attend, lm_head
-from jpaged.models.spec import DecoderSpec, Params, WeightLayout
+from jpaged.models.decoder import Projection, decode, dense_causal_attend, lm_head
+from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, WeightLayout
+from jpaged.runtime.kv_format import KVFormat
+from pallas_kernels import KVPages
 
 ROWS = 128  # tokens whose logits exist at once: with 151,936 tokens of vocabulary, 78 MB for each model
 
@@ -44,22 +48,33 @@ class Divergence:
         return float(self.same_top.mean())
 
 
-def divergence(model: LoadedModel, other: LoadedModel, windows: Sequence[Sequence[int]]) -> Divergence:
+def divergence(
+    model: LoadedModel, other: LoadedModel, windows: Sequence[Sequence[int]], kv_cache_dtype: str = "auto"
+) -> Divergence:
     """Compare the predictions of every token of the windows but the first.
 
     windows: token ids, which all are below both models' vocabulary size. The windows are independent of each other.
+    kv_cache_dtype: of `model`, as in `EngineConfig`. The other model's keys and values keep its dtype.
     Raises RequestError if the models' vocabularies have different sizes.
     """
     if model.spec.vocab_size != other.spec.vocab_size:
         sizes = f"{other.spec.vocab_size:,} tokens, and {model.source} has {model.spec.vocab_size:,}"
         raise RequestError("against", other.source, f"has a vocabulary of {sizes}: name a model with the same one")
     length = -(-max(map(len, windows)) // ROWS) * ROWS  # one shape for all windows, so each model is compiled once
+    rounded = None
+    if kv_cache_dtype != "auto":
+        kv_format = KVFormat.choose(model.spec, kv_cache_dtype, model.dtype, jax.devices()[0], model.kv_scales)
+        kv_groups = group_layers(model.spec.windows, length)
+        rounded = kv_groups, tuple(kv_format.create_pages(model.spec, kv_groups, length, 1, None))
     kls, same = [], []
     with tqdm(total=sum(len(window) - 1 for window in windows), unit="token", desc="comparing", delay=2) as progress:
         for window in windows:
             ids = np.zeros(length, np.int32)  # padding comes after the tokens, which do not see it
             ids[: len(window)] = window
-            hidden = [_hidden_states(one.spec, one.params, ids, one.layout) for one in (model, other)]
+            hidden = [
+                _hidden_states(one.spec, one.params, ids, one.layout, *(kv or ()))
+                for one, kv in ((model, rounded), (other, None))
+            ]
             for start in range(0, len(window) - 1, ROWS):
                 rows = [states[start : start + ROWS] for states in hidden]
                 count = min(ROWS, len(window) - 1 - start)
@@ -73,16 +88,37 @@ def divergence(model: LoadedModel, other: LoadedModel, windows: Sequence[Sequenc
     return Divergence(np.maximum(np.concatenate(kls), 0), np.concatenate(same))
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "layout"))
+@functools.partial(jax.jit, static_argnames=("spec", "layout", "kv_groups"))
 def _hidden_states(
-    spec: DecoderSpec, params: Params, ids: Int[Array, " tokens"], layout: WeightLayout
+    spec: DecoderSpec,
+    params: Params,
+    ids: Int[Array, " tokens"],
+    layout: WeightLayout,
+    kv_groups: KVGroups | None = None,
+    pages: tuple[KVPages, ...] | None = None,
 ) -> Float[Array, "tokens hidden"]:
+    """Hidden states of one sequence. pages: page arrays of the groups, with one block for all tokens; None: none."""
     positions = jnp.arange(len(ids))
+    if kv_groups is None or pages is None:
+        attend, places, held, metadata = dense_causal_attend, None, [None] * spec.num_layers, ids[None]
+    else:
+        attend, places, held, metadata = _attend_rounded, kv_groups.places, pages, (ids[None],) * len(kv_groups.windows)
     hidden, _ = decode(
-        spec, params, ids, positions, [None] * spec.num_layers, ids[None], dense_causal_attend, layout=layout,
-        rope_lens=positions + 1,
-    )  # fmt: skip
+        spec, params, ids, positions, held, metadata, attend, layout=layout, rope_lens=positions + 1, places=places
+    )
     return hidden
+
+
+def _attend_rounded(
+    projection: Projection, pages: KVPages, metadata: Int[Array, "batch length"], options: AttentionOptions,
+    sinks: Float[Array, " heads"] | None,
+) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
+    """`dense_causal_attend` of one sequence, over keys and values that were written into the pages' only block."""
+    q, k, v = projection.finish()
+    pages = pages.scatter(k, v, jnp.arange(len(k)))
+    k, v = (heads[0].swapaxes(0, 1) for heads in pages.gather(jnp.zeros((1, 1), jnp.int32), q.dtype))
+    finished = Projection((q, k, v), None, None, None, None, None, projection.norm_eps)
+    return dense_causal_attend(finished, None, metadata, options, sinks)[0], pages
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "layouts"))

@@ -74,10 +74,10 @@ class QualityCommand:
                 raise RequestError("plot", str(self.plot), "draws a comparison: name a second model with --against")
             needs_matplotlib("plot", self.plot)
             check_writable(self.plot, "plot")
-        results = {self._name(options): self._measure(options, text)}
+        results = {self._name(options): measure(options, text, self.window)}
         other = options | {"model": self.against, "quantization": None, "kv_cache_dtype": "auto"}
         if self.against is not None:
-            results[self._name(other)] = self._measure(other, text)
+            results[self._name(other)] = measure(other, text, self.window)
         width = max(map(len, results))
         print(f"{'model':{width}}  {'tokens':>8}  {'loss':>7}  {'perplexity':>10}  {'bits/byte':>9}")
         for name, found in results.items():
@@ -89,7 +89,7 @@ class QualityCommand:
         written: dict[str, Any] = {"text": str(self.text or HELD_OUT.name)}
         written["results"] = {name: dataclasses.asdict(found) for name, found in results.items()}
         if self.against is not None:
-            compared = self._compare(options, other, text)
+            compared = _compare(options, other, text, self.window)
             figures = {"mean": compared.mean, "p99": compared.p99, "top1_agreement": compared.top1_agreement}
             written["divergence"] = {"tokens": len(compared.per_token)} | figures
             print(f"KL divergence of a token: mean {compared.mean:.4g}, P99 {compared.p99:.4g} nats")
@@ -109,37 +109,42 @@ class QualityCommand:
         found = ", ".join(note for note in notes if note)
         return options["model"] + (f" ({found})" if found else "")
 
-    def _measure(self, options: dict[str, Any], text: str) -> Quality:
-        from jpaged import LLM
 
-        with LLM(**options) as llm:
-            tokenizer = llm.get_tokenizer()
-            if tokenizer is None:
-                raise RequestError("model", options["model"], "has no tokenizer: name one with --tokenizer")
-            if self.window > llm.max_model_len - 1:
-                raise RequestError("window", self.window, f"must be at most {llm.max_model_len - 1} with this model")
-            windows = self._windows(tokenizer, text)
-            scores = llm.score([{"prompt_token_ids": window} for window in windows])
-            predicted = b"".join(tokenizer.decode(window[1:]).encode() for window in windows)
-        tokens = sum(len(score.logprobs) for score in scores)
-        loss = -math.fsum(score.cumulative_logprob for score in scores) / tokens
-        return Quality(tokens, loss, math.exp(loss), loss * tokens / math.log(2) / len(predicted))
+def measure(options: dict[str, Any], text: str, window: int) -> Quality:
+    """Score a text with an engine of these options, in windows of `window` tokens."""
+    from jpaged import LLM
 
-    def _windows(self, tokenizer: Any, text: str) -> list[list[int]]:
-        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)  # it would warn of the length
-        windows = [ids[i : i + self.window] for i in range(0, len(ids), self.window)]
-        windows = [window for window in windows if len(window) > 1]
-        if not windows:
-            raise RequestError("text", str(self.text), "has fewer than 2 tokens: name a longer text")
-        return windows
+    with LLM(**options) as llm:
+        tokenizer = llm.get_tokenizer()
+        if tokenizer is None:
+            raise RequestError("model", options["model"], "has no tokenizer: name one with --tokenizer")
+        if window > llm.max_model_len - 1:
+            raise RequestError("window", window, f"must be at most {llm.max_model_len - 1} with this model")
+        windows = windows_of(tokenizer, text, window)
+        scores = llm.score([{"prompt_token_ids": ids} for ids in windows])
+        predicted = b"".join(tokenizer.decode(ids[1:]).encode() for ids in windows)
+    tokens = sum(len(score.logprobs) for score in scores)
+    loss = -math.fsum(score.cumulative_logprob for score in scores) / tokens
+    return Quality(tokens, loss, math.exp(loss), loss * tokens / math.log(2) / len(predicted))
 
-    def _compare(self, options: dict[str, Any], other: dict[str, Any], text: str) -> "Divergence":
-        from jpaged.divergence import divergence
-        from jpaged.loading import load_model
 
-        models = [load_model(EngineConfig(**each)) for each in (options, other)]
-        windows, other_windows = (self._windows(model.tokenizer, text) for model in models)
-        if windows != other_windows:
-            accepted = "cuts the text into other tokens: name a model with the same tokenizer"
-            raise RequestError("against", self.against, accepted)
-        return divergence(*models, windows)
+def windows_of(tokenizer: Any, text: str, window: int) -> list[list[int]]:
+    """Token ids of a text, cut into windows of at most `window` tokens."""
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)  # it would warn of the length
+    windows = [ids[i : i + window] for i in range(0, len(ids), window)]
+    windows = [window for window in windows if len(window) > 1]
+    if not windows:
+        raise RequestError("text", f"{len(text):,} characters", "has fewer than 2 tokens: name a longer text")
+    return windows
+
+
+def _compare(options: dict[str, Any], other: dict[str, Any], text: str, window: int) -> "Divergence":
+    from jpaged.divergence import divergence
+    from jpaged.loading import load_model
+
+    models = [load_model(EngineConfig(**each)) for each in (options, other)]
+    windows, other_windows = (windows_of(model.tokenizer, text, window) for model in models)
+    if windows != other_windows:
+        accepted = "cuts the text into other tokens: name a model with the same tokenizer"
+        raise RequestError("against", other["model"], accepted)
+    return divergence(*models, windows, options["kv_cache_dtype"])

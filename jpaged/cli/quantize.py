@@ -32,12 +32,13 @@ class Quantize:
     each output; engines round activations to 8 bits. w4a8: weights as w4a16, activations as w8a8. fp8: weights and
     activations in float8 (e4m3), a scale for each output and token."""
 
-    method: Literal["rtn", "gptq"] = "rtn"
+    method: Literal["rtn", "gptq", "awq"] = "rtn"
     """rtn: round to nearest, with the scales of the smallest squared error. gptq: smallest error of each layer's
-    outputs for the calibration text (arXiv:2210.17323); slower and better."""
+    outputs for the calibration text (arXiv:2210.17323); slower and better. awq: protects the inputs with large
+    activations (arXiv:2306.00978), for w4a16 and w4a8."""
 
     calibration: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Text for gptq, UTF-8, of at least 2,048 tokens. At most 32,768 are used. It should resemble the inputs."""
+    """Text for gptq and awq, UTF-8, of at least 2,048 tokens. At most 32,768 are used. It should resemble the inputs."""
 
     group_size: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Inputs that share a scale, of w4a16 and w4a8. Default: the first of 128, 64 and 32 that divides all matrices."""

@@ -41,23 +41,30 @@ class Calibration:
         """Tokens that are used."""
         return self._states.shape[0] * self._states.shape[1]
 
-    def input_products(self, layer: int, matrices: Params) -> dict[str, np.ndarray]:
-        """float64[in, in] for each matrix of the layer: the sum of x x^T over its inputs x."""
+    def vectors(self, layer: int) -> dict[str, np.ndarray]:
+        """Copies of the vectors of a layer, float32."""
+        return {name: np.array(value) for name, value in layer_vectors(self._vectors, layer).items()}
+
+    def input_products(self, layer: int, leaves: Params) -> dict[str, np.ndarray]:
+        """float64[in, in] for each matrix of the layer: the sum of x x^T over its inputs x.
+
+        leaves: the layer's matrices, and the vectors that differ from the model's.
+        """
         sums: dict[str, Any] = {}
         for start in range(0, len(self._states), _BATCH):
-            found = self._run(layer, matrices, self._states[start : start + _BATCH], watched=True)[1]
+            found = self._run(layer, leaves, self._states[start : start + _BATCH], watched=True)[1]
             for name, value in found.items():
                 sums[name] = sums.get(name, 0) + np.asarray(value, np.float64)
         return sums
 
-    def advance(self, layer: int, matrices: Params) -> None:
-        """Replace the states by the layer's outputs."""
+    def advance(self, layer: int, leaves: Params) -> None:
+        """Replace the states by the layer's outputs. leaves: as in `input_products`."""
         for start in range(0, len(self._states), _BATCH):
             rows = slice(start, start + _BATCH)
-            self._states[rows] = self._run(layer, matrices, self._states[rows], watched=False)[0]
+            self._states[rows] = self._run(layer, leaves, self._states[rows], watched=False)[0]
 
-    def _run(self, layer: int, matrices: Params, states: np.ndarray, *, watched: bool) -> tuple[Any, dict[str, Any]]:
-        leaves = matrices | layer_vectors(self._vectors, layer)
+    def _run(self, layer: int, leaves: Params, states: np.ndarray, *, watched: bool) -> tuple[Any, dict[str, Any]]:
+        leaves = layer_vectors(self._vectors, layer) | leaves
         spec = self._spec
         return _run(spec, leaves, states, spec.attention(layer), spec.layer_rope(layer), watched)
 

@@ -2,12 +2,14 @@
 
 1. Check everything that needs no weights: the scheme, the model's family, the sizes, the calibration text.
 2. Create the files at their full size in a temporary folder, which is renamed at the end.
-3. Quantise the layers in order. One layer's weights are in memory at a time, in float32. With GPTQ, the calibration
-   text runs through each layer before and after it is quantised, so later layers correct errors of earlier ones.
-4. Copy all other tensors bit for bit.
+3. Copy all tensors that stay as they are, bit for bit.
+4. Quantise the layers in order. One layer's weights are in memory at a time, in float32. With GPTQ and AWQ, the
+   calibration text runs through each layer before and after it is quantised, so later layers see the errors of earlier
+   ones. AWQ changes the layer's norms, too.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -36,13 +38,14 @@ from jpaged.loading.tokenizer import load_tokenizer
 from jpaged.loading.weights import HEAD, LeafPlan, WeightPlan, assemble, check_depth, is_bare, plan_weights
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.quantizing.awq import fold_scales, refuse_awq
 from jpaged.quantizing.calibration import FEWEST_TOKENS, Calibration
 from jpaged.quantizing.gptq import gptq
 from jpaged.quantizing.packing import shapes_of, tensors_of
-from jpaged.quantizing.rounding import find_grid, round_to_nearest
+from jpaged.quantizing.rounding import find_grid, input_error, output_error, round_to_nearest
 from jpaged.quantizing.schemes import GROUP_SIZES, SCHEMES, Scheme, quantization_config, scale_dtype
 
-METHODS = ("rtn", "gptq")
+METHODS = ("rtn", "gptq", "awq")
 QUANTIZED = frozenset({"qkv", "o", "gate_up", "up", "down"})  # leaves of a layer
 _SHARD = 5 << 30  # bytes of a file, if the files have more in total
 _HEADS = ("lm_head", "score")
@@ -65,7 +68,8 @@ class _Job:
     plan: WeightPlan
     checkpoint: Checkpoint
     scheme: Scheme
-    group_size: int | None
+    method: str
+    group_size: int | None = None
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Shapes [out, in] of the tensors that are quantised, by their names in the files."""
@@ -85,7 +89,7 @@ def quantize_checkpoint(
 ) -> Written:
     """Write a quantised copy of a model into a new folder. Embeddings and the output matrix keep their dtype.
 
-    calibration: text that the model's inputs resemble; needed by gptq.
+    calibration: text that the model's inputs resemble; needed by gptq and awq.
     group_size:  inputs that share a scale, of schemes with groups. None: the first in GROUP_SIZES that fits.
     Raises ModelLoadError for the model and RequestError for the other arguments. Nothing is written then.
     """
@@ -99,12 +103,12 @@ def quantize_checkpoint(
         kind = kind.get("quant_method", "unknown") if isinstance(kind, dict) else kind
         raise ModelLoadError(f"{path}: is quantised already ({kind}): name the checkpoint that it was made from")
     with Checkpoint(path) as checkpoint:
-        plan = _plan(path, values, checkpoint)
-        job = _Job(plan, checkpoint, chosen, None)
+        plan = _plan(path, values, checkpoint, method)
+        job = _Job(plan, checkpoint, chosen, method)
         matrices = job.matrices()
         if chosen.grouped:
             job = dataclasses.replace(job, group_size=_group_size(matrices, group_size))
-        ids = _token_ids(path, plan, calibration) if method == "gptq" else []
+        ids = [] if calibration is None else _token_ids(path, plan, calibration)
         files = _files(job, matrices)
         check_space(out, sum(map(_bytes, files.values())) + SPARE)
         with complete_or_gone(out) as work:
@@ -114,8 +118,8 @@ def quantize_checkpoint(
             (work / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
             _create(work, files)
             with TensorWriter(work) as writer:
-                used = _quantize(job, ids, writer)
                 _copy_rest(job, matrices, writer)
+                used = _quantize(job, ids, writer)
         source = sum(_bytes_of(checkpoint, name) for name in checkpoint.names)
     return Written(out, job.group_size, len(matrices), size_of(out), source, used)
 
@@ -125,10 +129,12 @@ def _checked(scheme: str, method: str, calibration: str | None, group_size: int 
         raise RequestError("scheme", scheme, f"must be one of {', '.join(SCHEMES)}")
     if method not in METHODS:
         raise RequestError("method", method, f"must be one of {', '.join(METHODS)}")
-    if method == "gptq" and calibration is None:
-        raise RequestError("calibration", None, "gptq needs text that the model's inputs resemble: name a file")
+    if method != "rtn" and calibration is None:
+        raise RequestError("calibration", None, f"{method} needs text that the model's inputs resemble: name a file")
     if method == "rtn" and calibration is not None:
         raise RequestError("calibration", "a text", "has no meaning with method rtn: leave it out, or choose gptq")
+    if method == "awq" and not SCHEMES[scheme].grouped:
+        raise RequestError("method", method, f"is for weights in 4 bits, and {scheme} has 8: choose rtn or gptq")
     if group_size is not None and not SCHEMES[scheme].grouped:
         raise RequestError("group_size", group_size, f"scheme {scheme} has one scale an output: leave it out")
     return SCHEMES[scheme]
@@ -141,7 +147,7 @@ def _check_source(model: str, path: Path) -> None:
         raise RequestError("model", model, f"is converted ({CONVERTED}): restore it with jpaged convert --to hf first")
 
 
-def _plan(path: Path, values: Mapping[str, Any], checkpoint: Checkpoint) -> WeightPlan:
+def _plan(path: Path, values: Mapping[str, Any], checkpoint: Checkpoint, method: str) -> WeightPlan:
     family, config = family_of(values), CheckpointConfig(values)
     check_depth(config, len(list(checkpoint.names)))
     spec = family.spec(config)
@@ -155,8 +161,10 @@ def _plan(path: Path, values: Mapping[str, Any], checkpoint: Checkpoint) -> Weig
         reason = "the matrices of latent attention"
     elif any(tensor.rule.transposed for leaf in plan.leaves if _is_quantized(leaf) for tensor in leaf.leaf.tensors):
         reason = "matrices that are stored [in, out]"
+    kinds = values.get("architectures") or [values.get("model_type")]
+    if method == "awq" and reason is None and (bad := refuse_awq(spec)) is not None:
+        raise ModelLoadError(f"{path}: awq cannot fold its scales into {kinds[0]}, because {bad}: choose --method gptq")
     if reason is not None:
-        kinds = values.get("architectures") or [values.get("model_type")]
         raise ModelLoadError(f"{path}: {reason} cannot be quantised yet: {kinds[0]} is not supported by quantize")
     return plan
 
@@ -180,14 +188,14 @@ def _group_size(matrices: Mapping[str, tuple[int, int]], asked: int | None) -> i
     raise RequestError("group_size", asked, f"{accepted}: {advice}")
 
 
-def _token_ids(path: Path, plan: WeightPlan, text: str | None) -> list[int]:
+def _token_ids(path: Path, plan: WeightPlan, text: str) -> list[int]:
     tokenizer = load_tokenizer(path)
     if tokenizer is None:
-        raise RequestError("method", "gptq", f"{path} has no tokenizer, which the calibration text needs: choose rtn")
+        raise RequestError("calibration", "a text", f"needs a tokenizer, which {path} lacks: leave it out, with rtn")
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if len(ids) < FEWEST_TOKENS:
         accepted = f"has {len(ids):,} tokens, and at least {FEWEST_TOKENS:,} are needed: name a longer text"
-        raise RequestError("calibration", f"{len(text or ''):,} characters", accepted)
+        raise RequestError("calibration", f"{len(text):,} characters", accepted)
     if max(ids) >= plan.spec.vocab_size:
         raise ModelLoadError(f"{path}: the tokenizer has more tokens than the model's {plan.spec.vocab_size:,}")
     return ids
@@ -260,7 +268,12 @@ def _quantize(job: _Job, ids: list[int], writer: TensorWriter) -> int:
                 for plan in plans
                 if calibration is not None or _is_quantized(plan)
             }
-            products = {} if calibration is None else calibration.input_products(layer, _on_device(leaves))
+            products: dict[str, np.ndarray] = {}
+            if calibration is not None:
+                leaves |= calibration.vectors(layer)
+                products = calibration.input_products(layer, _on_device(leaves))
+            if job.method == "awq":
+                _fold(job, layer, leaves, products, writer)
             for plan in plans:
                 if _is_quantized(plan):
                     name = plan.leaf.leaf
@@ -281,6 +294,24 @@ def _on_device(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {name: jnp.array(leaf) for name, leaf in leaves.items()}  # copies: the leaves change later
 
 
+def _fold(
+    job: _Job, layer: int, leaves: dict[str, np.ndarray], products: dict[str, np.ndarray], writer: TensorWriter
+) -> None:
+    """Scale the layer's leaves for AWQ, and write the vectors that it changes."""
+    assert job.group_size is not None, "awq is for schemes with groups"
+    # (leaf, tensor, its name in the files) of everything but the matrices
+    tensors = [
+        (plan.leaf.leaf, tensor.rule, name)
+        for plan in job.plan.leaves if not _is_quantized(plan)
+        for tensor, name in zip(plan.leaf.tensors, plan.files, strict=True) if tensor.layer == layer
+    ]  # fmt: skip
+    dtypes = {leaf: np.dtype(DTYPES[job.checkpoint.entry(name).dtype]) for leaf, _, name in tensors}
+    changed = fold_scales(job.plan.spec, leaves, products, job.scheme, job.group_size, dtypes)
+    for leaf, rule, name in tensors:
+        if leaf in changed:
+            writer.write(name, rule.gather(leaves[leaf]).astype(dtypes[leaf]))
+
+
 def _quantize_leaf(
     job: _Job, plan: LeafPlan, leaf: np.ndarray, product: np.ndarray | None, writer: TensorWriter, progress: tqdm
 ) -> None:
@@ -291,9 +322,14 @@ def _quantize_leaf(
         if not np.isfinite(matrix).all():
             raise ModelLoadError(f"{job.checkpoint.path(name)}: {name} has values that are not finite")
         kind = np.dtype(DTYPES[job.checkpoint.entry(name).dtype])
-        importance = None if product is None else np.diag(product).astype(np.float32)
-        grid = find_grid(matrix, job.scheme, job.group_size, scale_dtype(kind), importance)
-        codes = round_to_nearest(matrix, grid) if product is None else gptq(matrix, product, grid)
+        search = functools.partial(find_grid, matrix, job.scheme, job.group_size, scale_dtype(kind))
+        if product is None:
+            grid = search()
+        else:
+            size = job.group_size or matrix.shape[1]
+            error_of = output_error if job.method == "awq" else input_error
+            grid = search(error_of(product, (matrix.shape[1] // size, size)))
+        codes = gptq(matrix, product, grid) if job.method == "gptq" else round_to_nearest(matrix, grid)
         for part, array in tensors_of(grid.weight(codes, kind)).items():
             writer.write(f"{name.removesuffix('weight')}{part}", array)
         tensor.rule.store(grid.matrix(codes), block)

@@ -1,6 +1,7 @@
 """Scales of a matrix by a search, and rounding to nearest. Everything is float32 in numpy."""
 
 import dataclasses
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -47,26 +48,55 @@ class Grid:
         )  # fmt: skip
 
 
-def find_grid(
-    weights: np.ndarray, scheme: Scheme, group_size: int | None, dtype: np.dtype, importance: np.ndarray | None = None
-) -> Grid:
-    """The grid with the smallest squared error after rounding to nearest.
+def largest_grid(weights: np.ndarray, scheme: Scheme, group_size: int | None, dtype: np.dtype) -> Grid:
+    """The grid that reaches each group's largest weight.
 
     weights:    float32[out, in].
     group_size: inputs that share a scale; None: all.
     dtype:      of the scales.
-    importance: float32[in], factors of the inputs' squared errors; None: 1.
     """
     groups = weights.reshape(weights.shape[0], -1, group_size or weights.shape[1])
-    factors = 1 if importance is None else importance.reshape(1, *groups.shape[1:])
-    largest = np.abs(groups).max(-1) / _HIGHEST[scheme.kind]
+    return Grid(scheme, _stored(np.abs(groups).max(-1) / _HIGHEST[scheme.kind], dtype))
+
+
+def find_grid(
+    weights: np.ndarray,
+    scheme: Scheme,
+    group_size: int | None,
+    dtype: np.dtype,
+    error_of: Callable[[np.ndarray], np.ndarray] = lambda errors: (errors**2).sum(-1),
+) -> Grid:
+    """The grid with the smallest error after rounding to nearest, of those that cut each group's range by a share.
+
+    weights, group_size, dtype: as in `largest_grid`.
+    error_of: the error [out, groups] of each group that its weights' errors float32[out, groups, n] make.
+    """
+    largest = largest_grid(weights, scheme, group_size, np.dtype(np.float32)).scales
+    groups = weights.reshape(*largest.shape, -1)
     best, least = _stored(largest, dtype), np.full(largest.shape, np.inf)
     for share in SHARES:
         grid = Grid(scheme, _stored(share * largest, dtype))
-        error = (factors * (grid.numbers(grid.codes(groups)) - groups) ** 2).sum(-1)
+        error = error_of(grid.numbers(grid.codes(groups)) - groups)
         better = error < least
         best, least = np.where(better, grid.scales, best), np.where(better, error, least)
     return Grid(scheme, best)
+
+
+def input_error(product: np.ndarray, shape: tuple[int, int]) -> Callable[[np.ndarray], np.ndarray]:
+    """`error_of` that weighs each input's squared error with the sum of its squared values.
+
+    product: float64[in, in], the sum of x x^T over the inputs x.
+    shape:   [groups, n] of the inputs.
+    """
+    importance = np.diag(product).astype(np.float32).reshape(shape)
+    return lambda errors: (importance * errors**2).sum(-1)
+
+
+def output_error(product: np.ndarray, shape: tuple[int, int]) -> Callable[[np.ndarray], np.ndarray]:
+    """`error_of` that is the squared error of the outputs if all other groups are exact. Arguments as `input_error`."""
+    groups, n = shape
+    blocks = np.stack([product[i : i + n, i : i + n] for i in range(0, groups * n, n)]).astype(np.float32)
+    return lambda errors: ((errors.swapaxes(0, 1) @ blocks).swapaxes(0, 1) * errors).sum(-1)
 
 
 def round_to_nearest(weights: np.ndarray, grid: Grid) -> np.ndarray:
