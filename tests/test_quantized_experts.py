@@ -13,7 +13,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading import load_model
 from jpaged.loading.described import describe
 from jpaged.runtime.memory import tree_bytes
-from pallas_kernels.quantized_dot import cpu_grouped, quantize
+from pallas_kernels.quantized_grouped_dot import cpu, quantize
 from tests.dense_leaves import dense
 from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint
 from tests.models.test_families import log_probabilities
@@ -30,7 +30,7 @@ MODELS = {"gpt-oss-mxfp4": None, "qwen3-moe": "int4"}  # and the option `quantiz
 def _native():
     """Skip the module where the native kernel cannot run."""
     weight = quantize(jnp.ones((1, 16, 64)), 8)
-    reason = cpu_grouped.refuse(jax.devices("cpu")[0], jnp.zeros((1, 8, 64)), weight)
+    reason = cpu.refuse(jax.devices("cpu")[0], jnp.zeros((1, 8, 64)), weight)
     if reason is not None:
         pytest.skip(reason)
 
