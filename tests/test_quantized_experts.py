@@ -13,7 +13,8 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading import load_model
 from jpaged.loading.described import describe
 from jpaged.runtime.memory import tree_bytes
-from pallas_kernels.quantized_grouped_dot import cpu, quantize
+from pallas_kernels.quantized_dot import quantize
+from pallas_kernels.quantized_grouped_dot import cpu
 from tests.dense_leaves import dense
 from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint
 from tests.models.test_families import log_probabilities
