@@ -4,8 +4,8 @@
 
 The perplexity is that of an engine. The KL divergence of a token is that from the float32 model, over the whole
 vocabulary. The bytes are those of the loaded matrices and their scales. bfloat16 on CPU needs JAX 0.11. The calibration
-text is from the training text of the demo model: the standard library of the running Python. Exits with 1 if a figure is
-worse than promised.
+text is from the training text of the demo model: the standard library of the running Python. Exits with 1 if a figure
+is worse than promised.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def calibration_text() -> str:
 
 
 def write_checkpoints(folder: pathlib.Path, cases: list[Case]) -> None:
-    """Write the checkpoints of all cases that are not there yet."""
+    """Write the checkpoints that do not exist yet."""
     missing = [case for case in cases if case.checkpoint and not folder_of(folder, case).exists()]
     text = calibration_text() if missing else ""
     for case in tqdm(missing, desc="quantizing", unit="checkpoint", disable=not missing):
@@ -121,7 +121,7 @@ def weight_bytes(model: LoadedModel) -> tuple[int, int]:
 def measured(case: Case, folder: pathlib.Path, text: str, exact: LoadedModel, perplexity: float | None) -> Row:
     """Figures of a case. exact: the float32 model. perplexity: its perplexity; None: the case is this model."""
     model = "demo" if case.checkpoint is None else str(folder_of(folder, case))
-    options = {"model": model, "dtype": "bfloat16"} | case.options
+    options: dict[str, Any] = {"model": model, "dtype": "bfloat16"} | case.options
     quality = measure(options | SIZES, text, WINDOW)
     loaded = load_model(EngineConfig(**options))
     found = divergence(
@@ -135,7 +135,7 @@ def measured(case: Case, folder: pathlib.Path, text: str, exact: LoadedModel, pe
 
 
 def failures(cases: list[Case], rows: list[Row]) -> list[str]:
-    """What is worse than promised."""
+    """Names of the cases that are worse than promised."""
     found = []
     for case, row in zip(cases, rows, strict=True):
         for what, value, most in (

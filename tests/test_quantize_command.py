@@ -192,7 +192,8 @@ def test_calibrated_models(model, text, tmp_path):
     assert errors["gptq"] < 0.9 * errors["rtn"]
     assert errors["awq"] < 1.1 * errors["rtn"]  # all activations are alike here, so that AWQ gains nothing
     source = tensors(model)
-    changed = {name for name in source if "_proj" not in name and source[name].tobytes() != found["awq"][name].tobytes()}
+    kept = [name for name in source if "_proj" not in name]
+    changed = {name for name in kept if source[name].tobytes() != found["awq"][name].tobytes()}
     assert changed  # a layer whose best scales are all 1 keeps its norm
     assert all("layernorm" in name for name in changed)
 

@@ -38,7 +38,7 @@ class Quantize:
     activations (arXiv:2306.00978), for w4a16 and w4a8."""
 
     calibration: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Text for gptq and awq, UTF-8, of at least 2,048 tokens. At most 32,768 are used. It should resemble the inputs."""
+    """Text for gptq and awq, UTF-8, of at least 2,048 tokens. At most 32,768 are used. It should resemble inputs."""
 
     group_size: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Inputs that share a scale, of w4a16 and w4a8. Default: the first of 128, 64 and 32 that divides all matrices."""

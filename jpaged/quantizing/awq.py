@@ -1,8 +1,8 @@
 """AWQ (arXiv:2306.00978): rounds the inputs of a matrix that have large activations with smaller errors.
 
-W x = (W diag(s)) (x / s). The scales s are searched, one for each input of a matrix, and W diag(s) is rounded. x / s costs
-nothing, because 1 / s is folded into the operation that makes x: the norm before q, k and v, v before o, the norm before
-gate and up, and up before down.
+W x = (W diag(s)) (x / s). The scales s are searched, one for each input of a matrix, and W diag(s) is rounded.
+1 / s is folded into the operation that makes x, so it costs nothing. That is the norm before q, k and v, v before o,
+the norm before gate and up, and up before down.
 """
 
 import numpy as np
@@ -92,7 +92,7 @@ def _apply(leaf: np.ndarray, product: np.ndarray, scales: np.ndarray) -> None:
 
 
 def _divide_norm(spec: DecoderSpec, weights: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Divide a norm's weights by scales, in place. Returns the scales after the weights are rounded to the file's dtype.
+    """Divide a norm's weights by scales, in place. Returns the scales that the rounding to the file's dtype leaves.
 
     So the rounding of the weights causes no error. An input with a weight of 0, or one that becomes 0, has the scale 1.
     """

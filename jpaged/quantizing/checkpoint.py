@@ -323,13 +323,17 @@ def _quantize_leaf(
             raise ModelLoadError(f"{job.checkpoint.path(name)}: {name} has values that are not finite")
         kind = np.dtype(DTYPES[job.checkpoint.entry(name).dtype])
         search = functools.partial(find_grid, matrix, job.scheme, job.group_size, scale_dtype(kind))
+        size = job.group_size or matrix.shape[1]
+        inputs = matrix.shape[1] // size, size
         if product is None:
             grid = search()
+            codes = round_to_nearest(matrix, grid)
+        elif job.method == "awq":
+            grid = search(output_error(product, inputs))
+            codes = round_to_nearest(matrix, grid)
         else:
-            size = job.group_size or matrix.shape[1]
-            error_of = output_error if job.method == "awq" else input_error
-            grid = search(error_of(product, (matrix.shape[1] // size, size)))
-        codes = gptq(matrix, product, grid) if job.method == "gptq" else round_to_nearest(matrix, grid)
+            grid = search(input_error(product, inputs))
+            codes = gptq(matrix, product, grid)
         for part, array in tensors_of(grid.weight(codes, kind)).items():
             writer.write(f"{name.removesuffix('weight')}{part}", array)
         tensor.rule.store(grid.matrix(codes), block)
