@@ -15,6 +15,7 @@ from jpaged.kv_groups import group_layers
 from jpaged.loading.checkpoint import Checkpoint
 from jpaged.loading.kv_scales import read_kv_scales
 from jpaged.models.kv_scales import KVScales
+from jpaged.models.quantization import SCHEMES, Scheme
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
 from jpaged.runtime import memory
@@ -55,17 +56,22 @@ def requests(count):
     return work
 
 
+W8A8, W4A8 = SCHEMES["int8"], Scheme("int4", 16, "float")  # on CPU both round activations to 8 bits
+
+
 @pytest.mark.codegen
 @pytest.mark.parametrize(
-    ("kind", "spec"),
+    ("scheme", "kind", "spec"),
     [
-        ("int8", "windows"), pytest.param("fp8_e4m3", "windows", marks=pytest.mark.slow),
-        pytest.param("int8", "full", marks=pytest.mark.slow),
+        (W4A8, "int8", "windows"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (W8A8, "auto", "full"), (W4A8, "auto", "windows"), (W8A8, "int8", "full"), (None, "fp8_e4m3", "windows"),
+        )),
     ],
 )  # fmt: skip
-def test_the_same_bits_alone_batched_chunked_cached_preempted_and_swapped(kind, spec):
+def test_the_same_bits_alone_batched_chunked_cached_preempted_and_swapped(scheme, kind, spec):
     with sampling_programs(SamplerVariant.FULL):
-        runner = make_runner(SPECS[spec], kv_cache_dtype=kind, row_buckets=(8, 32))
+        runner = make_runner(SPECS[spec], scheme, kv_cache_dtype=kind, row_buckets=(8, 32))
     work = requests(32)
     try:
         wanted = alone(make_engine(runner, caching=False), work)
@@ -87,7 +93,7 @@ def test_the_same_bits_alone_batched_chunked_cached_preempted_and_swapped(kind, 
         assert engines["host tier"].stats().blocks_to_device > 0
         assert len({str(answer) for answer in wanted}) == len(work)
         pages = runner._state.pages
-        assert pages[0].dtype == (np.int8 if kind == "int8" else FP8)
+        assert pages[0].dtype == {"auto": np.float32, "int8": np.int8, "fp8_e4m3": FP8}[kind]
         per_block = sum(page.data.nbytes + (page.scales.nbytes if kind == "int8" else 0) for page in pages)
         assert per_block == runner.memory_plan.block_bytes * runner.num_blocks
     finally:

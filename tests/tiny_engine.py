@@ -15,6 +15,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.models.quantization import Quantizer
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.runtime import blueprint
 from jpaged.runtime.runner import ModelRunner
@@ -49,15 +50,24 @@ def sampling_programs(*variants: SamplerVariant) -> Iterator[None]:
         yield
 
 
-def make_runner(spec, **options):
-    """A runner of float32 with random weights, whose greedy answers do not collapse to one token (norm gains of 2)."""
+def make_runner(spec, scheme=None, **options):
+    """A runner of float32 with random weights, whose greedy answers do not collapse to one token (norm gains of 2).
+
+    scheme: a `quantization.Scheme` that rounds the weights.
+    """
     rng = np.random.default_rng(0)
 
     def leaf(path, shape):
         values = rng.standard_normal(shape.shape) * 0.15
         return jnp.asarray(values + (2 if "norm" in str(path[-1]) else 0), shape.dtype)
 
+    def rounded(tree):
+        return {n: tuple(map(rounded, a)) if n == "layers" else quantizer(n, a) for n, a in tree.items()}
+
     params = jax.tree_util.tree_map_with_path(leaf, param_shapes(spec, jnp.float32))
+    if scheme is not None:
+        quantizer = Quantizer(scheme)
+        params = rounded(params)
     block_bytes = 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * 4 * len(params_layers(spec))
     config = {
         "max_num_seqs": MAX_ROWS, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
