@@ -4,8 +4,8 @@
    a convertible dtype, and no tensor may be left over. So nearly all errors come before device memory is allocated.
 2. `load_weights` assembles one leaf at a time on the host, in its final dtype. Leaves that are quantised in the
    checkpoint stay so, one code a byte on the host. It puts the leaf on the device before it
-   begins the next one, so peak host memory is one leaf plus the mapped files. A value too large for float16 is found
-   only here.
+   begins the next one, so peak host memory is one leaf plus the mapped files. Leaves that are quantised here are put
+   on the device in parts. A value too large for float16 is found only here.
 """
 
 import dataclasses
@@ -168,11 +168,27 @@ def load_weights(
             if leaf_plan.packed:
                 place[leaf.leaf] = _load_packed(leaf_plan, checkpoint, dtype, quantizer, progress.update)
                 continue
-            host = assemble(leaf_plan, checkpoint, dtype, progress.update)
-            place[leaf.leaf] = quantizer(leaf.leaf, jax.block_until_ready(jax.device_put(host)))
-            del host
+            stored = _as_stored(leaf_plan, checkpoint, dtype)
+            if stored is not None and quantizer.scheme_of_leaf(leaf.leaf, stored.shape):
+                place[leaf.leaf] = quantizer(leaf.leaf, stored)
+                _done(checkpoint, leaf_plan.files[0], progress.update)
+            else:
+                place[leaf.leaf] = quantizer(leaf.leaf, assemble(leaf_plan, checkpoint, dtype, progress.update))
+            del stored
     tree["layers"] = tuple(tree["layers"])
     return tree
+
+
+def _as_stored(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype) -> np.ndarray | None:
+    """The leaf as a view of the mapped file; None if the file's only tensor for it is not equal to it.
+
+    An output matrix may be larger than two layers, so a copy of it would be the peak of a load.
+    """
+    if len(plan.leaf.tensors) != 1 or plan.constant is not None:
+        return None
+    rule, array = plan.leaf.tensors[0].rule, checkpoint.array(plan.files[0])
+    is_equal = rule.parts == (Part.WHOLE,) and not rule.transposed
+    return array if is_equal and (array.shape, array.dtype) == (plan.shape, dtype) else None
 
 
 def assemble(
