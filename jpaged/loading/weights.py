@@ -4,7 +4,8 @@
    a convertible dtype, and no tensor may be left over. So nearly all errors come before device memory is allocated.
 2. `load_weights` assembles one leaf at a time on the host, in its final dtype. Leaves that are quantised in the
    checkpoint stay so, one code a byte on the host. A thread reads the next leaf while this one is put on the device.
-   So peak host memory is two leaves plus the mapped files. A value too large for float16 is found only here.
+   So peak host memory is two leaves plus the mapped files. Leaves that are quantised here are put on the device in
+   parts. A value too large for float16 is found only here.
 """
 
 import concurrent.futures
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import TensorSource
 from jpaged.loading.kv_scales import KV_SCALE
+from jpaged.loading.safetensors_file import DTYPES
 from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
@@ -163,28 +165,41 @@ def load_weights(
     """Load the parameter tree of `param_shapes(plan.spec, dtype)` to the default device. See `StoredWeights.load`."""
     tree: dict[str, Any] = {"layers": [{} for _ in range(plan.spec.num_layers)]}
     with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", delay=2) as progress:
-        read = functools.partial(_read, checkpoint=checkpoint, dtype=dtype, on_read=progress.update)
-        for leaf_plan, host in zip(plan.leaves, _one_ahead(read, plan.leaves), strict=True):
+        in_file = functools.partial(_is_in_file, checkpoint=checkpoint, dtype=dtype, quantizer=quantizer)
+        read = functools.partial(
+            _read, checkpoint=checkpoint, dtype=dtype, in_file=in_file, on_read=progress.update
+        )  # fmt: skip
+        for leaf_plan, host in _one_ahead(read, plan.leaves):
             leaf = leaf_plan.leaf
             place = tree["layers"][leaf.layer] if leaf.layer is not None else tree
             place[leaf.leaf] = _on_device(leaf_plan, host, quantizer)
+            del host
+            if in_file(leaf_plan):
+                _done(checkpoint, leaf_plan.files[0], progress.update)
     tree["layers"] = tuple(tree["layers"])
     return tree
 
 
-def _one_ahead(read: Callable[[LeafPlan], Any], plans: tuple[LeafPlan, ...]) -> Iterator[Any]:
-    """Yield read(plan) of each plan. A thread reads the next one while the caller uses this one."""
+def _one_ahead(read: Callable[[LeafPlan], Any], plans: tuple[LeafPlan, ...]) -> Iterator[tuple[LeafPlan, Any]]:
+    """Yield each plan with read(plan). A thread reads the next one while the caller uses this one."""
     with concurrent.futures.ThreadPoolExecutor(1, "read weights") as thread:
+        following = iter(plans[1:])
         ahead = thread.submit(read, plans[0]) if plans else None
-        for plan in (*plans[1:], None):
+        for plan in plans:
             assert ahead is not None
-            host, ahead = ahead.result(), None if plan is None else thread.submit(read, plan)
-            yield host
-            del host
+            host, later = ahead.result(), next(following, None)
+            ahead = None if later is None else thread.submit(read, later)
+            yield plan, host
+            del host  # before the next one is read: two leaves are in memory, not three
 
 
-def _read(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, on_read: Callable[[int], Any]) -> Any:
+def _read(
+    plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, in_file: Callable[[LeafPlan], bool],
+    on_read: Callable[[int], Any],
+) -> Any:  # fmt: skip
     """Read a leaf to the host: an array, a QuantizedWeight, or a list of them, the parts of a JoinedWeight in order."""
+    if in_file(plan):
+        return checkpoint.array(plan.files[0])
     if not plan.packed:
         return assemble(plan, checkpoint, dtype, on_read)
     if _alike(plan.packed):
@@ -204,9 +219,19 @@ def _on_device(plan: LeafPlan, host: Any, quantizer: Quantizer) -> Any:
     if isinstance(host, list):
         parts = (quantizer.packed(name, p) if isinstance(p, QuantizedWeight) else jax.device_put(p) for p in host)
         return JoinedWeight(tuple(parts), PART_AXES[name])
-    if isinstance(host, QuantizedWeight):
-        return quantizer.packed(name, host)
-    return quantizer(name, jax.block_until_ready(jax.device_put(host)))
+    return quantizer.packed(name, host) if isinstance(host, QuantizedWeight) else quantizer(name, host)
+
+
+def _is_in_file(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: Quantizer) -> bool:
+    """True if a leaf that is quantised here equals a tensor of the file, so that its parts can be read from there.
+
+    An output matrix may be larger than two layers, so a copy of it would be the peak of a load.
+    """
+    if plan.packed or len(plan.files) != 1 or quantizer.scheme_of_leaf(plan.leaf.leaf, plan.shape) is None:
+        return False
+    rule, entry = plan.leaf.tensors[0].rule, checkpoint.entry(plan.files[0])
+    stored = DTYPES.get(entry.dtype)
+    return rule.parts == (Part.WHOLE,) and not rule.transposed and (entry.shape, stored) == (plan.shape, dtype)
 
 
 def assemble(

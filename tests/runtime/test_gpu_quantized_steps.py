@@ -20,6 +20,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.program_text import Program
 from jpaged.runtime.step import ForwardShape
 from tests.deviceless import H200, marks
+from tests.hollow_checkpoint import write_headers
 from tests.kernels.machine_code import DUMP_PTX, kernels_in, tool
 from tests.runtime.test_plan import LLAMA, LLAMA_PARTS, QWEN_MOE
 
@@ -34,7 +35,6 @@ MATRICES = {
 }  # fmt: skip
 LAYER = 2 * sum(math.prod(shape) for shape in MATRICES.values())  # bytes in bf16
 ROWS, BLOCKS = 16, 128
-ITEM_BYTES = {"BF16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "U8": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +67,6 @@ class Scheme:
 
 
 W4A16, W8A16, FP8 = Scheme(4, 128), Scheme(8, 128), Scheme(8, None, is_float=True)
-
-
-def write_headers(folder, values, tensors):
-    """A checkpoint without data: its file is one hole. tensors: dtype and shape by name."""
-    header, end = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + ITEM_BYTES[dtype] * math.prod(shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    (folder / "config.json").write_text(json.dumps(values))
 
 
 def write_llama(folder, scheme, layers):
