@@ -1,6 +1,5 @@
 """Builds an engine: loads the model, compiles the programs, allocates the KV cache. `LLM` and `AsyncLLM` call it."""
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -79,9 +78,8 @@ def build_engine(
     if problem := cards.problem(start_backend(config)):
         logger.warning("running on CPU: %s", problem)
     refuse_tracing(*jax.tree.leaves(params))
-    # quantising compiles small programs
-    cache = persistent_cache(config.compilation_cache_dir) if config.quantization else contextlib.nullcontext()
-    with phase("weights and tokenizer"), cache:
+    # placing quantised weights compiles small programs
+    with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir):
         loaded = _load(model, params, layout, config, processors)
     pooling = _pooling(loaded)
     has_mask = config.mask_unknown_tokens and pooling is None
