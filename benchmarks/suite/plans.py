@@ -46,12 +46,12 @@ def rotated(configurations: list[Configuration], number: int) -> list[Configurat
 
 
 def run_cpu(session: Session, choice: Choice) -> None:
-    """Measure throughput, the first token and memory. Quantised weights only for W1."""
+    """Measure throughput, the first token and memory. W1 has all weights, W2 has bf16 and int8, W3 has bf16."""
     slow: set[tuple[str, str, str]] = set()
     for number in range(choice.rounds):
         for model in choice.models:
             for workload in choice.workloads or WORKLOADS[model]:
-                weights = ("bf16", "int8", "int4") if workload == "W1" else ("bf16",)
+                weights = ("bf16", "int8", "int4")[: {"W1": 3, "W2": 2, "W3": 1}[workload]]
                 records = []
                 for configuration in rotated(choice.configurations(weights), number):
                     if (model, workload, configuration.name) not in slow:
