@@ -5,6 +5,7 @@ import operator
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from pallas_kernels.kv_pages import FLOATS, KVPages
 
@@ -21,6 +22,23 @@ def expect_integers(name: str, array: Any, shape: str) -> None:
     _expect_array(name, array, shape)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} of {array.dtype}: must be int32")
+
+
+def expect_blocks(
+    x: Array, matrix_of_block: Array, rows_of_block: Array | None
+) -> Int[Array, " blocks"]:
+    """Check one matrix number and one number of rows per block of x [blocks, rows, in]. Raises ValueError.
+
+    Returns rows_of_block, int32[blocks]. None: all rows.
+    """
+    expect_integers("matrix_of_block", matrix_of_block, "[blocks]")
+    if rows_of_block is None:
+        rows_of_block = jnp.full(x.shape[0], x.shape[1], jnp.int32)
+    expect_integers("rows_of_block", rows_of_block, "[blocks]")
+    for name, array in (("matrix_of_block", matrix_of_block), ("rows_of_block", rows_of_block)):
+        if array.shape != x.shape[:1]:
+            raise ValueError(f"{name} {array.shape}: must be [{x.shape[0]}], one per block of x")
+    return rows_of_block.astype(jnp.int32)
 
 
 def expect_pages(pages: Any) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.checks import expect_floats, expect_integers
+from pallas_kernels.checks import expect_blocks, expect_floats
 from pallas_kernels.grouped_dot import cpu, mosaic_tpu, reference, triton, xla
 from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, refuse_tpu, refuse_triton
 
@@ -57,21 +57,14 @@ def grouped_dot(
     """
     expect_floats("x", x, "[blocks, rows, in]")
     expect_floats("weights", weights, "[matrices, out, in]")
-    expect_integers("matrix_of_block", matrix_of_block, "[blocks]")
     if weights.shape[2] != x.shape[2] or weights.dtype != x.dtype:
         raise ValueError(
             f"weights {weights.shape} of {weights.dtype}: must be [matrices, out, {x.shape[2]}] of {x.dtype}, as x"
         )
-    if matrix_of_block.shape != x.shape[:1]:
-        raise ValueError(f"matrix_of_block {matrix_of_block.shape}: must be [{x.shape[0]}], one per block of x")
-    if rows_of_block is None:
-        rows_of_block = jnp.full(x.shape[0], x.shape[1], jnp.int32)
-    expect_integers("rows_of_block", rows_of_block, "[blocks]")
-    if rows_of_block.shape != x.shape[:1]:
-        raise ValueError(f"rows_of_block {rows_of_block.shape}: must be [{x.shape[0]}], one per block of x")
+    rows_of_block = expect_blocks(x, matrix_of_block, rows_of_block)
     call = (
         x, weights, matrix_of_block.astype(jnp.int32), jnp.asarray(num_blocks_used, jnp.int32),
-        rows_of_block.astype(jnp.int32),
+        rows_of_block,
     )  # fmt: skip
     if not (x.size and weights.size):
         return jnp.zeros((*x.shape[:2], weights.shape[1]), x.dtype)

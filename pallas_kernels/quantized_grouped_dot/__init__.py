@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.checks import expect_floats, expect_integers
+from pallas_kernels.checks import expect_blocks, expect_floats
 from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, traced_platform
 from pallas_kernels.quantized_dot.weight import QuantizedWeight, refuse_matrices
 from pallas_kernels.quantized_grouped_dot import cpu, reference, triton, xla
@@ -59,27 +59,20 @@ def quantized_grouped_dot(
     implementation refuses them.
     """
     expect_floats("x", x, "[blocks, rows, in]")
-    expect_integers("matrix_of_block", matrix_of_block, "[blocks]")
     if weight.layout not in ("rows", "tiles") or len(weight.shape) < 3 or weight.shape[-1] != x.shape[2]:
         found = f"weight {weight.shape} in the layout {weight.layout}"
         accepted = f"must be [matrices, ..., {x.shape[2]}] in the layout rows or tiles"
         raise ValueError(f"{found}: {accepted}, as x is {x.shape}")
     if weight.layout == "tiles" and (reason := refuse_matrices(weight.shape)) is not None:
         raise ValueError(f"weight {weight.shape} in the layout tiles: {reason}")
-    if matrix_of_block.shape != x.shape[:1]:
-        raise ValueError(f"matrix_of_block {matrix_of_block.shape}: must be [{x.shape[0]}], one per block of x")
-    if rows_of_block is None:
-        rows_of_block = jnp.full(x.shape[0], x.shape[1], jnp.int32)
-    expect_integers("rows_of_block", rows_of_block, "[blocks]")
-    if rows_of_block.shape != x.shape[:1]:
-        raise ValueError(f"rows_of_block {rows_of_block.shape}: must be [{x.shape[0]}], one per block of x")
+    rows_of_block = expect_blocks(x, matrix_of_block, rows_of_block)
     if weight.order is not None:
         x = x[..., weight.order]
     activations = weight.activations if weight.layout == "tiles" else "float"
     weight = dataclasses.replace(weight, order=None, activations=activations)
     call = (
         x, weight, matrix_of_block.astype(jnp.int32), jnp.asarray(num_blocks_used, jnp.int32),
-        rows_of_block.astype(jnp.int32),
+        rows_of_block,
     )  # fmt: skip
     if not (x.size and weight.num_outputs):
         return jnp.zeros((*x.shape[:2], weight.num_outputs // max(1, weight.shape[0])), x.dtype)
