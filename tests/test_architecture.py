@@ -36,7 +36,7 @@ ALLOWED = {
     "jpaged.frontend": {"jpaged.engine"},
     "jpaged.diagnosis": {"jpaged.runtime", "pallas_kernels"},
     "jpaged.planning": {"jpaged.frontend.engine_options", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
-    "jpaged.divergence": {"jpaged.loading", "jpaged.models"},
+    "jpaged.divergence": {"jpaged.loading", "jpaged.models", "jpaged.runtime", "pallas_kernels"},  # 8-bit pages
     "jpaged.quantizing": {"jpaged.loading", "jpaged.models", "pallas_kernels"},
     "jpaged.llm": {"jpaged.frontend", "jpaged.engine"},
     "jpaged.async_llm": {"jpaged.frontend", "jpaged.engine"},

@@ -106,7 +106,7 @@ def ask(folder: str, prompt: list[int], num_tokens: int) -> tuple[dict[str, Any]
         )  # fmt: skip
     tokens = out.sequences[0, len(prompt) :].tolist()
     if len(tokens) != num_tokens:
-        raise SystemExit(f"{len(tokens)} tokens instead of {NUM_TOKENS}: {folder}")
+        raise SystemExit(f"{len(tokens)} tokens instead of {num_tokens}: {folder}")
     logprobs = torch.stack([logits[0] for logits in out.logits]).double().log_softmax(-1)
     top = logprobs.topk(5)
     answer = {
