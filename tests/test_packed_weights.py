@@ -173,9 +173,12 @@ OPTIONS |= {"token_buckets": (64,), "dtype": "float32"}
     ("model", "kinds"),
     [
         ("llama", {"q_proj": "int4", "v_proj": "int8", "up_proj": "fp8", "down_proj": "fp8", "embed_tokens": "int8"}),
-        ("mixtral", dict.fromkeys(["q_proj", "k_proj", "v_proj", "w1", "w3"], "int4") | {"w2": "fp8"}),
+        pytest.param(
+            "mixtral", dict.fromkeys(["q_proj", "k_proj", "v_proj", "w1", "w3"], "int4") | {"w2": "fp8"},
+            marks=pytest.mark.slow,
+        ),
     ],
-)
+)  # fmt: skip
 def test_the_same_answers_as_with_the_dequantised_weights(model, kinds, tmp_path, monkeypatch):
     folder = write(model, tmp_path, monkeypatch, kinds)
     options = OPTIONS | {"quantized_activations": "float"}
