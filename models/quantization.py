@@ -196,6 +196,8 @@ class Quantizer:
             made = to_lanes(weight)
         else:
             made = to_rows(weight)
+        if self.platform == "cpu" and made.kind == "fp8":
+            made = dataclasses.replace(made, codes=jax.lax.bitcast_convert_type(made.codes, jnp.uint8))
         return dataclasses.replace(made, activations="int8" if rounds else "float")
 
     @staticmethod
