@@ -69,7 +69,8 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     """Type of the keys and values in the KV cache: auto, int8, fp8_e4m3 (or fp8). auto is the type of the weights. int8
     has one scale per token and KV head, and runs on any device. fp8_e4m3 has the checkpoint's scales, else 1.0; on
-    NVIDIA it needs compute capability 8.9. Both hold nearly twice as many tokens as bfloat16."""
+    NVIDIA it needs compute capability 8.9. Both hold nearly twice as many tokens as bfloat16;
+    on NVIDIA a layer's keys and values end at 2 GiB."""
 
     seed: int = 0
     """Seed of the engine. Requests without a seed of their own get theirs from it."""

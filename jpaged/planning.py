@@ -127,6 +127,8 @@ class EnginePlan:
             left = self.usable_bytes - sum(row.num_bytes for row in rows)
             capped = self.memory_is_capped
             why = "kv_cache_memory_bytes caps the pool" if capped else "the number of blocks is rounded down"
+            if not capped and self.kv_dtype != self.dtype and left > plan.kv_bytes // 8:
+                why = "the kernels address at most 2 GiB of 8-bit keys and values a layer"
             rows.append(Row("left over", left, why))
         kept = self.device_bytes - self.usable_bytes
         rows.append(Row("kept free", kept, "what gpu_memory_utilization leaves"))

@@ -100,9 +100,10 @@ def text_of(plan: Any) -> str:
         lines.append(f"weights are quantised in the checkpoint ({plan.format}){here}")
     memory = plan.memory
     if memory is None:
-        lines += ["", f"it does not fit: {plan.problem}"]
+        problem = plan.problem
         if plan.least_devices > 1:
-            lines.append(f"the weights alone need at least {plan.least_devices} such devices; an engine uses one")
+            problem = f"the weights alone need at least {plan.least_devices} such devices; an engine uses one"
+        lines += ["", f"it does not fit: {problem}"]
     else:
         lines += ["", f"KV cache: {memory.kv_tokens:,} tokens; {memory.request_line()}"]
         lines += [

@@ -19,7 +19,7 @@ from jpaged.loading.checkpoint import is_converted, read_json
 from jpaged.loading.declared import DeclaredCheckpoint
 from jpaged.loading.dtypes import BY_NAME, resolve_dtype
 from jpaged.loading.hub import CONFIG, find_config
-from jpaged.loading.model import for_runner, open_weights, quantizer_of
+from jpaged.loading.model import check_quantization, for_runner, open_weights, quantizer_of
 from jpaged.loading.quantized.config import method_of, with_quantization
 from jpaged.loading.tokenizer import has_tokenizer, load_tokenizer, valid_token_mask
 from jpaged.loading.weights import plan_weights, planned_shapes
@@ -60,6 +60,7 @@ def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
     else:
         with open_weights(config, folder) as (values, weights):
             spec, stored, shapes, form = weights.spec, weights.dtype, weights.shapes, weights.format
+    check_quantization(config, form)
     platform = platform or jax.default_backend()
     architecture = (values.get("architectures") or [values.get("model_type")])[0]
     dtype = resolve_dtype(config.dtype, stored, spec, platform)

@@ -95,7 +95,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         dtype = resolve_dtype(config.dtype, weights.dtype, weights.spec)
         if weights.spec.pools and weights.spec.num_labels is None:
             _check_pooling(path)
-        _check_quantization(config, weights.format)
+        check_quantization(config, weights.format)
         quantizer = quantizer_of(config, jax.default_backend())
         if check is not None:
             check(weights.spec, weights.shapes(dtype, quantizer))
@@ -126,7 +126,7 @@ def quantizer_of(config: EngineConfig, platform: str) -> Quantizer:
     return Quantizer(SCHEMES.get(config.quantization or ""), platform, config.quantized_activations)
 
 
-def _check_quantization(config: EngineConfig, found: str | None) -> None:
+def check_quantization(config: EngineConfig, found: str | None) -> None:
     """Refuse an option that does not fit the checkpoint. found: format of its quantised weights; None: there are none.
 
     Raises ModelLoadError.

@@ -130,9 +130,10 @@ def _checked(scheme: str, method: str, calibration: str | None, group_size: int 
     if method not in METHODS:
         raise RequestError("method", method, f"must be one of {', '.join(METHODS)}")
     if method != "rtn" and calibration is None:
-        raise RequestError("calibration", None, f"{method} needs text that the model's inputs resemble: name a file")
+        accepted = f"{method} needs a text that resembles the model's inputs: --calibration FILE"
+        raise RequestError("calibration", None, accepted)
     if method == "rtn" and calibration is not None:
-        raise RequestError("calibration", "a text", "has no meaning with method rtn: leave it out, or choose gptq")
+        raise RequestError("method", method, "uses no calibration text: leave --calibration out, or choose gptq or awq")
     if method == "awq" and not SCHEMES[scheme].grouped:
         raise RequestError("method", method, f"is for weights in 4 bits, and {scheme} has 8: choose rtn or gptq")
     if group_size is not None and not SCHEMES[scheme].grouped:

@@ -6,6 +6,7 @@ import pytest
 
 from jpaged import cli
 from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
 from jpaged.loading.described import describe
 from jpaged.runtime import memory, targets
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
@@ -127,6 +128,11 @@ def test_bytes_on_a_card(name, tmp_path):
     kinds, described = kinds_of(values, tmp_path, "gpu")
     assert {part: sum(found.values()) for part, found in kinds.items()} == parts
     assert described.format == values["quantization_config"]["quant_method"]
+
+
+def test_rounding_a_quantised_checkpoint_is_refused_as_by_the_engine(tmp_path):
+    with pytest.raises(ModelLoadError, match="quantization='int8': the checkpoint is quantised already, as awq"):
+        kinds_of(LLAMA, tmp_path, "gpu", quantization="int8")
 
 
 def test_bytes_on_cpu(tmp_path):
