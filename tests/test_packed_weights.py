@@ -203,6 +203,23 @@ def test_the_same_answers_as_with_the_dequantised_weights(model, kinds, tmp_path
             assert [a[i].logprob for i in a] == pytest.approx([b[i].logprob for i in b], abs=2e-4)
 
 
+@pytest.mark.codegen
+@pytest.mark.parametrize("activations", ["auto", "float"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "fp4"])
+def test_no_copy_of_a_matrix_is_made_on_cpu(kind, activations):
+    """Temporaries of a product are those of a block of 256 outputs in float32, an eighth of this matrix."""
+    weight, _ = plain(kind, outputs=2048, inputs=512, group=64)
+    placed = Quantizer(platform="cpu", activations=activations).packed_shape("o", jax.tree.map(_shape, weight))
+    if kind == "fp8" and activations == "auto":
+        assert isinstance(placed, jax.ShapeDtypeStruct)  # it is dequantised while it loads
+        return
+    leaves, tree = jax.tree.flatten(placed)
+    product = lambda x, *leaves: quantized_dot(x, jax.tree.unflatten(tree, leaves), 8)  # noqa: E731
+    program = jax.jit(product).lower(jax.ShapeDtypeStruct((8, 512), np.float32), *leaves).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2048 * 512 * 4 * 0.15
+    assert program.memory_analysis().argument_size_in_bytes < 2048 * 512 * (0.7 if placed.bits == 4 else 1.2)
+
+
 def test_layouts_by_platform():
     integers, floats = plain("int4", inputs=256)[0], plain("fp8")[0]
     for platform, activations, expected in (
