@@ -26,7 +26,7 @@ PROMPTS = [f"def f{i}(x):\n    return {i} +" * (1 + i % 3) for i in range(32)]
 
 
 @pytest.mark.codegen
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int4"])  # test_kv_cache_dtype.py has both kinds, with a tiny model
 def test_the_same_bits_alone_and_in_a_batch_of_32(quantization):
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
     with sampling_programs(SamplerVariant.FULL), LLM("demo", quantization=quantization, **SMALL) as llm:

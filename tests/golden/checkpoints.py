@@ -220,7 +220,7 @@ FP8 = {
     "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
 }
 # DeepSeek-V3's release, with 2 of its 61 layers (one dense, one with experts), 4 of 256 experts and 512 of 129,280 ids:
-# its matrices have their real numbers of blocks. A float32 copy takes 4 GB, so its test is slow.
+# its matrices have their real numbers of blocks. A float32 copy takes 4 GB, so its test is started by hand.
 FULL_SIZE = Variant(
     "deepseek-v3-full-size",
     {
