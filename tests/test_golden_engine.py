@@ -18,7 +18,10 @@ TOLERANCE = 1e-4  # on natural logarithms
 @pytest.mark.parametrize(
     "variant",
     # 5 GB of memory for 1 to 3 minutes: not in the gate, which has the same format with small matrices
-    [*(pytest.param(v, id=v.name) for v in VARIANTS), pytest.param(FULL_SIZE, id=FULL_SIZE.name, marks=pytest.mark.soak)],
+    [
+        *(pytest.param(v, id=v.name) for v in VARIANTS),
+        pytest.param(FULL_SIZE, id=FULL_SIZE.name, marks=pytest.mark.soak),
+    ],
 )
 def test_one_batch_gives_transformers_answers(variant, tmp_path):
     """Prompts of 1 to 131 tokens, prefilled in chunks in the same steps as decodes, over blocks in any order."""
