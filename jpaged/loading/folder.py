@@ -37,8 +37,11 @@ def check_space(out: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def complete_or_gone(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. It is renamed to `out` at the end, or removed after an error."""
-    out = out.absolute()
+    """Yield a temporary folder next to `out`. It is renamed to `out` at the end, or removed after an error.
+
+    If `out` is a symbolic link, its target is written.
+    """
+    out = out.resolve()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))

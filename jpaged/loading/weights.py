@@ -185,12 +185,15 @@ def _one_ahead(read: Callable[[LeafPlan], Any], plans: tuple[LeafPlan, ...]) -> 
     with concurrent.futures.ThreadPoolExecutor(1, "read weights") as thread:
         following = iter(plans[1:])
         ahead = thread.submit(read, plans[0]) if plans else None
-        for plan in plans:
-            assert ahead is not None
-            host, later = ahead.result(), next(following, None)
-            ahead = None if later is None else thread.submit(read, later)
-            yield plan, host
-            del host  # before the next one is read: two leaves are in memory, not three
+        try:
+            for plan in plans:
+                assert ahead is not None
+                host, later = ahead.result(), next(following, None)
+                ahead = None if later is None else thread.submit(read, later)
+                yield plan, host
+                del host  # before the next one is read: two leaves are in memory, not three
+        finally:
+            ahead = None  # its error would keep this frame, and the mapped file, until the next garbage collection
 
 
 def _read(

@@ -23,6 +23,7 @@ from jpaged.loading import convert as converting
 from jpaged.loading import load_model
 from jpaged.loading.convert import convert, export
 from jpaged.loading.converted import Manifest
+from jpaged.loading.folder import complete_or_gone
 from tests.dense_leaves import dense
 from tests.golden.checkpoints import BY_NAME, NUM_TOKENS, Variant, tensor_shapes, write_checkpoint, write_safetensors
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER
@@ -475,3 +476,14 @@ class TestDamaged:
         with pytest.raises(ModelLoadError, match=r"source: the saved parts of model\.safetensors cannot be read"):
             export(str(out), tmp_path / "back")
         assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_target_of_a_link_is_written(exists: bool, tmp_path: Path) -> None:
+    if exists:
+        (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    with complete_or_gone(tmp_path / "link") as work:
+        (work / "config.json").write_text("{}")
+    assert (tmp_path / "target/config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]

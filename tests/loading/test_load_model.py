@@ -1,6 +1,8 @@
 """load_model on checkpoint folders: accepted and refused checkpoints, error messages, and peak memory."""
 
+import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import shutil
@@ -288,6 +290,22 @@ def test_weights_beyond_the_range_of_float16(llama: Path) -> None:
     write_safetensors(llama / "model.safetensors", tensors)
     with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has values beyond the range of float16"):
         load(llama, dtype="float16")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_an_error_of_the_reading_thread_leaves_no_mapped_file(llama: Path) -> None:
+    """Without the garbage collector: no cycle keeps the error's frames."""
+    tensors = tensors_of(llama)
+    tensors["model.norm.weight"][3] = 1e5
+    write_safetensors(llama / "model.safetensors", tensors)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ModelLoadError):
+            load(llama, dtype="float16")
+        assert str(llama) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 def test_generation_config(llama: Path) -> None:
