@@ -28,11 +28,10 @@ from jpaged.loading.quantized.modelopt import ModelOpt
 from jpaged.loading.quantized.parts import Header, Parts
 from jpaged.loading.safetensors_file import DTYPES, TensorEntry
 from jpaged.models.families.config import QUANT_METHODS
-from pallas_kernels.quantized_dot.weight import FP4_VALUES, PLAIN_DTYPES, QuantizedWeight
+from pallas_kernels.quantized_dot.weight import FP4_NUMBERS, PLAIN_DTYPES, QuantizedWeight
 
 _FORMATS = dict(zip(QUANT_METHODS, (Awq, Gptq, CompressedTensors, Fp8, ModelOpt), strict=True))
 _ACTIVATIONS = np.dtype(ml_dtypes.bfloat16)
-_FP4 = np.array((*FP4_VALUES, *(-value for value in FP4_VALUES)), np.float32)  # numbers of fp4, by code
 _CHUNK = 1 << 22  # numbers that are dequantised at once: 16 MiB of float32
 
 
@@ -208,7 +207,7 @@ def dequantized(weight: QuantizedWeight) -> np.ndarray:
     for start in range(0, outputs, rows):
         part = slice(start, start + rows)
         codes = weight.codes[part]
-        wide = _FP4[codes] if weight.kind == "fp4" else codes.astype(np.float32)
+        wide = FP4_NUMBERS[codes] if weight.kind == "fp4" else codes.astype(np.float32)
         numbers = wide.reshape(-1, weight.groups, weight.group_size)
         numbers -= middle if weight.zeros is None else weight.zeros[part].astype(np.float32)[..., None]
         scales = weight.scales[part].astype(np.float32)

@@ -26,6 +26,7 @@ BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 PLAIN_DTYPES = {"int8": np.int8, "int4": np.uint8, "fp8": ml_dtypes.float8_e4m3fn, "fp4": np.uint8}
 # Values of the codes 0 to 7 of fp4 (E2M1, OCP Microscaling Formats 1.0). Codes 8 to 15 are their negatives.
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_NUMBERS = np.array((*FP4_VALUES, *(-value for value in FP4_VALUES)), np.float32)  # by code
 # of the inputs in a word of the layout "lanes": [chunks, quarters, words, neighbours, outputs]
 _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32).reshape(2, 4).T.reshape(1, 4, 1, 2, 1)
 ARRAYS = ("codes", "scales", "zeros", "outer", "mins", "outer_mins", "order")
@@ -246,8 +247,7 @@ class QuantizedWeight:
 
 def fp4_numbers(codes: Integer[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The numbers of fp4 codes, float32."""
-    table = jnp.asarray((*FP4_VALUES, *(-value for value in FP4_VALUES)), jnp.float32)
-    return table[codes.astype(jnp.int32)]
+    return jnp.asarray(FP4_NUMBERS)[codes.astype(jnp.int32)]
 
 
 def chunk_of(inputs: int) -> int:
