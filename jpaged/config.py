@@ -126,6 +126,18 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """Bytes for the KV cache. Default: the free memory of an accelerator; at most 1 GiB on CPU."""
 
+    tensor_parallel_size: int = 1
+    """Number of devices that the model is split over: heads, feed-forward networks and vocabulary. Sizes that it does
+    not divide are padded. With 2 devices each has half of the weights and of the KV cache."""
+
+    enable_expert_parallel: bool = False
+    """Give each device some of the experts of a mixture of experts, instead of a part of every expert."""
+
+    deterministic: bool = False
+    """Compute results whose bits do not depend on tensor_parallel_size (1, 2, 4 or 8). On CPU, in float32. Each product
+    with split inputs is computed as 8 products that are added in a fixed order, and KV heads are padded to a multiple
+    of 8."""
+
     attention_implementation: str | None = None
     """Implementation of attention. cpu: native kernel for CPUs. triton, triton_small, mosaic_prefill, mosaic_gpu:
     kernels for NVIDIA. mosaic_tpu: kernel for TPUs. xla, xla_loop, reference: XLA operations, slower, on any device.

@@ -37,6 +37,9 @@ class EngineArguments(TypedDict, total=False):
     max_queued_tokens: int | None
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
+    tensor_parallel_size: int
+    enable_expert_parallel: bool
+    deterministic: bool
     attention_implementation: str | None
     gated_dot_implementation: str | None
     mask_unknown_tokens: bool
@@ -57,7 +60,6 @@ class EngineArguments(TypedDict, total=False):
     logits_processors: Sequence[Any]
 
     # Options of vLLM that jpaged does not have yet. Only values that ask for nothing are accepted.
-    tensor_parallel_size: Any
     pipeline_parallel_size: Any
     data_parallel_size: Any
     distributed_executor_backend: Any
@@ -78,7 +80,6 @@ class EngineArguments(TypedDict, total=False):
     num_gpu_blocks_override: Any
     tokenizer_revision: Any
     async_scheduling: Any
-    enable_expert_parallel: Any
     compilation_config: Any
     kv_transfer_config: Any
     num_scheduler_steps: Any

@@ -22,8 +22,9 @@ from jpaged.kv_groups import KVPlace
 from jpaged.models import rope as rotary
 from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.latent import latent_queries_and_keys, latent_values
-from jpaged.models.layers import feed_forward, normalise, softcap
+from jpaged.models.layers import feed_forward, normalise, normalise_split, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
+from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import (
     AttentionOptions,
     DecoderSpec,
@@ -101,6 +102,7 @@ def decode(
     num_tokens: Int[Array, ""] | None = None,
     places: Sequence[KVPlace] | None = None,
     gated_dot: str | None = None,
+    shards: Shards = WHOLE,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Pages, ...]]:
     """Hidden states after the last layer, before the final norm, and the pages with the new KV.
 
@@ -113,8 +115,9 @@ def decode(
                are needed, and every product has a gradient.
     places:    per layer, its KV group and its page array.
     gated_dot: implementation of `pallas_kernels.gated_dot`, with `num_tokens`. None: the best one.
+    shards:    number of parts of the leaves. Inside `jax.shard_map`, `params` and `pages` are this device's parts.
     """
-    x = _embed(LayerContext(spec, layout, params, num_rows=num_tokens), token_ids, positions)
+    x = _embed(LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards), token_ids, positions)
     ropes = {rope for i in range(spec.num_layers) if (rope := spec.layer_rope(i)) is not None}
     angles = {rope: _rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
     if places is None:
@@ -124,7 +127,10 @@ def decode(
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
         x, new_pages[place.page_array] = _layer(
-            x, LayerContext(spec, layout, matrices | layer_vectors(params, i), cos, sin, real, num_tokens, gated_dot),
+            x,
+            LayerContext(
+                spec, layout, matrices | layer_vectors(params, i), cos, sin, real, num_tokens, gated_dot, shards
+            ),
             new_pages[place.page_array], metadata[place.kv_group], options=spec.attention(i), attend=attend,
         )  # fmt: skip
     return x, tuple(new_pages)
@@ -173,13 +179,16 @@ def lm_head(
     *,
     layout: WeightLayout = WeightLayout(),
     num_rows: Int[Array, ""] | None = None,
+    shards: Shards = WHOLE,
 ) -> Float[Array, "rows output"]:
     """float32 logits of the hidden states: final norm, then the output matrix.
+
+    With several `shards` they are the logits of this device's part of the vocabulary, which may end with padding.
 
     A model that pools has no output matrix. It gives the hidden states after the final norm, or a classifier's scores.
     num_rows: number of first rows that are needed; None: all.
     """
-    context = LayerContext(spec, layout, params, num_rows=num_rows)
+    context = LayerContext(spec, layout, params, num_rows=num_rows, shards=shards)
     x = normalise("final_norm", hidden, context) if spec.final_norm else hidden
     if "project_out" in params:
         x = linear("project_out", x, context)
@@ -319,7 +328,7 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
     # QKNorm.PROJECTION: a norm over all heads of a token, which no kernel combines with the write into the pages
     q, k, v = Projection(qkv, bias, None, None, None, None, spec.norm_eps).finish()
     q, k = (
-        normalise(name, part.reshape(x.shape[0], -1), context).reshape(part.shape)
+        normalise_split(name, part.reshape(x.shape[0], -1), context).reshape(part.shape)
         for name, part in (("q_norm", q), ("k_norm", k))
     )
     return Projection((q, k, v), None, None, None, cos, sin, spec.norm_eps)
@@ -333,12 +342,13 @@ def _qkv(
     tokens, q_per_kv = x.shape[0], spec.q_per_kv
     if not context.layout.split_qkv:
         product = linear("qkv", x, context)
-        return product.reshape(tokens, spec.num_kv_heads, q_per_kv + 2, spec.head_dim), bias
-    parts = [linear(name, x, context).reshape(tokens, spec.num_kv_heads, -1, spec.head_dim) for name in ("q", "k", "v")]
+        return product.reshape(tokens, -1, q_per_kv + 2, spec.head_dim), bias
+    kv_heads = context.params["k"].size // (spec.head_dim * x.shape[1])  # of this device
+    parts = [linear(name, x, context).reshape(tokens, kv_heads, -1, spec.head_dim) for name in ("q", "k", "v")]
     if bias is not None:
         cuts = (slice(q_per_kv), slice(q_per_kv, q_per_kv + 1), slice(q_per_kv + 1, None))
         parts = [add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
-    return (parts[0].reshape(tokens, spec.num_heads, spec.head_dim), parts[1][:, :, 0], parts[2][:, :, 0]), None
+    return (parts[0].reshape(tokens, -1, spec.head_dim), parts[1][:, :, 0], parts[2][:, :, 0]), None
 
 
 def _scaled(spec: DecoderSpec, x: Array) -> Array:

@@ -4,11 +4,15 @@
 2. `blocks_by_expert` sorts the (token, expert) pairs into blocks of rows. All rows of a block have the same expert.
 3. Two products per block, with the gate between them, compute the experts. Each token sums its experts' outputs.
 
+Several devices (`sharding`) have a part of every expert, or some of the experts. Tokens are on all devices: each computes
+what it has, and the sum over devices joins the outputs. No token is dropped.
+
 Padding tokens go to no expert. A token's result does not depend on the other tokens of its blocks. The bits of a
 product are the same from 8 rows on, and each token sums its experts' outputs in the order of its own choice.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +20,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.layers import gate, gate_and_up
-from jpaged.models.linear import LayerContext, linear, linear_per_expert
+from jpaged.models.linear import LayerContext, linear, linear_per_expert, products
+from jpaged.models.sharding import TENSOR, SplitWeight, splits_inputs
 from jpaged.models.spec import Experts, Scoring
 
 
@@ -36,44 +41,110 @@ def sparse_feed_forward(
 ) -> Float[Array, "tokens hidden"]:
     """The feed-forward network of a layer with experts."""
     weights, choice = route(experts, x, context)
+    shards, count = context.shards, context.params["expert_gate_up"].shape[0]  # experts on this device
+    split_experts = shards.expert_parallel and shards.count > 1
     if context.real is not None:
-        choice = jnp.where(context.real[:, None], choice, experts.num)
-    blocks = blocks_by_expert(choice, experts.num, rows_per_block(x.shape[0], experts))
-    both = _per_expert("expert_gate_up", x[blocks.token_of_row], blocks, experts, context)
+        choice = jnp.where(context.real[:, None], choice, count * shards.count if split_experts else count)
+    if split_experts:
+        choice -= shards.first(count)
+        choice = jnp.where((choice >= 0) & (choice < count), choice, count)
+    blocks = blocks_by_expert(choice, count, rows_per_block(x.shape[0], experts))
+    both = _per_expert("expert_gate_up", x[blocks.token_of_row], blocks, context)
     half = both.shape[-1] // 2
     gated = gate(context.spec, both[..., :half], both[..., half:])
-    out = _per_expert("expert_down", gated, blocks, experts, context).reshape(-1, x.shape[1])
-    total = jnp.zeros(x.shape, jnp.float32)
-    for i in range(experts.per_token):
-        of_expert = jnp.take(out, blocks.row_of_choice[:, i], axis=0, mode="fill", fill_value=0)
-        total += weights[:, i, None] * of_expert.astype(jnp.float32)
-    y = total.astype(x.dtype)
-    return y if not experts.shared_size else y + _shared_expert(experts, x, context)
+    outs = [out.reshape(-1, x.shape[1]) for out in _down_products(gated, blocks, context)]
+    if shards.parts > 1 and shards.expert_parallel:
+        # one device has each choice's output and all others zeros, so this sum is exact
+        chosen = jnp.stack([_of_choice(outs[0], blocks, i) for i in range(experts.per_token)])
+        chosen = lax.psum(chosen, TENSOR) if split_experts else chosen
+        y = _weighted(weights, chosen)
+        return y if not experts.shared_size else y + _shared_expert(experts, x, context)
+    totals = [
+        _weighted(weights, [_of_choice(out, blocks, i) for i in range(experts.per_token)]) for out in outs
+    ]
+    if shards.divisor == 1:
+        y = totals[0].astype(x.dtype)
+        return y if not experts.shared_size else y + _shared_expert(experts, x, context)
+    if experts.shared_size:  # one sum over devices for both
+        shared = _shared_products(experts, x, context)
+        totals = [total + part.astype(jnp.float32) for total, part in zip(totals, shared, strict=True)]
+    if shards.parts == 1:
+        totals = [total.astype(x.dtype) for total in totals]
+    return shards.total(totals, x.dtype)
+
+
+def _of_choice(out: Float[Array, "rows hidden"], blocks: ExpertBlocks, i: int) -> Float[Array, "tokens hidden"]:
+    """float32 output of each token's i-th expert. Zeros if this device has not computed it."""
+    return jnp.take(out, blocks.row_of_choice[:, i], axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+
+
+def _weighted(
+    weights: Float[Array, "tokens per_token"], chosen: Iterable[Float[Array, "tokens hidden"]]
+) -> Float[Array, "tokens hidden"]:
+    """Sum of the outputs of each token's experts, in the order of its choice."""
+    total = jnp.zeros((), jnp.float32)
+    for i, of_expert in enumerate(chosen):
+        total += weights[:, i, None] * of_expert
+    return total
+
+
+def _down_products(
+    gated: Float[Array, "blocks rows in"], blocks: ExpertBlocks, context: LayerContext
+) -> list[Float[Array, "blocks rows out"]]:
+    """Products with `expert_down`: one, or one for each of this device's parts of the inputs."""
+    weight = context.params["expert_down"]
+    if not isinstance(weight, SplitWeight):
+        return [_per_expert("expert_down", gated, blocks, context)]
+    found = []
+    for number, part in enumerate(jnp.split(gated, len(weight.parts), axis=-1)):
+        of_part = dataclasses.replace(context, params={**context.params, "expert_down": weight.parts[number]})
+        product = linear_per_expert(
+            "expert_down", part, blocks.expert_of_block, blocks.num_blocks_used, blocks.rows_of_block, of_part
+        )
+        found.append(_with_bias("expert_down", product, blocks, context) if number == 0 else product)
+    return found
 
 
 def _per_expert(
-    name: str, x: Float[Array, "blocks rows in"], blocks: ExpertBlocks, experts: Experts, context: LayerContext
+    name: str, x: Float[Array, "blocks rows in"], blocks: ExpertBlocks, context: LayerContext
 ) -> Float[Array, "blocks rows out"]:
     """`linear_per_expert`, plus each expert's bias if the model has them."""
     out = linear_per_expert(
         name, x, blocks.expert_of_block, blocks.num_blocks_used, blocks.rows_of_block, context
     )
-    if not experts.bias:
+    return _with_bias(name, out, blocks, context)
+
+
+def _with_bias(
+    name: str, out: Float[Array, "blocks rows out"], blocks: ExpertBlocks, context: LayerContext
+) -> Float[Array, "blocks rows out"]:
+    """A product plus each expert's bias, if the model has them."""
+    bias = context.params.get(f"{name}_bias")
+    if bias is None:
         return out
-    return out + context.params[f"{name}_bias"].reshape(experts.num, 1, -1)[blocks.expert_of_block]
+    if splits_inputs(name, context.shards):  # every device has a product of the same outputs
+        bias = context.shards.on_first(bias)
+    return out + bias.reshape(bias.shape[0], 1, -1)[blocks.expert_of_block]
 
 
 def _shared_expert(
     experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> Float[Array, "tokens hidden"]:
     """The expert that every token uses."""
+    return context.shards.total(_shared_products(experts, x, context), x.dtype)
+
+
+def _shared_products(
+    experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext
+) -> list[Float[Array, "tokens hidden"]]:
+    """This device's products of the shared expert, for `Shards.total`."""
     gated, up = gate_and_up("shared_gate_up", x, context)
-    y = linear("shared_down", gate(context.spec, gated, up), context)
+    found = products("shared_down", gate(context.spec, gated, up), context)
     if not experts.shared_gate:
-        return y
+        return found
     # not `linear`: the bits of XLA's product with a matrix of one row depend on the number of tokens
     score = row_sum(x.astype(jnp.float32) * context.params["shared_gate"].astype(jnp.float32))
-    return (jax.nn.sigmoid(score)[:, None] * y.astype(jnp.float32)).astype(y.dtype)
+    return [(jax.nn.sigmoid(score)[:, None] * y.astype(jnp.float32)).astype(y.dtype) for y in found]
 
 
 def route(

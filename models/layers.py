@@ -35,6 +35,17 @@ def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) 
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
+def normalise_split(name: str, x: Float[Array, "rows width"], context: LayerContext) -> Float[Array, "rows width"]:
+    """`normalise` for a vector of which each device has a part. RMS norms only."""
+    shards, spec = context.shards, context.spec
+    if shards.divisor == 1:
+        return normalise(name, x, context)
+    y = x.astype(jnp.float32)
+    squares = [jnp.sum(part * part, axis=-1, keepdims=True) for part in jnp.split(y, shards.parts_here, axis=1)]
+    mean = shards.total(squares, jnp.float32) / (x.shape[1] * shards.count)
+    return (y * lax.rsqrt(mean + spec.norm_eps) * context.params[name].astype(jnp.float32)).astype(x.dtype)
+
+
 def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
     """Input of the down projection of a gated feed-forward network: act(gated) * up."""
     if spec.swiglu_limit is None:

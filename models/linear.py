@@ -4,6 +4,9 @@ except the row sum of a shared expert's gate (`experts`).
 `linear` is the plain product, and `linear_with_bias` adds the leaf's bias. `take_rows` is an embedding.
 `linear_per_head` multiplies every attention head by its own matrix. `linear_per_expert` multiplies every block of rows
 by the matrix of its expert.
+
+Inside `jax.shard_map` each device multiplies its part of a matrix (`sharding`). `linear_with_bias` and `take_rows` add
+the devices' results; the products of the other functions belong to one device.
 """
 
 import dataclasses
@@ -18,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.quantization import JoinedWeight
+from jpaged.models.sharding import TENSOR, WHOLE, Shards, SplitWeight, splits_inputs
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from pallas_kernels import QuantizedWeight, dot, grouped_dot, quantized_dot, quantized_grouped_dot
 from pallas_kernels.dot.cpu import refuse as refuse_cpu_dot
@@ -25,7 +29,8 @@ from pallas_kernels.dot.cpu import refuse as refuse_cpu_dot
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "cos", "sin", "real", "num_rows"], meta_fields=["spec", "layout", "gated_dot", "watch"],
+    data_fields=["params", "cos", "sin", "real", "num_rows"],
+    meta_fields=["spec", "layout", "gated_dot", "shards", "watch"],
 )
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
@@ -43,6 +48,7 @@ class LayerContext:
     # int32[], number of first rows that are needed; None: all, and products have gradients
     num_rows: Array | None = None
     gated_dot: str | None = None  # implementation of `gated_dot`; None: the best one
+    shards: Shards = WHOLE        # number of parts of the leaves, of which `params` has this device's
     # called with the name and the input of each product of `linear` while it is traced; for calibration
     watch: Callable[[str, Array], None] | None = None
 
@@ -90,16 +96,36 @@ def _product(
 
 
 def linear_with_bias(name: str, x: Float[Array, "rows in"], context: LayerContext) -> Float[Array, "rows out"]:
-    """`linear`, plus the leaf NAME_bias if the model has it."""
-    return add(linear(name, x, context), context.params.get(f"{name}_bias"))
+    """`linear`, summed over the devices if the inputs are split, plus the leaf NAME_bias if the model has it."""
+    bias = context.params.get(f"{name}_bias")
+    if not splits_inputs(name, context.shards):
+        return add(linear(name, x, context), bias)
+    return add(context.shards.total(products(name, x, context), x.dtype), bias)
+
+
+def products(name: str, x: Float[Array, "rows in"], context: LayerContext) -> list[Float[Array, "rows out"]]:
+    """This device's products with a matrix whose inputs are split, for `Shards.total`."""
+    weight = context.params[name]
+    if not isinstance(weight, SplitWeight):
+        return [linear(name, x, context)]
+    return [
+        _product(part, of_part, context, jnp.float32, transposed=False, min_outputs=0)
+        for part, of_part in zip(weight.parts, jnp.split(x, len(weight.parts), axis=1), strict=True)
+    ]
 
 
 def take_rows(
     name: str, indices: Int[Array, " tokens"], context: LayerContext
 ) -> Float[Array, "tokens width"]:
     """The rows of the matrix `name` with these indices: an embedding. Indices out of range are clipped."""
-    weight = context.params[name]
-    return weight.rows(indices) if isinstance(weight, QuantizedWeight) else jnp.take(weight, indices, 0, mode="clip")
+    weight, shards = context.params[name], context.shards
+    if shards.count > 1:
+        indices -= shards.first(weight.shape[0])
+    rows = weight.rows(indices) if isinstance(weight, QuantizedWeight) else jnp.take(weight, indices, 0, mode="clip")
+    if shards.count == 1:
+        return rows
+    is_here = (indices >= 0) & (indices < weight.shape[0])
+    return jax.lax.psum(jnp.where(is_here[:, None], rows, 0), TENSOR)  # exact: one device has the row, all others zeros
 
 
 def linear_per_head(

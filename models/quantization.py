@@ -142,6 +142,10 @@ class Quantizer:
         changed = dataclasses.replace(weight, **self._arrays(weight))
         return jax.block_until_ready(_place(changed, quantizer=self, name=name))
 
+    def part(self, name: str, leaf: Float[Any, "*shape"]) -> Array:
+        """A dense part of the JoinedWeight `name`, on the default device."""
+        return jax.device_put(leaf)
+
     def packed_shape(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | jax.ShapeDtypeStruct:
         """As `packed`, for ShapeDtypeStructs."""
         return jax.eval_shape(functools.partial(_place, quantizer=self, name=name), weight)

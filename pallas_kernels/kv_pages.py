@@ -26,6 +26,13 @@ def page_format(sharding: Any, dimensions: int) -> Any:
     return Format(Layout(tuple(range(dimensions))), sharding) if device.platform == "tpu" else sharding
 
 
+def _of_scales(sharding: Any) -> Any:
+    """Sharding of fp8 scales [2, kv_heads], from that of pages [blocks, 2, kv_heads, ...]."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scales"], meta_fields=["v_dim"])
 @dataclasses.dataclass(frozen=True)
 class KVPages:
@@ -79,7 +86,7 @@ class KVPages:
         if kind == INT8:
             scales = array(shape[:-1], jnp.bfloat16)
         elif kind == FP8:
-            scales = array((2, num_kv_heads), jnp.float32)
+            scales = jax.ShapeDtypeStruct((2, num_kv_heads), jnp.float32, sharding=_of_scales(sharding))
         return cls(array(shape, kind), scales, v_dim)
 
     @classmethod
@@ -111,7 +118,9 @@ class KVPages:
             if not (np.isfinite(scales) & (scales > 0)).all():
                 raise ValueError(f"fp8_scales={scales.tolist()}: must be above 0, and finite")
             placed = jnp.array(scales)  # a new array, because pages are donated
-            pages = dataclasses.replace(pages, scales=placed if device is None else jax.device_put(placed, device))
+            pages = dataclasses.replace(
+                pages, scales=placed if device is None else jax.device_put(placed, _of_scales(device))
+            )
         return pages
 
     @property

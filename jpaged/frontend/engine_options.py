@@ -29,7 +29,7 @@ LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays a
 # vLLM's engine options that jpaged does not have yet. Each has its neutral values: those that ask for nothing beyond
 # what jpaged does. A script that sets a neutral value runs; any other value is refused.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
+    "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
     "distributed_executor_backend": (None,), "cpu_offload_gb": (0,), "enforce_eager": (False, True),
     "enable_chunked_prefill": (True, None),
     "max_seq_len_to_capture": (), "enable_lora": (False, None),
@@ -38,7 +38,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (None, {}), "task": ("auto", "generate"),
     "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
     "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,),
-    "async_scheduling": (True, False, None), "enable_expert_parallel": (False,), "compilation_config": (None, {}),
+    "async_scheduling": (True, False, None), "compilation_config": (None, {}),
     "kv_transfer_config": (None,), "num_scheduler_steps": (1,),
 }  # fmt: skip
 
@@ -118,6 +118,11 @@ def _check_values(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
             raise RequestError(name, value, "must be above 0")
+    if config.tensor_parallel_size < 1:
+        raise RequestError("tensor_parallel_size", config.tensor_parallel_size, "must be a number of devices, from 1")
+    if config.deterministic and config.tensor_parallel_size not in (1, 2, 4, 8):
+        known = "must be 1, 2, 4 or 8 with deterministic=True"
+        raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)
     if not 0 <= config.swap_space < float("inf"):
         raise RequestError("swap_space", config.swap_space, "must be GiB of host memory, from 0")
 

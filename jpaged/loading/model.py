@@ -37,7 +37,9 @@ from jpaged.loading.weights import StoredWeights, check_depth, load_weights, pla
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
+from jpaged.models.placing import quantizer_for
 from jpaged.models.quantization import SCHEMES, Quantizer
+from jpaged.models.sharding import pad_kv_scales, shards_of, split_spec
 from jpaged.models.spec import DecoderSpec, WeightLayout
 
 logger = logging.getLogger(__name__)
@@ -96,9 +98,12 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         if weights.spec.pools and weights.spec.num_labels is None:
             _check_pooling(path)
         check_quantization(config, weights.format)
-        quantizer = quantizer_of(config, jax.default_backend())
+        shards = shards_of(config)
+        check_deterministic(config, weights.format, dtype)
+        spec = split_spec(weights.spec, shards)
+        quantizer = quantizer_for(quantizer_of(config, jax.default_backend()), shards, weights.spec)
         if check is not None:
-            check(weights.spec, weights.shapes(dtype, quantizer))
+            check(spec, weights.shapes(dtype, quantizer))
         started = time.perf_counter()  # after the check, which may compile kernels
         tokenizer = _tokenizer(config, path, weights.spec.vocab_size)
         params = weights.load(dtype, quantizer)
@@ -109,7 +114,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
     stored_as = f"{dtype.name}, quantised ({how})," if how else dtype.name
     logger.info("loaded %.1f MB of weights from %s as %s in %.1f s", size, path, stored_as, seconds)
     return LoadedModel(
-        spec=weights.spec,
+        spec=spec,
         params=params,
         layout=WeightLayout(),
         dtype=dtype,
@@ -117,13 +122,30 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         generation_config=generation_config,
         tokenizer=tokenizer,
         source=str(path),
-        kv_scales=weights.kv_scales,
+        kv_scales=pad_kv_scales(weights.kv_scales, weights.spec, shards),
     )
 
 
 def quantizer_of(config: EngineConfig, platform: str) -> Quantizer:
     """The quantizer that the options name, for a platform: cpu, gpu or tpu."""
     return Quantizer(SCHEMES.get(config.quantization or ""), platform, config.quantized_activations)
+
+
+def check_deterministic(config: EngineConfig, found: str | None, dtype: np.dtype) -> None:
+    """Raise ModelLoadError if `deterministic` is asked of a model that it cannot be promised for.
+
+    found: format of the checkpoint's quantised weights; None: there are none.
+    """
+    if not config.deterministic:
+        return
+    how = config.quantization or found
+    if how is not None:
+        raise ModelLoadError(f"deterministic=True needs weights that are not quantised, and these are ({how})")
+    if dtype != np.float32 or jax.default_backend() != "cpu":
+        raise ModelLoadError(
+            f"deterministic=True is for float32 on CPU, and the model is {dtype.name} on {jax.default_backend()}: "
+            "add dtype='float32' on a CPU, or leave it out"
+        )
 
 
 def check_quantization(config: EngineConfig, found: str | None) -> None:

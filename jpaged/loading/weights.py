@@ -220,7 +220,7 @@ def _on_device(plan: LeafPlan, host: Any, quantizer: Quantizer) -> Any:
     """A leaf that `_read` has read, as an array on the default device, a QuantizedWeight or a JoinedWeight."""
     name = plan.leaf.leaf
     if isinstance(host, list):
-        parts = (quantizer.packed(name, p) if isinstance(p, QuantizedWeight) else jax.device_put(p) for p in host)
+        parts = (quantizer.packed(name, p) if isinstance(p, QuantizedWeight) else quantizer.part(name, p) for p in host)
         return JoinedWeight(tuple(parts), PART_AXES[name])
     return quantizer.packed(name, host) if isinstance(host, QuantizedWeight) else quantizer(name, host)
 

@@ -71,11 +71,13 @@ class BlockMover:
         host_slots: 0 = no host tier. store: see `compile_program`.
         """
         self._placement = placement
-        self._host_sharding = _pinned_sharding(placement)
+        # KV heads are axis 2 of a page array, and of a block of all page arrays
+        self._block_sharding = placement.of_pages(latent=state.page_v_dim is not None)
+        self._host_sharding = _pinned(self._block_sharding)
         self._host: dict[int, HostBlock] = {}  # by host slot
 
         def moving(function: Callable[..., DeviceState], *arguments: Any) -> jax.stages.Compiled:
-            call = functools.partial(function)
+            call = placement.on_each_device(functools.partial(function), (state, *arguments), state)
             return compile_program(
                 call, (state, *arguments), donate=(0,), out_shardings=formats(state), store=store
             )
@@ -83,9 +85,10 @@ class BlockMover:
         self._copies = {size: moving(_copy, placement.shape((size, 2), np.int32)) for size in COPY_BUCKETS}
         if host_slots:
             index = placement.shape((HOST_BUCKET,), np.int32)
-            block = placement.shapes_of(jax.eval_shape(_take, state.pages, index)[0])
-            self._take = compile_program(functools.partial(_take), (state.pages, index), donate=(), store=store)
-            self._put = moving(_put, index, (block,) * HOST_BUCKET)
+            blocks = jax.tree.map(self._placed, jax.eval_shape(_take, state.pages, index))
+            call = placement.on_each_device(functools.partial(_take), (state.pages, index), blocks)
+            self._take = compile_program(call, (state.pages, index), donate=(), store=store)
+            self._put = moving(_put, index, blocks)
 
     def run(self, state: DeviceState, moves: np.ndarray) -> DeviceState:
         """Run moves (int32[M, 3]: BlockMove, from, to) in order. `state` is donated."""
@@ -129,6 +132,9 @@ class BlockMover:
             logger.warning("swap_space is not used: computing a block's tokens takes less time here than moving it")
         return state, costs
 
+    def _placed(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._block_sharding)
+
     def close(self) -> None:
         """Free the blocks of the host tier."""
         self._host.clear()
@@ -149,24 +155,26 @@ class BlockMover:
             self._host[slot] = jax.tree.map(self._to_host_memory, block)
 
     def _to_host_memory(self, array: jax.Array) -> jax.Array | np.ndarray:
-        return np.asarray(array) if self._host_sharding is None else jax.device_put(array, self._host_sharding)
+        if self._host_sharding is not None:
+            return jax.device_put(array, self._host_sharding)
+        return np.asarray(array) if self._placement.mesh is None else array  # on CPU it is in host memory
 
     def _to_device(self, state: DeviceState, part: Sequence[tuple[int, int]]) -> DeviceState:
         index = np.full(HOST_BUCKET, -1, np.int32)
         index[: len(part)] = [block for _, block in part]
         slots = [slot for slot, _ in part]
-        blocks = [jax.device_put(self._host[slot], self._placement.sharding) for slot in slots]
+        blocks = [jax.device_put(self._host[slot], self._block_sharding) for slot in slots]
         blocks += [blocks[0]] * (HOST_BUCKET - len(blocks))
         return self._put(state, self._placement.put(index), tuple(blocks))
 
 
-def _pinned_sharding(placement: Placement) -> jax.sharding.Sharding | None:
-    """Pinned host memory of the device; None if the back end has none."""
-    if placement.sharding is None:
+def _pinned(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    """Pinned host memory of the devices; None if the back end has none."""
+    if sharding is None:
         return None
-    (device,) = placement.sharding.device_set
-    pinned = any(memory.kind == PINNED for memory in device.addressable_memories())
-    return placement.sharding.with_memory_kind(PINNED) if pinned else None
+    device = next(iter(sharding.addressable_devices), None)
+    pinned = device is not None and any(memory.kind == PINNED for memory in device.addressable_memories())
+    return sharding.with_memory_kind(PINNED) if pinned else None
 
 
 def _copy(state: DeviceState, from_to: Int[Array, "copies 2"]) -> DeviceState:

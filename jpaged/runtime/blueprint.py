@@ -22,6 +22,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, first_line
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.quantization import quantized_parts
+from jpaged.models.sharding import local_shapes, local_spec
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
@@ -93,11 +94,18 @@ class Blueprint:
         limits = memory.decide_limits(model.spec, config, placement.platform)
         custom = sum(len(processor.parameters) for processor in model.processors)
         limits = dataclasses.replace(limits, custom=custom)
-        call = _attention_call(model, limits, kv_format)
+        here = local_spec(model.spec, placement.shards)
+        call = _attention_call(here, _dtype(model), limits, kv_format)
         implementation = _implementation(config, call, placement)
-        gated_dot = named_implementation(config, model.spec, model.params, model.layout, placement.device)
+        params = local_shapes(model.params)
+        gated_dot = named_implementation(config, here, params, model.layout, placement.device)
         model = dataclasses.replace(model, params=placement.shapes_of(model.params))
         return cls(model, config, placement, limits, implementation, kv_format, gated_dot)
+
+    @property
+    def local_spec(self) -> DecoderSpec:
+        """The part of the model that one device has."""
+        return local_spec(self.model.spec, self.placement.shards)
 
     @property
     def dtype(self) -> np.dtype:
@@ -154,7 +162,7 @@ class Blueprint:
     def fit(self, *, temp_bytes: int = 0, free_bytes: int | None = None) -> "FittedBuild":
         """Size the KV pool: see `memory.fit` for arguments and errors."""
         plan = memory.fit(
-            self.model.spec, self.config, self.limits, dtype=self.dtype, kv_format=self.kv_format,
+            self.local_spec, self.config, self.limits, dtype=self.dtype, kv_format=self.kv_format,
             weight_bytes=memory.tree_bytes(self.model.params), platform=self.placement.platform,
             temp_bytes=temp_bytes, free_bytes=free_bytes,
         )  # fmt: skip
@@ -169,7 +177,9 @@ class Blueprint:
         free = memory.free_device_bytes(device, self.config)
         if free is None:
             kernels = _kernels(self.model)
-            store = ProgramStore.open(cache_folder, self.placement.platform, kernels)
+            # a stored program has no shardings
+            several = self.placement.mesh is not None
+            store = None if several else ProgramStore.open(cache_folder, self.placement.platform, kernels)
             return dataclasses.replace(self.fit(), store=store)
         build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
         key = f"{device.device_kind} {self.model.spec} {self.config} {jax.__version__}"
@@ -200,7 +210,7 @@ class Blueprint:
         operations. Raises ModelLoadError if the caller named the implementation, or if none is right.
         """
         named, failures = self.config.attention_implementation, []
-        call = _attention_call(self.model, self.limits, self.kv_format)
+        call = _attention_call(self.local_spec, self.dtype, self.limits, self.kv_format)
         names = (named,) if named else usable_implementations(self.placement.device, *call)
         if names == ("xla",) and self.placement.platform == "gpu":
             refused = IMPLEMENTATIONS["triton"].refuse(self.placement.device, *call)
@@ -235,12 +245,13 @@ class Blueprint:
         """The blueprint with an implementation of `gated_dot` that works on this device: `checked_implementation`."""
         model, shapes = self.model, self.program_shapes
         tokens = [shape.tokens for shape in shapes if isinstance(shape, ForwardShape)]
-        name = checked_implementation(self.gated_dot, model.spec, model.params, model.layout, tokens, device)
+        params = local_shapes(model.params)
+        name = checked_implementation(self.gated_dot, self.local_spec, params, model.layout, tokens, device)
         return dataclasses.replace(self, gated_dot=name)
 
     def check_attention(self, device: jax.Device) -> None:
         """Compare attention with its reference. Raises KernelCheckError if the kernels are wrong on this device."""
-        spec, largest = self.model.spec, 0.0
+        spec, largest = self.local_spec, 0.0
         for window in dict.fromkeys(spec.windows):
             errors = self_check(
                 q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
@@ -255,7 +266,7 @@ class Blueprint:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block."""
-        return memory.block_bytes(self.model.spec, self.limits, self.kv_format, self.placement.platform)
+        return memory.block_bytes(self.local_spec, self.limits, self.kv_format, self.placement.platform)
 
     @property
     def table_bytes(self) -> int:
@@ -277,7 +288,7 @@ class Blueprint:
         if free_bytes is not None:
             free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - self.table_bytes)
         pool = memory.pool_bytes(self.config, self.limits, self.block_bytes, free_bytes)
-        page = self.kv_format.page_shapes(self.model.spec, self.limits.block_size)
+        page = self.kv_format.page_shapes(self.local_spec, self.limits.block_size)
         build = self.with_blocks(max(1, page.addressable(memory.round_down(pool // self.block_bytes))))
         sizes = [(shape, temp_bytes(build.compile(shape))) for shape in self.largest_shapes]
         return max(sizes, key=lambda size: size[1])
@@ -357,10 +368,11 @@ def _kernels(model: ServedModel) -> tuple[str, ...]:
     return kernels_of_model(quantized=quantized, experts=model.spec.experts is not None)
 
 
-def _attention_call(model: ServedModel, limits: memory.Limits, kv_format: KVFormat) -> tuple[Any, ...]:
-    """Arguments of the largest call of attention, as shapes."""
-    spec = model.spec
-    q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), _dtype(model))
+def _attention_call(
+    spec: DecoderSpec, dtype: np.dtype, limits: memory.Limits, kv_format: KVFormat
+) -> tuple[Any, ...]:
+    """Arguments of the largest call of attention, as shapes. spec: of the part of the model that one device has."""
+    q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), dtype)
     pages = kv_format.page_shapes(spec, limits.block_size)
     tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.width), np.dtype(np.int32))
     return q, pages, tables, limits.max_num_batched_tokens

@@ -40,7 +40,7 @@ def _logits(blueprint: "Blueprint", shape: SampleShape | PoolShape) -> int:
 
 def _feed_forward(blueprint: "Blueprint", shape: ForwardShape) -> int:
     """Gate, up and their product, in the widest kind of layer."""
-    spec = blueprint.model.spec
+    spec = blueprint.local_spec
     width = 3 if spec.gated else 2
     dense = 0
     if spec.experts is None or not all(spec.experts.layers):
@@ -57,7 +57,7 @@ def _feed_forward(blueprint: "Blueprint", shape: ForwardShape) -> int:
 
 def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
     """Queries, keys and values twice (before and after rope), and the keys and values that XLA's attention gathers."""
-    spec, item = blueprint.model.spec, blueprint.dtype.itemsize
+    spec, item = blueprint.local_spec, blueprint.dtype.itemsize
     v_dim = spec.page_v_dim or spec.head_dim
     total = 2 * shape.tokens * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * item
     if not blueprint.implementation.startswith("xla"):

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 from jpaged.config import LOGPROBS_MODES, EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, max_blocks
+from jpaged.models.sharding import local_shape
 from jpaged.models.spec import DecoderSpec, Params
 from jpaged.runtime import cards
 from jpaged.runtime.jax_compat import backends_are_started
@@ -146,8 +148,8 @@ def size_text(num_bytes: int) -> str:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays (or ShapeDtypeStructs) in a tree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Bytes of all arrays (or ShapeDtypeStructs) in a tree, on one device."""
+    return sum(math.prod(local_shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 _PARTS = {

@@ -21,9 +21,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models import decoder
+from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
+from jpaged.runtime import vocab_shards
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.sampler import SamplerOptions, describe_tokens, sample_tokens
+from jpaged.runtime.sampler import Sampled, SamplerOptions, describe_tokens, sample_tokens
 from jpaged.runtime.state import DeviceState, Field, SamplingState
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
 
@@ -97,16 +99,27 @@ def sample(
     layout: WeightLayout,
     variant: SamplerVariant,
     options: SamplerOptions,
+    shards: Shards = WHOLE,
 ) -> tuple[Table, SamplingState | None, Int[Array, "rows columns"]]:
     """Sample one token for each row. Padding gets a token that is written nowhere. Returns `Sampled.packed`."""
     rows, last_token = output_rows[:, :num_rows]
-    logits = _lm_head(spec, params, hidden, last_token, layout)
+    logits = _lm_head(spec, params, hidden, last_token, layout, shards)
     rows = jnp.where(rows < 0, table.shape[0], rows)  # a negative index would count from the end
     fields = jnp.take(table, rows, axis=0, mode="clip")
     extras = None
     if sampling is not None:
         extras = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), sampling)
-    sampled = sample_tokens(logits, fields, fields[:, Field.LENGTH], mask, extras, variant=variant, options=options)
+
+    def choose(logits: Array, of_rows: tuple[Array, SamplingState | None]) -> Sampled:
+        fields, extras = of_rows
+        return sample_tokens(logits, fields, fields[:, Field.LENGTH], mask, extras, variant=variant, options=options)
+
+    if shards.count == 1:
+        sampled = choose(logits, (fields, extras))
+    elif variant is SamplerVariant.GREEDY:
+        sampled = vocab_shards.greedy(logits, mask, vocab=spec.vocab_size, shards=shards)
+    else:
+        sampled = vocab_shards.by_rows(logits, (fields, extras), choose, vocab=spec.vocab_size, shards=shards)
     if sampling is not None:
         sampling = sampling.replace(counts=sampling.counts.at[rows, sampled.token_ids].add(2, mode="drop"))
     return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampling, sampled.packed()
@@ -123,10 +136,15 @@ def score(
     spec: DecoderSpec,
     layout: WeightLayout,
     options: SamplerOptions,
+    shards: Shards = WHOLE,
 ) -> tuple[Table, SamplingState | None, Int[Array, "scored columns"]]:
     """Log-probabilities of known tokens, whose ids are in the first line of `scored`. Returns `Sampled.packed`."""
-    logits = _lm_head(spec, params, hidden, scored[1], layout)
-    return table, sampling, describe_tokens(logits, scored[0], options=options).packed()
+    logits = _lm_head(spec, params, hidden, scored[1], layout, shards)
+    describe = functools.partial(describe_tokens, options=options)
+    if shards.count == 1:
+        return table, sampling, describe(logits, scored[0]).packed()
+    described = vocab_shards.by_rows(logits, scored[0], describe, vocab=spec.vocab_size, shards=shards)
+    return table, sampling, described.packed()
 
 
 def pool(
@@ -140,17 +158,18 @@ def pool(
     num_rows: int,
     spec: DecoderSpec,
     layout: WeightLayout,
+    shards: Shards = WHOLE,
 ) -> tuple[Table, SamplingState | None, Float[Array, "rows output"]]:
     """One vector for each row, of a model that pools. Padding gets a vector, too."""
-    return table, sampling, _lm_head(spec, params, hidden, output_rows[1, :num_rows], layout)
+    return table, sampling, _lm_head(spec, params, hidden, output_rows[1, :num_rows], layout, shards)
 
 
 def _lm_head(
     spec: DecoderSpec, params: Params, hidden: Float[Array, "tokens hidden"], index: Int[Array, " rows"],
-    layout: WeightLayout,
+    layout: WeightLayout, shards: Shards,
 ) -> Float[Array, "rows output"]:  # fmt: skip
-    rows = jnp.take(hidden, index, axis=0, mode="clip")
-    return decoder.lm_head(spec, params, rows, layout=layout, num_rows=jnp.sum(index >= 0, dtype=jnp.int32))
+    rows, num_rows = jnp.take(hidden, index, axis=0, mode="clip"), jnp.sum(index >= 0, dtype=jnp.int32)
+    return decoder.lm_head(spec, params, rows, layout=layout, num_rows=num_rows, shards=shards)
 
 
 def compile_output(
@@ -167,21 +186,22 @@ def compile_output(
 ) -> jax.stages.Compiled:
     """Compile a `sample`, `score` or `pool` program from arrays or ShapeDtypeStructs. params: the whole tree."""
     call: functools.partial[Any]
-    rows = state.output_rows
+    rows, shards = state.output_rows, placement.shards
     match shape:
         case SampleShape(size, variant):
             call = functools.partial(
-                sample, num_rows=size, spec=spec, layout=layout, variant=variant, options=options
+                sample, num_rows=size, spec=spec, layout=layout, variant=variant, options=options, shards=shards
             )
         case ScoreShape(size):
-            call = functools.partial(score, spec=spec, layout=layout, options=options)
+            call = functools.partial(score, spec=spec, layout=layout, options=options, shards=shards)
             rows = placement.shape((2, size), np.int32)
         case PoolShape(size):
-            call = functools.partial(pool, num_rows=size, spec=spec, layout=layout)
+            call = functools.partial(pool, num_rows=size, spec=spec, layout=layout, shards=shards)
     sampling = state.sampling if uses_extras(shape) else None
     arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, rows)
     if options.processors:
         store = None  # a stored program is found by jpaged's own sources, and these functions are the caller's
+    call = placement.on_each_device(call, arguments, None)
     return compile_program(
         call, arguments, donate=(2, 3), store=store, compiler_options=placement.compiler_options
     )  # fmt: skip

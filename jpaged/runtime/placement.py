@@ -1,12 +1,20 @@
-"""Placement: the devices that hold an engine's arrays. Today one device."""
+"""Placement: the devices that hold an engine's arrays, and how its programs run on them.
+
+With one device, programs are plain jitted functions. With several, a program runs in `jax.shard_map`: each device runs
+it on its part of the weights and pages. Which axes are split is in `jpaged.models.sharding`; the collectives are where
+the model needs them. No other module of the runtime knows the number of devices.
+"""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import ModelLoadError
+from jpaged.models.sharding import Shards, make_mesh, sharding_on
 from jpaged.runtime.targets import Target
 
 # On NVIDIA, XLA records the loops and branches of a program into its CUDA graphs too: otherwise the host reads each
@@ -25,16 +33,38 @@ _NVIDIA_OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A device, and the sharding of arrays on it."""
+    """The devices of an engine, and the sharding of arrays on them."""
 
-    device: jax.Device | Target
-    sharding: jax.sharding.Sharding | None  # None: no compiler for the device is installed, so nothing can be compiled
+    device: jax.Device | Target  # the first one
+    # of arrays that are whole on every device. None: no compiler for the device is installed, so nothing is compiled
+    sharding: jax.sharding.Sharding | None
     dump_to: str | None = None  # a folder where XLA writes each program and its commands, as text
+    mesh: Mesh | None = None    # None: one device
+    shards: Shards = Shards()
 
     @classmethod
     def single(cls, device: jax.Device) -> "Placement":
         """All arrays whole on one device."""
         return cls(device, jax.sharding.SingleDeviceSharding(device))
+
+    @classmethod
+    def over(cls, devices: list[jax.Device], shards: Shards) -> "Placement":
+        """The weights and pages split over several devices, or whole on one."""
+        if len(devices) == 1:
+            return dataclasses.replace(cls.single(devices[0]), shards=shards)
+        mesh = make_mesh(devices)
+        return cls(devices[0], sharding_on(mesh, None), mesh=mesh, shards=shards)
+
+    @classmethod
+    def of(cls, params: Any, shards: Shards) -> "Placement":
+        """The placement of a tree of weights: arrays, or ShapeDtypeStructs with shardings.
+
+        Raises ModelLoadError if they are on several devices, but not as `shards` says.
+        """
+        mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(params) if _is_split(leaf)), None)
+        if mesh is None:
+            return dataclasses.replace(cls.single(device_of(params)), shards=shards)
+        return cls(mesh.devices.flat[0], sharding_on(mesh, None), mesh=mesh, shards=shards)
 
     @classmethod
     def for_target(cls, target: Target) -> "Placement":
@@ -60,17 +90,58 @@ class Placement:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self.sharding)
 
     def shapes_of(self, tree: Any) -> Any:
-        """The same tree as shapes to compile with."""
-        return jax.tree.map(lambda leaf: self.shape(leaf.shape, leaf.dtype), tree)
+        """The same tree as shapes to compile with. Arrays that are split over the devices stay so."""
+
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            sharding = leaf.sharding if _is_split(leaf) else self.sharding
+            return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
+
+        return jax.tree.map(shape, tree)
+
+    def of_pages(self, *, latent: bool) -> jax.sharding.Sharding | None:
+        """Sharding of KV pages [blocks, parts, kv_heads, ...]. Latent pages have one head, on every device."""
+        return self.sharding if self.mesh is None or latent else sharding_on(self.mesh, 2)
+
+    def on_each_device(self, call: Callable[..., Any], arguments: tuple[Any, ...], results: Any) -> Callable[..., Any]:
+        """`call` as a program of all devices: each runs it on its part of the arguments.
+
+        arguments: arrays or ShapeDtypeStructs with shardings. results: a tree prefix of the results, of arrays with the
+        sharding of a result, or None for results that are whole on every device.
+        """
+        if self.mesh is None:
+            return call
+        whole = PartitionSpec()
+        out_specs = jax.tree.map(
+            lambda leaf: whole if leaf is None else _spec(leaf), results, is_leaf=lambda leaf: leaf is None
+        )
+        mapped = jax.shard_map(
+            call, mesh=self.mesh, in_specs=jax.tree.map(_spec, arguments), out_specs=out_specs, check_vma=False
+        )
+        mapped.__name__ = getattr(call, "__name__", None) or call.func.__name__  # profiles show it
+        return mapped
 
     def put(self, array: np.ndarray) -> jax.Array:
         """Upload a host array."""
         return jax.device_put(array, self.sharding)
 
 
+def _is_split(leaf: Any) -> bool:
+    """Whether an array, or a ShapeDtypeStruct, is on the devices of a mesh."""
+    sharding = getattr(leaf, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+
+
+def _spec(leaf: Any) -> PartitionSpec:
+    return leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+
+
 def device_of(tree: Any) -> jax.Device:
     """The device that holds all arrays of a tree. Raises ModelLoadError if they are on several devices."""
-    devices = {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()}
+    devices = {device for leaf in jax.tree.leaves(tree) for device in _devices(leaf)}
     if len(devices) != 1:
         raise ModelLoadError(f"the parameters are on {len(devices)} devices: put them on one")
     return devices.pop()
+
+
+def _devices(leaf: Any) -> set[jax.Device]:
+    return leaf.sharding.device_set if leaf.sharding is not None else {jax.devices()[0]}

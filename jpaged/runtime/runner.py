@@ -20,6 +20,7 @@ from jpaged.engine.step_plan import RowMask, SamplerVariant, Scores, StepPlan, S
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.metrics import ProgramFigures
 from jpaged.models.kv_scales import KVScales
+from jpaged.models.sharding import find_devices, shards_of
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
@@ -31,7 +32,7 @@ from jpaged.runtime.compile_cache import CacheCounter, CompileCounter, persisten
 from jpaged.runtime.jax_settings import DOWNLOADS, pinned
 from jpaged.runtime.out_of_memory import advice, explained
 from jpaged.runtime.output_programs import OutputShape, lm_head_params, uses_extras
-from jpaged.runtime.placement import Placement, device_of
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.profiling import Profiler
 from jpaged.runtime.programs import SCORE, Program, Shape
 from jpaged.runtime.row_extras import ExtrasUploader
@@ -112,7 +113,7 @@ class ModelRunner:
 
         self._build = build
         self._placement = placement
-        self._total_bytes = memory.total_bytes(device_of(params))
+        self._total_bytes = memory.total_bytes(placement.device)
         self._params: Params | None = params
         self._weights = flat_weights(params)
         self._lm_head_params: Params | None = lm_head_params(spec, params)
@@ -134,9 +135,9 @@ class ModelRunner:
         `create` raises the same errors, but only after the weights are on the device. This allocates nothing.
         params: the tree of weights, as ShapeDtypeStructs.
         """
-        device = jax.devices()[0]
-        model = ServedModel(spec, params)
-        Blueprint.draw(model, config, Placement.single(device)).check_memory(device)
+        shards = shards_of(config)
+        placement = Placement.over(find_devices(shards), shards)
+        Blueprint.draw(ServedModel(spec, params), config, placement).check_memory(placement.device)
 
     @classmethod
     def create(
@@ -164,8 +165,8 @@ class ModelRunner:
 
         Raises ModelLoadError for an option that does not fit the model or the memory.
         """
-        device = device_of(params)
-        placement = Placement.single(device)
+        placement = Placement.of(params, shards_of(config))
+        device = placement.device
         token_mask = None
         if tokenizer_ids is not None and not tokenizer_ids.all():
             token_mask = placement.put(np.asarray(tokenizer_ids, np.bool_))

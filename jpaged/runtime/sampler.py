@@ -140,11 +140,8 @@ def sample_tokens(
     block = BLOCK if variant is SamplerVariant.GREEDY else CANDIDATE_BLOCK
     maxima, is_nan = block_maxima_and_nan(work, logits, block)
     peak, greedy = argmax(work, block, maxima)
-    is_nan |= jnp.isnan(peak)
-    is_wrong = is_nan | ~jnp.isfinite(peak)
-    error = jnp.where(~is_nan & (peak == -jnp.inf), NOTHING_ALLOWED, NOT_FINITE)
     if variant is SamplerVariant.GREEDY:
-        return Sampled(jnp.where(is_wrong, error, greedy))
+        return Sampled(token_or_error(peak, greedy, is_nan))
 
     temperature = _float(fields[:, Field.TEMPERATURE])
     is_random = temperature > GREEDY_BELOW
@@ -161,7 +158,7 @@ def sample_tokens(
 
     everything = _Kept(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.full(rows, jnp.inf))
     token_ids, kept = lax.cond(jnp.any(is_random), draw, lambda: (greedy, everything))
-    token_ids = jnp.where(is_wrong, error, token_ids)
+    token_ids = token_or_error(peak, token_ids, is_nan)
     if variant is SamplerVariant.RANDOM:
         return Sampled(token_ids)
 
@@ -182,6 +179,15 @@ def sample_tokens(
 
     wants_logprobs = (fields[:, Field.FLAGS] & Flag.LOGPROBS) > 0
     return lax.cond(jnp.any(wants_logprobs), with_logprobs, without_logprobs)
+
+
+def token_or_error(
+    peak: Float[Array, " rows"], token_ids: Int[Array, " rows"], is_nan: Bool[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """The tokens, with NOT_FINITE or NOTHING_ALLOWED for rows without one. peak: the largest logit that is allowed."""
+    is_nan |= jnp.isnan(peak)
+    error = jnp.where(~is_nan & (peak == -jnp.inf), NOTHING_ALLOWED, NOT_FINITE)
+    return jnp.where(is_nan | ~jnp.isfinite(peak), error, token_ids)
 
 
 def describe_tokens(

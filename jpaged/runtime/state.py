@@ -125,12 +125,13 @@ def state_shapes(
     dtype: of hidden states. kv_format: of pages; None: `dtype`.
     """
     sharding = None if placement is None else placement.sharding
+    of_pages = None if placement is None else placement.of_pages(latent=spec.latent is not None)
 
     def array(dtype: np.dtype | type, *shape: int) -> Any:  # takes the place of a jax.Array in the state
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
     rows = sizes.rows
-    page = (kv_format or KVFormat(dtype)).page_shapes(spec, sizes.block_size, sizes.num_blocks, sharding)
+    page = (kv_format or KVFormat(dtype)).page_shapes(spec, sizes.block_size, sizes.num_blocks, of_pages)
     vocab = 0 if spec.pools else spec.vocab_size
     return DeviceState(
         page_arrays=((page.data, page.scales),) * kv_groups.num_arrays,
@@ -155,7 +156,7 @@ def create_state(
 ) -> DeviceState:  # fmt: skip
     """Allocate a state on the device, filled with zeros. Arguments as in `state_shapes`."""
     pages = (kv_format or KVFormat(dtype)).create_pages(
-        spec, kv_groups, sizes.block_size, sizes.num_blocks, placement.sharding
+        spec, kv_groups, sizes.block_size, sizes.num_blocks, placement.of_pages(latent=spec.latent is not None)
     )
     rest = state_shapes(spec, kv_groups, sizes, dtype=dtype).with_pages(())
     rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=placement.sharding), rest)

@@ -17,11 +17,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.engine.step_plan import StepPlan
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
+from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, SamplingState, formats, row_values
@@ -209,6 +211,7 @@ class PagedAttend:
 
     max_query_len: int
     implementation: str
+    shards: Shards = WHOLE
 
     def __call__(
         self, projection: decoder.Projection, pages: KVPages, metadata: KVGroupRows, options: AttentionOptions,
@@ -224,7 +227,10 @@ class PagedAttend:
                 sin=projection.sin, q_norm=projection.q_norm, k_norm=projection.k_norm, norm_eps=projection.norm_eps,
                 implementation=write,
             )  # fmt: skip
-        slopes = None if options.alibi_slopes is None else jnp.array(options.alibi_slopes, jnp.float32)
+        slopes = None
+        if options.alibi_slopes is not None:
+            every, heads = jnp.array(options.alibi_slopes, jnp.float32), q.shape[1]
+            slopes = lax.dynamic_slice_in_dim(every, self.shards.first(heads), heads)
         out = paged_attention(
             q, pages, metadata.block_tables, metadata.context_lens, metadata.query_start_loc,
             scale=options.scale, max_query_len=self.max_query_len, sliding_window=options.window,
@@ -244,6 +250,7 @@ def forward(
     shape: ForwardShape,
     implementation: str,
     gated_dot: str | None = None,
+    shards: Shards = WHOLE,
 ) -> tuple[DeviceState, Int[Array, ""]]:
     """Run the decoder over one plan. Donate `state`.
 
@@ -255,10 +262,10 @@ def forward(
     num_tokens = jnp.sum(batch.real, dtype=jnp.int32)
     hidden, pages = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
-        PagedAttend(1 if shape.is_decode else shape.tokens, implementation),
+        PagedAttend(1 if shape.is_decode else shape.tokens, implementation, shards),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None, num_tokens=num_tokens,
-        gated_dot=gated_dot,
+        gated_dot=gated_dot, shards=shards,
     )  # fmt: skip
     state = state.with_pages(pages).replace(
         table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop"),
@@ -329,9 +336,12 @@ def compile_forward(
     call = functools.partial(
         forward_of_arrays, weight_tree=jax.tree.structure(params), page_v_dim=state.page_v_dim, spec=spec,
         kv_groups=kv_groups, layout=layout, shape=shape, implementation=implementation, gated_dot=gated_dot,
+        shards=placement.shards,
     )  # fmt: skip
     packed = placement.shape((shape.packed_size,), np.int32)
+    arguments = (flat_weights(params), state_arrays(state), packed)
+    call = placement.on_each_device(call, arguments, (state_arrays(state), None))
     return compile_program(
-        call, (flat_weights(params), state_arrays(state), packed), donate=(1,),
+        call, arguments, donate=(1,),
         out_shardings=(state_arrays(formats(state)), None), store=store, compiler_options=placement.compiler_options,
     )  # fmt: skip

@@ -20,7 +20,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -144,7 +144,7 @@ def compile_exported(exported: export.Exported, arguments: Any, donate: Sequence
 
 
 def compile_program(
-    call: functools.partial[Any],
+    call: Callable[..., Any],
     arguments: tuple[Any, ...],
     *,
     donate: tuple[int, ...],
@@ -162,7 +162,7 @@ def compile_program(
     store:         None = trace the function.
     compiler_options: of XLA. Stored programs have none.
     """
-    if store is not None:
+    if store is not None and isinstance(call, functools.partial):  # else a program of several devices
         try:
             return store.compile(call, arguments, donate)
         except (ValueError, NotImplementedError) as error:

@@ -1,0 +1,227 @@
+"""`ShardedQuantizer` puts the leaves of a model on the devices of a mesh: each device gets its part.
+
+It is used like `Quantizer`, which rounds and lays out the part of each device. The arrays of a QuantizedWeight that is
+split are joined along axis 0, whatever axis of the weight is split: the program of a device sees its own part only. The
+static `shape` of such a weight is that of a part. Dense arrays keep their natural axes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jpaged.errors import ModelLoadError
+from jpaged.models.quantization import Quantizer, Scheme
+from jpaged.models.sharding import (
+    Shards,
+    SplitWeight,
+    find_devices,
+    make_mesh,
+    pad_leaf,
+    padded_shape,
+    sharding_on,
+    split_axis,
+    splits_inputs,
+)
+from jpaged.models.spec import DecoderSpec, Params
+from pallas_kernels import QuantizedWeight
+from pallas_kernels.quantized_dot.weight import ARRAYS
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedQuantizer:
+    """Pads, splits, rounds and places leaves. `spec` is the model's, before `split_spec`."""
+
+    quantizer: Quantizer
+    mesh: Mesh
+    shards: Shards
+    spec: DecoderSpec
+
+    def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
+        """The leaf `name` on the devices: an array, a QuantizedWeight or a SplitWeight. leaf: a numpy or jax array."""
+        leaf = pad_leaf(name, leaf, self.spec, self.shards)
+        if self.scheme_of_leaf(name, leaf.shape) is None:
+            return jax.block_until_ready(self._dense(name, leaf))
+        return self._on_each_device(name, leaf.shape, lambda index: self.quantizer(name, leaf[index]))
+
+    def part(self, name: str, leaf: Float[Any, "*shape"]) -> Array:
+        """A dense part of a JoinedWeight, on the devices."""
+        axis = split_axis(name, leaf.ndim, self.shards, self.spec)
+        self._check_divides(name, leaf.shape, axis)
+        return _put(leaf, sharding_on(self.mesh, axis))
+
+    def packed(self, name: str, weight: QuantizedWeight) -> Any:
+        """A leaf of a checkpoint that is quantised, in the layout "plain", on the devices."""
+        weight, axis = self._padded(name, weight)
+        return self._on_each_device(
+            name, weight.shape, lambda index: self.quantizer.packed(name, _cut(weight, axis, index))
+        )
+
+    def packed_shape(self, name: str, weight: QuantizedWeight) -> Any:
+        """As `packed`, for ShapeDtypeStructs."""
+        padded, axis = self._padded(name, weight)
+        index = next(iter(self._indices(name, padded.shape).values()))
+        local = jax.eval_shape(lambda one: _cut(one, axis, index), padded)
+        return self._joined_shape(name, self.quantizer.packed_shape(name, local))
+
+    def shapes(self, shapes: Params) -> Params:
+        """The tree `param_shapes(spec, dtype)`, as it is on the devices."""
+        return {
+            name: tuple(map(self.shapes, leaf)) if name == "layers" else self.shape(name, leaf)
+            for name, leaf in shapes.items()
+        }
+
+    def shape(self, name: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        """As `__call__`, for a ShapeDtypeStruct."""
+        shape = padded_shape(name, leaf.shape, self.spec, self.shards)
+        if self.scheme_of_leaf(name, shape) is not None:
+            local = jax.ShapeDtypeStruct(self._local(name, shape), leaf.dtype)
+            return self._joined_shape(name, self.quantizer.shape(name, local))
+        if not self._is_cut(name):
+            axis = split_axis(name, len(shape), self.shards, self.spec)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding_on(self.mesh, axis))
+        here, count = self.shards.parts_here, self.shards.count
+        of_one = (count * shape[0], *shape[1:-1], shape[-1] // (here * count))
+        one = jax.ShapeDtypeStruct(of_one, leaf.dtype, sharding=sharding_on(self.mesh, 0))
+        return SplitWeight((one,) * here)
+
+    def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
+        """The scheme of a device's part of the leaf `name`; None if it keeps its dtype. shape: of the whole leaf."""
+        return self.quantizer.scheme_of_leaf(name, self._local(name, padded_shape(name, shape, self.spec, self.shards)))
+
+    def _is_cut(self, name: str) -> bool:
+        """Whether a dense leaf becomes a SplitWeight."""
+        return self.shards.parts > 1 and splits_inputs(name, self.shards)
+
+    def _local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        axis = split_axis(name, len(shape), self.shards, self.spec)
+        return sharding_on(self.mesh, axis).shard_shape(shape)
+
+    def _dense(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
+        axis = split_axis(name, leaf.ndim, self.shards, self.spec)
+        if not self._is_cut(name):
+            return _put(leaf, sharding_on(self.mesh, axis))
+        # part p of the sum belongs to device p // parts_here
+        count, here = self.shards.count, self.shards.parts_here
+        width = leaf.shape[-1] // (count * here)
+        parts = []
+        for part in range(here):
+            firsts = [(device * here + part) * width for device in range(count)]
+            whole = np.concatenate([leaf[..., first : first + width] for first in firsts])
+            parts.append(_put(whole, sharding_on(self.mesh, 0)))
+        return SplitWeight(tuple(parts))
+
+    def _indices(self, name: str, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
+        """The part of a leaf that each device of this process has."""
+        axis = split_axis(name, len(shape), self.shards, self.spec)
+        return sharding_on(self.mesh, axis).addressable_devices_indices_map(shape)
+
+    def _on_each_device(self, name: str, shape: tuple[int, ...], make: Callable[[tuple[slice, ...]], Any]) -> Any:
+        """Make the part of each device there, and join the parts. make: called with the part's slices of the leaf."""
+        made = []
+        for device, index in self._indices(name, shape).items():
+            with jax.default_device(device):
+                made.append(jax.block_until_ready(make(index)))
+        return jax.tree.map(functools.partial(self._join, name), *made)
+
+    def _join(self, name: str, *parts: Array) -> Array:
+        shape, sharding = self._joined(name, parts[0].shape)
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
+
+    def _joined_shape(self, name: str, local: Any) -> Any:
+        """A device's part as ShapeDtypeStructs, after `_join`."""
+
+        def joined(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            shape, sharding = self._joined(name, leaf.shape)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(joined, local)
+
+    def _joined(self, name: str, local: tuple[int, ...]) -> tuple[tuple[int, ...], jax.sharding.Sharding]:
+        if split_axis(name, len(local), self.shards, self.spec) is None or not local:
+            return local, sharding_on(self.mesh, None)
+        return (local[0] * self.shards.count, *local[1:]), sharding_on(self.mesh, 0)
+
+    def _check_divides(self, name: str, shape: tuple[int, ...], axis: int | None) -> None:
+        if axis is not None and shape[axis] % self.shards.count:
+            raise ModelLoadError(
+                f"tensor_parallel_size={self.shards.count}: {name} {list(shape)} is quantised in parts, and "
+                f"{shape[axis]} cannot be split: use a number of devices that divides it"
+            )
+
+    def _padded(self, name: str, weight: QuantizedWeight) -> tuple[QuantizedWeight, int | None]:
+        """A weight in the layout "plain" with padded outputs, and the axis that is split."""
+        shape = padded_shape(name, weight.shape, self.spec, self.shards)
+        axis = split_axis(name, len(shape), self.shards, self.spec)
+        count = self.shards.count
+        if axis == len(shape) - 1:
+            divided = shape == weight.shape and all(
+                width in (0, 1) or width % count == 0
+                for array in ARRAYS[:-1]
+                for width in [0 if getattr(weight, array) is None else getattr(weight, array).shape[-1]]
+            )
+            if weight.order is not None or not divided:
+                why = "its inputs have an order of their own (desc_act)" if weight.order is not None else (
+                    f"its {weight.groups} groups of inputs do not split into {count} equal parts"
+                )
+                raise ModelLoadError(
+                    f"tensor_parallel_size={count}: the quantised matrix {name} {list(weight.shape)} cannot be split: "
+                    f"{why}: use a smaller number of devices, or another checkpoint of the model"
+                )
+        if shape == weight.shape:
+            return weight, axis
+
+        def pad(array: Any) -> Any:
+            wanted = (*shape[:-1], array.shape[-1])
+            if isinstance(array, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(wanted, array.dtype)
+            return pad_leaf(name, np.asarray(array), self.spec, self.shards)
+
+        arrays = {field: pad(a) for field in ARRAYS[:-1] if (a := getattr(weight, field)) is not None}
+        return dataclasses.replace(weight, shape=shape, **arrays), axis
+
+
+def quantizer_for(quantizer: Quantizer, shards: Shards, spec: DecoderSpec) -> "Quantizer | ShardedQuantizer":
+    """The quantizer of a model on the devices of an engine: `quantizer` itself if nothing is split.
+
+    spec: before `split_spec`. Raises ModelLoadError if there are too few devices.
+    """
+    if shards.divisor == 1:
+        return quantizer
+    return ShardedQuantizer(quantizer, make_mesh(find_devices(shards)), shards, spec)
+
+
+def _cut(weight: QuantizedWeight, axis: int | None, index: tuple[slice, ...]) -> QuantizedWeight:
+    """A device's part of a weight in the layout "plain". index: of its shape."""
+    if axis is None:
+        return weight
+    start, stop, _ = index[axis].indices(weight.shape[axis])
+    on_inputs = axis == len(weight.shape) - 1
+
+    def cut(array: Any) -> Any:
+        if not on_inputs:
+            return array[(slice(None),) * axis + (slice(start, stop),)]
+        width, inputs = array.shape[-1], weight.shape[-1]
+        return array if width == 1 else array[..., start * width // inputs : stop * width // inputs]
+
+    arrays = {field: cut(a) for field in ARRAYS[:-1] if (a := getattr(weight, field)) is not None}
+    shape = (*weight.shape[:axis], stop - start, *weight.shape[axis + 1 :])
+    return dataclasses.replace(weight, shape=shape, **arrays)
+
+
+def _put(leaf: Float[Any, "*shape"], sharding: jax.sharding.Sharding) -> Array:
+    """A host array on the devices. Only the parts of this process's devices are read."""
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(leaf, sharding)
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        # a copy: JAX may use the memory of a view on CPU, and the whole leaf would stay in memory
+        found = leaf[index]
+        return found if found.shape == leaf.shape else np.array(found)
+
+    return jax.make_array_from_callback(leaf.shape, sharding, part)

@@ -1,0 +1,353 @@
+"""Tensor parallelism: how the arrays of a model are split over the devices of an engine.
+
+Every device runs the same program on its own part of the arrays, inside `jax.shard_map`. Each device has some of the
+query heads, KV heads, vocabulary, and columns of the feed-forward networks (or some of the experts). The residual
+stream is whole on every device. So a layer has two sums over devices: after `o` and after `down`.
+
+`AXES` names the logical axes of each leaf, and `SPLIT` the ones that are split. Sizes that the devices do not divide
+are padded with zeros, which add nothing to a sum; KV heads that are too few are repeated (`split_spec`, `pad_leaf`).
+
+With `parts` > 1 results have the same bits for every number of devices that divides `parts`. Each sum over split inputs
+is then computed as `parts` products, which are added in one fixed tree.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.models.kv_scales import KVScales
+from jpaged.models.spec import DecoderSpec, QKNorm
+
+TENSOR = "tensor"  # name of the mesh axis
+PARTS = 8          # of each sum with `deterministic`: results are equal on 1, 2, 4 and 8 devices
+
+# Logical axes of each leaf; leaves that are not here are whole on every device. A `*` stands for axes before those that
+# follow: vectors of layers are stacked.
+AXES: dict[str, tuple[str, ...]] = {
+    "embed": ("vocab", "embed"),
+    "lm_head": ("vocab", "embed"),
+    "qkv": ("kv_heads", "part", "head_dim", "hidden"),
+    "qkv_bias": ("kv_heads", "part", "head_dim"),
+    "q": ("heads", "hidden"),
+    "k": ("kv_heads", "hidden"),
+    "v": ("kv_heads", "hidden"),
+    "o": ("hidden", "heads"),
+    "sinks": ("heads",),
+    "q_b": ("heads", "head_dim", "latent"),
+    "kv_b": ("heads", "head_dim", "latent"),
+    "gate_up": ("part", "intermediate", "hidden"),
+    "gate": ("intermediate", "hidden"),
+    "up": ("intermediate", "hidden"),
+    "up_bias": ("*", "intermediate"),
+    "down": ("hidden", "intermediate"),
+    "expert_gate_up": ("experts", "part", "intermediate", "hidden"),
+    "expert_gate_up_bias": ("experts", "part", "intermediate"),
+    "expert_down": ("experts", "hidden", "intermediate"),
+    "expert_down_bias": ("experts", "hidden"),
+    "shared_gate_up": ("part", "intermediate", "hidden"),
+    "shared_down": ("hidden", "intermediate"),
+}
+SPLIT = ("vocab", "heads", "kv_heads", "intermediate", "experts")
+_OF_EXPERTS = frozenset({"expert_gate_up", "expert_gate_up_bias", "expert_down", "expert_down_bias"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Number of parts that arrays are split into. Static: a part of compiled programs."""
+
+    count: int = 1                 # devices
+    parts: int = 1                 # products of each sum over split inputs; a multiple of `count`, or 1
+    expert_parallel: bool = False  # each device has some of the experts; else a part of every expert
+
+    @property
+    def divisor(self) -> int:
+        """Sizes of split axes are multiples of this, except the vocabulary and the experts."""
+        return max(self.count, self.parts)
+
+    @property
+    def parts_here(self) -> int:
+        """Products that a device computes for a sum over split inputs."""
+        return max(1, self.parts // self.count)
+
+    def index(self) -> Int[Array, ""] | int:
+        """Index of the device that runs the program."""
+        return lax.axis_index(TENSOR) if self.count > 1 else 0
+
+    def first(self, size: int) -> Int[Array, ""] | int:
+        """First index of this device's part of an axis, of which it has `size` entries."""
+        return self.index() * size
+
+    def total(self, products: Sequence[Float[Array, "*shape"]], dtype: DTypeLike) -> Float[Array, "*shape"]:
+        """Sum over this device's products and over all devices, in `dtype`.
+
+        products: `parts_here` arrays. With `parts` > 1 they are float32, and the order of the additions is fixed.
+        """
+        if self.parts == 1:
+            (product,) = products
+            return (lax.psum(product, TENSOR) if self.count > 1 else product).astype(dtype)
+        total = _tree_sum(list(products))
+        if self.count > 1:
+            total = _tree_sum(list(lax.all_gather(total, TENSOR)))
+        return total.astype(dtype)
+
+    def on_first(self, x: Array) -> Array:
+        """x on the first device, zeros on all others: for what a sum over devices must contain once."""
+        return x if self.count == 1 else jnp.where(self.index() == 0, x, jnp.zeros_like(x))
+
+
+WHOLE = Shards()
+
+
+def shards_of(config: EngineConfig) -> Shards:
+    """The shards that the options of an engine ask for."""
+    parts = PARTS if config.deterministic else 1
+    return Shards(config.tensor_parallel_size, parts, config.enable_expert_parallel)
+
+
+def find_devices(shards: Shards) -> list[jax.Device]:
+    """The devices of an engine. Raises ModelLoadError if there are fewer than it needs."""
+    devices, count = jax.devices(), shards.count
+    if len(devices) < count:
+        hint = ""
+        if devices[0].platform == "cpu":
+            hint = f". To try it on CPU, set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        raise ModelLoadError(
+            f"tensor_parallel_size={count}: there are {len(devices)} devices ({devices[0].device_kind}): use "
+            f"tensor_parallel_size={len(devices)} or less{hint}"
+        )
+    return devices[:count]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitWeight:
+    """A matrix that is cut along its inputs: one array for each product of a sum (`Shards.parts`)."""
+
+    parts: tuple[Any, ...]  # each [..., in / parts]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole matrix."""
+        first = self.parts[0].shape
+        return (*first[:-1], first[-1] * len(self.parts))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """dtype of the weights."""
+        return self.parts[0].dtype
+
+
+def _tree_sum(values: list[Array]) -> Array:
+    """Sum of 2^n values: neighbours first."""
+    while len(values) > 1:
+        values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadPadding:
+    """KV heads and query heads after padding. Each KV head becomes `repeats` ones, which share its query heads."""
+
+    repeats: int
+    kv_heads: int  # after repeats and padding
+    q_per_kv: int  # of one repeat; the last ones may be padding
+
+
+def head_padding(spec: DecoderSpec, divisor: int) -> HeadPadding:
+    """The cheapest way to make the KV heads a multiple of `divisor`: add heads of zeros, or repeat heads."""
+    kv, group = spec.num_kv_heads, spec.q_per_kv
+    repeats = divisor // math.gcd(kv, divisor)
+    padded = HeadPadding(1, -(-kv // divisor) * divisor, group)
+    repeated = HeadPadding(repeats, kv * repeats, -(-group // repeats))
+    return min(padded, repeated, key=lambda one: one.kv_heads * (one.q_per_kv + 2))
+
+
+def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
+    """The model with sizes that can be split. Padding has weights of zeros, so the results are the same.
+
+    The vocabulary and the number of experts stay as they are; only their arrays are padded.
+    Raises ModelLoadError if heads can be neither split nor padded.
+    """
+    divisor = shards.divisor
+    if divisor == 1:
+        return spec
+
+    def up(size: int) -> int:
+        return -(-size // divisor) * divisor
+
+    experts = spec.experts
+    if experts is not None:
+        of_one = experts.intermediate_size if shards.expert_parallel else up(experts.intermediate_size)
+        experts = dataclasses.replace(experts, intermediate_size=of_one, shared_size=up(experts.shared_size))
+    changed = {"intermediate_size": up(spec.intermediate_size), "experts": experts}
+    if spec.latent is not None:
+        return dataclasses.replace(spec, num_heads=up(spec.num_heads), **changed)
+    heads = head_padding(spec, divisor)
+    made = dataclasses.replace(
+        spec, num_heads=heads.kv_heads * heads.q_per_kv, num_kv_heads=heads.kv_heads,
+        attention_scale=spec.scale, **changed,
+    )  # fmt: skip
+    if made.num_heads != spec.num_heads and (spec.alibi is not None or spec.qk_norm is QKNorm.PROJECTION):
+        why = "slopes (alibi)" if spec.alibi is not None else "a norm over all heads"
+        raise ModelLoadError(
+            f"the model has {spec.num_heads} query heads and {spec.num_kv_heads} KV heads, which {divisor} devices do "
+            f"not divide, and {why}, which padding would change: use tensor_parallel_size "
+            f"{_or([n for n in range(1, divisor) if spec.num_kv_heads % n == 0])}"
+        )
+    return made
+
+
+def _or(sizes: list[int]) -> str:
+    return " or ".join(map(str, sizes))
+
+
+def local_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
+    """The part of a model of `split_spec` that one device has: for the sizes of kernels, pages and temporaries."""
+    count = shards.count
+    if count == 1:
+        return spec
+    experts = spec.experts
+    if experts is not None:
+        of_one = experts.intermediate_size // (1 if shards.expert_parallel else count)
+        experts = dataclasses.replace(experts, intermediate_size=of_one, shared_size=experts.shared_size // count)
+    return dataclasses.replace(
+        spec, num_heads=spec.num_heads // count, num_kv_heads=max(1, spec.num_kv_heads // count),
+        intermediate_size=spec.intermediate_size // count, experts=experts,
+    )  # fmt: skip
+
+
+# -- arrays -------------------------------------------------------------------------------------------------------
+
+
+def split_axis(name: str, dimensions: int, shards: Shards, spec: DecoderSpec, *, transposed: bool = False) -> int | None:
+    """The axis of the leaf `name` that is split. None: the leaf is whole on every device.
+
+    transposed: a matrix is stored [in, out].
+    """
+    axes = AXES.get(name)
+    if name in ("q_norm", "k_norm") and spec.qk_norm is QKNorm.PROJECTION:
+        axes = ("heads",)
+    if axes is None:
+        return None
+    wanted = [axis for axis in axes if axis in SPLIT]
+    if name in _OF_EXPERTS:
+        wanted = ["experts"] if shards.expert_parallel else [axis for axis in wanted if axis != "experts"]
+    if not wanted:
+        return None
+    axis = axes.index(wanted[0]) + dimensions - len(axes)
+    return dimensions - 1 - axis if transposed else axis
+
+
+def splits_inputs(name: str, shards: Shards) -> bool:
+    """Whether the inputs of the matrix `name` are split, so that its product is summed over devices."""
+    if name == "expert_down":
+        return not shards.expert_parallel
+    return name in ("o", "down", "shared_down")
+
+
+def pad_leaf(
+    name: str, leaf: Float[Any, "*shape"], spec: DecoderSpec, shards: Shards
+) -> Float[Any, "*shape"]:
+    """The leaf `name` of a model in the shapes of `split_spec`. The leaf itself if nothing changes.
+
+    spec: of the leaf, before `split_spec`.
+    """
+    wanted = padded_shape(name, leaf.shape, spec, shards)
+    if wanted == leaf.shape:
+        return leaf
+    padded = np.zeros(wanted, leaf.dtype)
+    if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
+        _pad_heads(name, np.asarray(leaf), padded, spec, head_padding(spec, shards.divisor))
+    else:
+        padded[tuple(slice(size) for size in leaf.shape)] = leaf
+    return padded
+
+
+def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: Shards) -> tuple[int, ...]:
+    """Shape of a leaf after `pad_leaf`."""
+    axis = split_axis(name, len(shape), shards, spec)
+    if axis is None:
+        return shape
+    kind = AXES.get(name, ("heads",))[axis - len(shape)]
+    divisor = shards.count if kind in ("vocab", "experts") else shards.divisor
+    size = -(-shape[axis] // divisor) * divisor
+    if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
+        heads = head_padding(spec, shards.divisor)
+        if name in ("qkv", "qkv_bias"):
+            return (heads.kv_heads, heads.q_per_kv + 2, *shape[2:])
+        size = heads.kv_heads * heads.q_per_kv * (spec.head_dim if name == "o" else 1)
+    return (*shape[:axis], size, *shape[axis + 1 :])
+
+
+def _pad_heads(name: str, leaf: np.ndarray, padded: np.ndarray, spec: DecoderSpec, heads: HeadPadding) -> None:
+    """Fill `padded`, which is zeros, with the heads of a leaf. See `HeadPadding`."""
+    kv, group = spec.num_kv_heads, spec.q_per_kv
+    whole = name in ("qkv", "qkv_bias")
+    if whole:
+        source, target = leaf, padded
+    else:  # the last axis is heads, or heads and head_dim
+        source = leaf.reshape(-1, kv, group, leaf.shape[-1] // spec.num_heads)
+        target = padded.reshape(source.shape[0], heads.kv_heads, heads.q_per_kv, source.shape[-1])
+        source, target = source.swapaxes(0, 1), target.swapaxes(0, 1)  # views; KV heads come first
+        source, target = source.swapaxes(1, 2), target.swapaxes(1, 2)  # then the query heads
+    for head in range(kv):
+        for repeat in range(heads.repeats):
+            first = repeat * heads.q_per_kv
+            count = max(0, min(heads.q_per_kv, group - first))
+            place = target[head * heads.repeats + repeat]
+            place[:count] = source[head, first : first + count]
+            if whole:
+                place[-2:] = source[head, -2:]
+
+
+def pad_kv_scales(scales: KVScales | None, spec: DecoderSpec, shards: Shards) -> KVScales | None:
+    """Scales of a checkpoint's KV heads in the shapes of `split_spec`. spec: before it."""
+    if scales is None or shards.divisor == 1 or spec.latent is not None:
+        return scales
+    heads = head_padding(spec, shards.divisor)
+
+    def pad(array: np.ndarray) -> np.ndarray:
+        repeated = np.repeat(array, heads.repeats, axis=1)
+        return np.pad(repeated, ((0, 0), (0, heads.kv_heads - repeated.shape[1])), constant_values=1.0)
+
+    return KVScales(pad(scales.keys), pad(scales.values))
+
+
+# -- placing ------------------------------------------------------------------------------------------------------
+
+
+def make_mesh(devices: Sequence[Any]) -> Mesh:
+    """The mesh of one engine: its devices along the axis "tensor"."""
+    return Mesh(np.array(devices), (TENSOR,))
+
+
+def sharding_on(mesh: Mesh, axis: int | None) -> jax.sharding.Sharding:
+    """Sharding of an array whose axis `axis` is split; None: whole on every device."""
+    if mesh.size == 1:
+        return jax.sharding.SingleDeviceSharding(mesh.devices.flat[0])
+    return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR))
+
+
+def local_shape(leaf: Any) -> tuple[int, ...]:
+    """Shape of the part of an array, or a ShapeDtypeStruct, that one device has."""
+    sharding = getattr(leaf, "sharding", None)
+    return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+
+
+def local_shapes(tree: Any) -> Any:
+    """A tree of arrays as ShapeDtypeStructs of what one device has. Static fields of the tree stay."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(local_shape(leaf), leaf.dtype), tree)
