@@ -76,6 +76,12 @@ class Shards:
         return max(self.count, self.parts)
 
     @property
+    def columns(self) -> int:
+        """Widths of feed-forward networks are multiples of this. Native kernels for CPU take 16 outputs at a time; a
+        part with other widths would be computed by XLA, with other bits."""
+        return self.divisor * (16 if self.parts > 1 else 1)
+
+    @property
     def parts_here(self) -> int:
         """Products that a device computes for a sum over split inputs."""
         return max(1, self.parts // self.count)
@@ -186,14 +192,16 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
     if divisor == 1:
         return spec
 
-    def up(size: int) -> int:
-        return -(-size // divisor) * divisor
+    def up(size: int, unit: int = divisor) -> int:
+        return -(-size // unit) * unit
 
     experts = spec.experts
     if experts is not None:
-        of_one = experts.intermediate_size if shards.expert_parallel else up(experts.intermediate_size)
-        experts = dataclasses.replace(experts, intermediate_size=of_one, shared_size=up(experts.shared_size))
-    changed = {"intermediate_size": up(spec.intermediate_size), "experts": experts}
+        of_one = experts.intermediate_size
+        of_one = of_one if shards.expert_parallel else up(of_one, shards.columns)
+        shared = up(experts.shared_size, shards.columns)
+        experts = dataclasses.replace(experts, intermediate_size=of_one, shared_size=shared)
+    changed = {"intermediate_size": up(spec.intermediate_size, shards.columns), "experts": experts}
     if spec.latent is not None:
         return dataclasses.replace(spec, num_heads=up(spec.num_heads), **changed)
     heads = head_padding(spec, divisor)
@@ -283,7 +291,8 @@ def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: S
     if axis is None:
         return shape
     kind = AXES.get(name, ("heads",))[axis - len(shape)]
-    divisor = shards.count if kind in ("vocab", "experts") else shards.divisor
+    units = {"vocab": shards.count, "experts": shards.count, "intermediate": shards.columns}
+    divisor = units.get(kind, shards.divisor)
     size = -(-shape[axis] // divisor) * divisor
     if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
         heads = head_padding(spec, shards.divisor)
