@@ -72,14 +72,20 @@ class Shards:
 
     @property
     def divisor(self) -> int:
-        """Sizes of split axes are multiples of this, except the vocabulary and the experts."""
+        """Parts of every array that is split, on all devices together."""
         return max(self.count, self.parts)
 
     @property
-    def columns(self) -> int:
-        """Widths of feed-forward networks are multiples of this. Native kernels for CPU take 16 outputs at a time; a
-        part with other widths would be computed by XLA, with other bits."""
-        return self.divisor * (16 if self.parts > 1 else 1)
+    def tile(self) -> int:
+        """Outputs of a device's part of a matrix are a multiple of this. With `parts` > 1 it is the tile of the native
+        kernels for CPU: XLA would compute a part with other outputs, with other bits."""
+        return 16 if self.parts > 1 else 1
+
+    def units(self, kind: str) -> int:
+        """Sizes of the logical axis `kind` are multiples of this."""
+        if kind in ("vocab", "intermediate"):
+            return self.divisor * self.tile
+        return self.count if kind == "experts" else self.divisor
 
     @property
     def parts_here(self) -> int:
@@ -173,13 +179,16 @@ class HeadPadding:
     q_per_kv: int  # of one repeat; the last ones may be padding
 
 
-def head_padding(spec: DecoderSpec, divisor: int) -> HeadPadding:
-    """The cheapest way to make the KV heads a multiple of `divisor`: add heads of zeros, or repeat heads."""
-    kv, group = spec.num_kv_heads, spec.q_per_kv
+def head_padding(spec: DecoderSpec, shards: Shards) -> HeadPadding:
+    """The cheapest way to make the KV heads a multiple of the divisor: add heads of zeros, or repeat heads."""
+    kv, group, divisor = spec.num_kv_heads, spec.q_per_kv, shards.divisor
     repeats = divisor // math.gcd(kv, divisor)
     padded = HeadPadding(1, -(-kv // divisor) * divisor, group)
     repeated = HeadPadding(repeats, kv * repeats, -(-group // repeats))
-    return min(padded, repeated, key=lambda one: one.kv_heads * (one.q_per_kv + 2))
+    best = min(padded, repeated, key=lambda one: one.kv_heads * (one.q_per_kv + 2))
+    while (best.q_per_kv + 2) * spec.head_dim % shards.tile:
+        best = dataclasses.replace(best, q_per_kv=best.q_per_kv + 1)
+    return best
 
 
 def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
@@ -195,16 +204,16 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
     def up(size: int, unit: int = divisor) -> int:
         return -(-size // unit) * unit
 
-    experts = spec.experts
+    experts, columns = spec.experts, shards.units("intermediate")
     if experts is not None:
         of_one = experts.intermediate_size
-        of_one = of_one if shards.expert_parallel else up(of_one, shards.columns)
-        shared = up(experts.shared_size, shards.columns)
+        of_one = of_one if shards.expert_parallel else up(of_one, columns)
+        shared = up(experts.shared_size, columns)
         experts = dataclasses.replace(experts, intermediate_size=of_one, shared_size=shared)
-    changed = {"intermediate_size": up(spec.intermediate_size, shards.columns), "experts": experts}
+    changed = {"intermediate_size": up(spec.intermediate_size, columns), "experts": experts}
     if spec.latent is not None:
         return dataclasses.replace(spec, num_heads=up(spec.num_heads), **changed)
-    heads = head_padding(spec, divisor)
+    heads = head_padding(spec, shards)
     made = dataclasses.replace(
         spec, num_heads=heads.kv_heads * heads.q_per_kv, num_kv_heads=heads.kv_heads,
         attention_scale=spec.scale, **changed,
@@ -279,7 +288,7 @@ def pad_leaf(
         return leaf
     padded = np.zeros(wanted, leaf.dtype)
     if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
-        _pad_heads(name, np.asarray(leaf), padded, spec, head_padding(spec, shards.divisor))
+        _pad_heads(name, np.asarray(leaf), padded, spec, head_padding(spec, shards))
     else:
         padded[tuple(slice(size) for size in leaf.shape)] = leaf
     return padded
@@ -291,11 +300,10 @@ def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: S
     if axis is None:
         return shape
     kind = AXES.get(name, ("heads",))[axis - len(shape)]
-    units = {"vocab": shards.count, "experts": shards.count, "intermediate": shards.columns}
-    divisor = units.get(kind, shards.divisor)
+    divisor = shards.units(kind)
     size = -(-shape[axis] // divisor) * divisor
     if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
-        heads = head_padding(spec, shards.divisor)
+        heads = head_padding(spec, shards)
         if name in ("qkv", "qkv_bias"):
             return (heads.kv_heads, heads.q_per_kv + 2, *shape[2:])
         size = heads.kv_heads * heads.q_per_kv * (spec.head_dim if name == "o" else 1)
@@ -327,7 +335,7 @@ def pad_kv_scales(scales: KVScales | None, spec: DecoderSpec, shards: Shards) ->
     """Scales of a checkpoint's KV heads in the shapes of `split_spec`. spec: before it."""
     if scales is None or shards.divisor == 1 or spec.latent is not None:
         return scales
-    heads = head_padding(spec, shards.divisor)
+    heads = head_padding(spec, shards)
 
     def pad(array: np.ndarray) -> np.ndarray:
         repeated = np.repeat(array, heads.repeats, axis=1)

@@ -122,7 +122,8 @@ class Blueprint:
         """Options of every `sample` and `score` program."""
         rows = 8 if self.placement.platform == "cpu" else 64
         return SamplerOptions(
-            self.num_logprobs, self.config.logprobs_mode, self.model.processors, rows_per_search=rows
+            self.num_logprobs, self.config.logprobs_mode, self.model.processors, rows_per_search=rows,
+            fixed_sums=self.placement.shards.parts > 1,
         )  # fmt: skip
 
     @property

@@ -37,6 +37,7 @@ from jpaged.runtime.vocab_search import (
     invert_cdf,
     kth_largest,
     likeliest,
+    row_sums,
     top_p_edge,
     typical_range,
 )
@@ -84,6 +85,9 @@ class SamplerOptions:
     processors: tuple[LogitsProcessor, ...] = ()
     # Rows of one turn of a search over the whole vocabulary. 8 rows keep a core busy; accelerators need more.
     rows_per_search: int = 8
+    # Add the vocabulary in one fixed order. Else XLA chooses it, and on CPU it depends on what is fused with a sum: one
+    # and eight devices then differed in the last bit of a log-probability.
+    fixed_sums: bool = False
 
     @property
     def normalises(self) -> bool:
@@ -147,7 +151,7 @@ def sample_tokens(
     is_random = temperature > GREEDY_BELOW
     # The inverse of a huge temperature must not become 0: 0 * -inf is NaN.
     inverse = jnp.where(is_random, jnp.maximum(1 / temperature, jnp.finfo(jnp.float32).tiny), 1.0)
-    row_logits = _Logits(work, peak, inverse, maxima)
+    row_logits = _Logits(work, peak, inverse, maxima, options.fixed_sums)
     rows = len(greedy)
 
     def draw() -> tuple[Int[Array, " rows"], _Kept]:
@@ -171,7 +175,7 @@ def sample_tokens(
         beam_temperature = _float(fields[:, Field.BEAM_TEMPERATURE])[:, None]
         is_beam = beam_temperature > 0
         reported = jnp.where(is_beam, work / jnp.where(is_beam, beam_temperature, 1.0), reported)
-        return _describe(reported, token_ids, is_beam | options.normalises, options.num_logprobs)
+        return _describe(reported, token_ids, is_beam | options.normalises, options)
 
     def without_logprobs() -> Sampled:
         shapes = jax.eval_shape(with_logprobs)
@@ -195,19 +199,19 @@ def describe_tokens(
 ) -> Sampled:
     """Log-probabilities of given tokens, from the model's own logits: for prompt log-probabilities."""
     normalised = jnp.full((len(token_ids), 1), options.normalises)
-    return _describe(logits, token_ids, normalised, options.num_logprobs)
+    return _describe(logits, token_ids, normalised, options)
 
 
 def _describe(
     logits: Float[Array, "rows vocab"],
     token_ids: Int[Array, " rows"],
     normalised: Bool[Array, "rows 1"],
-    num_logprobs: int,
+    options: SamplerOptions,
 ) -> Sampled:
     """Values of the tokens and of the most likely ids. normalised: log-probabilities instead of logits."""
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
-    normaliser = jnp.where(normalised, jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
-    top_logits, top_ids = likeliest(logits, num_logprobs)
+    normaliser = jnp.where(normalised, _logsumexp(logits, fixed=options.fixed_sums), 0.0)
+    top_logits, top_ids = likeliest(logits, options.num_logprobs)
     return Sampled(
         token_ids,
         logprobs=(chosen - normaliser)[:, 0],
@@ -215,6 +219,13 @@ def _describe(
         top_ids=top_ids,
         top_logprobs=top_logits - normaliser,
     )
+
+
+def _logsumexp(x: Float[Array, "rows vocab"], *, fixed: bool) -> Float[Array, "rows 1"]:
+    if not fixed:
+        return jax.nn.logsumexp(x, axis=-1, keepdims=True)
+    peak = jnp.max(x, axis=-1, keepdims=True)
+    return jnp.log(row_sums(jnp.exp(x - peak), fixed=True))[:, None] + peak
 
 
 # -- before the temperature ---------------------------------------------------------------------------------------
@@ -270,6 +281,7 @@ class _Logits:
     peak: Leaf     # float32[rows]  the largest of each row
     inverse: Leaf  # float32[rows]  1 / temperature
     maxima: Leaf   # float32[rows, blocks]  the largest of each block of CANDIDATE_BLOCK
+    fixed: bool = flax.struct.field(pytree_node=False, default=False)  # `SamplerOptions.fixed_sums`
 
     def less_peak(self, of: Float[Array, "rows n"] | None = None) -> Float[Array, "rows n"]:
         """Logits (of: some of them) less the largest of their row, at its temperature: logarithms of weights, <= 0.
@@ -334,7 +346,7 @@ def _draw(
     kept = values >= threshold[:, None]
     weights = jnp.where(kept, jnp.exp(values), 0.0)
     needs_mass = is_random & cut & ~settled & (top_k == 0)
-    mass = jnp.where(settled, weights.sum(axis=1), jnp.inf)
+    mass = jnp.where(settled, row_sums(weights, fixed=logits.fixed), jnp.inf)
     mass = lax.cond(jnp.any(needs_mass), lambda: jnp.where(needs_mass, _mass(logits, floor), mass), lambda: mass)
     reached = jnp.cumsum(weights, axis=1) >= (top_p * mass)[:, None]
     edge = jnp.take_along_axis(values, jnp.argmax(reached, axis=1)[:, None], axis=1)[:, 0]
@@ -348,7 +360,7 @@ def _draw(
     threshold = search_rows(is_random & ~settled & cut, _top_p_edge_of_all, (logits, threshold, top_p), threshold)
     found = _Kept(threshold, jnp.zeros(rows), jnp.full(rows, jnp.inf))
     if typical:
-        among = typical_range(values, values >= threshold[:, None], typical_p)
+        among = typical_range(values, values >= threshold[:, None], typical_p, fixed=logits.fixed)
         found = found.replace(centre=among[0], reach=among[1])
         centre, reach = search_rows(
             is_random & ~settled & (typical_p < 1), _typical_range_of_all, (logits, threshold, typical_p), among
@@ -367,7 +379,7 @@ def _draw(
 
 def _mass(logits: _Logits, floor: Float[Array, " rows"]) -> Float[Array, " rows"]:
     x = logits.less_peak()
-    return jnp.sum(jnp.where(x >= floor[:, None], jnp.exp(x), 0.0), axis=1)
+    return row_sums(jnp.where(x >= floor[:, None], jnp.exp(x), 0.0), fixed=logits.fixed)
 
 
 # -- searches over the whole vocabulary ---------------------------------------------------------------------------
@@ -380,19 +392,19 @@ def _kth_of_all(logits: _Logits, top_k: Int[Array, " rows"]) -> Float[Array, " r
 def _top_p_edge_of_all(
     logits: _Logits, threshold: Float[Array, " rows"], top_p: Float[Array, " rows"]
 ) -> Float[Array, " rows"]:
-    return top_p_edge(logits.less_peak(), threshold, top_p)
+    return top_p_edge(logits.less_peak(), threshold, top_p, fixed=logits.fixed)
 
 
 def _typical_range_of_all(
     logits: _Logits, threshold: Float[Array, " rows"], typical_p: Float[Array, " rows"]
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
     x = logits.less_peak()
-    return typical_range(x, x >= threshold[:, None], typical_p, bisect=True)
+    return typical_range(x, x >= threshold[:, None], typical_p, bisect=True, fixed=logits.fixed)
 
 
 def _draw_of_all(logits: _Logits, found: _Kept, uniforms: Float[Array, " rows"]) -> Int[Array, " rows"]:
     x = logits.less_peak()
-    return invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms)
+    return invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms, fixed=logits.fixed)
 
 
 def _search_rows(

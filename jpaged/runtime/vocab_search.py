@@ -5,11 +5,14 @@ halve the range of float32 bit patterns 31 times, which finds a threshold itself
 cut the range into 16 parts instead, 8 times.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
+
+from jpaged.models.experts import row_sum
 
 # Largest block of the two-level searches; a smaller one if it divides the vocabulary.
 BLOCK = 512
@@ -84,11 +87,18 @@ def likeliest(
     return values, ids.astype(jnp.int32)
 
 
-def invert_cdf(weights: Float[Array, "rows vocab"], uniform: Float[Array, " rows"]) -> Int[Array, " rows"]:
+def row_sums(x: Num[Array, "*lead n"], *, fixed: bool) -> Num[Array, "*lead"]:
+    """Sums over the last axis. fixed: in one order, whatever XLA fuses with the sum (`SamplerOptions.fixed_sums`)."""
+    return row_sum(x) if fixed else x.sum(axis=-1)
+
+
+def invert_cdf(
+    weights: Float[Array, "rows vocab"], uniform: Float[Array, " rows"], *, fixed: bool = False
+) -> Int[Array, " rows"]:
     """The first id at which the running sum of weights exceeds uniform * their total: by blocks, then inside one."""
     blocked = _in_blocks(weights, 0.0)
     blocks, size = blocked.shape[1:]
-    ends = jnp.cumsum(blocked.sum(axis=2), axis=1)
+    ends = jnp.cumsum(row_sums(blocked, fixed=fixed), axis=1)
     target = uniform * ends[:, -1]
     block = jnp.minimum(jnp.sum(ends <= target[:, None], axis=1), blocks - 1)
     # Rounding may select an empty block at the very end. Use the last block with weight instead.
@@ -111,31 +121,33 @@ def kth_largest(x: Float[Array, "rows vocab"], top_k: Int[Array, " rows"]) -> Fl
 
 
 def top_p_edge(
-    x: Float[Array, "rows vocab"], threshold: Float[Array, " rows"], top_p: Float[Array, " rows"]
-) -> Float[Array, " rows"]:
+    x: Float[Array, "rows vocab"], threshold: Float[Array, " rows"], top_p: Float[Array, " rows"], *,
+    fixed: bool = False,
+) -> Float[Array, " rows"]:  # fmt: skip
     """The smallest value that top_p keeps, among values x <= 0 at the threshold or above; by bisection."""
     weights = jnp.where(x >= threshold[:, None], jnp.exp(x), 0.0)
-    edge = -smallest_bound(-x, weights, top_p * weights.sum(axis=1))
+    edge = -smallest_bound(-x, weights, top_p * row_sums(weights, fixed=fixed), fixed=fixed)
     # with top_p = 1, rounding of the sums must not drop an id
     return jnp.where(top_p < 1, jnp.maximum(edge, threshold), threshold)
 
 
 def typical_range(
-    x: Float[Array, "rows n"], kept: Bool[Array, "rows n"], typical_p: Float[Array, " rows"], *, bisect: bool = False
-) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
+    x: Float[Array, "rows n"], kept: Bool[Array, "rows n"], typical_p: Float[Array, " rows"], *,
+    bisect: bool = False, fixed: bool = False,
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:  # fmt: skip
     """Locally typical sampling (Meister et al. 2022): the centre and the reach of the values of x that stay.
 
     These are the fewest ids whose surprise is nearest to the entropy and that together have typical_p of the mass.
     bisect: find the reach by bisection instead of a sort.
     """
     weights = jnp.where(kept, jnp.exp(x), 0.0)
-    total = weights.sum(axis=1)
+    total = row_sums(weights, fixed=fixed)
     # The surprise log(total) - x equals the entropy where x equals its own mean.
-    centre = jnp.sum(jnp.where(weights > 0, weights * x, 0.0), axis=1) / total  # -inf has no weight
+    centre = row_sums(jnp.where(weights > 0, weights * x, 0.0), fixed=fixed) / total  # -inf has no weight
     distance = jnp.where(kept, jnp.abs(x - centre[:, None]), jnp.inf)
     wanted = typical_p * total
     if bisect:
-        return centre, smallest_bound(distance, weights, wanted)
+        return centre, smallest_bound(distance, weights, wanted, fixed=fixed)
     order = jnp.argsort(distance, axis=1)
     reached = jnp.cumsum(jnp.take_along_axis(weights, order, axis=1), axis=1) >= wanted[:, None]
     at = jnp.where(reached[:, -1], jnp.argmax(reached, axis=1), jnp.sum(kept, axis=1) - 1)
@@ -143,18 +155,19 @@ def typical_range(
 
 
 def smallest_bound(
-    x: Float[Array, "rows n"], weights: Num[Array, "rows n"], wanted: Num[Array, " rows"]
+    x: Float[Array, "rows n"], weights: Num[Array, "rows n"], wanted: Num[Array, " rows"], *, fixed: bool = False
 ) -> Float[Array, " rows"]:
     """The smallest value of x >= 0 such that the weights of the entries up to it sum to `wanted` or more.
 
     Infinity if all of them do not. weights: >= 0, in the dtype of `wanted`.
     """
     # an NVIDIA card reads x and weights 8 times instead of 31: 46 kernels instead of 161. CPUs and TPUs are slower so.
-    return lax.platform_dependent(x, weights, wanted, cuda=bound_by_sixteenths, default=bound_by_halves)
+    halves = functools.partial(bound_by_halves, fixed=fixed)
+    return lax.platform_dependent(x, weights, wanted, cuda=bound_by_sixteenths, default=halves)
 
 
 def bound_by_halves(
-    x: Float[Array, "rows n"], weights: Num[Array, "rows n"], wanted: Num[Array, " rows"]
+    x: Float[Array, "rows n"], weights: Num[Array, "rows n"], wanted: Num[Array, " rows"], *, fixed: bool = False
 ) -> Float[Array, " rows"]:
     """`smallest_bound` by bisection.
 
@@ -165,7 +178,7 @@ def bound_by_halves(
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + (high - low) // 2
-        ok = jnp.sum(jnp.where(bits <= middle[:, None], weights, 0), axis=1) >= wanted
+        ok = row_sums(jnp.where(bits <= middle[:, None], weights, 0), fixed=fixed) >= wanted
         return jnp.where(ok, low, middle + 1), jnp.where(ok, middle, high)
 
     rows = x.shape[0]
