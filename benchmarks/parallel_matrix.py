@@ -17,6 +17,7 @@ import pathlib
 import sys
 import tempfile
 import time
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 DEVICES = 8
@@ -32,9 +33,9 @@ from tests.golden.checkpoints import VARIANTS, Variant, write_checkpoint  # noqa
 NEAR = 1e-5  # best two log-probabilities closer than this may change places
 # one variant of each family
 FAMILIES = (
-    "llama", "mistral-window", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "mixtral", "gemma", "gemma2", "gemma3", "phi3",
-    "olmo2", "olmo3", "smollm3", "starcoder2", "granite", "gpt2", "gpt-neox", "bloom", "falcon-7b", "falcon-new",
-    "opt-125m", "deepseek-v2-lite", "deepseek-v3", "gpt-oss",
+    "llama", "mistral-window", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "mixtral", "gemma", "gemma2", "gemma3",
+    "phi3", "olmo2", "olmo3", "smollm3", "starcoder2", "granite", "gpt2", "gpt-neox", "bloom", "falcon-7b",
+    "falcon-new", "opt-125m", "deepseek-v2-lite", "deepseek-v3", "gpt-oss",
 )  # fmt: skip
 
 
@@ -53,9 +54,9 @@ class Run:
     seconds: float = 0.0
 
 
-def answers(folder: str, variant: Variant, prompts: list[list[int]], **options: object) -> list[list[dict[int, float]]]:
+def answers(folder: str, variant: Variant, prompts: list[list[int]], **options: Any) -> list[list[dict[int, float]]]:
     """For each prompt and token: log-probabilities by id; the sampled token comes first."""
-    sizes = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    sizes: dict[str, Any] = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
     params = jpaged.SamplingParams(temperature=0, max_tokens=variant.num_tokens, ignore_eos=True, logprobs=5)
     with jpaged.LLM(folder, dtype="float32", max_model_len=256, **sizes, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
@@ -64,7 +65,7 @@ def answers(folder: str, variant: Variant, prompts: list[list[int]], **options: 
         one = output.outputs[0]
         found.append([
             {token: step[token].logprob} | {other: value.logprob for other, value in step.items()}
-            for token, step in zip(one.token_ids, one.logprobs, strict=True)
+            for token, step in zip(one.token_ids, one.logprobs or (), strict=True)
         ])  # fmt: skip
     return found
 

@@ -4,8 +4,8 @@
 2. `blocks_by_expert` sorts the (token, expert) pairs into blocks of rows. All rows of a block have the same expert.
 3. Two products per block, with the gate between them, compute the experts. Each token sums its experts' outputs.
 
-Several devices (`sharding`) have a part of every expert, or some of the experts. Tokens are on all devices: each computes
-what it has, and the sum over devices joins the outputs. No token is dropped.
+Several devices (`sharding`) have a part of every expert, or some of the experts. Every device has all tokens and
+computes its own part, and the sum over devices joins the outputs. No token is dropped.
 
 Padding tokens go to no expert. A token's result does not depend on the other tokens of its blocks. The bits of a
 product are the same from 8 rows on, and each token sums its experts' outputs in the order of its own choice.

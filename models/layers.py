@@ -36,7 +36,7 @@ def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) 
 
 
 def normalise_split(name: str, x: Float[Array, "rows width"], context: LayerContext) -> Float[Array, "rows width"]:
-    """`normalise` for a vector of which each device has a part. RMS norms only."""
+    """`normalise` for a vector that is split over the devices. RMS norms only."""
     shards, spec = context.shards, context.spec
     if shards.divisor == 1:
         return normalise(name, x, context)

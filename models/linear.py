@@ -48,7 +48,7 @@ class LayerContext:
     # int32[], number of first rows that are needed; None: all, and products have gradients
     num_rows: Array | None = None
     gated_dot: str | None = None  # implementation of `gated_dot`; None: the best one
-    shards: Shards = WHOLE        # number of parts of the leaves, of which `params` has this device's
+    shards: Shards = WHOLE        # number of parts of the leaves; `params` has this device's
     # called with the name and the input of each product of `linear` while it is traced; for calibration
     watch: Callable[[str, Array], None] | None = None
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.quantization import Quantizer, Scheme
+from jpaged.models.quantization import LeafPlacer, Quantizer, Scheme
 from jpaged.models.sharding import (
     Shards,
     SplitWeight,
@@ -119,7 +119,8 @@ class ShardedQuantizer:
     def _indices(self, name: str, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
         """The part of a leaf that each device of this process has."""
         axis = split_axis(name, len(shape), self.shards, self.spec)
-        return sharding_on(self.mesh, axis).addressable_devices_indices_map(shape)
+        indices = sharding_on(self.mesh, axis).addressable_devices_indices_map(shape)
+        return {device: index or (slice(None),) * len(shape) for device, index in indices.items()}
 
     def _on_each_device(self, name: str, shape: tuple[int, ...], make: Callable[[tuple[slice, ...]], Any]) -> Any:
         """Make the part of each device there, and join the parts. make: called with the part's slices of the leaf."""
@@ -186,7 +187,7 @@ class ShardedQuantizer:
         return dataclasses.replace(weight, shape=shape, **arrays), axis
 
 
-def quantizer_for(quantizer: Quantizer, shards: Shards, spec: DecoderSpec) -> "Quantizer | ShardedQuantizer":
+def quantizer_for(quantizer: Quantizer, shards: Shards, spec: DecoderSpec) -> LeafPlacer:
     """The quantizer of a model on the devices of an engine: `quantizer` itself if nothing is split.
 
     spec: before `split_spec`. Raises ModelLoadError if there are too few devices.
@@ -219,9 +220,9 @@ def _put(leaf: Float[Any, "*shape"], sharding: jax.sharding.Sharding) -> Array:
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf, sharding)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
         # a copy: JAX may use the memory of a view on CPU, and the whole leaf would stay in memory
-        found = leaf[index]
+        found = leaf if index is None else leaf[index]
         return found if found.shape == leaf.shape else np.array(found)
 
     return jax.make_array_from_callback(leaf.shape, sharding, part)

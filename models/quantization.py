@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,34 @@ def quantized_parts(params: Params) -> Iterator[QuantizedWeight]:
     """All QuantizedWeights of a parameter tree."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
     return (leaf for leaf in leaves if isinstance(leaf, QuantizedWeight))
+
+
+class LeafPlacer(Protocol):
+    """Puts leaves on devices: `Quantizer` on one, `placing.ShardedQuantizer` on several. See their methods."""
+
+    def __call__(self, name: str, leaf: Any) -> Any:
+        """The leaf `name` on the devices."""
+        ...
+
+    def part(self, name: str, leaf: Any) -> Array:
+        """A dense part of a JoinedWeight."""
+        ...
+
+    def packed(self, name: str, weight: QuantizedWeight) -> Any:
+        """A leaf that is quantised in the checkpoint."""
+        ...
+
+    def packed_shape(self, name: str, weight: QuantizedWeight) -> Any:
+        """As `packed`, for ShapeDtypeStructs."""
+        ...
+
+    def shapes(self, shapes: Params) -> Params:
+        """The tree `param_shapes(spec, dtype)`, as it is on the devices."""
+        ...
+
+    def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> "Scheme | None":
+        """The scheme of the leaf `name`; None if it keeps its dtype."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

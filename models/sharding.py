@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
@@ -97,7 +97,7 @@ class Shards:
         return lax.axis_index(TENSOR) if self.count > 1 else 0
 
     def first(self, size: int) -> Int[Array, ""] | int:
-        """First index of this device's part of an axis, of which it has `size` entries."""
+        """First index of this device's part of a split axis. size: of the part."""
         return self.index() * size
 
     def total(self, products: Sequence[Float[Array, "*shape"]], dtype: DTypeLike) -> Float[Array, "*shape"]:
@@ -133,7 +133,8 @@ def find_devices(shards: Shards) -> list[jax.Device]:
     if len(devices) < count:
         hint = ""
         if devices[0].platform == "cpu":
-            hint = f". To try it on CPU, set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            hint = f". To try it on CPU, set the environment variable {flag}"
         raise ModelLoadError(
             f"tensor_parallel_size={count}: there are {len(devices)} devices ({devices[0].device_kind}): use "
             f"tensor_parallel_size={len(devices)} or less{hint}"
@@ -250,7 +251,9 @@ def local_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
 # -- arrays -------------------------------------------------------------------------------------------------------
 
 
-def split_axis(name: str, dimensions: int, shards: Shards, spec: DecoderSpec, *, transposed: bool = False) -> int | None:
+def split_axis(
+    name: str, dimensions: int, shards: Shards, spec: DecoderSpec, *, transposed: bool = False
+) -> int | None:
     """The axis of the leaf `name` that is split. None: the leaf is whole on every device.
 
     transposed: a matrix is stored [in, out].
@@ -277,8 +280,8 @@ def splits_inputs(name: str, shards: Shards) -> bool:
 
 
 def pad_leaf(
-    name: str, leaf: Float[Any, "*shape"], spec: DecoderSpec, shards: Shards
-) -> Float[Any, "*shape"]:
+    name: str, leaf: Shaped[Any, "..."], spec: DecoderSpec, shards: Shards
+) -> Shaped[Any, "..."]:
     """The leaf `name` of a model in the shapes of `split_spec`. The leaf itself if nothing changes.
 
     spec: of the leaf, before `split_spec`.

@@ -46,9 +46,10 @@ settings.load_profile("default")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep every compiled program on disk, also those that take a moment to compile."""
+    """Keep every compiled program on disk, also those that take a moment to compile. Let JAX see 8 CPU devices."""
     import jax
 
+    jax.config.update("jax_num_cpu_devices", 8)  # of tests/parallel; all others use the first
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -41,7 +41,8 @@ def without_neutral(args: Sequence[str]) -> list[str]:
             kept += [] if _value(word) is None else [f"--{QUANTIZATION}", word]
             continue
         if name not in known:
-            kept.append(flag + equals + given)
+            long = f"--{name.replace('_', '-')}" if flag in SHORT else flag
+            kept.append(long + equals + given)
             continue
         value: Any = not negated
         if equals:

@@ -22,7 +22,7 @@ from jpaged.loading.dtypes import BY_NAME
 from jpaged.loading.orbax_tree import check_tree, leaf_name, load_tree
 from jpaged.loading.weights import StoredWeights, check_depth
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.quantization import Quantizer
+from jpaged.models.quantization import LeafPlacer
 from jpaged.models.spec import DecoderSpec, param_shapes
 from jpaged.version import __version__
 
@@ -104,7 +104,7 @@ def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -
     return ConvertedTree(spec, shapes, tree.num_bytes)
 
 
-def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype, quantizer: Quantizer) -> dict[str, Any]:
+def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype, quantizer: LeafPlacer) -> dict[str, Any]:
     target = param_shapes(spec, dtype)
     with tqdm(total=len(jax.tree.leaves(target)), unit="arrays", desc="loading weights", delay=2) as progress:
         tree = load_tree(folder, target, lambda _: progress.update())

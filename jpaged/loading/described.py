@@ -25,7 +25,7 @@ from jpaged.loading.tokenizer import has_tokenizer, load_tokenizer, valid_token_
 from jpaged.loading.weights import plan_weights, planned_shapes
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.quantization import Quantizer
+from jpaged.models.quantization import LeafPlacer
 from jpaged.models.spec import DecoderSpec, param_shapes
 
 
@@ -70,7 +70,7 @@ def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
 
 def _declared(
     config: EngineConfig, folder: Path, values: dict[str, Any]
-) -> tuple[DecoderSpec, Callable[[np.dtype, Quantizer], dict[str, Any]]]:
+) -> tuple[DecoderSpec, Callable[[np.dtype, LeafPlacer], dict[str, Any]]]:
     """Spec and `StoredWeights.shapes` of a config.json alone. Raises ModelLoadError for an unsupported one."""
     reader, family = CheckpointConfig(values), family_of(values)
     spec = for_runner(family.spec(reader), config.runner)

@@ -10,7 +10,7 @@ import numpy as np
 from jpaged.loading.dtypes import BY_NAME
 from jpaged.loading.weights import StoredWeights
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.quantization import Quantizer
+from jpaged.models.quantization import LeafPlacer
 from jpaged.models.spec import DecoderSpec, Params, param_shapes
 
 RANGE = 1e-3  # weights are uniform between -RANGE and RANGE, as vLLM's
@@ -26,7 +26,7 @@ def dummy_weights(spec: DecoderSpec, config: CheckpointConfig) -> StoredWeights:
     return StoredWeights(spec, dtype, size, functools.partial(_draw, spec), shapes)
 
 
-def _draw(spec: DecoderSpec, dtype: np.dtype, quantizer: Quantizer) -> Params:
+def _draw(spec: DecoderSpec, dtype: np.dtype, quantizer: LeafPlacer) -> Params:
     """Draw the tree of `param_shapes`. quantizer: called with each leaf's name and array."""
     shapes, tree = jax.tree.flatten_with_path(param_shapes(spec, dtype))
     leaves = []

@@ -27,7 +27,7 @@ from jpaged.loading.safetensors_file import DTYPES
 from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
-from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, Quantizer, with_shape
+from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, LeafPlacer, with_shape
 from jpaged.models.spec import DecoderSpec, leaf_dtype, param_shapes
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized_dot.weight import ARRAYS
@@ -75,9 +75,9 @@ class StoredWeights:
     num_bytes: int          # size of its files
     # load(dtype, quantizer) loads the tree of `param_shapes(spec, dtype)` to the default device, with leaves that are
     # quantised in the checkpoint or by the quantizer
-    load: Callable[[np.dtype, Quantizer], dict[str, Any]]
+    load: Callable[[np.dtype, LeafPlacer], dict[str, Any]]
     # shapes(dtype, quantizer): the tree of `load`, as ShapeDtypeStructs
-    shapes: Callable[[np.dtype, Quantizer], dict[str, Any]]
+    shapes: Callable[[np.dtype, LeafPlacer], dict[str, Any]]
     format: str | None = None  # of the quantised leaves, in `config.QUANTIZED_FORMATS`; None: there are none
     kv_scales: KVScales | None = None  # static scales of keys and values; None: the checkpoint has none
 
@@ -147,7 +147,7 @@ def plan_weights(
     return WeightPlan(spec, tuple(leaves), copies)
 
 
-def planned_shapes(plan: WeightPlan, dtype: np.dtype, quantizer: Quantizer) -> dict[str, Any]:
+def planned_shapes(plan: WeightPlan, dtype: np.dtype, quantizer: LeafPlacer) -> dict[str, Any]:
     """The tree of `load_weights`, as ShapeDtypeStructs."""
     dense = param_shapes(plan.spec, dtype)
     tree = quantizer.shapes(dense)
@@ -160,7 +160,7 @@ def planned_shapes(plan: WeightPlan, dtype: np.dtype, quantizer: Quantizer) -> d
 
 
 def load_weights(
-    plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: Quantizer = UNCHANGED
+    plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: LeafPlacer = UNCHANGED
 ) -> dict[str, Any]:
     """Load the parameter tree of `param_shapes(plan.spec, dtype)` to the default device. See `StoredWeights.load`."""
     tree: dict[str, Any] = {"layers": [{} for _ in range(plan.spec.num_layers)]}
@@ -216,7 +216,7 @@ def _read(
     return list(_in_order(plan.leaf, parts))
 
 
-def _on_device(plan: LeafPlan, host: Any, quantizer: Quantizer) -> Any:
+def _on_device(plan: LeafPlan, host: Any, quantizer: LeafPlacer) -> Any:
     """A leaf that `_read` has read, as an array on the default device, a QuantizedWeight or a JoinedWeight."""
     name = plan.leaf.leaf
     if isinstance(host, list):
@@ -225,7 +225,7 @@ def _on_device(plan: LeafPlan, host: Any, quantizer: Quantizer) -> Any:
     return quantizer.packed(name, host) if isinstance(host, QuantizedWeight) else quantizer(name, host)
 
 
-def _is_in_file(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: Quantizer) -> bool:
+def _is_in_file(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: LeafPlacer) -> bool:
     """True if a leaf that is quantised here equals a tensor of the file, so that its parts can be read from there.
 
     An output matrix may be larger than two layers, so a copy of it would be the peak of a load.
@@ -297,7 +297,7 @@ def _part_of(leaf: LeafTensors, tensor: NamedRule, shape: tuple[int, ...]) -> tu
     return (*shape[:axis], len(range(*part.indices(shape[axis]))), *shape[axis + 1 :])
 
 
-def _packed_shape(plan: LeafPlan, leaf: jax.ShapeDtypeStruct, quantizer: Quantizer) -> Any:
+def _packed_shape(plan: LeafPlan, leaf: jax.ShapeDtypeStruct, quantizer: LeafPlacer) -> Any:
     """A leaf that is quantised in the checkpoint, as ShapeDtypeStructs."""
     name, packed = plan.leaf.leaf, plan.packed
 

@@ -207,7 +207,7 @@ def compile_output(
     arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, rows)
     if options.processors:
         store = None  # a stored program is found by jpaged's own sources, and these functions are the caller's
-    call = placement.on_each_device(call, arguments, None)
+    run = placement.on_each_device(call, arguments, None)
     return compile_program(
-        call, arguments, donate=(2, 3), store=store, compiler_options=placement.compiler_options
+        run, arguments, donate=(2, 3), store=store, compiler_options=placement.compiler_options
     )  # fmt: skip

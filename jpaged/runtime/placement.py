@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.sharding import Shards, make_mesh, sharding_on
+from jpaged.models.sharding import WHOLE, Shards, make_mesh, sharding_on
 from jpaged.runtime.targets import Target
 
 # On NVIDIA, XLA records the loops and branches of a program into its CUDA graphs too: otherwise the host reads each
@@ -40,7 +40,7 @@ class Placement:
     sharding: jax.sharding.Sharding | None
     dump_to: str | None = None  # a folder where XLA writes each program and its commands, as text
     mesh: Mesh | None = None    # None: one device
-    shards: Shards = Shards()
+    shards: Shards = WHOLE
 
     @classmethod
     def single(cls, device: jax.Device) -> "Placement":
@@ -73,6 +73,12 @@ class Placement:
             return cls(target, None)
         sharding = target.sharding()
         return cls(next(iter(sharding.device_set)), sharding)
+
+    @property
+    def first_device(self) -> jax.Device:
+        """The first device, which must be present."""
+        assert isinstance(self.device, jax.Device)
+        return self.device
 
     @property
     def platform(self) -> str:

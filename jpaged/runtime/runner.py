@@ -113,7 +113,7 @@ class ModelRunner:
 
         self._build = build
         self._placement = placement
-        self._total_bytes = memory.total_bytes(placement.device)
+        self._total_bytes = memory.total_bytes(placement.first_device)
         self._params: Params | None = params
         self._weights = flat_weights(params)
         self._lm_head_params: Params | None = lm_head_params(spec, params)
@@ -137,7 +137,7 @@ class ModelRunner:
         """
         shards = shards_of(config)
         placement = Placement.over(find_devices(shards), shards)
-        Blueprint.draw(ServedModel(spec, params), config, placement).check_memory(placement.device)
+        Blueprint.draw(ServedModel(spec, params), config, placement).check_memory(placement.first_device)
 
     @classmethod
     def create(
@@ -166,7 +166,7 @@ class ModelRunner:
         Raises ModelLoadError for an option that does not fit the model or the memory.
         """
         placement = Placement.of(params, shards_of(config))
-        device = placement.device
+        device = placement.first_device
         token_mask = None
         if tokenizer_ids is not None and not tokenizer_ids.all():
             token_mask = placement.put(np.asarray(tokenizer_ids, np.bool_))

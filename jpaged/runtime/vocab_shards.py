@@ -37,7 +37,7 @@ def greedy(
     found = jnp.stack([lax.bitcast_convert_type(peak, jnp.int32), shards.first(size) + best, is_nan.astype(jnp.int32)])
     peaks, bests, nans = lax.all_gather(found, TENSOR).swapaxes(0, 1)
     peaks = lax.bitcast_convert_type(peaks, jnp.float32)
-    winner = jnp.argmax(peaks, axis=0)[None]  # of equal ones the first, which has the lower id
+    winner = jnp.argmax(peaks, axis=0)[None]  # on a tie the first, which has the lower id
     take = lambda each: jnp.take_along_axis(each, winner, axis=0)[0]  # noqa: E731
     return Sampled(token_or_error(take(peaks), take(bests), (nans > 0).any(axis=0)))
 

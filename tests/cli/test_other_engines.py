@@ -9,14 +9,14 @@ from jpaged.cli.other_engines import without_neutral
 from jpaged.errors import RequestError
 
 ACCEPTED = [
-    ["--tensor-parallel-size", "1"], ["--tensor-parallel-size=1"], ["-tp", "1"], ["--enforce-eager"],
+    ["--data-parallel-size", "1"], ["--data-parallel-size=1"], ["-pp", "1"], ["--enforce-eager"],
     ["--no-enforce-eager"], ["--pipeline_parallel_size", "1"],
     ["--enable-chunked-prefill"], ["--cpu-offload-gb", "0.0"], ["--quantization", "None"],
 ]  # fmt: skip
 REFUSED = [
-    (["--tensor-parallel-size", "2"], "leave it out, or 1 (tensor_parallel_size=2)"),
-    (["--tensor-parallel-size"], "(tensor_parallel_size=True)"),
-    (["-tp", "8"], "(tensor_parallel_size=8)"),
+    (["--pipeline-parallel-size", "2"], "leave it out, or 1 (pipeline_parallel_size=2)"),
+    (["--pipeline-parallel-size"], "(pipeline_parallel_size=True)"),
+    (["-pp", "8"], "(pipeline_parallel_size=8)"),
     (["--no-enable-chunked-prefill"], "(enable_chunked_prefill=False)"),
     (["--enable-lora"], "(enable_lora=True)"),
     (["--speculative-config", '{"method": "ngram"}'], "(speculative_config={'method': 'ngram'})"),
@@ -55,7 +55,12 @@ def test_words_after_two_dashes_and_other_commands_are_kept():
 
 def test_python_agrees():
     with pytest.raises(RequestError, match=r"^not supported yet"):
-        LLM("nowhere", tensor_parallel_size=2)
+        LLM("nowhere", pipeline_parallel_size=2)
+
+
+def test_short_flags():
+    assert cli.parse(["generate", "demo", "-tp", "4"]).engine.tensor_parallel_size == 4
+    assert cli.parse(["generate", "demo", "-tp=4"]).engine.tensor_parallel_size == 4
 
 
 @pytest.mark.parametrize("words", [["--quantization", "int8"], ["--quantization=int8"], ["-q", "int8"]])

@@ -1,0 +1,202 @@
+"""Engines on several devices: the answers of one device, with every feature, and programs without surplus traffic."""
+
+import re
+
+import jax
+import pytest
+
+from jpaged import LLM, BeamSearchParams, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import ModelLoadError, RequestError
+from jpaged.runtime.output_programs import SampleShape
+from jpaged.runtime.program_text import Program
+from jpaged.runtime.step import ForwardShape
+from tests.golden.checkpoints import VARIANTS, write_checkpoint
+from tests.test_same_answers import OPTIONS, answers, workload
+
+CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}
+
+
+def write(name, folder):
+    write_checkpoint(next(v for v in VARIANTS if v.name == name), 0, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def two(checkpoint):
+    with LLM(checkpoint, **CACHED, tensor_parallel_size=2) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def one(checkpoint):
+    with LLM(checkpoint, **CACHED) as llm:
+        yield llm
+
+
+def close(a, b):
+    """Equal tokens, and log-probabilities within 1e-5."""
+    for (tokens, logprobs, reason), (others, other_logprobs, other_reason) in zip(a, b, strict=True):
+        assert (tokens, reason) == (others, other_reason)
+        for step, other in zip(logprobs or (), other_logprobs or (), strict=True):
+            assert step.keys() == other.keys()
+            assert max(abs(step[token].logprob - other[token].logprob) for token in step) < 1e-5
+
+
+def test_a_batch_on_two_devices_gives_the_answers_of_one(one, two):
+    """Greedy, top_k, top_p, min_p, seeds and log-probabilities; 64 requests on 8 rows; then from the prefix cache."""
+    prompts, params = workload(24, seed=1)
+    first = answers(one.generate(prompts, params, use_tqdm=False))
+    close(answers(two.generate(prompts, params, use_tqdm=False)), first)
+    hits = two.stats().prefix_hit_tokens
+    close(answers(two.generate(prompts, params, use_tqdm=False)), first)
+    assert two.stats().prefix_hit_tokens > hits
+    assert two.stats().compiles_after_ready == 0
+
+
+def test_each_request_alone_has_the_bits_of_the_batch(two):
+    prompts, params = workload(12, seed=5)
+    together = answers(two.generate(prompts, params, use_tqdm=False))
+    assert together == [answers(two.generate(p, s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)]
+
+
+def test_preemption_and_swap_give_the_same_bits(checkpoint, two):
+    prompts, params = workload(16, seed=2)
+    calm = answers(two.generate(prompts, params, use_tqdm=False))
+    block = 2 * 16 * two.spec.num_kv_heads // 2 * two.spec.head_dim * 4 * two.spec.num_layers  # of one device
+    tight = {"kv_cache_memory_bytes": 14 * block, "max_model_len": 200, "swap_space": 64 * block / 2**30}
+    with LLM(checkpoint, **OPTIONS | tight, tensor_parallel_size=2) as small:
+        assert answers(small.generate(prompts, params, use_tqdm=False)) == calm
+        assert small.stats().preemptions > 0
+        assert small.stats().used_blocks == 0
+
+
+def test_beams_grammars_penalties_and_prompt_logprobs(one, two):
+    prompt = {"prompt_token_ids": [5, 6, 7, 8] * 9}
+    beams = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    of_beams = [[s.tokens for s in llm.beam_search([prompt], beams)[0].sequences] for llm in (one, two)]
+    assert of_beams[0] == of_beams[1]
+    extras = [
+        SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, logit_bias={9: 20.0}, presence_penalty=1.0, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=[3, 4, 300], ignore_eos=True),
+        SamplingParams(temperature=0.8, typical_p=0.6, seed=1, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2),
+    ]
+    outputs = [llm.generate([prompt] * len(extras), extras, use_tqdm=False) for llm in (one, two)]
+    close(answers(outputs[1]), answers(outputs[0]))
+    of_prompt = [output[-1].prompt_logprobs[1:] for output in outputs]
+    for a, b in zip(*of_prompt, strict=True):
+        assert max(abs(a[token].logprob - b[token].logprob) for token in a) < 1e-5
+
+
+def test_one_token_of_a_json_schema_is_the_same_on_two_devices():
+    """Masks of a grammar, on the demo model, which has a tokenizer."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    params = SamplingParams(temperature=0, max_tokens=24, structured_outputs={"json": schema})
+    texts = []
+    for size in (1, 2):
+        with LLM("demo", **OPTIONS, max_model_len=128, tensor_parallel_size=size) as llm:
+            texts.append(llm.generate(["Answer:"], params, use_tqdm=False)[0].outputs[0].text)
+    assert texts[0] == texts[1]
+    assert texts[0].lstrip().startswith("{")
+
+
+def test_deterministic_bits_do_not_depend_on_the_number_of_devices(checkpoint):
+    prompts, params = workload(10, seed=4, longest=60)
+    found = []
+    for size in (1, 8):  # 2 and 4: benchmarks/parallel_matrix.py
+        with LLM(checkpoint, **OPTIONS, max_model_len=128, deterministic=True, tensor_parallel_size=size) as llm:
+            found.append(answers(llm.generate(prompts, params, use_tqdm=False)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss", "qwen3-moe", "olmo2", "bloom"])
+def test_families_with_parts_of_their_own(name, experts, tmp_path):
+    """Experts, shared experts, latent attention, sinks, a norm over all heads, slopes: on 4 devices, and their bits."""
+    folder = write(name, tmp_path)
+    prompts, params = workload(10, seed=6, longest=60)
+    found = {}
+    for deterministic, size in ((False, 1), (False, 4), (True, 1), (True, 4)):
+        options = OPTIONS | {"deterministic": deterministic, "tensor_parallel_size": size, "max_model_len": 128}
+        with LLM(folder, **options, enable_expert_parallel=experts) as llm:
+            found[deterministic, size] = answers(llm.generate(prompts, params, use_tqdm=False))
+    close(found[False, 4], found[False, 1])
+    assert found[True, 4] == found[True, 1]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantised_weights_are_split(scheme, checkpoint):
+    """Each device rounds its own part, and parts of `o` and `down` have own scales: answers are near, not equal."""
+    prompts, _ = workload(4, seed=8, longest=40)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    values = []
+    for size in (1, 2):
+        with LLM(checkpoint, **OPTIONS, max_model_len=128, quantization=scheme, tensor_parallel_size=size) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        of_prompts = [step for output in outputs for step in output.prompt_logprobs[1:]]
+        values.append([next(iter(step.values())).logprob for step in of_prompts])
+    differences = [abs(a - b) for a, b in zip(*values, strict=True)]
+    assert 0 < sum(differences) / len(differences) < {"int8": 0.05, "int4": 0.5}[scheme]
+
+
+def programs(llm):
+    return {program.shape: program.run.as_text() for program in llm._engine.runner.programs.programs}
+
+
+def collectives(text):
+    """(kind, result) of each collective of a program."""
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    found = re.findall(rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(", text)
+    return sorted((kind, shape) for shape, kind in found)
+
+
+def test_a_layer_has_two_sums_over_devices_and_nothing_is_gathered(two):
+    layers, hidden = two.spec.num_layers, two.spec.hidden_size
+    for shape, text in programs(two).items():
+        kinds = [kind for kind, _ in collectives(text)]
+        if isinstance(shape, ForwardShape):
+            assert kinds == ["all-reduce"] * (2 * layers + 1), shape  # and one for the embedding
+            assert all(f"{shape.tokens},{hidden}]" in result for _, result in collectives(text))
+        elif isinstance(shape, SampleShape) and shape.variant is SamplerVariant.GREEDY:
+            assert kinds == ["all-gather"], shape
+        else:  # each logit is sent once; what is gathered are the results
+            assert kinds.count("all-to-all") == 1, shape
+            gathered = [result for kind, result in collectives(text) if kind == "all-gather"]
+            assert all(int(n) < two.spec.vocab_size for result in gathered for n in re.findall(r"[\[,](\d+)", result))
+
+
+def test_pages_and_weights_are_not_copied(two):
+    runner = two._engine.runner
+    page = runner._state.page_arrays[0][0]
+    half = page.size * page.dtype.itemsize // 2
+    assert page.sharding.shard_shape(page.shape)[2] == page.shape[2] // 2
+    for shape, text in programs(two).items():
+        if not isinstance(shape, ForwardShape):
+            continue
+        smallest = min(leaf.size for leaf in jax.tree.leaves(runner._params["layers"])) // 2
+        for operation in Program(text).operations():
+            if operation.kind == "copy":
+                assert operation.num_bytes < min(half, 4 * smallest), operation.name
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"tensor_parallel_size": 0}, RequestError, "must be a number of devices, from 1"),
+        ({"tensor_parallel_size": 16}, ModelLoadError, "there are 8 devices .* use tensor_parallel_size=8 or less"),
+        ({"tensor_parallel_size": 3, "deterministic": True}, RequestError, "must be 1, 2, 4 or 8 with deterministic"),
+        ({"deterministic": True, "quantization": "int8"}, ModelLoadError, "weights that are not quantised"),
+        ({"deterministic": True, "dtype": "bfloat16"}, ModelLoadError, "add dtype='float32'"),
+    ],
+)
+def test_bad_options_are_refused_before_weights_are_read(options, error, says, checkpoint):
+    with pytest.raises(error, match=says):
+        LLM(checkpoint, **options)
