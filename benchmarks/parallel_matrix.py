@@ -56,7 +56,8 @@ class Run:
 
 def answers(folder: str, variant: Variant, prompts: list[list[int]], **options: Any) -> list[list[dict[int, float]]]:
     """For each prompt and token: log-probabilities by id; the sampled token comes first."""
-    sizes: dict[str, Any] = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    sizes: dict[str, Any] = {"row_buckets": (8,), "token_buckets": (64,)}
+    sizes |= {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     params = jpaged.SamplingParams(temperature=0, max_tokens=variant.num_tokens, ignore_eos=True, logprobs=5)
     with jpaged.LLM(folder, dtype="float32", max_model_len=256, **sizes, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
