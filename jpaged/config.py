@@ -138,6 +138,22 @@ class EngineConfig:
     with split inputs is computed as 8 products that are added in a fixed order, and KV heads are padded to a multiple
     of 8."""
 
+    nnodes: int = 1
+    """Number of processes, on one or several machines, that run the engine together. Each brings its devices; start all
+    with the same options, and each with its own node_rank."""
+
+    node_rank: int = 0
+    """Number of this process, from 0. Process 0 schedules and serves; the others are started with --headless."""
+
+    master_addr: str = "127.0.0.1"
+    """Address of process 0, as the others reach it."""
+
+    master_port: int = 29501
+    """Port of process 0 for JAX's distributed runtime. The port after it carries the plans of the steps."""
+
+    join_timeout: float = 300.0
+    """Seconds to wait for the other processes at the start."""
+
     attention_implementation: str | None = None
     """Implementation of attention. cpu: native kernel for CPUs. triton, triton_small, mosaic_prefill, mosaic_gpu:
     kernels for NVIDIA. mosaic_tpu: kernel for TPUs. xla, xla_loop, reference: XLA operations, slower, on any device.

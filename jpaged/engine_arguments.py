@@ -40,6 +40,11 @@ class EngineArguments(TypedDict, total=False):
     tensor_parallel_size: int
     enable_expert_parallel: bool
     deterministic: bool
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    join_timeout: float
     attention_implementation: str | None
     gated_dot_implementation: str | None
     mask_unknown_tokens: bool

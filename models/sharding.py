@@ -139,7 +139,17 @@ def find_devices(shards: Shards) -> list[jax.Device]:
             f"tensor_parallel_size={count}: there are {len(devices)} devices ({devices[0].device_kind}): use "
             f"tensor_parallel_size={len(devices)} or less{hint}"
         )
-    return devices[:count]
+    processes = jax.process_count()
+    if processes == 1:
+        return devices[:count]
+    each = count // processes
+    found = [[device for device in devices if device.process_index == rank][:each] for rank in range(processes)]
+    if short := [str(rank) for rank, of_one in enumerate(found) if len(of_one) < each]:
+        raise ModelLoadError(
+            f"tensor_parallel_size={count} on {processes} processes needs {each} devices in each, and process "
+            f"{' and '.join(short)} has fewer: use {min(map(len, found)) * processes} or less"
+        )
+    return [device for of_one in found for device in of_one]
 
 
 @jax.tree_util.register_dataclass
