@@ -121,6 +121,10 @@ class LeafPlacer(Protocol):
         """The tree `param_shapes(spec, dtype)`, as it is on the devices."""
         ...
 
+    def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf may be a view of a mapped file. Nothing of the view is kept."""
+        ...
+
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> "Scheme | None":
         """The scheme of the leaf `name`; None if it keeps its dtype."""
         ...
@@ -194,6 +198,10 @@ class Quantizer:
         make = functools.partial(_quantized, quantizer=self, name=name, scheme=chosen, shape=leaf.shape)
         made = jax.eval_shape(make, matrix)
         return with_shape(made, leaf.shape)
+
+    def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf may be a view of a mapped file: one that is rounded is copied in parts."""
+        return self.scheme_of_leaf(name, shape) is not None
 
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
         """The scheme of the leaf `name`; None if it keeps its dtype.

@@ -138,7 +138,8 @@ def _check_nodes(config: EngineConfig) -> None:
         known = f"must be a multiple of nnodes={config.nnodes}, so that every process has the same number of devices"
         raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)
     if not 0 < config.master_port < 65535:
-        raise RequestError("master_port", config.master_port, "must be a port from 1 to 65534; the next one is used too")
+        known = "must be a port from 1 to 65534; the next port is used as well"
+        raise RequestError("master_port", config.master_port, known)
     if not 0 < config.join_timeout < float("inf"):
         raise RequestError("join_timeout", config.join_timeout, "must be a number of seconds above 0")
 

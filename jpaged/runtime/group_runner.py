@@ -17,7 +17,7 @@ from jpaged.runtime.runner import ModelRunner, StepHandle
 
 logger = logging.getLogger(__name__)
 
-KEPT = 16  # last steps of which a follower keeps the handle; an engine has 2 in flight
+KEPT = 16  # handles that a follower keeps: those of the last steps; an engine has 2 in flight
 
 
 @dataclasses.dataclass(frozen=True)

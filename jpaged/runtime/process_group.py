@@ -1,4 +1,4 @@
-"""Processes that run one engine together: how they meet, check that they agree, and notice that one is lost.
+"""Processes that run one engine together: how they meet, check that they agree, and notice a lost process.
 
 1. Node 0 listens on `master_port` + 1. Every other node connects and sends its `Facts`: versions, options, and a
    fingerprint of the checkpoint. Node 0 answers with the values that differ, or accepts.
@@ -47,6 +47,9 @@ _ACCEPTED = {
     ("numpy._core.multiarray", "scalar"), ("numpy.core.multiarray", "scalar"),
 }  # fmt: skip
 _RETRY_SECONDS = 0.2
+MOST_BYTES = 2**28  # of a message: a longer one is not from a node
+HELLO_SECONDS = 5   # for a connection to say who it is
+SHUTDOWN_SECONDS = 10  # to wait for the other processes when the engine closes
 # A dead host sends no end of the connection: 5 s of silence, then 3 probes 2 s apart.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
@@ -78,7 +81,7 @@ class Channel:
         """The next message. Raises EOFError or OSError if the other node is lost, TimeoutError after `seconds`."""
         if seconds is not None and not self._connection.poll(max(0.0, seconds)):
             raise TimeoutError
-        return _Unpickler(io.BytesIO(self._connection.recv_bytes())).load()
+        return _Unpickler(io.BytesIO(self._connection.recv_bytes(MOST_BYTES))).load()
 
     def close(self) -> None:
         """End the connection."""
@@ -109,10 +112,12 @@ class ProcessGroup:
         else:
             group = cls(config.node_rank, config.nnodes, [_connect(config, facts, deadline)])
         logger.info("node %d of %d: all nodes agree; joining JAX's distributed runtime", group.rank, group.size)
+        jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which the server drains at
         try:
             jax.distributed.initialize(
                 f"{config.master_addr}:{config.master_port}", config.nnodes, config.node_rank,
                 initialization_timeout=max(1, int(deadline - time.monotonic())),
+                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             )  # fmt: skip
         except RuntimeError as error:
             raise ModelLoadError(
@@ -209,7 +214,7 @@ def _gather(config: EngineConfig, facts: Facts, deadline: float) -> list[Channel
                     f"--master-addr {config.master_addr} --master-port {config.master_port} --headless"
                 )
             try:
-                rank, theirs = channel.receive(deadline - time.monotonic())
+                rank, theirs = channel.receive(min(HELLO_SECONDS, deadline - time.monotonic()))
             except (EOFError, OSError, TimeoutError, ValueError, pickle.UnpicklingError):
                 channel.close()  # something else that found the port
                 continue
