@@ -226,7 +226,6 @@ def _put(leaf: Float[Any, "*shape"], sharding: jax.sharding.Sharding) -> Array:
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         # a copy: on CPU, JAX may use the memory of a view, and the whole leaf or a mapped file would stay in memory
-        found = leaf if index is None else leaf[index]
-        return found if found.shape == leaf.shape else np.array(found)
+        return np.array(leaf if index is None else leaf[index])
 
     return jax.make_array_from_callback(leaf.shape, sharding, part)
