@@ -22,11 +22,11 @@ _CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
 
 def check_out(out: Path, source: Path) -> None:
     """Raise RequestError unless `out` is new or an empty folder, and outside the model's own folder `source`."""
-    if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
-        raise RequestError("out", str(out), f"is inside the model's folder {source}: name a folder elsewhere")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         kind = "a folder that is not empty" if out.is_dir() else "a file"
         raise RequestError("out", str(out), f"there is {kind}: name a new folder, or remove it first")
+    if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+        raise RequestError("out", str(out), f"is inside the model's folder {source}: name a folder elsewhere")
 
 
 def check_space(out: Path, needed: int) -> None:
