@@ -51,9 +51,12 @@ def free_port(count: int = 1) -> int:
 class Pair:
     """The two processes of an engine, with their logs in a folder."""
 
-    def __init__(self, folder: pathlib.Path, model: str = "demo", *, other_options: bool = False, tensor: int = 2):
+    def __init__(
+        self, folder: pathlib.Path, model: str = "demo", *, other_options: bool = False, tensor: int = 2,
+        dtype: str = "float32",
+    ):  # fmt: skip
         self.port, group_port = free_port(), free_port(2)
-        shared = [model, "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--nnodes", "2"]
+        shared = [model, "--dtype", dtype, "--max-model-len", "256", "--max-num-seqs", "8", "--nnodes", "2"]
         shared += ["--tensor-parallel-size", str(tensor), "--master-port", str(group_port), "--join-timeout", "60"]
         flags = f"--xla_force_host_platform_device_count={tensor // 2}"
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -71,7 +74,7 @@ class Pair:
         """Wait for the server. Raises RuntimeError if a process ends before."""
         began = time.monotonic()
         while "ready: http" not in self.logs[0].read_text():
-            if any(process.poll() is not None for process in self.processes) or time.monotonic() - began > 120:
+            if any(process.poll() is not None for process in self.processes) or time.monotonic() - began > 300:
                 raise RuntimeError("\n".join(log.read_text() for log in self.logs))
             time.sleep(0.1)
 

@@ -143,6 +143,7 @@ def _prepare(
         from jpaged.loading import valid_token_mask
         from jpaged.runtime import cards
         from jpaged.runtime.compile_cache import persistent_cache
+        from jpaged.runtime.host_memory import return_free_memory
         from jpaged.runtime.memory import start_backend
         from jpaged.runtime.runner import ModelRunner
 
@@ -167,6 +168,7 @@ def _prepare(
         background=background,
         owns_params=params is None,
     )
+    return_free_memory()
     return Prepared(config, loaded, pooling, mask, processors, runner, group)
 
 
