@@ -2,9 +2,9 @@
 
     python benchmarks/process_memory.py MODEL [--dtype bfloat16] [--output FILE]
 
-Starts `jpaged serve MODEL` as one process and as two, with one CPU device each, and reads /proc when it is ready:
-`anonymous` has the weights, the KV pool and the interpreter; `peak` is the largest resident size during the load, with
-pages of the mapped file, which the kernel may drop. Linux only.
+Starts `jpaged serve MODEL` as one process and as two, with one CPU device each, and reads /proc when it is ready.
+`anonymous` has the weights, the KV pool and the interpreter. `peak` is the largest resident size so far. It counts pages
+of the mapped file, which the kernel may drop. Linux only.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from benchmarks.process_chaos import Pair, free_port  # noqa: E402
+from benchmarks.process_chaos import Pair, free_port
 
 MIB = 1024  # KiB
 
