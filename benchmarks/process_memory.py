@@ -3,8 +3,8 @@
     python benchmarks/process_memory.py MODEL [--dtype bfloat16] [--output FILE]
 
 Starts `jpaged serve MODEL` as one process and as two, with one CPU device each, and reads /proc when it is ready.
-`anonymous` has the weights, the KV pool and the interpreter. `peak` is the largest resident size so far. It counts pages
-of the mapped file, which the kernel may drop. Linux only.
+`anonymous` has the weights, the KV pool and the interpreter. `peak` is the largest resident size so far. It counts
+pages of the mapped file, which the kernel may drop. Linux only.
 """
 
 import argparse
