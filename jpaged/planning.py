@@ -79,6 +79,8 @@ class EnginePlan:
     host_blocks: int                       # blocks that fit into swap_space
     roofline: "Roofline | None" = None     # predicted times of the programs, if asked for
     format: str | None = None              # quant_method of the checkpoint; None: it is not quantised
+    num_devices: int = 1                   # that the model is split over; all bytes are those of one of them
+    whole_bytes: int = 0                   # of the weights, those that every device has whole
 
     @property
     def weight_parts(self) -> dict[str, int]:
@@ -87,10 +89,11 @@ class EnginePlan:
 
     @property
     def least_devices(self) -> int:
-        """Devices of this kind that it takes to hold the weights alone. 1 on CPU."""
+        """Devices of this kind that it takes to hold the weights alone: as tensor_parallel_size. 1 on CPU."""
         if self.usable_bytes is None:
             return 1
-        return -(-self.weight_bytes // max(1, self.usable_bytes - self.taken_bytes))
+        room = max(1, self.usable_bytes - self.taken_bytes - self.whole_bytes)
+        return max(1, -(-(self.weight_bytes - self.whole_bytes) * self.num_devices // room))
 
     @property
     def is_dequantised(self) -> bool:
@@ -106,7 +109,11 @@ class EnginePlan:
     def rows(self) -> list[Row]:
         """The table of bytes. On an accelerator the rows add up to its memory, if the engine fits."""
         parts = tuple(Row(part, sum(kinds.values()), self._note(kinds)) for part, kinds in self.weight_kinds.items())
-        rows = [Row("weights", self.weight_bytes, self.dtype, parts)]
+        note = self.dtype
+        if self.num_devices > 1:
+            share = f"{self.whole_bytes / 2**20:,.1f} MiB on every device, the rest split over {self.num_devices}"
+            note = f"{self.dtype}; {share}"
+        rows = [Row("weights", self.weight_bytes, note, parts)]
         how = "measured" if self.temporaries.measured else "ESTIMATED"
         of = f"of the largest program ({self.temporaries.program}), {how}"
         rows.append(Row("temporaries", self.temporaries.num_bytes, of))
@@ -192,6 +199,7 @@ def plan(
     if roofline_context is not None and (target is None or target == "cpu") and device_memory is None:
         raise RequestError("target", target, "must be a GPU or TPU for --roofline: h200, a100, l4, v5e and so on")
     from jpaged.loading.described import describe
+    from jpaged.models.sharding import find_devices, shards_of
     from jpaged.runtime.memory import start_backend
     from jpaged.runtime.targets import TARGETS, with_memory
 
@@ -205,7 +213,12 @@ def plan(
     platform = None if kind is None else kind.platform
     if kind is None:
         start_backend(config)
-    described = describe(config, platform)
+    shards, devices = shards_of(config), None
+    if kind is None:
+        devices = find_devices(shards)
+    elif kind.missing is None:
+        devices = kind.devices(shards.count)
+    described = describe(config, platform, devices)
     return _plan(config, described, kind, device, tuple(request_lens), roofline_context, progress=progress)
 
 
@@ -219,17 +232,17 @@ def _plan(
     *,
     progress: bool,
 ) -> EnginePlan:
-    import jax
-
+    from jpaged.models.sharding import find_devices, shards_of, whole_bytes
     from jpaged.runtime import memory
     from jpaged.runtime.blueprint import Blueprint, ServedModel
     from jpaged.runtime.placement import Placement
 
+    shards = shards_of(config)
     if target is None:
-        device = jax.devices()[0]
-        placement = Placement.single(device)
+        placement = Placement.over(find_devices(shards), shards)
+        device = placement.first_device
     else:
-        device, placement = None, Placement.for_target(target)
+        device, placement = None, Placement.for_target(target, shards)
     params = described.params
     blueprint = Blueprint.draw(ServedModel(described.spec, params, masked=described.masked), config, placement)
     device_bytes, taken = _memory_of(device, target)
@@ -271,6 +284,8 @@ def _plan(
         host_blocks=0 if fitted is None else int(config.swap_space * 2**30) // fitted.block_bytes,
         roofline=roofline,
         format=described.format,
+        num_devices=shards.count,
+        whole_bytes=whole_bytes(params) if shards.count > 1 else 0,
     )
 
 

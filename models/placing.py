@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from jpaged.errors import ModelLoadError
@@ -38,7 +38,7 @@ class ShardedQuantizer:
     """Pads, splits, rounds and places leaves. `spec` is the model's, before `split_spec`."""
 
     quantizer: Quantizer
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # without devices it can make shapes only
     shards: Shards
     spec: DecoderSpec
 
@@ -65,7 +65,7 @@ class ShardedQuantizer:
     def packed_shape(self, name: str, weight: QuantizedWeight) -> Any:
         """As `packed`, for ShapeDtypeStructs."""
         padded, axis = self._padded(name, weight)
-        index = next(iter(self._indices(name, padded.shape).values()))
+        index = tuple(slice(size) for size in self._local(name, padded.shape))  # of the first device
         local = jax.eval_shape(lambda one: _cut(one, axis, index), padded)
         return self._joined_shape(name, self.quantizer.packed_shape(name, local))
 
@@ -191,14 +191,16 @@ class ShardedQuantizer:
         return dataclasses.replace(weight, shape=shape, **arrays), axis
 
 
-def quantizer_for(quantizer: Quantizer, shards: Shards, spec: DecoderSpec) -> LeafPlacer:
+def quantizer_for(
+    quantizer: Quantizer, shards: Shards, spec: DecoderSpec, mesh: Mesh | AbstractMesh | None = None
+) -> LeafPlacer:
     """The quantizer of a model on the devices of an engine: `quantizer` itself if nothing is split.
 
-    spec: before `split_spec`. Raises ModelLoadError if there are too few devices.
+    spec: before `split_spec`. mesh: None: of JAX's devices. Raises ModelLoadError if there are too few devices.
     """
     if shards.divisor == 1:
         return quantizer
-    return ShardedQuantizer(quantizer, make_mesh(find_devices(shards)), shards, spec)
+    return ShardedQuantizer(quantizer, mesh or make_mesh(find_devices(shards)), shards, spec)
 
 
 def _cut(weight: QuantizedWeight, axis: int | None, index: tuple[slice, ...]) -> QuantizedWeight:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -375,9 +375,14 @@ def make_mesh(devices: Sequence[Any]) -> Mesh:
     return Mesh(np.array(devices), (TENSOR,))
 
 
-def sharding_on(mesh: Mesh, axis: int | None) -> jax.sharding.Sharding:
+def described_mesh(count: int) -> AbstractMesh:
+    """A mesh without devices, for shapes."""
+    return AbstractMesh((count,), (TENSOR,))
+
+
+def sharding_on(mesh: Mesh | AbstractMesh, axis: int | None) -> jax.sharding.Sharding:
     """Sharding of an array whose axis `axis` is split; None: whole on every device."""
-    if mesh.size == 1:
+    if isinstance(mesh, Mesh) and mesh.size == 1:
         return jax.sharding.SingleDeviceSharding(mesh.devices.flat[0])
     return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR))
 
@@ -386,6 +391,12 @@ def local_shape(leaf: Any) -> tuple[int, ...]:
     """Shape of the part of an array, or a ShapeDtypeStruct, that one device has."""
     sharding = getattr(leaf, "sharding", None)
     return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+
+
+def whole_bytes(tree: Any) -> int:
+    """Bytes of the arrays that every device has whole, of a tree of ShapeDtypeStructs with shardings."""
+    whole = (leaf for leaf in jax.tree.leaves(tree) if local_shape(leaf) == leaf.shape)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in whole)
 
 
 def local_shapes(tree: Any) -> Any:

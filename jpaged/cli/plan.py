@@ -81,7 +81,8 @@ class Plan:
 
 def text_of(plan: Any) -> str:
     """Return the plan as text."""
-    lines = [f"{plan.model}, {plan.dtype}, on {plan.device}", ""]
+    each = "" if plan.num_devices == 1 else f"each of {plan.num_devices} devices: "
+    lines = [f"{plan.model}, {plan.dtype}, on {each}{plan.device}", ""]
     total = sum(row.num_bytes for row in plan.rows)
     if plan.device_bytes is not None and plan.memory is not None:
         total = plan.device_bytes
@@ -102,7 +103,7 @@ def text_of(plan: Any) -> str:
     if memory is None:
         problem = plan.problem
         if plan.least_devices > 1:
-            problem = f"the weights alone need at least {plan.least_devices} such devices; an engine uses one"
+            problem = f"the weights alone need at least {plan.least_devices} such devices (--tensor-parallel-size)"
         lines += ["", f"it does not fit: {problem}"]
     else:
         lines += ["", f"KV cache: {memory.kv_tokens:,} tokens; {memory.request_line()}"]
@@ -165,6 +166,8 @@ def figures_of(plan: Any) -> dict[str, Any]:
         "temporaries": dataclasses.asdict(plan.temporaries),
         "format": plan.format,
         "least_devices": plan.least_devices,
+        "num_devices": plan.num_devices,
+        "whole_bytes": plan.whole_bytes,
         "largest_max_model_len": plan.largest_max_model_len,
         "fits": memory is not None,
         "problem": plan.problem,

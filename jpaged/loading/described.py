@@ -7,7 +7,7 @@ shapes of quantised matrices.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from jpaged.loading.checkpoint import is_converted, read_json
 from jpaged.loading.declared import DeclaredCheckpoint
 from jpaged.loading.dtypes import BY_NAME, resolve_dtype
 from jpaged.loading.hub import CONFIG, find_config
-from jpaged.loading.model import check_quantization, for_runner, open_weights, quantizer_of
+from jpaged.loading.model import check_deterministic, check_quantization, for_runner, open_weights, quantizer_of
 from jpaged.loading.quantized.config import method_of, with_quantization
 from jpaged.loading.tokenizer import has_tokenizer, load_tokenizer, valid_token_mask
 from jpaged.loading.weights import plan_weights, planned_shapes
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.placing import quantizer_for
 from jpaged.models.quantization import LeafPlacer
+from jpaged.models.sharding import described_mesh, make_mesh, shards_of, split_spec
 from jpaged.models.spec import DecoderSpec, param_shapes
 
 
@@ -41,10 +43,13 @@ class DescribedModel:
     format: str | None = None  # quant_method of the checkpoint; None: it is not quantised
 
 
-def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
-    """Describe the model that `config.model` names.
+def describe(
+    config: EngineConfig, platform: str | None, devices: Sequence[Any] | None = None
+) -> DescribedModel:
+    """Describe the model that `config.model` names, split as the options say.
 
     platform: platform of the device that the model is for; None: JAX's default.
+    devices:  that the model is split over. None: not known, so that nothing can be compiled for them.
     Raises ModelLoadError in the same cases as the engine, except for errors in the weights' bytes.
     """
     path = find_config(config.model, config.revision, config.download_dir)
@@ -64,8 +69,12 @@ def describe(config: EngineConfig, platform: str | None) -> DescribedModel:
     platform = platform or jax.default_backend()
     architecture = (values.get("architectures") or [values.get("model_type")])[0]
     dtype = resolve_dtype(config.dtype, stored, spec, platform)
-    params = shapes(dtype, quantizer_of(config, platform))
-    return DescribedModel(f"{config.model} ({architecture})", spec, dtype, params, _masked(config, spec, folder), form)
+    shards = shards_of(config)
+    check_deterministic(config, form, dtype, platform)
+    mesh = described_mesh(shards.count) if devices is None else make_mesh(devices)
+    params = shapes(dtype, quantizer_for(quantizer_of(config, platform), shards, spec, mesh))
+    split = split_spec(spec, shards)
+    return DescribedModel(f"{config.model} ({architecture})", split, dtype, params, _masked(config, spec, folder), form)
 
 
 def _declared(

@@ -100,7 +100,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
             _check_pooling(path)
         check_quantization(config, weights.format)
         shards = shards_of(config)
-        check_deterministic(config, weights.format, dtype)
+        check_deterministic(config, weights.format, dtype, jax.default_backend())
         spec = split_spec(weights.spec, shards)
         quantizer = quantizer_for(quantizer_of(config, jax.default_backend()), shards, weights.spec)
         if check is not None:
@@ -147,7 +147,7 @@ def quantizer_of(config: EngineConfig, platform: str) -> Quantizer:
     return Quantizer(SCHEMES.get(config.quantization or ""), platform, config.quantized_activations)
 
 
-def check_deterministic(config: EngineConfig, found: str | None, dtype: np.dtype) -> None:
+def check_deterministic(config: EngineConfig, found: str | None, dtype: np.dtype, platform: str) -> None:
     """Raise ModelLoadError if `deterministic` is asked of a model that it cannot be promised for.
 
     found: format of the checkpoint's quantised weights; None: there are none.
@@ -157,9 +157,9 @@ def check_deterministic(config: EngineConfig, found: str | None, dtype: np.dtype
     how = config.quantization or found
     if how is not None:
         raise ModelLoadError(f"deterministic=True needs weights that are not quantised, and these are ({how})")
-    if dtype != np.float32 or jax.default_backend() != "cpu":
+    if dtype != np.float32 or platform != "cpu":
         raise ModelLoadError(
-            f"deterministic=True is for float32 on CPU, and the model is {dtype.name} on {jax.default_backend()}: "
+            f"deterministic=True is for float32 on CPU, and the model is {dtype.name} on {platform}: "
             "add dtype='float32' on a CPU, or leave it out"
         )
 

@@ -67,12 +67,11 @@ class Placement:
         return cls(mesh.devices.flat[0], sharding_on(mesh, None), mesh=mesh, shards=shards)
 
     @classmethod
-    def for_target(cls, target: Target) -> "Placement":
+    def for_target(cls, target: Target, shards: Shards = WHOLE) -> "Placement":
         """A kind of device that need not be present: its compiler's description, or the target without a compiler."""
         if target.missing is not None:
-            return cls(target, None)
-        sharding = target.sharding()
-        return cls(next(iter(sharding.device_set)), sharding)
+            return cls(target, None, shards=shards)
+        return cls.over(target.devices(shards.count), shards)
 
     @property
     def first_device(self) -> jax.Device:

@@ -13,6 +13,8 @@ import os
 import jax
 from jax.experimental import topologies
 
+from jpaged.errors import ModelLoadError
+
 GB = 10**9
 
 
@@ -32,6 +34,16 @@ class Target:
     clock_ghz: float = 0.0           # NVIDIA only
     topology: str = ""               # TPU only: the smallest slice, as libtpu names it
 
+    def slice_of(self, count: int) -> str:
+        """TPU only: the smallest slice with `count` chips, as libtpu names it. Raises ModelLoadError."""
+        kind, _, shape = self.topology.partition(":")
+        sizes = _SLICES[shape.count("x")]
+        if count not in sizes:
+            raise ModelLoadError(
+                f"tensor_parallel_size={count}: slices of {self.name} have {', '.join(map(str, sizes))} chips"
+            )
+        return f"{kind}:{sizes[count]}"
+
     @property
     def missing(self) -> str | None:
         """Package to install before compiling for the target; None if it is installed."""
@@ -43,7 +55,14 @@ class Target:
 
     def sharding(self) -> jax.sharding.Sharding:
         """Sharding of arrays on the target, to compile with. Needs the package that `missing` names."""
-        return _sharding(self)
+        return jax.sharding.SingleDeviceSharding(self.devices(1)[0])
+
+    def devices(self, count: int) -> list[jax.Device]:
+        """Descriptions of `count` devices of one machine, or of one slice. Needs the package that `missing` names.
+
+        Raises ModelLoadError if there is no such slice of TPUs, or if a CPU has not as many devices.
+        """
+        return list(_devices(self, count))
 
     def tracing(self) -> contextlib.AbstractContextManager[object]:
         """Context to trace and lower in. Kernels read the device from it."""
@@ -56,19 +75,22 @@ class Target:
 
 
 @functools.cache  # each description has its own devices, and devices of two descriptions cannot be mixed
-def _sharding(target: Target) -> jax.sharding.Sharding:
+def _devices(target: Target, count: int) -> tuple[jax.Device, ...]:
     if target.platform == "cpu":
-        return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+        found = jax.devices("cpu")
+        if len(found) < count:
+            raise ModelLoadError(f"tensor_parallel_size={count}: this machine has {len(found)} CPU devices")
+        return tuple(found[:count])
     if target.platform == "gpu":
         description = topologies.get_topology_desc(
-            platform="cuda", target_config=_nvidia_config(target), topology="1x1x1"
+            platform="cuda", target_config=_nvidia_config(target), topology=f"1x1x{count}"
         )
     else:
         # Without these variables libtpu looks for a TPU machine, and writes errors to stderr if there is none.
         for name, value in _NO_TPU_MACHINE.items():
             os.environ.setdefault(name, value)
-        description = topologies.get_topology_desc(target.topology, platform="tpu")
-    return jax.sharding.SingleDeviceSharding(description.devices[0])
+        description = topologies.get_topology_desc(target.slice_of(count), platform="tpu")
+    return tuple(description.devices[:count])
 
 
 def _installed(module: str) -> bool:
@@ -78,6 +100,11 @@ def _installed(module: str) -> bool:
 _NO_TPU_MACHINE = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+}  # fmt: skip
+
+# Slices by number of chips, of TPUs that are connected in 2 and in 3 dimensions
+_SLICES = {
+    1: {1: "2x2", 2: "2x2", 4: "2x2", 8: "2x4", 16: "4x4"}, 2: {1: "2x2x1", 2: "2x2x1", 4: "2x2x1", 8: "2x2x2"},
 }  # fmt: skip
 
 # By compute capability: threads, arithmetic units, shared memory and most shared memory of a block, per multiprocessor.
