@@ -13,7 +13,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "w8a8")
 # Formats of quantised checkpoints: `quant_method` in their config.json, and gguf.
 QUANTIZED_FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf")
-QUANTIZED_ACTIVATIONS = ("auto", "int8", "fp8", "float")
+QUANTIZED_ACTIVATIONS = ("auto", "int8", "float")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 KV_CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3"}  # vLLM's other name
 RUNNERS = ("auto", "generate", "pooling")
@@ -62,10 +62,9 @@ class EngineConfig:
     quantised already (awq, gptq, compressed-tensors, fp8, modelopt, mxfp4, gguf) is accepted, and changes nothing."""
 
     quantized_activations: str = "auto"
-    """Precision of the activations in products with quantised weights. int8: rounded to 8 bits, one scale a token. fp8:
-    rounded to float8_e4m3 in products with weights of fp8, one scale for each token and group of inputs; on NVIDIA of
-    compute capability 8.9 and newer. float: not rounded. auto: int8 on CPU for weights with integer codes, where it is
-    faster, and with w8a8; float for all others."""
+    """Precision of the activations in products with quantised weights. int8: rounded to 8 bits, one scale a token.
+    float: not rounded. auto: int8 on CPU for weights with integer codes, where it is faster, and with w8a8; float for
+    all others."""
 
     kv_cache_dtype: str = "auto"
     """Type of the keys and values in the KV cache: auto, int8, fp8_e4m3 (or fp8). auto is the type of the weights. int8

@@ -231,7 +231,6 @@ class Quantizer:
         able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
         wanted = weight.activations if self.activations == "auto" else self.activations
         rounds = able and wanted == "int8" and self.platform != "cpu"
-        fp8 = wanted == "fp8" and weight.kind == "fp8" and self.platform == "gpu" and name not in EXPERTS | {"embed"}
         on_lanes = self.platform == "tpu" and (weight.kind == "int4" or weight.groups > 1)
         if on_lanes and name not in EXPERTS | {"embed"} and refuse_lanes(weight) is None:
             made = to_lanes(weight)
@@ -239,7 +238,7 @@ class Quantizer:
             made = to_rows(weight)
         if self.platform == "cpu" and made.kind == "fp8":
             made = dataclasses.replace(made, codes=jax.lax.bitcast_convert_type(made.codes, jnp.uint8))
-        return dataclasses.replace(made, activations="int8" if rounds else "fp8" if fp8 else "float")
+        return dataclasses.replace(made, activations="int8" if rounds else "float")
 
     @staticmethod
     def _arrays(weight: QuantizedWeight) -> dict[str, Array]:
