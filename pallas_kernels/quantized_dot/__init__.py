@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.checks import expect_floats
 from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, traced_platform
 from pallas_kernels.quantized_dot import cpu, mosaic_tpu, reference, triton, xla
-from pallas_kernels.quantized_dot.weight import QuantizedWeight, quantize
+from pallas_kernels.quantized_dot.weight import QuantizedWeight, quantize, refuse_activations
 
 __all__ = ["IMPLEMENTATIONS", "QuantizedWeight", "quantize", "quantized_dot"]
 
@@ -41,6 +41,10 @@ def quantized_dot(
     groups in another order, and has the same bits if an output has one group. So does "mosaic_tpu", which adds groups
     in order.
 
+    With "fp8", every row of x is rounded to e4m3, with one scale for each group of the weights: the largest magnitude /
+    448. The weights must be fp8. Products within a group are summed in float32, times both scales, and added in order.
+    A product of two numbers of e4m3 is exact. This is the product of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
+
     With "float", the weights are dequantised to x's dtype, and sums are float32. "triton" and "mosaic_tpu" multiply
     codes with x and the sums with the scales, and do not round the weights.
 
@@ -62,6 +66,8 @@ def quantized_dot(
     if weight.shape[-1] != x.shape[1]:
         raise ValueError(f"weight {weight.shape}: must be [..., {x.shape[1]}], as x is {x.shape}")
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    if (reason := refuse_activations(weight)) is not None:
+        raise ValueError(f"weight {weight.shape}: {reason}")
     if weight.order is not None:
         x = x[:, weight.order]
     call = (x, weight, jnp.asarray(num_rows, jnp.int32))

@@ -18,7 +18,7 @@ from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.weight import to_rows
 from tests.deviceless import H200, marks
 from tests.kernels.machine_code import compile_for, kernels_of, tool
-from tests.kernels.quantized_cases import Case
+from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
 from tests.kernels.test_lowering import lower_for
 
 CPU = jax.devices("cpu")[0]
@@ -66,9 +66,47 @@ def test_matches_the_reference(rows, splits, case):
         np.testing.assert_array_equal(got, xla.quantized_dot(x, weight, jnp.int32(rows), dtype=jnp.float32))
 
 
+FP8 = [
+    (5, 1, Case("fp8", 384, 128, scales="float32", activations="fp8")),
+    (17, 2, Case("fp8", 200, dtype="float16", activations="fp8")),
+    pytest.param(1, 2, Case("fp8", 192, 64, dtype="float32", activations="fp8"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("rows", "splits", "case"), FP8, ids=str)
+def test_activations_in_fp8_match_float64(rows, splits, case):
+    x, plain = x_of(rows, case), case.drawn()
+    x = x * jnp.asarray(10.0 ** np.random.default_rng(1).integers(-4, 4, x.shape), x.dtype)  # subnormal codes, too
+    weight, count = to_rows(plain), jnp.int32(rows)
+    assert triton.refuse(CPU, x, weight, jnp.float32) is None
+    wanted = rounded_to_fp8(x, weight.groups) @ numbers_of(plain).T
+    assert np.abs(wanted - np.asarray(x).astype(np.float64) @ numbers_of(plain).T).max() > 1e-3 * np.abs(wanted).max()
+    calls = {name: functools.partial(quantized_dot, implementation=name) for name in (None, "reference", "xla")}
+    found = {name: jax.jit(functools.partial(call, dtype=jnp.float32)) for name, call in calls.items()}
+    for name, call in (found | {"triton": kernel(case, splits)}).items():
+        got = np.asarray(call(x, weight, count))
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max(), err_msg=str(name))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_in_fp8_that_is_not_finite_stays_so_and_stays_alone(bad):
+    """Rows of zeros and of the smallest numbers are zeros, and the largest numbers do not overflow."""
+    case = Case("fp8", 256, 128, dtype="float32", activations="fp8")
+    x, weight = x_of(16, case), to_rows(case.drawn())
+    x = x.at[5].set(0).at[6].set(1e-38).at[7].multiply(1e35)
+    xla_dot = jax.jit(functools.partial(xla.quantized_dot, dtype=jnp.float32))
+    for call in (xla_dot, kernel(case)):
+        whole = np.asarray(call(x, weight, jnp.int32(16)))
+        assert not whole[5:7].any()
+        assert np.isfinite(whole).all()
+        out = np.asarray(call(x.at[3, 5].set(bad), weight, jnp.int32(16)))
+        assert not np.isfinite(out[3]).any()
+        np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(whole, 3, 0))
+
+
 @pytest.mark.codegen
-def test_bits_of_a_row_do_not_depend_on_the_others():
-    case = Case("int4", 256, 64)
+@pytest.mark.parametrize("case", [Case("int4", 256, 64), Case("fp8", 256, 128, activations="fp8")], ids=str)
+def test_bits_of_a_row_do_not_depend_on_the_others(case):
     x, weight, call = x_of(20, case), to_rows(case.drawn()), kernel(case, 2)
     whole = np.asarray(call(x, weight, jnp.int32(20)))
     np.testing.assert_array_equal(call(x[18:19], weight, jnp.int32(1)), whole[18:19])
@@ -178,6 +216,10 @@ def card(capability="9.0", platform="gpu"):
         (Case("fp8", 128, activations="int8"), "bfloat16", card(), "with weights of fp8: must be int8 or int4"),
         (Case("int8", 64, zeros=True, activations="int8"), "bfloat16", card(), "zero points of 8 bits"),
         (Case("fp8", 128), "bfloat16", card("8.6"), r"float8 needs compute capability 8\.9"),
+        (Case("fp8", 128, activations="fp8"), "bfloat16", card("8.6"), "8.9 .* use activations=float and XLA"),
+        (Case("fp8", 96, 16, activations="fp8"), "bfloat16", card(), "groups of 16 inputs: must be 32"),
+        (Case("int4", 128, activations="fp8"), "bfloat16", card(), "activations=fp8 with weights of int4: must be"),
+        (Case("fp8", 128, activations="fp8"), "float32", card("8.9"), None),
         (Case("int4", 128), "bfloat16", card("7.5"), r"compute capability 8\.0"),
         (Case("int4", 128), "bfloat16", card("", "tpu"), "for NVIDIA"),
         (Case("int4", 1 << 20, outputs=4096), "bfloat16", card(), "2147483648 bytes of codes: must be less"),
@@ -213,6 +255,7 @@ def call_of(case, rows, name=None):
     ("platform", "case", "kernels"),
     [
         ("cuda", Case("int4", 256, 64, zeros=True), 1), ("cuda", Case("int8", 256, activations="int8"), 1),
+        ("cuda", Case("fp8", 256, 128, activations="fp8"), 1), ("tpu", Case("fp8", 256, 128, activations="fp8"), 0),
         ("cuda", Case("int4", 256, 64, dtype="float32"), 0), ("tpu", Case("int4", 256, 64), 0),
     ],
 )  # fmt: skip

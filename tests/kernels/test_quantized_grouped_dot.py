@@ -16,7 +16,7 @@ from pallas_kernels.quantized_dot.weight import to_rows
 from pallas_kernels.quantized_grouped_dot import triton
 from tests.deviceless import H200, marks
 from tests.kernels.machine_code import compile_for, kernels_of, tool
-from tests.kernels.quantized_cases import Case, numbers_of
+from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
 from tests.kernels.test_lowering import lower_for
 
 pytestmark = pytest.mark.codegen
@@ -32,12 +32,14 @@ KINDS = [
     (8, Case("int4", 192, 64, zeros=True, matrices=4)),
     (8, Case("int8", 50, matrices=4)),
     (16, Case("fp8", 256, 128, scales="float32", dtype="float16", matrices=4)),
+    (24, Case("fp8", 256, 128, scales="float32", activations="fp8", matrices=4)),
     (24, Case("fp4", 64, 32, matrices=4)),                                                             # MXFP4
     (16, Case("fp4", 64, 16, scales="float8_e4m3fn", outer=1, matrices=4)),                            # NVFP4
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (8, Case("int4", 256, 128, matrices=4)), (8, Case("int8", 192, 64, matrices=4)),
         (16, Case("int4", 128, 32, mins=True, outer=1, scales="uint8", matrices=4)),
         (24, Case("fp4", 64, 16, scales="float8_e4m3fn", outer=1, divides=True, dtype="float16", matrices=4)),
+        (8, Case("fp8", 96, activations="fp8", matrices=4)),
     )),
 ]  # fmt: skip
 
@@ -57,7 +59,8 @@ def test_matches_float64(rows, case):
     """Unused blocks change nothing. Matrices come in any order, and one is in no block."""
     matrices, used = BLOCKS
     x, plain = x_of(rows, case), case.drawn()
-    expected = np.einsum("bri,boi->bro", np.asarray(x).astype(np.float64), numbers_of(plain)[matrices])[:used]
+    rows = rounded_to_fp8(x, plain.groups) if case.activations == "fp8" else np.asarray(x).astype(np.float64)
+    expected = np.einsum("bri,boi->bro", rows, numbers_of(plain)[matrices])[:used]
     calls = {name: functools.partial(quantized_grouped_dot, implementation=name) for name in (None, "reference")}
     for name, call in (calls | {"triton": kernel(case)}).items():
         got = jax.jit(call)(x.at[used:].set(jnp.nan), to_rows(plain), matrices, used)
@@ -96,6 +99,10 @@ def test_an_order_of_inputs_and_activations_that_are_not_rounded():
         ({"weight": Case("int4", 64, matrices=4).drawn()}, "in the layout plain: must be .* rows or tiles"),
         ({"matrix_of_block": jnp.zeros(4, jnp.int32)}, r"matrix_of_block \(4,\): must be \[5\]"),
         ({"matrix_of_block": jnp.zeros(5)}, "matrix_of_block of float32: must be int32"),
+        (
+            {"weight": dataclasses.replace(Case("int4", 64, matrices=4).shapes(), activations="fp8")},
+            r"weight \(4, 37, 64\): activations=fp8 with weights of int4: must be",
+        ),
         ({"implementation": "cuda"}, "must be one of reference, xla, cpu, triton"),
         (
             {"x": jnp.zeros((5, 8, 64)), "implementation": "triton"},
