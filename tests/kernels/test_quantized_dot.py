@@ -132,7 +132,7 @@ def test_quantize_rounds_to_nearest(bits, group_size):
         (lambda x, w: quantized_dot(x[:, :32], w, 8), r"weight \(16, 64\): must be \[\.\.\., 32\]"),
         (
             lambda x, w: quantized_dot(x, w, 8, implementation="cuda"),
-            "implementation='cuda': must be one of reference, xla, cpu, triton, mosaic_tpu",
+            "implementation='cuda': must be one of reference, xla, cpu, triton, mosaic_gpu, mosaic_tpu",
         ),
         (lambda x, w: quantized_dot(x, w, 8, dtype="float16", implementation="cpu"), "multiplies bfloat16 or float32"),
         (

@@ -17,7 +17,7 @@ from pallas_kernels.quantized_dot import reference, triton, triton_codes, xla
 from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.weight import to_rows
 from tests.deviceless import H200, marks
-from tests.kernels.machine_code import compile_for, kernels_of, tool
+from tests.kernels.machine_code import DUMP_PTX, compile_for, kernels_of, tool
 from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
 from tests.kernels.test_lowering import lower_for
 
@@ -270,6 +270,8 @@ DECODE = [
     (440, Case("fp4", 4096, 32, outputs=4096)),
     (310, Case("fp8", 4096, 128, outputs=4096)),
     (100, Case("int8", 4096, outputs=4096, activations="int8")),
+    (190, Case("fp8", 4096, 128, outputs=4096, scales="float32", activations="fp8")),
+    (190, Case("fp8", 4096, outputs=4096, activations="fp8")),
 ]
 
 
@@ -285,10 +287,11 @@ def test_machine_code(most, case, tmp_path):
     assert (kernel.blocks, kernel.spilled_bytes, kernel.threads) == (256, 0, 128)  # 64 tiles and 4 splits
     assert kernel.resident_blocks >= 3
     copies = [int(size) for i in loop if "LDGSTS" in i for size in re.findall(r"\.(64|128)\b", i.split("[")[0])]
-    x_bytes = 16 * 128 * (1 if case.activations == "int8" else 2)
+    x_bytes = 16 * 128 * (2 if case.activations == "float" else 1)
     code_bytes = 64 * 128 // (2 if case.kind in ("int4", "fp4") else 1)
     assert sum(copies) // 8 * kernel.threads == code_bytes + x_bytes, copies
-    assert any("GMMA" in i for i in loop)
+    # Triton multiplies fp8 on Hopper as float16
+    assert any(("HMMA.16816" if case.activations == "fp8" else "GMMA") in i for i in loop)
     assert len(loop) < most
 
 
@@ -302,6 +305,19 @@ def test_no_copy_of_the_matrix_is_made(rows, parts, case):
     assert re.findall(r'name = "(\w+)", num_stages', program.as_text()) == ["quantized_dot"]
     assert program.memory_analysis().temp_size_in_bytes <= parts * rows * case.outputs * 4 + 4096
     assert not re.search(r"(f16|bf16|f32)\[4096,14336\]", program.as_text())
+
+
+@deviceless
+@pytest.mark.parametrize("rows", [16, 2048])
+def test_fp8_has_products_of_its_own_on_ada(rows, tmp_path):
+    case = Case("fp8", 4096, 128, outputs=4096, scales="float32", activations="fp8")
+    options = {"xla_dump_to": str(tmp_path), **DUMP_PTX}
+    program = compile_for(TARGETS["l4"], *call_of(case, rows), compiler_options=options)
+    (text,) = [text for path in tmp_path.glob("*.ptx") if ".entry quantized_dot" in (text := path.read_text())]
+    products = re.findall(r"\bmma\.[\w.]+", text)
+    assert set(products) == {"mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"}
+    assert not re.search(r"\bcvt\.\S*e4m3", text)  # no code is converted
+    assert not re.search(r"(f16|bf16|f32)\[4096,4096\]", program.as_text())
 
 
 @deviceless
