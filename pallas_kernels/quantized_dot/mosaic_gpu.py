@@ -1,9 +1,8 @@
 """quantized_dot of fp8 and fp8 for Hopper in Pallas, lowered through Mosaic GPU: for many rows.
 
-Triton multiplies fp8 on Hopper as float16, half as fast as Hopper's own products of fp8: those add products with about
-14 bits, so Triton does not use them for a float32 sum, and Pallas cannot say that a short sum is enough. Here each sum
-has 128 inputs. Then it is multiplied with the scales and added in float32, as DeepSeek-V3 does it (arXiv:2412.19437,
-section 3.3.2).
+Triton multiplies fp8 on Hopper as float16, at half the rate. Hopper's own products of fp8 are added with about 14 bits,
+so Triton does not use them for a float32 sum. Pallas has no option that allows it. Here each sum has 128 inputs. It is
+multiplied with the scales and added in float32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
 
 A block computes 128 rows and 128 outputs. Two warp groups multiply 64 rows each. The third copies tiles of x, of the
 weights and of their scales to shared memory, as soon as a slot is free.
