@@ -168,7 +168,9 @@ def test_machine_code(most, case, tmp_path):
 
 
 @deviceless
-@pytest.mark.parametrize(("rows", "case"), [(8, EXPERTS[0][1]), (32, EXPERTS[5][1]), (64, EXPERTS[3][1]), (64, EXPERTS[4][1])], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "case"), [(8, EXPERTS[0][1]), (32, EXPERTS[5][1]), (64, EXPERTS[3][1]), (64, EXPERTS[4][1])], ids=str
+)
 def test_no_copy_of_a_matrix_is_made(rows, case):
     program = compile_for(H200, *call_of(case, 64, rows))
     assert re.findall(r'name = "(\w+)", num_stages', program.as_text()) == ["quantized_grouped_dot"]
