@@ -88,7 +88,7 @@ def test_activations_in_fp8_match_float64(rows, splits, case):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max(), err_msg=str(name))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 def test_a_row_in_fp8_that_is_not_finite_stays_so_and_stays_alone(bad):
     """Rows of zeros and of the smallest numbers are zeros, and the largest numbers do not overflow."""
     case = Case("fp8", 256, 128, dtype="float32", activations="fp8")
