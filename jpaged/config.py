@@ -13,7 +13,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "w8a8")
 # Formats of quantised checkpoints: `quant_method` in their config.json, and gguf.
 QUANTIZED_FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf")
-QUANTIZED_ACTIVATIONS = ("auto", "int8", "float")
+QUANTIZED_ACTIVATIONS = ("auto", "int8", "fp8", "float")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 KV_CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3"}  # vLLM's other name
 RUNNERS = ("auto", "generate", "pooling")
@@ -63,8 +63,10 @@ class EngineConfig:
 
     quantized_activations: str = "auto"
     """Precision of the activations in products with quantised weights. int8: rounded to 8 bits, one scale a token.
-    float: not rounded. auto: int8 on CPU for weights with integer codes, where it is faster, and with w8a8; float for
-    all others."""
+    fp8: weights in fp8 are multiplied with activations in fp8 (e4m3), one scale for each token and group of the
+    weights' inputs; on NVIDIA it needs compute capability 8.9. All other weights are as with auto. float: not rounded.
+    auto: int8 on CPU for weights with integer codes, where it is faster, and with w8a8; float for all others, also for
+    checkpoints in fp8."""
 
     kv_cache_dtype: str = "auto"
     """Type of the keys and values in the KV cache: auto, int8, fp8_e4m3 (or fp8). auto is the type of the weights. int8

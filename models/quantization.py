@@ -169,7 +169,8 @@ class Quantizer:
     def packed(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | Array:
         """A leaf of a checkpoint, in the layout "plain", in the layout for the platform.
 
-        On CPU it becomes an array of numbers if no kernel multiplies it, unless activations are "float".
+        On CPU it becomes an array of numbers if no kernel multiplies it. Weights stay quantised if activations are
+        "float", and weights of fp8 if they are "fp8".
         """
         changed = dataclasses.replace(weight, **self._arrays(weight))
         return jax.block_until_ready(_place(changed, quantizer=self, name=name))
@@ -229,7 +230,7 @@ class Quantizer:
         if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight, shape):
             return to_tiles(weight)
         able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
-        wanted = weight.activations if self.activations == "auto" else self.activations
+        wanted = weight.activations if self.activations in ("auto", "fp8") else self.activations
         rounds = able and wanted == "int8" and self.platform != "cpu"
         on_lanes = self.platform == "tpu" and (weight.kind == "int4" or weight.groups > 1)
         if on_lanes and name not in EXPERTS | {"embed"} and refuse_lanes(weight) is None:
@@ -238,6 +239,8 @@ class Quantizer:
             made = to_rows(weight)
         if self.platform == "cpu" and made.kind == "fp8":
             made = dataclasses.replace(made, codes=jax.lax.bitcast_convert_type(made.codes, jnp.uint8))
+        if self.activations == "fp8" and weight.kind == "fp8":
+            return dataclasses.replace(made, activations="fp8")
         return dataclasses.replace(made, activations="int8" if rounds else "float")
 
     @staticmethod
@@ -255,7 +258,8 @@ def _has_kernel(name: str, weight: QuantizedWeight, shape: tuple[int, ...]) -> b
 
 @functools.partial(jax.jit, static_argnames=("quantizer", "name"))
 def _place(weight: QuantizedWeight, *, quantizer: Quantizer, name: str) -> QuantizedWeight | Array:
-    if quantizer.platform == "cpu" and quantizer.activations != "float" and not _has_kernel(name, weight, weight.shape):
+    stays = quantizer.activations == "float" or (quantizer.activations == "fp8" and weight.kind == "fp8")
+    if quantizer.platform == "cpu" and not stays and not _has_kernel(name, weight, weight.shape):
         return weight.in_order_of_inputs(weight.dequantize())
     return quantizer.place(name, weight, weight.shape)
 

@@ -132,6 +132,17 @@ def has_small_blocks() -> bool:
     return capability is not None and (capability in ((8, 6), (8, 9)) or capability[0] == 12)
 
 
+_HOPPER = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
+
+
+def is_hopper() -> bool:
+    """Whether a kernel is traced for a card of compute capability 9."""
+    described = _described_device()
+    if described is not None:
+        return _HOPPER.search(described.device_kind) is not None
+    return (nvidia_capability(default_device()) or (0, 0))[0] == 9
+
+
 def refuse_cpu(device: Any) -> str | None:
     """Reason why native kernels cannot run on a device; None if its processor can run some."""
     return None if device.platform == "cpu" else f"it is for CPU, not for {device.device_kind}"

@@ -239,6 +239,12 @@ def test_layouts_by_platform():
         whole = with_shape(plain("int4", outputs=48, inputs=256)[0], (3, 16, 256))
         assert quantizer.packed("qkv", whole).layout == expected[0]
         assert quantizer.packed("expert_down", whole).layout == ("rows" if platform == "tpu" else expected[0])
+    for platform in ("cpu", "gpu", "tpu"):
+        quantizer = Quantizer(platform=platform, activations="fp8")
+        placed = quantizer.packed("qkv", floats)
+        assert (placed.layout, placed.activations) == ("rows", "fp8")
+        assert quantizer.packed_shape("qkv", floats) == jax.tree.map(_shape, placed)
+        assert quantizer.packed("qkv", integers).activations == ("int8" if platform == "cpu" else "float")  # as auto
     on_tpu = Quantizer(platform="tpu").packed
     assert on_tpu("embed", integers).layout == "rows"  # a row is taken for each token
     assert on_tpu("qkv", plain("int4")[0]).layout == "rows"  # 192 inputs

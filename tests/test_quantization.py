@@ -13,9 +13,14 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
+from jpaged.loading.model import quantizer_of
+from jpaged.models.quantization import quantized_parts
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
+from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.memory import tree_bytes
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.targets import TARGETS
 from pallas_kernels import QuantizedWeight
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.tiny_engine import FULL, sampling_programs
@@ -113,6 +118,28 @@ def test_refused(tmp_path):
         LLM(FULL, params=param_shapes(FULL, np.float32), quantization="int8")
     with pytest.raises(ModelLoadError, match="quantization='awq': the checkpoint is not quantised: leave it out, or"):
         LLM("demo", quantization="awq")
+
+
+@pytest.mark.parametrize(
+    ("target", "quantization", "message"),
+    [
+        ("a100", "fp8", r"quantized_activations='fp8' needs .* 8\.9 .*A100.* has 8\.0: leave it at auto"),
+        ("h200", "int8", "quantized_activations='fp8': the model has no weights in fp8 .* use a checkpoint in fp8 or"),
+        ("h200", None, "quantized_activations='fp8': the model has no weights in fp8"),
+        ("l4", "fp8", None), ("h200", "fp8", None), ("cpu", "fp8", None), ("v5e", "fp8", None),
+    ],
+)  # fmt: skip
+def test_activations_in_fp8_need_weights_and_a_card_for_them(target, quantization, message):
+    config = EngineConfig(model="test", quantization=quantization, quantized_activations="fp8")
+    placement = Placement(TARGETS[target], None)
+    params = quantizer_of(config, placement.platform).shapes(param_shapes(FULL, "bfloat16"))
+    draw = lambda: Blueprint.draw(ServedModel(FULL, params), config, placement)  # noqa: E731
+    if message is not None:
+        with pytest.raises(ModelLoadError, match=message):
+            draw()
+        return
+    draw()
+    assert {weight.activations for weight in quantized_parts(params)} == {"fp8"}
 
 
 @pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "fp8"])

@@ -45,8 +45,8 @@ class QualityCommand:
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     against: str | None = None
-    """A second model to compare with. It is loaded without --quantization and --kv-cache-dtype, and needs the same
-    vocabulary. Both models are in memory at once for the comparison."""
+    """A second model to compare with. It is loaded without --quantization, --kv-cache-dtype and activations in fp8, and
+    needs the same vocabulary. Both models are in memory at once for the comparison."""
 
     text: pathlib.Path | None = None
     """File with the text, UTF-8. Default: Python source that the demo model was not trained on."""
@@ -76,6 +76,8 @@ class QualityCommand:
             check_writable(self.plot, "plot")
         results = {self._name(options): measure(options, text, self.window)}
         other = options | {"model": self.against, "quantization": None, "kv_cache_dtype": "auto"}
+        if other["quantized_activations"] == "fp8":  # a model without weights in fp8 refuses it
+            other["quantized_activations"] = "auto"
         if self.against is not None:
             results[self._name(other)] = measure(other, text, self.window)
         width = max(map(len, results))

@@ -52,6 +52,7 @@ from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import self_check
 from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, usable_implementations
+from pallas_kernels.platforms import nvidia_capability
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Blueprint:
         kv_format = KVFormat.choose(
             model.spec, config.kv_cache_dtype, _dtype(model), placement.device, model.kv_scales
         )
+        _check_activations(config.quantized_activations, model.params, placement.device)
         if placement.platform == "cpu":
             compile_ahead(_kernels(model))
         limits = memory.decide_limits(model.spec, config, placement.platform)
@@ -367,6 +369,24 @@ def _kernels(model: ServedModel) -> tuple[str, ...]:
     """Modules of the native kernels that a model's programs may call on CPU."""
     quantized = any(weight.layout == "tiles" for weight in quantized_parts(model.params))
     return kernels_of_model(quantized=quantized, experts=model.spec.experts is not None)
+
+
+def _check_activations(name: str, params: Any, device: Any) -> None:
+    """Raise ModelLoadError if quantized_activations is fp8 and the model or the device has no such products."""
+    if name != "fp8":
+        return
+    if not any(weight.activations == "fp8" for weight in quantized_parts(params)):
+        raise ModelLoadError(
+            "quantized_activations='fp8': the model has no weights in fp8 to multiply them with: use a checkpoint in "
+            "fp8 or quantization='fp8', or leave it at auto"
+        )
+    capability = nvidia_capability(device)
+    if device.platform == "gpu" and (capability is None or capability < (8, 9)):
+        has = "is not from NVIDIA" if capability is None else f"has {'.'.join(map(str, capability))}"
+        raise ModelLoadError(
+            "quantized_activations='fp8' needs an NVIDIA card of compute capability 8.9 (Ada) or newer, and "
+            f"{device.device_kind} {has}: leave it at auto, which does not round activations"
+        )
 
 
 def _attention_call(

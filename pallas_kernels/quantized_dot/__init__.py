@@ -1,6 +1,8 @@
 """quantized_dot: rows times a matrix of weights in 8 or 4 bits, a `QuantizedWeight`."""
 
 import functools
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,11 +11,29 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats
-from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, traced_platform
+from pallas_kernels.platforms import (
+    Implementation,
+    compiled_on,
+    default_device,
+    is_hopper,
+    pick,
+    traced_platform,
+)
 from pallas_kernels.quantized_dot import cpu, mosaic_tpu, reference, triton, xla
-from pallas_kernels.quantized_dot.weight import QuantizedWeight, quantize
+from pallas_kernels.quantized_dot.tiling import SOME_ROWS
+from pallas_kernels.quantized_dot.weight import QuantizedWeight, quantize, refuse_activations
 
 __all__ = ["IMPLEMENTATIONS", "QuantizedWeight", "quantize", "quantized_dot"]
+
+
+def _mosaic_gpu(name: str) -> Callable[..., Any]:
+    """A function of mosaic_gpu.py, imported at the first call: importing it takes 0.25 s, and few calls need it."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module("pallas_kernels.quantized_dot.mosaic_gpu"), name)(*args, **options)
+
+    return call
+
 
 # `Implementation.refuse` takes (device, x, weight, dtype)
 IMPLEMENTATIONS = {
@@ -21,6 +41,7 @@ IMPLEMENTATIONS = {
     "xla": Implementation(xla.quantized_dot),
     "cpu": Implementation(cpu.quantized_dot, cpu.refuse),
     "triton": Implementation(compiled_on("cuda", triton.quantized_dot), triton.refuse),
+    "mosaic_gpu": Implementation(_mosaic_gpu("quantized_dot"), _mosaic_gpu("refuse")),
     "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.quantized_dot), mosaic_tpu.refuse),
 }
 
@@ -41,11 +62,15 @@ def quantized_dot(
     groups in another order, and has the same bits if an output has one group. So does "mosaic_tpu", which adds groups
     in order.
 
+    With "fp8", every row of x is rounded to e4m3, with one scale for each group of the weights: the largest magnitude /
+    448. The weights must be fp8. Products within a group are summed in float32, times both scales, and added in order.
+    A product of two numbers of e4m3 is exact. This is the product of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
+
     With "float", the weights are dequantised to x's dtype, and sums are float32. "triton" and "mosaic_tpu" multiply
     codes with x and the sums with the scales, and do not round the weights.
 
     The bits of a row of "triton" depend on the tiling, not on the other rows. A call has one of three tilings: for up
-    to 16 rows of x, for up to 64, or for more.
+    to 16 rows of x, for up to 64, or for more. "mosaic_gpu" has one tiling.
 
     weight:         [..., in]; all axes but the last are one axis of the result.
     num_rows:       the first rows of x that are needed. The results of the others are undefined, but finite if x is.
@@ -54,7 +79,8 @@ def quantized_dot(
                     in a mesh that describes it. "xla" is XLA operations. "cpu" is a native kernel for CPU, for the
                     layout "tiles". "triton" is a kernel for NVIDIA, for the layout "rows". "mosaic_tpu" is a kernel for
                     TPU, for the layout "lanes", and "rows" of int8 with one group an output. On CPU these two run in
-                    interpret mode. "reference" is the specification.
+                    interpret mode. "mosaic_gpu" is a kernel for Hopper, for activations "fp8". It is chosen for more
+                    than 64 rows. "reference" is the specification.
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """
@@ -62,6 +88,8 @@ def quantized_dot(
     if weight.shape[-1] != x.shape[1]:
         raise ValueError(f"weight {weight.shape}: must be [..., {x.shape[1]}], as x is {x.shape}")
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    if (reason := refuse_activations(weight)) is not None:
+        raise ValueError(f"weight {weight.shape}: {reason}")
     if weight.order is not None:
         x = x[:, weight.order]
     call = (x, weight, jnp.asarray(num_rows, jnp.int32))
@@ -75,7 +103,11 @@ def quantized_dot(
         kernels["cpu"] = functools.partial(cpu.quantized_dot, dtype=dtype)
     # tracing a kernel takes 0.1 s: only where the device is meant
     traced = traced_platform()
-    if traced == "gpu" and triton.refuse(default_device(), x, weight, dtype) is None:
+    many = weight.activations == "fp8" and x.shape[0] > SOME_ROWS
+    hopper = IMPLEMENTATIONS["mosaic_gpu"]
+    if traced == "gpu" and many and is_hopper() and hopper.refuse(default_device(), x, weight, dtype) is None:
+        kernels["cuda"] = functools.partial(hopper.call, dtype=dtype)
+    elif traced == "gpu" and triton.refuse(default_device(), x, weight, dtype) is None:
         kernels["cuda"] = functools.partial(triton.quantized_dot, dtype=dtype)
     if traced == "tpu" and mosaic_tpu.refuse(default_device(), x, weight, dtype) is None:
         kernels["tpu"] = functools.partial(mosaic_tpu.quantized_dot, dtype=dtype)

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.platforms import nvidia_capability, refuse_triton
 from pallas_kernels.quantized_dot.tiling import Tiling, choose
 from pallas_kernels.quantized_dot.triton_tile import Given, Problem, Ref, Tile, tile_sums
-from pallas_kernels.quantized_dot.weight import CHUNK, QuantizedWeight
-from pallas_kernels.quantized_dot.xla import quantise_rows
+from pallas_kernels.quantized_dot.weight import CHUNK, QuantizedWeight, refuse_activations
 
 FLOATS = ("bfloat16", "float16")
 SCALES = (*FLOATS, "float32", "int8", "uint8", "float8_e4m3fn")
@@ -44,13 +43,10 @@ def quantized_dot(
     """
     outputs, integers = weight.num_outputs, weight.activations == "int8"
     tiling = tiling or choose(x.shape[0], x.shape[1], outputs)
-    row_scales = None
-    if integers:
-        x, row_scales = quantise_rows(x)
     problem = Problem(
         weight.kind, *x.shape, outputs, weight.groups, weight.divides, tiling, interpret, integers
     )  # fmt: skip
-    given = Given.of(x, weight, row_scales)
+    given = Given.of(x, weight)
     exact = integers and problem.groups == 1 and tiling.splits > 1
     out = _launch(problem, num_rows, given, dtype if tiling.splits == 1 else jnp.int32 if exact else jnp.float32)
     if tiling.splits == 1:
@@ -63,7 +59,7 @@ def quantized_dot(
         if given.outer is not None:
             scale = scale / given.outer[:, 0] if weight.divides else scale * given.outer[:, 0]
         total = total.astype(jnp.float32) * scale
-    return (total if row_scales is None else total * row_scales[:, None]).astype(dtype)
+    return (total if given.row_scales is None else total * given.row_scales[:, None]).astype(dtype)
 
 
 def _launch(problem: Problem, num_rows: Array, given: Given, dtype: Any) -> Array:
@@ -89,6 +85,8 @@ def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | No
         return f"it multiplies weights in the layout rows, not {weight.layout}"
     if weight.activations == "float" and x.dtype.name not in FLOATS:
         return f"x of {x.dtype}: it multiplies bfloat16 and float16"
+    if (reason := refuse_activations(weight)) is not None:
+        return reason
     if weight.activations == "int8" and (weight.kind not in ("int8", "int4") or weight.mins is not None):
         return f"activations=int8 with weights of {weight.kind}: must be int8 or int4, without minima"
     if weight.activations == "int8" and weight.kind == "int8" and weight.zeros is not None:
@@ -98,8 +96,8 @@ def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | No
     inputs, size = weight.shape[-1], weight.group_size
     if weight.bits == 4 and inputs % CHUNK:
         return f"{inputs} inputs of 4 bits: must be a multiple of {CHUNK}"
-    # products of int8 take 32 inputs
-    least = 2 * LEAST_INPUTS if weight.activations == "int8" else LEAST_INPUTS
+    # products of 8 bits take 32 inputs
+    least = LEAST_INPUTS if weight.activations == "float" else 2 * LEAST_INPUTS
     if weight.groups > 1 and size % CHUNK and size not in (least, 2 * LEAST_INPUTS):
         return f"groups of {size} inputs: must be {least}, {2 * LEAST_INPUTS}, a multiple of {CHUNK}, or all inputs"
     for name in ("scales", "mins"):
@@ -109,7 +107,8 @@ def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | No
     capability = nvidia_capability(device)
     eight = weight.kind == "fp8" or weight.scales.dtype.name == "float8_e4m3fn"
     if eight and capability and capability < (8, 9):
-        return f"float8 needs compute capability 8.9 (Ada) or newer, {device.device_kind} has {capability}"
+        instead = ": use activations=float and XLA, or weights of int8" if weight.activations == "fp8" else ""
+        return f"float8 needs compute capability 8.9 (Ada) or newer, {device.device_kind} has {capability}{instead}"
     return refuse_triton(device)
 
 

@@ -25,6 +25,7 @@ from jaxtyping import Array
 from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.triton_codes import numbers
 from pallas_kernels.quantized_dot.weight import CHUNK, LEVELS, QuantizedWeight
+from pallas_kernels.quantized_dot.xla import quantise_rows, quantise_rows_to_fp8
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 HALF = CHUNK // 2     # bytes of a chunk of 4-bit codes
@@ -43,15 +44,23 @@ class Given(NamedTuple):
     outer: Any
     mins: Any
     outer_mins: Any
-    row_scales: Any = None  # float32[rows], of x in int8
+    row_scales: Any = None    # float32[rows], of x in int8, and of x in fp8 if an output has one group
+    group_scales: Any = None  # float32[groups, rows], of x in fp8 if an output has several groups
 
     @classmethod
-    def of(cls, x: Array, weight: QuantizedWeight, row_scales: Array | None = None) -> "Given":
-        """The arrays of a product."""
+    def of(cls, x: Array, weight: QuantizedWeight) -> "Given":
+        """The arrays of a product. x is rounded as `weight.activations` says."""
         flat = lambda a: None if a is None else a.reshape(-1, a.shape[-1])  # noqa: E731
+        x, row_scales, group_scales = x.reshape(-1, x.shape[-1]), None, None
+        if weight.activations == "int8":
+            x, row_scales = quantise_rows(x)
+        elif weight.activations == "fp8":
+            x, group_scales = quantise_rows_to_fp8(x, weight.groups)
+            if weight.groups == 1:
+                row_scales, group_scales = group_scales[0], None
         return cls(
-            flat(x), flat(weight.codes), flat(weight.scales), flat(weight.zeros), flat(weight.outer),
-            flat(weight.mins), flat(weight.outer_mins), row_scales,
+            x, flat(weight.codes), flat(weight.scales), flat(weight.zeros), flat(weight.outer),
+            flat(weight.mins), flat(weight.outer_mins), row_scales, group_scales,
         )  # fmt: skip
 
     @property
@@ -126,6 +135,7 @@ class Factors(NamedTuple):
 
     scale: Array
     offset: Array | None
+    of_rows: Array | None = None  # float32[rows], another factor of the sum of codes * x: the scales of x
 
 
 def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
@@ -138,7 +148,10 @@ def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
     end = jnp.minimum(begin + steps, problem.steps)
 
     def scale(total: Array, sums: Array, x_sums: Array | None, factors: Factors) -> Array:
-        total = total + sums.astype(jnp.float32) * factors.scale[:, None]
+        factor = factors.scale[:, None]
+        if factors.of_rows is not None:
+            factor = factor * factors.of_rows[None, :]
+        total = total + sums.astype(jnp.float32) * factor
         if x_sums is None or factors.offset is None:
             return total
         return total - x_sums.astype(jnp.float32) * factors.offset[:, None]
@@ -147,7 +160,7 @@ def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
         group = lax.div(step * problem.step, problem.group_size)
         last = problem.groups - 1
         return tuple(
-            _factors(problem, given, tile.output, jnp.minimum(group + i, last)) for i in range(problem.groups_of_step)
+            _factors(problem, given, tile, jnp.minimum(group + i, last)) for i in range(problem.groups_of_step)
         )
 
     def multiply(step: Array, sums: list[Array], x_sums: list[Array | None]) -> None:
@@ -159,7 +172,17 @@ def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
                     x_sums[group] = x_sums[group] + plgpu.dot(jnp.ones(a.shape, a.dtype), b.T)
 
     if problem.groups == 1:
-        factors = _factors(problem, given, tile.output, jnp.int32(0))
+        factors = _factors(problem, given, tile, jnp.int32(0))
+
+        if given.x.dtype == jnp.float8_e4m3fn:
+            # Hopper's tensor cores add products of fp8 with about 14 bits (arXiv:2412.19437, section 3.3.2). Their sums
+            # stay short, and float32 adds them.
+            def add_product(step: Array, total: Array) -> Array:
+                sums = [zeros]
+                multiply(step, sums, [None])
+                return scale(total, sums[0], None, factors)
+
+            return lax.fori_loop(begin, end, add_product, zeros)
 
         def add_step(step: Array, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
             sums, x_sums = [carry[0]], [carry[1]]
@@ -233,7 +256,9 @@ def _operands(
     return made
 
 
-def _factors(problem: Problem, given: Given, column: Array, group: Array) -> Factors:
+def _factors(problem: Problem, given: Given, tile: Tile, group: Array) -> Factors:
+    column = tile.output
+
     def scaled(ref: Ref, outer: Ref | None, *, divides: bool) -> Array:
         values = plgpu.load(ref.at[column, group]).astype(jnp.float32)
         if outer is None:
@@ -242,6 +267,9 @@ def _factors(problem: Problem, given: Given, column: Array, group: Array) -> Fac
         return values / factor if divides else values * factor
 
     scale = scaled(given.scales, given.outer, divides=problem.divides)
+    if given.group_scales is not None:
+        last = given.group_scales.shape[1] - 1
+        return Factors(scale, None, plgpu.load(given.group_scales.at[group, jnp.minimum(tile.row, last)]))
     if given.mins is not None:
         return Factors(scale, scaled(given.mins, given.outer_mins, divides=False))
     if given.zeros is None or problem.kind == "int4":

@@ -76,7 +76,9 @@ class QuantizedWeight:
     layout: str
     shape: tuple[int, ...]  # of the weights
     dtype: np.dtype         # of the weights before quantising, and of the activations
-    activations: str = "int8"  # int8: x is rounded to 8 bits before a product. float: it is not
+    # Of x before a product. int8: rounded to 8 bits, one scale a row. fp8: rounded to e4m3, one scale for each row and
+    # group of the weights, whose codes must be fp8. float: not rounded
+    activations: str = "int8"
     divides: bool = False   # scales are divided by `outer`
 
     @property
@@ -146,7 +148,7 @@ class QuantizedWeight:
 
     def numbers(self) -> Float[Array, "*shape"]:
         """The weights in float32, inputs in the order of the codes. Only of the layout "plain"."""
-        values = self._values()
+        values = self.values()
         scales = self._scaled(self.scales, self.outer, divides=self.divides)
         if self.mins is None:
             return (values * scales[..., None]).reshape(self.shape)
@@ -161,6 +163,19 @@ class QuantizedWeight:
     def in_order_of_inputs(self, numbers: Float[Array, "*lead in"]) -> Float[Array, "*lead in"]:
         """Numbers in the order of the codes, as those of `dequantize`, in the order of the inputs."""
         return numbers if self.order is None else jnp.zeros_like(numbers).at[..., self.order].set(numbers)
+
+    def values(self) -> Float[Array, "... groups size"]:
+        """number(code) - zero, float32. Only of the layout "plain"."""
+        by_group = (*self.scales.shape, -1)
+        if self.kind == "fp4":
+            return fp4_numbers(jnp.asarray(self.codes)).reshape(by_group)
+        codes = jnp.asarray(self.codes)
+        if self.kind == "fp8" and codes.dtype == jnp.uint8:
+            codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        values = codes.astype(jnp.float32).reshape(by_group)
+        if self.zeros is not None:
+            return values - jnp.asarray(self.zeros).astype(jnp.float32)[..., None]
+        return values - LEVELS // 2 if self.kind == "int4" and self.mins is None else values
 
     def integers(self) -> Int[Array, "out in"]:
         """code - zero, int8. Only of int8 without zeros, and of int4."""
@@ -208,19 +223,6 @@ class QuantizedWeight:
         # not `concatenate`: XLA on CPU does not fuse it, and 4-bit products took 2 to 11 times as long
         return (pairs >> np.array([0, 4], np.uint8)[:, None] & 15).reshape(outputs, -1)
 
-    def _values(self) -> Float[Array, "... groups size"]:
-        """The codes' numbers, less the zeros, in float32."""
-        by_group = (*self.scales.shape, -1)
-        if self.kind == "fp4":
-            return fp4_numbers(jnp.asarray(self.codes)).reshape(by_group)
-        codes = jnp.asarray(self.codes)
-        if self.kind == "fp8" and codes.dtype == jnp.uint8:
-            codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-        values = codes.astype(jnp.float32).reshape(by_group)
-        if self.zeros is not None:
-            return values - jnp.asarray(self.zeros).astype(jnp.float32)[..., None]
-        return values - LEVELS // 2 if self.kind == "int4" and self.mins is None else values
-
     @staticmethod
     def _scaled(array: Any, outer: Any, *, divides: bool) -> Array:
         values = jnp.asarray(array).astype(jnp.float32)
@@ -253,6 +255,13 @@ def fp4_numbers(codes: Integer[Array, "*shape"]) -> Float[Array, "*shape"]:
 def chunk_of(inputs: int) -> int:
     """Inputs of a chunk of 4-bit codes in the layout "rows"."""
     return next(size for size in (CHUNK, CHUNK // 2, CHUNK // 4, 2) if inputs % size == 0)
+
+
+def refuse_activations(weight: QuantizedWeight) -> str | None:
+    """Reason why no product takes weights with their `activations`; None if one does."""
+    if weight.activations == "fp8" and weight.kind != "fp8":
+        return f"activations=fp8 with weights of {weight.kind}: must be float, or int8, or have weights of fp8"
+    return None
 
 
 def refuse_tiles(weight: QuantizedWeight) -> str | None:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_blocks, expect_floats
 from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, traced_platform
-from pallas_kernels.quantized_dot.weight import QuantizedWeight, refuse_matrices
+from pallas_kernels.quantized_dot.weight import QuantizedWeight, refuse_activations, refuse_matrices
 from pallas_kernels.quantized_grouped_dot import cpu, reference, triton, xla
 
 
@@ -40,9 +40,9 @@ def quantized_grouped_dot(
     """x[i] @ weight[matrix_of_block[i]].T for the first `num_blocks_used` blocks. The others are undefined.
 
     Layout "tiles": rows of x are rounded to 8 bits, as in `quantized_dot`, and a row has the bits that `quantized_dot`
-    gives it, in any block. Layout "rows": x is not rounded, whatever `weight.activations` says. The bits of a row do
-    not depend on the other rows of its block. With "triton" they depend on the tiling: blocks have up to 16 rows, up
-    to 32, or more.
+    gives it, in any block. Layout "rows": with `weight.activations` "fp8", rows are rounded to e4m3 as in
+    `quantized_dot`. Otherwise x is not rounded. The bits of a row do not depend on the other rows of its block. With
+    "triton" they depend on the tiling: blocks have up to 16 rows, up to 32, or more.
 
     weight:          [matrices, ..., in], in the layout "rows" or "tiles". All axes between are one axis of the result.
                      With "tiles" that axis must be a multiple of 16.
@@ -53,7 +53,7 @@ def quantized_grouped_dot(
                      trace in a mesh that describes it. "xla" is a loop over the used blocks, which dequantises one
                      matrix at a time. "cpu" is a native kernel for CPU, for the layout "tiles". "triton" is a kernel
                      for NVIDIA, for the layout "rows": it multiplies codes, and makes no copy of a matrix. On CPU it
-                     runs in interpret mode. "reference" dequantises the matrix of every block, and does not round x.
+                     runs in interpret mode. "reference" dequantises the matrix of every block. It rounds x only to fp8.
 
     Returns x's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the
     implementation refuses them.
@@ -65,10 +65,12 @@ def quantized_grouped_dot(
         raise ValueError(f"{found}: {accepted}, as x is {x.shape}")
     if weight.layout == "tiles" and (reason := refuse_matrices(weight.shape)) is not None:
         raise ValueError(f"weight {weight.shape} in the layout tiles: {reason}")
+    if (reason := refuse_activations(weight)) is not None:
+        raise ValueError(f"weight {weight.shape}: {reason}")
     rows_of_block = expect_blocks(x, matrix_of_block, rows_of_block)
     if weight.order is not None:
         x = x[..., weight.order]
-    activations = weight.activations if weight.layout == "tiles" else "float"
+    activations = "float" if weight.layout == "rows" and weight.activations == "int8" else weight.activations
     weight = dataclasses.replace(weight, order=None, activations=activations)
     call = (
         x, weight, matrix_of_block.astype(jnp.int32), jnp.asarray(num_blocks_used, jnp.int32),

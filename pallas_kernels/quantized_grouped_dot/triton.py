@@ -63,7 +63,10 @@ def _kernel(matrix_ref: Ref, used_ref: Ref, *refs: Ref, names: tuple[str, ...], 
         # a tile at the edge repeats the matrix's last output, and does not store it
         output = matrix_ref[block] * problem.outputs + jnp.minimum(column, problem.outputs - 1)
         tile = Tile(block * problem.rows + row, inside, output, jnp.int32(0))
-        total = tile_sums(problem, Given.from_refs(names, tuple(arrays)), tile)
+        given = Given.from_refs(names, tuple(arrays))
+        total = tile_sums(problem, given, tile)
+        if given.row_scales is not None:
+            total *= plgpu.load(given.row_scales.at[jnp.minimum(tile.row, given.row_scales.shape[0] - 1)])[None, :]
         mask = (row < problem.rows)[None, :] & (column < problem.outputs)[:, None]
         plgpu.store(out_ref.at[block, row[None, :], column[:, None]], total.astype(out_ref.dtype), mask=mask)
 

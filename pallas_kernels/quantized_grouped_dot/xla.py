@@ -22,6 +22,9 @@ def quantized_grouped_dot(
         if weight.layout == "tiles":
             matrix = weight.matrix(matrix_of_block[i])
             product = xla.quantized_dot(rows, matrix, jnp.int32(rows.shape[0]), dtype=x.dtype)
+        elif weight.activations == "fp8":
+            given = xla.quantise_rows_to_fp8(rows, weight.groups)
+            product = xla.fp8_product(*given, weight, matrix_of_block[i] * outputs, outputs, x.dtype)
         else:
             product = xla.dequantized_product(rows, weight, matrix_of_block[i] * outputs, outputs, x.dtype)
         return lax.dynamic_update_index_in_dim(out, product, i, 0)

@@ -84,6 +84,7 @@ class MosaicKernel:
     registers: int       # of a thread, at the start
     spilled_bytes: int   # of a thread
     loops: list[list[str]]  # instructions of each loop that contains no other
+    code: list[str]         # all instructions
 
 
 def mosaic_kernel(call, arguments, folder: pathlib.Path, monkeypatch) -> MosaicKernel:
@@ -94,7 +95,7 @@ def mosaic_kernel(call, arguments, folder: pathlib.Path, monkeypatch) -> MosaicK
         log.unlink()  # 94 MB
     (source,) = folder.glob("*.ptx")
     registers, spilled, lines = _assembled(source)
-    return MosaicKernel(registers, spilled, _loops(lines))
+    return MosaicKernel(registers, spilled, _loops(lines), [text for _, text in lines if text])
 
 
 def _assembled(source: pathlib.Path) -> tuple[int, int, list[tuple[str, str]]]:

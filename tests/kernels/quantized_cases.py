@@ -88,3 +88,15 @@ def numbers_of(weight: QuantizedWeight) -> np.ndarray:
         values = values - 8
     numbers = values * scaled(weight.scales, weight.outer, weight.divides)
     return numbers if weight.mins is None else numbers - scaled(weight.mins, weight.outer_mins)
+
+
+def rounded_to_fp8(x, groups: int) -> np.ndarray:
+    """Rows of x [..., in] after rounding to e4m3 with a scale for each group, in float64, by the rules of e4m3."""
+    x = np.asarray(x).astype(np.float32)
+    numbers = x.reshape(*x.shape[:-1], groups, -1)
+    most = np.abs(numbers).max(-1, keepdims=True)
+    scaled = (numbers * (np.float32(448) / most)).astype(np.float64)
+    # 3 bits after the first one; numbers below 2**-6 have the steps of 2**-6
+    step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 2.0**-6))), -6) - 3)
+    codes = np.minimum(np.abs(np.round(scaled / step) * step), 448) * np.sign(scaled)
+    return (codes * (most.astype(np.float64) / 448)).reshape(x.shape)

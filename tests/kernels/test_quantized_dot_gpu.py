@@ -17,8 +17,8 @@ from pallas_kernels.quantized_dot import reference, triton, triton_codes, xla
 from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.weight import to_rows
 from tests.deviceless import H200, marks
-from tests.kernels.machine_code import compile_for, kernels_of, tool
-from tests.kernels.quantized_cases import Case
+from tests.kernels.machine_code import DUMP_PTX, compile_for, kernels_of, tool
+from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
 from tests.kernels.test_lowering import lower_for
 
 CPU = jax.devices("cpu")[0]
@@ -66,9 +66,47 @@ def test_matches_the_reference(rows, splits, case):
         np.testing.assert_array_equal(got, xla.quantized_dot(x, weight, jnp.int32(rows), dtype=jnp.float32))
 
 
+FP8 = [
+    (5, 1, Case("fp8", 384, 128, scales="float32", activations="fp8")),
+    (17, 2, Case("fp8", 200, dtype="float16", activations="fp8")),
+    pytest.param(1, 2, Case("fp8", 192, 64, dtype="float32", activations="fp8"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("rows", "splits", "case"), FP8, ids=str)
+def test_activations_in_fp8_match_float64(rows, splits, case):
+    x, plain = x_of(rows, case), case.drawn()
+    x = x * jnp.asarray(10.0 ** np.random.default_rng(1).integers(-4, 4, x.shape), x.dtype)  # subnormal codes, too
+    weight, count = to_rows(plain), jnp.int32(rows)
+    assert triton.refuse(CPU, x, weight, jnp.float32) is None
+    wanted = rounded_to_fp8(x, weight.groups) @ numbers_of(plain).T
+    assert np.abs(wanted - np.asarray(x).astype(np.float64) @ numbers_of(plain).T).max() > 1e-3 * np.abs(wanted).max()
+    calls = {name: functools.partial(quantized_dot, implementation=name) for name in (None, "reference", "xla")}
+    found = {name: jax.jit(functools.partial(call, dtype=jnp.float32)) for name, call in calls.items()}
+    for name, call in (found | {"triton": kernel(case, splits)}).items():
+        got = np.asarray(call(x, weight, count))
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max(), err_msg=str(name))
+
+
+@pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
+def test_a_row_in_fp8_that_is_not_finite_stays_so_and_stays_alone(bad):
+    """Rows of zeros and of the smallest numbers are zeros, and the largest numbers do not overflow."""
+    case = Case("fp8", 256, 128, dtype="float32", activations="fp8")
+    x, weight = x_of(16, case), to_rows(case.drawn())
+    x = x.at[5].set(0).at[6].set(1e-38).at[7].multiply(1e35)
+    xla_dot = jax.jit(functools.partial(xla.quantized_dot, dtype=jnp.float32))
+    for call in (xla_dot, kernel(case)):
+        whole = np.asarray(call(x, weight, jnp.int32(16)))
+        assert not whole[5:7].any()
+        assert np.isfinite(whole).all()
+        out = np.asarray(call(x.at[3, 5].set(bad), weight, jnp.int32(16)))
+        assert not np.isfinite(out[3]).any()
+        np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(whole, 3, 0))
+
+
 @pytest.mark.codegen
-def test_bits_of_a_row_do_not_depend_on_the_others():
-    case = Case("int4", 256, 64)
+@pytest.mark.parametrize("case", [Case("int4", 256, 64), Case("fp8", 256, 128, activations="fp8")], ids=str)
+def test_bits_of_a_row_do_not_depend_on_the_others(case):
     x, weight, call = x_of(20, case), to_rows(case.drawn()), kernel(case, 2)
     whole = np.asarray(call(x, weight, jnp.int32(20)))
     np.testing.assert_array_equal(call(x[18:19], weight, jnp.int32(1)), whole[18:19])
@@ -178,6 +216,10 @@ def card(capability="9.0", platform="gpu"):
         (Case("fp8", 128, activations="int8"), "bfloat16", card(), "with weights of fp8: must be int8 or int4"),
         (Case("int8", 64, zeros=True, activations="int8"), "bfloat16", card(), "zero points of 8 bits"),
         (Case("fp8", 128), "bfloat16", card("8.6"), r"float8 needs compute capability 8\.9"),
+        (Case("fp8", 128, activations="fp8"), "bfloat16", card("8.6"), "8.9 .* use activations=float and XLA"),
+        (Case("fp8", 96, 16, activations="fp8"), "bfloat16", card(), "groups of 16 inputs: must be 32"),
+        (Case("int4", 128, activations="fp8"), "bfloat16", card(), "activations=fp8 with weights of int4: must be"),
+        (Case("fp8", 128, activations="fp8"), "float32", card("8.9"), None),
         (Case("int4", 128), "bfloat16", card("7.5"), r"compute capability 8\.0"),
         (Case("int4", 128), "bfloat16", card("", "tpu"), "for NVIDIA"),
         (Case("int4", 1 << 20, outputs=4096), "bfloat16", card(), "2147483648 bytes of codes: must be less"),
@@ -213,6 +255,7 @@ def call_of(case, rows, name=None):
     ("platform", "case", "kernels"),
     [
         ("cuda", Case("int4", 256, 64, zeros=True), 1), ("cuda", Case("int8", 256, activations="int8"), 1),
+        ("cuda", Case("fp8", 256, 128, activations="fp8"), 1), ("tpu", Case("fp8", 256, 128, activations="fp8"), 0),
         ("cuda", Case("int4", 256, 64, dtype="float32"), 0), ("tpu", Case("int4", 256, 64), 0),
     ],
 )  # fmt: skip
@@ -227,6 +270,8 @@ DECODE = [
     (440, Case("fp4", 4096, 32, outputs=4096)),
     (310, Case("fp8", 4096, 128, outputs=4096)),
     (100, Case("int8", 4096, outputs=4096, activations="int8")),
+    (190, Case("fp8", 4096, 128, outputs=4096, scales="float32", activations="fp8")),
+    (190, Case("fp8", 4096, outputs=4096, activations="fp8")),
 ]
 
 
@@ -242,10 +287,11 @@ def test_machine_code(most, case, tmp_path):
     assert (kernel.blocks, kernel.spilled_bytes, kernel.threads) == (256, 0, 128)  # 64 tiles and 4 splits
     assert kernel.resident_blocks >= 3
     copies = [int(size) for i in loop if "LDGSTS" in i for size in re.findall(r"\.(64|128)\b", i.split("[")[0])]
-    x_bytes = 16 * 128 * (1 if case.activations == "int8" else 2)
+    x_bytes = 16 * 128 * (2 if case.activations == "float" else 1)
     code_bytes = 64 * 128 // (2 if case.kind in ("int4", "fp4") else 1)
     assert sum(copies) // 8 * kernel.threads == code_bytes + x_bytes, copies
-    assert any("GMMA" in i for i in loop)
+    # Triton multiplies fp8 on Hopper as float16
+    assert any(("HMMA.16816" if case.activations == "fp8" else "GMMA") in i for i in loop)
     assert len(loop) < most
 
 
@@ -259,6 +305,19 @@ def test_no_copy_of_the_matrix_is_made(rows, parts, case):
     assert re.findall(r'name = "(\w+)", num_stages', program.as_text()) == ["quantized_dot"]
     assert program.memory_analysis().temp_size_in_bytes <= parts * rows * case.outputs * 4 + 4096
     assert not re.search(r"(f16|bf16|f32)\[4096,14336\]", program.as_text())
+
+
+@deviceless
+@pytest.mark.parametrize("rows", [16, 2048])
+def test_fp8_has_products_of_its_own_on_ada(rows, tmp_path):
+    case = Case("fp8", 4096, 128, outputs=4096, scales="float32", activations="fp8")
+    options = {"xla_dump_to": str(tmp_path), **DUMP_PTX}
+    program = compile_for(TARGETS["l4"], *call_of(case, rows), compiler_options=options)
+    (text,) = [text for path in tmp_path.glob("*.ptx") if ".entry quantized_dot" in (text := path.read_text())]
+    products = re.findall(r"\bmma\.[\w.]+", text)
+    assert set(products) == {"mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"}
+    assert not re.search(r"\bcvt\.\S*e4m3", text)  # no code is converted
+    assert not re.search(r"(f16|bf16|f32)\[4096,4096\]", program.as_text())
 
 
 @deviceless

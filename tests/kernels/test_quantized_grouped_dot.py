@@ -16,7 +16,7 @@ from pallas_kernels.quantized_dot.weight import to_rows
 from pallas_kernels.quantized_grouped_dot import triton
 from tests.deviceless import H200, marks
 from tests.kernels.machine_code import compile_for, kernels_of, tool
-from tests.kernels.quantized_cases import Case, numbers_of
+from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
 from tests.kernels.test_lowering import lower_for
 
 pytestmark = pytest.mark.codegen
@@ -32,12 +32,14 @@ KINDS = [
     (8, Case("int4", 192, 64, zeros=True, matrices=4)),
     (8, Case("int8", 50, matrices=4)),
     (16, Case("fp8", 256, 128, scales="float32", dtype="float16", matrices=4)),
+    (24, Case("fp8", 256, 128, scales="float32", activations="fp8", matrices=4)),
     (24, Case("fp4", 64, 32, matrices=4)),                                                             # MXFP4
     (16, Case("fp4", 64, 16, scales="float8_e4m3fn", outer=1, matrices=4)),                            # NVFP4
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (8, Case("int4", 256, 128, matrices=4)), (8, Case("int8", 192, 64, matrices=4)),
         (16, Case("int4", 128, 32, mins=True, outer=1, scales="uint8", matrices=4)),
         (24, Case("fp4", 64, 16, scales="float8_e4m3fn", outer=1, divides=True, dtype="float16", matrices=4)),
+        (8, Case("fp8", 96, activations="fp8", matrices=4)),
     )),
 ]  # fmt: skip
 
@@ -57,7 +59,8 @@ def test_matches_float64(rows, case):
     """Unused blocks change nothing. Matrices come in any order, and one is in no block."""
     matrices, used = BLOCKS
     x, plain = x_of(rows, case), case.drawn()
-    expected = np.einsum("bri,boi->bro", np.asarray(x).astype(np.float64), numbers_of(plain)[matrices])[:used]
+    rows = rounded_to_fp8(x, plain.groups) if case.activations == "fp8" else np.asarray(x).astype(np.float64)
+    expected = np.einsum("bri,boi->bro", rows, numbers_of(plain)[matrices])[:used]
     calls = {name: functools.partial(quantized_grouped_dot, implementation=name) for name in (None, "reference")}
     for name, call in (calls | {"triton": kernel(case)}).items():
         got = jax.jit(call)(x.at[used:].set(jnp.nan), to_rows(plain), matrices, used)
@@ -96,6 +99,10 @@ def test_an_order_of_inputs_and_activations_that_are_not_rounded():
         ({"weight": Case("int4", 64, matrices=4).drawn()}, "in the layout plain: must be .* rows or tiles"),
         ({"matrix_of_block": jnp.zeros(4, jnp.int32)}, r"matrix_of_block \(4,\): must be \[5\]"),
         ({"matrix_of_block": jnp.zeros(5)}, "matrix_of_block of float32: must be int32"),
+        (
+            {"weight": dataclasses.replace(Case("int4", 64, matrices=4).shapes(), activations="fp8")},
+            r"weight \(4, 37, 64\): activations=fp8 with weights of int4: must be",
+        ),
         ({"implementation": "cuda"}, "must be one of reference, xla, cpu, triton"),
         (
             {"x": jnp.zeros((5, 8, 64)), "implementation": "triton"},
@@ -133,6 +140,7 @@ EXPERTS = [
     # the most instructions of an iteration: Qwen3 30B A3B, and gpt-oss 20B with its width of 2,880
     (330, Case("int4", 2048, 128, **QWEN_UP)), (370, Case("int4", 2048, 64, zeros=True, **QWEN_UP)),
     (460, Case("int8", 2048, **QWEN_UP)), (330, Case("fp8", 2048, 128, scales="float32", **QWEN_UP)),
+    (200, Case("fp8", 2048, 128, scales="float32", activations="fp8", **QWEN_UP)),
     (460, Case("fp4", 2880, 32, **OSS_UP)),
     (700, Case("fp4", 2048, 16, scales="float8_e4m3fn", outer=1, **QWEN_UP)),
 ]  # fmt: skip
@@ -152,17 +160,22 @@ def test_machine_code(most, case, tmp_path):
     names = [i.split("[")[0] for i in loop if "LDGSTS" in i]
     copies = [next((size for size in (64, 128) if f".{size}" in name), 32) for name in names]
     code_bytes = 64 * 128 // (2 if case.kind in ("int4", "fp4") else 1)
-    assert sum(copies) // 8 * kernel.threads == code_bytes + 16 * 128 * 2, copies
-    assert any("GMMA" in i for i in loop)
+    x_bytes = 16 * 128 * (1 if case.activations == "fp8" else 2)
+    assert sum(copies) // 8 * kernel.threads == code_bytes + x_bytes, copies
+    # Triton multiplies fp8 on Hopper as float16
+    assert any(("HMMA.16816" if case.activations == "fp8" else "GMMA") in i for i in loop)
     assert len(loop) < most
 
 
 @deviceless
-@pytest.mark.parametrize(("rows", "case"), [(8, EXPERTS[0][1]), (32, EXPERTS[4][1]), (64, EXPERTS[3][1])], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "case"), [(8, EXPERTS[0][1]), (32, EXPERTS[5][1]), (64, EXPERTS[3][1]), (64, EXPERTS[4][1])], ids=str
+)
 def test_no_copy_of_a_matrix_is_made(rows, case):
     program = compile_for(H200, *call_of(case, 64, rows))
     assert re.findall(r'name = "(\w+)", num_stages', program.as_text()) == ["quantized_grouped_dot"]
-    assert program.memory_analysis().temp_size_in_bytes <= 4096
+    rounded = 64 * rows * case.inputs * 1.25 if case.activations == "fp8" else 0  # x in fp8, and its scales
+    assert program.memory_analysis().temp_size_in_bytes <= 4096 + rounded
     assert not re.search(rf"(f16|bf16|f32)\[[\d,]*{case.outputs},{case.inputs}\]", program.as_text())
 
 

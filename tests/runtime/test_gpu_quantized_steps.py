@@ -162,8 +162,8 @@ def array_bytes(shape):
     return int(item) // 8 * math.prod(int(n) for n in dimensions.split(",") if n)
 
 
-def compiled(folder, kind, **options):
-    """The program of a kind for ROWS rows. folder: of the model."""
+def compiled(folder, kind, index=0, **options):
+    """The program of a kind for ROWS rows. folder: of the model. index: of the program, by size."""
     sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": 64, "max_model_len": 2048}
     config = planning.engine_config(str(folder), sizes | options)
     model = describe(config, H200.platform)
@@ -172,7 +172,7 @@ def compiled(folder, kind, **options):
     build = Blueprint.draw(ServedModel(model.spec, model.params), config, placement).with_blocks(BLOCKS)
     shapes = [shape for shape in build.blueprint.program_shapes if isinstance(shape, kind) and shape.rows == ROWS]
     with H200.tracing():
-        return Compiled(build, build.compile(shapes[0]))
+        return Compiled(build, build.compile(shapes[index]))
 
 
 def check_no_copy(made, most):
@@ -247,6 +247,20 @@ def test_a_layer_adds_its_bytes_and_no_temporaries(tmp_path):
     sample = compiled(tmp_path / "one", SampleShape)
     moved = sum(traffic.read for traffic in Program(sample.text).traffic())
     assert LLAMA_PARTS["output matrix"] <= moved < 1.05 * LLAMA_PARTS["output matrix"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_steps_with_activations_in_fp8(tmp_path):
+    """Four products of fp8 a layer and no copy of a matrix: through Triton for 16 tokens, and Mosaic GPU for 512."""
+    options = {"quantized_activations": "fp8", "max_num_batched_tokens": 512}
+    decode, prompt = (compiled(write_llama(tmp_path, FP8, 1), ForwardShape, index, **options) for index in (0, -1))
+    parts = memory.weight_parts(decode.build.blueprint.model.params)
+    assert decode.weight_bytes("quantized_dot") == parts["attention"] + parts["feed-forward"]
+    check_no_copy(decode, HIDDEN * HIDDEN)
+    assert prompt.text.count('custom_call_target="mosaic_gpu') == 4
+    assert 'name = "quantized_dot"' not in prompt.text
+    check_no_copy(prompt, HIDDEN * HIDDEN)
 
 
 EXPERTS = [
