@@ -228,8 +228,8 @@ def _on_device(plan: LeafPlan, host: Any, quantizer: LeafPlacer) -> Any:
 def _is_in_file(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: LeafPlacer) -> bool:
     """True if a leaf that is quantised or split equals a tensor of the file, so that its parts are read from there.
 
-    An output matrix may be larger than two layers, so a copy of it would be the peak of a load. A process reads only its
-    own part of a leaf that is split over processes.
+    An output matrix may be larger than two layers, so a copy of it would be the peak of a load. A process reads only
+    its own part of a leaf that is split over processes.
     """
     if plan.packed or len(plan.files) != 1 or not quantizer.reads_views(plan.leaf.leaf, plan.shape):
         return False
