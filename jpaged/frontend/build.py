@@ -1,5 +1,10 @@
-"""Builds an engine: loads the model, compiles the programs, allocates the KV cache. `LLM` and `AsyncLLM` call it."""
+"""Builds engines: loads the model, compiles the programs, allocates the KV cache. `LLM` and `AsyncLLM` call it.
 
+With data_parallel_size=N there are N engines. The checkpoint is read once, for the first one. The others get copies of
+its weights on their own devices, or share them on its devices.
+"""
+
+import contextlib
 import dataclasses
 import logging
 import os
@@ -33,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine that is ready to run, with the facts about its model that users can ask for."""
+    """Engines that are ready to run, with the facts about their model that users can ask for."""
 
     engine: Engine
     config: EngineConfig
     spec: "DecoderSpec"
     tokenizer: Any | None                    # transformers.PreTrainedTokenizerBase
     default_sampling_params: SamplingParams  # for requests that bring none
+    others: tuple[Engine, ...] = ()          # further engines, with data_parallel_size
 
 
 def build_engine(
@@ -51,7 +57,7 @@ def build_engine(
     progress: bool,
     background: bool = False,
 ) -> BuiltEngine:
-    """Load a model, compile its programs and build an engine that runs them.
+    """Load a model, compile its programs and build the engines that run them.
 
     model:    folder, hub id, .gguf file or "demo". With `params` also a Hugging Face config, its dict, or a
               DecoderSpec.
@@ -69,6 +75,7 @@ def build_engine(
     with phase("imports"):  # here, so that `import jpaged` imports no jax
         import jax
 
+        from jpaged.frontend.engine_devices import copied, devices_of_engines
         from jpaged.loading import valid_token_mask
         from jpaged.runtime import cards
         from jpaged.runtime.compile_cache import persistent_cache
@@ -78,33 +85,42 @@ def build_engine(
     if problem := cards.problem(start_backend(config)):
         logger.warning("running on CPU: %s", problem)
     refuse_tracing(*jax.tree.leaves(params))
+    devices = devices_of_engines(config, live=params is not None)
     # placing quantised weights compiles small programs
-    with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir):
+    where = contextlib.nullcontext() if devices is None else jax.default_device(devices[0][0])
+    with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir), where:
         loaded = _load(model, params, layout, config, processors)
     pooling = _pooling(loaded)
     has_mask = config.mask_unknown_tokens and pooling is None
     mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if has_mask else None
     defaults = SamplingParams() if pooling else _sampling_defaults(loaded, config)
-    runner = ModelRunner.create(
-        loaded.spec,
-        loaded.params,
-        config,
-        layout=loaded.layout,
-        tokenizer_ids=mask,
-        processors=processors,
-        kv_scales=loaded.kv_scales,
-        progress=progress,
-        background=background,
-        owns_params=params is None,
-    )
-    engine = _engine(runner, loaded, config, pooling, mask, processors)
+    engines: list[Engine] = []
     try:
-        with phase("check of the outputs"):
-            _check_outputs(engine, loaded)
+        for index in range(config.data_parallel_size):
+            first = engines[0] if engines else None
+            shared = devices is None or first is None
+            runner = ModelRunner.create(
+                loaded.spec,
+                loaded.params if shared else copied(loaded.params, devices[0], devices[index]),
+                # all engines accept the same requests
+                config if first is None else dataclasses.replace(config, max_model_len=first.runner.max_model_len),
+                layout=loaded.layout,
+                tokenizer_ids=mask,
+                processors=processors,
+                kv_scales=loaded.kv_scales,
+                progress=progress,
+                background=background,
+                owns_params=params is None,
+            )
+            engine = _engine(runner, loaded, config, pooling, mask, processors, first)
+            engines.append(engine)
+            with phase("check of the outputs"):
+                _check_outputs(engine, loaded)
     except BaseException:
-        engine.close()
+        for engine in engines:
+            engine.close()
         raise
-    return BuiltEngine(engine, config, loaded.spec, loaded.tokenizer, defaults)
+    return BuiltEngine(engines[0], config, loaded.spec, loaded.tokenizer, defaults, tuple(engines[1:]))
 
 
 def _sampling_defaults(loaded: "LoadedModel", config: EngineConfig) -> SamplingParams:
@@ -164,6 +180,7 @@ def _engine(
     pooling: Pooling | None,
     mask: "np.ndarray | None",
     processors: tuple[LogitsProcessor, ...],
+    first: Engine | None,
 ) -> Engine:
     main_eos = getattr(loaded.tokenizer, "eos_token_id", None)
     scheduling = {field.name: getattr(config, field.name) for field in dataclasses.fields(SchedulingOptions)}
@@ -180,7 +197,7 @@ def _engine(
         grammar_limits=GrammarLimits.from_options(config),
         seed=config.seed,
     )
-    return Engine(runner, loaded.tokenizer, options)
+    return Engine(runner, loaded.tokenizer, options, seeds=None if first is None else first.seeds)
 
 
 def _check_outputs(engine: Engine, loaded: "LoadedModel") -> None:
