@@ -1,8 +1,11 @@
-"""Several engines behind one front end: the answers of one engine, routing, metrics, and engines that fail."""
+"""Several engines with one front end: the answers of one engine, routing, metrics, and engines that fail."""
 
 import asyncio
+import contextlib
 import dataclasses
 import random
+import threading
+import time
 import types
 from collections import Counter
 
@@ -132,7 +135,7 @@ def test_a_server_on_two_engines_gives_the_answers_of_one(one, checkpoint):
         last = await asyncio.gather(*(collect(engine, *each) for each in zip(prompts, params, strict=True)))
         return [outputs[-1] for outputs in last]
 
-    with AsyncLLM(checkpoint, **CACHED, data_parallel_size=2) as engine:
+    with contextlib.closing(AsyncLLM(checkpoint, **CACHED, data_parallel_size=2)) as engine:
         found = asyncio.run(main(engine))
         assert min(engine.stats(index).finished_requests for index in (0, 1)) > 6
     assert answers(found) == answers(one.generate(prompts, params, use_tqdm=False))
@@ -143,18 +146,18 @@ def test_a_server_on_two_engines_gives_the_answers_of_one(one, checkpoint):
 
 @pytest.fixture
 def make(monkeypatch):
-    """Makes an AsyncLLM of several engines without a model."""
+    """Makes an AsyncLLM, or an LLM, of several engines without a model."""
     made = []
 
-    def make(routing="prefix_affine", count=2, **scheduling):
+    def make(routing="prefix_affine", count=2, kind=AsyncLLM, **scheduling):
         def build(model, params, given, **how):
             runners = [SlowRunner(max_model_len=2000, num_blocks=2000) for _ in range(count)]
             options = EngineOptions(scheduling=SchedulingOptions(**scheduling))
             first, *others = (Engine(runner, None, options) for runner in runners)
             return BuiltEngine(first, engine_config(model, given), None, None, GREEDY, tuple(others))
 
-        monkeypatch.setattr("jpaged.async_llm.build_engine", build)
-        made.append(AsyncLLM("model", data_parallel_size=count, data_parallel_routing=routing))
+        monkeypatch.setattr(f"jpaged.{'llm' if kind is LLM else 'async_llm'}.build_engine", build)
+        made.append(kind("model", data_parallel_size=count, data_parallel_routing=routing))
         return made[-1]
 
     yield make
@@ -333,6 +336,48 @@ def test_the_queue_is_full_when_those_of_all_engines_are(make):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(main())
+
+
+def test_an_interrupt_ends_a_call_on_all_engines(make):
+    """It is raised where the call waits. The threads have ended then, and the next call runs."""
+    llm = make(kind=LLM, count=3)
+    prompts, long = [[i] for i in range(9)], SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+
+    class Bar:
+        def __init__(self, total):
+            self.total = total
+
+        def set_postfix_str(self, text):
+            assert "tokens/s" in text
+
+        def update(self, count):
+            raise KeyboardInterrupt
+
+        def close(self):
+            seen.append(threading.active_count())
+
+    seen, before = [], threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, [GREEDY, *[long] * 8], use_tqdm=Bar)
+    assert seen == [before]
+    assert llm.stats().num_running == 0
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [alone([i], 6, 97) for i in range(9)]
+    assert [llm.stats(index).num_running for index in range(3)] == [0, 0, 0]
+
+
+def test_each_engine_is_shown_while_a_call_runs(make):
+    llm = make(kind=LLM)
+    long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    calls = threading.Thread(target=lambda: llm.generate([[1], [2], [3]], [GREEDY, long, GREEDY], use_tqdm=False))
+    calls.start()
+    while not llm.stats(1).num_running:  # the first and the third request are on the first engine
+        time.sleep(0.001)
+    shown = [llm.inspect(index) for index in (0, 1)]
+    assert calls.is_alive()
+    calls.join()
+    assert [request.request_id for request in shown[1].running] == ["1"]
+    assert [(each.engine, each.num_engines) for each in shown] == [(0, 2), (1, 2)]
 
 
 # -- devices
