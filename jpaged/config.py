@@ -137,7 +137,7 @@ class EngineConfig:
     data_parallel_size: int = 1
     """Number of engines in this process, with one front end. Each has its own devices (tensor_parallel_size of them),
     its own KV cache and scheduler. kv_cache_memory_bytes, swap_space, max_num_seqs and the limits of the queue hold for
-    each engine. On CPU, engines share their devices and weights if there are too few devices."""
+    each engine. On CPU, engines share a device and the weights if there are too few devices."""
 
     data_parallel_routing: str = "prefix_affine"
     """Choice of the engine of a request. prefix_affine: one that has computed the beginning of its prompt, unless it

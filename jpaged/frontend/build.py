@@ -87,8 +87,8 @@ def build_engine(
     refuse_tracing(*jax.tree.leaves(params))
     devices = devices_of_engines(config, live=params is not None)
     # placing quantised weights compiles small programs
-    where = contextlib.nullcontext() if devices is None else jax.default_device(devices[0][0])
-    with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir), where:
+    on_first = contextlib.nullcontext() if devices is None else jax.default_device(devices[0][0])
+    with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir), on_first:
         loaded = _load(model, params, layout, config, processors)
     pooling = _pooling(loaded)
     has_mask = config.mask_unknown_tokens and pooling is None
@@ -98,6 +98,9 @@ def build_engine(
     try:
         for index in range(config.data_parallel_size):
             first = engines[0] if engines else None
+            if config.data_parallel_size > 1:
+                where = "the devices of engine 0" if devices is None else ", ".join(map(str, devices[index]))
+                logger.info("engine %d of %d, on %s", index, config.data_parallel_size, where)
             shared = devices is None or first is None
             runner = ModelRunner.create(
                 loaded.spec,

@@ -16,11 +16,22 @@ def devices_of_engines(config: EngineConfig, *, live: bool) -> list[Devices] | N
     """The devices of each engine. None: all engines use the devices of the first one, and its weights.
 
     live: the weights are arrays of the caller, which stay where they are.
-    Raises ModelLoadError, before any weight is read, if there are too few accelerators.
+    Raises ModelLoadError, before any weight is read, if the devices do not suffice.
+
+    Only engines on one CPU device share it. Programs of several devices must start in one order on all of them, and
+    the threads of two engines start theirs in any order: their sums over devices would wait for each other forever.
     """
-    count, size, devices = config.data_parallel_size, config.tensor_parallel_size, jax.devices()
-    is_cpu = devices[0].platform == "cpu"
-    if count == 1 or (is_cpu and (live or len(devices) < count * size)):
+    count, size = config.data_parallel_size, config.tensor_parallel_size
+    if count == 1:
+        return None
+    devices = jax.devices()
+    if len({device.process_index for device in devices}) > 1:
+        raise ModelLoadError(
+            f"data_parallel_size={count}: all engines are in one process, and there are several: leave it out, and "
+            "start a server for each engine"
+        )
+    may_share = size == 1 and devices[0].platform == "cpu"
+    if may_share and (live or len(devices) < count):
         return None
     if live:
         raise ModelLoadError(
@@ -28,17 +39,21 @@ def devices_of_engines(config: EngineConfig, *, live: bool) -> list[Devices] | N
             f"{devices[0].device_kind}: leave it out, or load a checkpoint"
         )
     if len(devices) < count * size:
-        raise ModelLoadError(_too_few(count, size, len(devices), devices[0].device_kind))
+        raise ModelLoadError(_too_few(count, size, devices))
     return [tuple(devices[first : first + size]) for first in range(0, count * size, size)]
 
 
-def _too_few(count: int, size: int, found: int, kind: str) -> str:
+def _too_few(count: int, size: int, devices: list[jax.Device]) -> str:
+    found = len(devices)
     said = f"data_parallel_size={count} with tensor_parallel_size={size} needs {count * size} devices, there are "
-    said += f"{found} ({kind}): use "
+    said += f"{found} ({devices[0].device_kind}): use "
     choices = [f"data_parallel_size={found // size}"] if found >= size else []
     smaller = next((fewer for fewer in range(size - 1, 0, -1) if fewer * count <= found), None)
     if smaller is not None:
         choices.append(f"tensor_parallel_size={smaller}")
+    if devices[0].platform == "cpu":
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count * size}"
+        return f"{said}{' or '.join(choices) or 'tensor_parallel_size=1'}, or set the environment variable {flag}"
     if not choices:
         choices.append(f"data_parallel_size={found} and tensor_parallel_size=1")
     return said + " or ".join(choices)

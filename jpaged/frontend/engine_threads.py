@@ -88,7 +88,7 @@ class EngineThreads:
         """
         self.check_open()
         if not any(thread.is_open and thread.has_room(num_tokens) for thread in self.threads):
-            next(thread for thread in self.threads if thread.is_open).check_room(num_tokens)
+            next((thread for thread in self.threads if thread.is_open), self.threads[0]).check_room(num_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request. An id that is not in use is ignored."""

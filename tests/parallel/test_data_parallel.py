@@ -383,8 +383,11 @@ def test_each_engine_is_shown_while_a_call_runs(make):
 # -- devices
 
 
-def accelerators(count, monkeypatch):
-    found = [types.SimpleNamespace(platform="gpu", device_kind="H100", id=i) for i in range(count)]
+def found_devices(count, monkeypatch, platform="gpu", kind="H100", processes=1):
+    found = [
+        types.SimpleNamespace(platform=platform, device_kind=kind, process_index=i * processes // count)
+        for i in range(count)
+    ]
     monkeypatch.setattr(engine_devices, "jax", types.SimpleNamespace(devices=lambda: found))
     return found
 
@@ -398,17 +401,33 @@ def accelerators(count, monkeypatch):
     ],
 )
 def test_too_few_accelerators_are_refused_with_sizes_that_fit(found, engines, size, says, monkeypatch):
-    accelerators(found, monkeypatch)
+    found_devices(found, monkeypatch)
     with pytest.raises(ModelLoadError, match=says):
         LLM("nowhere", data_parallel_size=engines, tensor_parallel_size=size)  # before the model is looked for
 
 
 def test_each_engine_has_devices_of_its_own_on_accelerators(monkeypatch):
-    a, b, c, d = accelerators(4, monkeypatch)
+    a, b, c, d = found_devices(4, monkeypatch)
     config = EngineConfig(model="x", data_parallel_size=2, tensor_parallel_size=2)
     assert devices_of_engines(config, live=False) == [(a, b), (c, d)]
     with pytest.raises(ModelLoadError, match="live arrays are used without a copy"):
         devices_of_engines(config, live=True)
+
+
+def test_only_engines_on_one_cpu_device_share_it(monkeypatch):
+    """With several devices each, their sums over devices would wait for each other."""
+    found_devices(2, monkeypatch, "cpu", "cpu")
+    config = EngineConfig(model="x", data_parallel_size=3)
+    assert devices_of_engines(config, live=False) is None
+    assert devices_of_engines(config, live=True) is None
+    with pytest.raises(ModelLoadError, match=r"use data_parallel_size=1, or set .*device_count=6$"):
+        devices_of_engines(dataclasses.replace(config, tensor_parallel_size=2), live=False)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    found_devices(4, monkeypatch, processes=2)
+    with pytest.raises(ModelLoadError, match="all engines are in one process"):
+        devices_of_engines(EngineConfig(model="x", data_parallel_size=2), live=False)
 
 
 @pytest.mark.parametrize(
