@@ -67,7 +67,7 @@ class Inspect:
 
         out = Console(highlight=False)
         if snapshot.num_engines > 1:
-            out.print(f"engine {snapshot.engine} of {snapshot.num_engines}: --engine shows another")
+            out.print(f"engine {snapshot.engine}, of engines 0 to {snapshot.num_engines - 1}: --engine shows another")
         show(snapshot, out if out.is_terminal else Console(highlight=False, width=120))
         write_json(self.output_json, dataclasses.asdict(snapshot))
         if self.png is not None:

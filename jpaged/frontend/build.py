@@ -99,8 +99,8 @@ def build_engine(
         for index in range(config.data_parallel_size):
             first = engines[0] if engines else None
             if config.data_parallel_size > 1:
-                where = "the devices of engine 0" if devices is None else ", ".join(map(str, devices[index]))
-                logger.info("engine %d of %d, on %s", index, config.data_parallel_size, where)
+                where = "a device that all share" if devices is None else ", ".join(map(str, devices[index]))
+                logger.info("engine %d of 0 to %d, on %s", index, config.data_parallel_size - 1, where)
             shared = devices is None or first is None
             runner = ModelRunner.create(
                 loaded.spec,

@@ -18,8 +18,8 @@ def devices_of_engines(config: EngineConfig, *, live: bool) -> list[Devices] | N
     live: the weights are arrays of the caller, which stay where they are.
     Raises ModelLoadError, before any weight is read, if the devices do not suffice.
 
-    Only engines on one CPU device share it. Programs of several devices must start in one order on all of them, and
-    the threads of two engines start theirs in any order: their sums over devices would wait for each other forever.
+    Only engines of one CPU device each share it. Programs of several devices must start in the same order on all of
+    them. The threads of two engines start theirs in any order, so sums over devices could wait for each other forever.
     """
     count, size = config.data_parallel_size, config.tensor_parallel_size
     if count == 1:

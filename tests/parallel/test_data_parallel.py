@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from collections import Counter
+from unittest import mock
 
 import httpx
 import jax
@@ -32,6 +33,7 @@ from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.serving.conftest import running
 from tests.test_async_llm import SlowRunner, collect, until
 from tests.test_same_answers import OPTIONS, answers, workload
+from tests.tiny_engine import sampling_programs
 
 CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -47,8 +49,12 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(checkpoint):
-    with LLM(checkpoint, **CACHED, data_parallel_size=2) as llm:
-        yield llm
+    """Two engines on one device, which is what a CPU has."""
+    found = jax.devices()[:1]
+    with mock.patch.object(engine_devices, "jax", types.SimpleNamespace(devices=lambda: found)):
+        llm = LLM(checkpoint, **CACHED, data_parallel_size=2)
+    yield llm
+    llm.close()
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,7 @@ def one(checkpoint):
 
 
 def test_the_answers_are_those_of_one_engine_bit_for_bit(one, two):
-    """Greedy and sampled, with and without seeds, log-probabilities, parallel samples and beams: on two devices."""
+    """Greedy and sampled, with and without seeds, log-probabilities, parallel samples and beams."""
     prompts, params = workload(24, seed=1)
     params = [dataclasses.replace(each, seed=None if i % 4 == 2 else each.seed) for i, each in enumerate(params)]
     params[3:6] = [dataclasses.replace(each, n=3, temperature=0.9) for each in params[3:6]]
@@ -77,8 +83,8 @@ def test_the_answers_are_those_of_one_engine_bit_for_bit(one, two):
     assert [stats.finished_requests for stats in each] == [14, 14]
     assert total.generated_tokens == sum(stats.generated_tokens for stats in each) == one.stats().generated_tokens
     assert total.compiles_after_ready == 0
-    devices = [{leaf.device for leaf in jax.tree.leaves(engine.runner._params)} for engine in two._live_engines]
-    assert devices == [{jax.devices()[0]}, {jax.devices()[1]}]
+    first, second = (jax.tree.leaves(engine.runner._params) for engine in two._live_engines)
+    assert all(a is b for a, b in zip(first, second, strict=True))  # the weights are there once
 
 
 def test_one_error_ends_the_call_and_the_next_one_runs(one, two, monkeypatch):
@@ -104,14 +110,14 @@ def test_a_call_is_shown_and_sleep_frees_all_engines(two):
     assert two.reset_prefix_cache()
 
 
-def test_without_devices_of_their_own_engines_share_weights(one, checkpoint, monkeypatch):
-    devices = jax.devices()
-    monkeypatch.setattr(engine_devices, "jax", types.SimpleNamespace(devices=lambda: devices[:1]))
-    prompts, params = workload(8, seed=5)
-    with LLM(checkpoint, **CACHED, data_parallel_size=2) as llm:
-        first, second = (engine.runner._params for engine in llm._live_engines)
-        assert all(map(lambda a, b: a is b, jax.tree.leaves(first), jax.tree.leaves(second)))
+def test_engines_on_devices_of_their_own_have_copies_of_the_weights(one, checkpoint):
+    prompts, _ = workload(6, seed=5)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with sampling_programs(), LLM(checkpoint, **CACHED, data_parallel_size=2) as llm:
+        placed = [{leaf.device for leaf in jax.tree.leaves(engine.runner._params)} for engine in llm._live_engines]
         found = answers(llm.generate(prompts, params, use_tqdm=False))
+        assert [llm.stats(index).finished_requests for index in (0, 1)] == [3, 3]
+    assert placed == [{jax.devices()[0]}, {jax.devices()[1]}]
     assert found == answers(one.generate(prompts, params, use_tqdm=False))
 
 
