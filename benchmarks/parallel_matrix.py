@@ -129,9 +129,9 @@ def main() -> None:
                         result = row.refused or f"tokens {row.tokens_equal} logprobs {row.largest_difference:.1e}"
                         bits = "" if row.equal_bits is None else f" bits {row.equal_bits}"
                         kind = f"{' experts' if experts else ''}{' deterministic' if deterministic else ''}"
+                        if args.output:
+                            args.output.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
                         print(f"{variant.name:20} tensor {size}{kind}: {result}{bits} ({row.seconds} s)", flush=True)
-    if args.output:
-        args.output.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     bad = [row for row in rows if row.tokens_equal is False or row.equal_bits is False]
     print(f"{len(rows)} rows, {len(bad)} with a difference, {sum(row.refused is not None for row in rows)} refused")
 

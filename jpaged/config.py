@@ -13,7 +13,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "w8a8")
 # Formats of quantised checkpoints: `quant_method` in their config.json, and gguf.
 QUANTIZED_FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf")
-QUANTIZED_ACTIVATIONS = ("auto", "int8", "float")
+QUANTIZED_ACTIVATIONS = ("auto", "int8", "fp8", "float")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 KV_CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3"}  # vLLM's other name
 RUNNERS = ("auto", "generate", "pooling")
@@ -63,9 +63,10 @@ class EngineConfig:
     quantised already (awq, gptq, compressed-tensors, fp8, modelopt, mxfp4, gguf) is accepted, and changes nothing."""
 
     quantized_activations: str = "auto"
-    """Precision of the activations in products with quantised weights. int8: rounded to 8 bits, one scale a token.
-    float: not rounded. auto: int8 on CPU for weights with integer codes, where it is faster, and with w8a8; float for
-    all others."""
+    """Precision of the activations in products with quantised weights. int8: rounded to 8 bits, one scale a token. fp8:
+    rounded to float8_e4m3 in products with weights of fp8, one scale for each token and group of inputs; on NVIDIA of
+    compute capability 8.9 and newer. float: not rounded. auto: int8 on CPU for weights with integer codes, where it is
+    faster, and with w8a8; float for all others."""
 
     kv_cache_dtype: str = "auto"
     """Type of the keys and values in the KV cache: auto, int8, fp8_e4m3 (or fp8). auto is the type of the weights. int8
@@ -148,6 +149,22 @@ class EngineConfig:
     """Compute results whose bits do not depend on tensor_parallel_size (1, 2, 4 or 8). On CPU, in float32. Each product
     with split inputs is computed as 8 products that are added in a fixed order, and KV heads are padded to a multiple
     of 8."""
+
+    nnodes: int = 1
+    """Number of processes, on one or several machines, that run the engine together. Each brings its devices; start all
+    with the same options, and each with its own node_rank."""
+
+    node_rank: int = 0
+    """Number of this process, from 0. Process 0 schedules and serves; the others are started with --headless."""
+
+    master_addr: str = "127.0.0.1"
+    """Address of process 0, as the others reach it."""
+
+    master_port: int = 29501
+    """Port of process 0 for JAX's distributed runtime. The port after it carries the plans of the steps."""
+
+    join_timeout: float = 300.0
+    """Seconds to wait for the other processes at the start."""
 
     attention_implementation: str | None = None
     """Implementation of attention. cpu: native kernel for CPUs. triton, triton_small, mosaic_prefill, mosaic_gpu:

@@ -42,6 +42,11 @@ class EngineArguments(TypedDict, total=False):
     data_parallel_size: int
     data_parallel_routing: str
     deterministic: bool
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    join_timeout: float
     attention_implementation: str | None
     gated_dot_implementation: str | None
     mask_unknown_tokens: bool

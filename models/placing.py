@@ -90,6 +90,10 @@ class ShardedQuantizer:
         one = jax.ShapeDtypeStruct(of_one, leaf.dtype, sharding=sharding_on(self.mesh, 0))
         return SplitWeight((one,) * here)
 
+    def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf may be a view of a mapped file: the parts of this process are copied, and no others read."""
+        return True
+
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
         """The scheme of a device's part of the leaf `name`; None if it keeps its dtype. shape: of the whole leaf."""
         return self.quantizer.scheme_of_leaf(name, self._local(name, padded_shape(name, shape, self.spec, self.shards)))
@@ -221,8 +225,7 @@ def _put(leaf: Float[Any, "*shape"], sharding: jax.sharding.Sharding) -> Array:
         return jax.device_put(leaf, sharding)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        # a copy: JAX may use the memory of a view on CPU, and the whole leaf would stay in memory
-        found = leaf if index is None else leaf[index]
-        return found if found.shape == leaf.shape else np.array(found)
+        # a copy: on CPU, JAX may use the memory of a view, and the whole leaf or a mapped file would stay in memory
+        return np.array(leaf if index is None else leaf[index])
 
     return jax.make_array_from_callback(leaf.shape, sharding, part)

@@ -121,6 +121,10 @@ class LeafPlacer(Protocol):
         """The tree `param_shapes(spec, dtype)`, as it is on the devices."""
         ...
 
+    def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf may be a view of a mapped file. Nothing of the view is kept."""
+        ...
+
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> "Scheme | None":
         """The scheme of the leaf `name`; None if it keeps its dtype."""
         ...
@@ -195,6 +199,10 @@ class Quantizer:
         made = jax.eval_shape(make, matrix)
         return with_shape(made, leaf.shape)
 
+    def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf may be a view of a mapped file: one that is rounded is copied in parts."""
+        return self.scheme_of_leaf(name, shape) is not None
+
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
         """The scheme of the leaf `name`; None if it keeps its dtype.
 
@@ -223,6 +231,7 @@ class Quantizer:
         able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
         wanted = weight.activations if self.activations == "auto" else self.activations
         rounds = able and wanted == "int8" and self.platform != "cpu"
+        fp8 = wanted == "fp8" and weight.kind == "fp8" and self.platform == "gpu" and name not in EXPERTS | {"embed"}
         on_lanes = self.platform == "tpu" and (weight.kind == "int4" or weight.groups > 1)
         if on_lanes and name not in EXPERTS | {"embed"} and refuse_lanes(weight) is None:
             made = to_lanes(weight)
@@ -230,7 +239,7 @@ class Quantizer:
             made = to_rows(weight)
         if self.platform == "cpu" and made.kind == "fp8":
             made = dataclasses.replace(made, codes=jax.lax.bitcast_convert_type(made.codes, jnp.uint8))
-        return dataclasses.replace(made, activations="int8" if rounds else "float")
+        return dataclasses.replace(made, activations="int8" if rounds else "fp8" if fp8 else "float")
 
     @staticmethod
     def _arrays(weight: QuantizedWeight) -> dict[str, Array]:

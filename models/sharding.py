@@ -139,7 +139,17 @@ def find_devices(shards: Shards) -> list[jax.Device]:
             f"tensor_parallel_size={count}: there are {len(devices)} devices ({devices[0].device_kind}): use "
             f"tensor_parallel_size={len(devices)} or less{hint}"
         )
-    return devices[:count]
+    processes = jax.process_count()
+    if processes == 1:
+        return devices[:count]
+    each = count // processes
+    found = [[device for device in devices if device.process_index == rank][:each] for rank in range(processes)]
+    if short := [str(rank) for rank, of_one in enumerate(found) if len(of_one) < each]:
+        raise ModelLoadError(
+            f"tensor_parallel_size={count} on {processes} processes needs {each} devices in each, and process "
+            f"{' and '.join(short)} has fewer: use {min(map(len, found)) * processes} or less"
+        )
+    return [device for of_one in found for device in of_one]
 
 
 @jax.tree_util.register_dataclass
@@ -219,18 +229,23 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
         spec, num_heads=heads.kv_heads * heads.q_per_kv, num_kv_heads=heads.kv_heads,
         attention_scale=spec.scale, **changed,
     )  # fmt: skip
-    if made.num_heads != spec.num_heads and (spec.alibi is not None or spec.qk_norm is QKNorm.PROJECTION):
+    if _adds_heads(spec, heads) and (spec.alibi is not None or spec.qk_norm is QKNorm.PROJECTION):
         why = "slopes (alibi)" if spec.alibi is not None else "a norm over all heads"
+        sizes = [n for n in range(1, divisor) if not _adds_heads(spec, head_padding(spec, Shards(n)))]
+        advice = f"use tensor_parallel_size {' or '.join(map(str, sizes))}"
+        if shards.parts > 1:
+            advice = "leave deterministic out"
         raise ModelLoadError(
-            f"the model has {spec.num_heads} query heads and {spec.num_kv_heads} KV heads, which {divisor} devices do "
-            f"not divide, and {why}, which padding would change: use tensor_parallel_size "
-            f"{_or([n for n in range(1, divisor) if spec.num_kv_heads % n == 0])}"
+            f"the model has {spec.num_heads} query heads and {spec.num_kv_heads} KV heads, which cannot be split into "
+            f"{divisor} equal parts, and {why}, which heads of padding would change: {advice}"
         )
     return made
 
 
-def _or(sizes: list[int]) -> str:
-    return " or ".join(map(str, sizes))
+def _adds_heads(spec: DecoderSpec, heads: HeadPadding) -> bool:
+    """Whether heads of zeros are added; repeated heads alone are not."""
+    all_heads = (heads.kv_heads * heads.q_per_kv, heads.kv_heads)
+    return all_heads != (spec.num_heads, spec.num_kv_heads * heads.repeats)
 
 
 def local_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
@@ -290,6 +305,9 @@ def pad_leaf(
     if wanted == leaf.shape:
         return leaf
     padded = np.zeros(wanted, leaf.dtype)
+    if name == "k_norm":  # of repeated heads; the mean over all of them stays the same
+        by_head = np.asarray(leaf).reshape(spec.num_kv_heads, 1, spec.head_dim)
+        return np.repeat(by_head, head_padding(spec, shards).repeats, axis=1).reshape(wanted)
     if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
         _pad_heads(name, np.asarray(leaf), padded, spec, head_padding(spec, shards))
     else:
@@ -303,6 +321,8 @@ def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: S
     if axis is None:
         return shape
     kind = AXES.get(name, ("heads",))[axis - len(shape)]
+    if name == "k_norm":
+        return (head_padding(spec, shards).kv_heads * spec.head_dim,)
     divisor = shards.units(kind)
     size = -(-shape[axis] // divisor) * divisor
     if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):

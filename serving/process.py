@@ -217,6 +217,17 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+def leave_signals_to_the_leader() -> None:
+    """Ignore a first SIGINT or SIGTERM, and end at a second one: for a process that ends when its leader closes."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"waiting for process 0 to finish its requests; a second signal ends this process at once\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+
+
 def _raise_open_files() -> None:
     """Raise the limit on open files up to the system's maximum. Many systems start with 1,024."""
     if sys.platform != "win32":

@@ -96,6 +96,11 @@ def test_a_bad_layout_and_a_layout_without_params():
         LLM("demo", layout=LAYOUT)
 
 
+def test_fp8_activations_need_a_card():
+    with pytest.raises(ModelLoadError, match=r"^quantized_activations='fp8' needs an NVIDIA card .* and this is cpu"):
+        LLM("demo", quantization="fp8", quantized_activations="fp8")
+
+
 @pytest.mark.parametrize(
     "options",
     [{"pipeline_parallel_size": 1, "quantization": None, "enforce_eager": True}, {"enable_chunked_prefill": True}],

@@ -247,6 +247,9 @@ def test_layouts_by_platform():
     assert on_tpu("qkv", plain("int8", group=192)[0]).layout == "rows"
     eight = Quantizer(platform="gpu").packed("qkv", dataclasses.replace(plain("int8")[0], activations="int8"))
     assert (eight.layout, eight.activations) == ("rows", "int8")
+    for platform, name, rounded in (("gpu", "qkv", "fp8"), ("gpu", "expert_down", "float"), ("tpu", "qkv", "float")):
+        placed = Quantizer(platform=platform, activations="fp8").packed(name, plain("fp8")[0])
+        assert placed.activations == rounded
 
 
 def _shape(array):

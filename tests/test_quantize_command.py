@@ -257,12 +257,15 @@ def test_bad_models(model, tmp_path, capsys):
     write_checkpoint(BY_NAME["mixtral"], 0, tmp_path / "experts")
     write_checkpoint(BY_NAME["gpt2"], 0, tmp_path / "gpt2")
     shutil.copytree(model, tmp_path / "damaged")
+    shutil.copytree(tmp_path / "out", tmp_path / ".out.x1.partial")
     arrays = tensors(model)
     arrays["model.layers.1.self_attn.o_proj.weight"][3, 4] = np.nan
     write_safetensors(tmp_path / "damaged/model.safetensors", arrays)
     for source, out, message in (
         (tmp_path / "out", "new", "is quantised already (compressed-tensors): name the checkpoint that it was made"),
         (model, "out", "there is a folder that is not empty: name a new folder, or remove it first"),
+        (tmp_path / "experts", "experts/new", "is inside the model's folder"),
+        (tmp_path / ".out.x1.partial", "new", "is incomplete: a command that was killed left it"),
         (tmp_path / "experts", "new", "the experts of a mixture of experts cannot be quantised yet: Mixtral"),
         (tmp_path / "gpt2", "new", "matrices that are stored [in, out] cannot be quantised yet"),
         (tmp_path / "damaged", "new", "model.layers.1.self_attn.o_proj.weight has values that are not finite"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -66,6 +66,9 @@ class Serve(ChatFlags):
     """Send a trace of each request to this OpenTelemetry collector (OTLP over HTTP, as http://localhost:4318). Needs
     pip install 'jpaged[otel]'."""
 
+    headless: bool = False
+    """Run a process of an engine that has several (--nnodes), without an HTTP server. For every --node-rank but 0."""
+
     watchdog_seconds: float = 120.0
     """A step that takes longer is logged with what it does, and /health answers 503 until it ends."""
 
@@ -77,6 +80,14 @@ class Serve(ChatFlags):
         """Serve until SIGINT or SIGTERM."""
         options = engine_options(self.engine, self.model_argument)
         chat = self.chat_formats()
+        rank = options.get("node_rank", 0)
+        if self.headless != (rank > 0):
+            known = "process 0 serves HTTP: leave --headless out"
+            if rank:
+                known = "only process 0 serves HTTP: add --headless"
+            raise RequestError("node_rank", rank, known)
+        if self.headless:
+            return self._follow(options)
         from jpaged.serving.connection import ConnectionLimits
         from jpaged.serving.log_format import FORMATS, log_as_json
         from jpaged.serving.process import MetricsPort, serve, take_address, take_unix_socket
@@ -133,3 +144,15 @@ class Serve(ChatFlags):
             metrics=metrics,
             has_page=app_options.ui,
         )
+
+    def _follow(self, options: dict[str, Any]) -> int:
+        """Run without HTTP until process 0 ends. Signals are left to process 0, which drains its requests first."""
+        from jpaged.frontend.build import run_headless
+        from jpaged.serving.process import leave_signals_to_the_leader
+
+        if self.log_format == "json":
+            from jpaged.serving.log_format import log_as_json
+
+            log_as_json()
+        leave_signals_to_the_leader()
+        return run_headless(options.pop("model"), options)

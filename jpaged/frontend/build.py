@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from jpaged.loading import LoadedModel
     from jpaged.models.spec import DecoderSpec, WeightLayout
+    from jpaged.runtime.process_group import ProcessGroup
     from jpaged.runtime.runner import ModelRunner
 
 
@@ -67,11 +68,86 @@ def build_engine(
     background: on CPU, compile most programs while the engine runs.
     Raises RequestError for a bad option, ModelLoadError when the model cannot be loaded or run.
     """
+    prepared = prepare(model, params, options, layout=layout, progress=progress, background=background)
+    loaded, config, runner = prepared.loaded, prepared.config, prepared.runner
+    defaults = SamplingParams() if prepared.pooling else _sampling_defaults(loaded, config)
+    if prepared.group is not None:
+        from jpaged.runtime.group_runner import LeaderRunner
+
+        runner = LeaderRunner(runner, prepared.group)
+    runners, engines = (runner, *prepared.others), list[Engine]()
+    try:
+        for each in runners:
+            first = engines[0] if engines else None
+            engine = _engine(each, loaded, config, prepared.pooling, prepared.mask, prepared.processors, first)
+            engines.append(engine)
+            with phase("check of the outputs"):
+                _check_outputs(engine, loaded)
+    except BaseException:
+        for opened in (*engines, *runners[len(engines) :]):
+            opened.close()
+        raise
+    return BuiltEngine(engines[0], config, loaded.spec, loaded.tokenizer, defaults, tuple(engines[1:]))
+
+
+def run_headless(model: str, options: Mapping[str, Any]) -> int:
+    """Run a process of an engine that has several, until process 0 closes the engine. Returns the exit status.
+
+    Raises RequestError for a bad option, ModelLoadError when the model cannot be loaded or the processes disagree.
+    """
+    prepared = prepare(model, None, options, layout=None, progress=False, background=False, headless=True)
+    assert prepared.group is not None, "a rank above 0 has a group"
+    from jpaged.runtime.group_runner import follow
+
+    return follow(prepared.runner, prepared.group)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """Runners that are ready, before there is an engine. `others` are those of data_parallel_size."""
+
+    config: EngineConfig
+    loaded: "LoadedModel"
+    pooling: Pooling | None
+    mask: "np.ndarray | None"
+    processors: tuple[LogitsProcessor, ...]
+    runner: "ModelRunner"
+    others: "tuple[ModelRunner, ...]"
+    group: "ProcessGroup | None"
+
+
+def prepare(
+    model: Any, params: Any, options: Mapping[str, Any], *, layout: "WeightLayout | None", progress: bool,
+    background: bool, headless: bool = False,
+) -> Prepared:  # fmt: skip
+    """Load a model and compile its programs. Arguments and errors as in `build_engine`.
+
+    headless: for a process of an engine that does not schedule.
+    """
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
     processors = logits_processors(options.get("logits_processors"))
     config = engine_config(model, {name: value for name, value in options.items() if name != "logits_processors"})
     _check_model_arguments(model, params, layout)
+    if headless != (config.node_rank > 0):
+        known = "process 0 schedules, and is not headless"
+        if not headless:
+            known = "only process 0 answers requests: start the others with jpaged serve --headless"
+        raise RequestError("node_rank", config.node_rank, known)
+    with contextlib.ExitStack() as stack:
+        group = _join(config, params)
+        if group is not None:
+            stack.callback(group.abandon)
+        prepared = _prepare(model, params, config, processors, group, layout, progress=progress, background=background)
+        stack.pop_all()
+    return prepared
+
+
+def _prepare(
+    model: Any, params: Any, config: EngineConfig, processors: tuple[LogitsProcessor, ...],
+    group: "ProcessGroup | None", layout: "WeightLayout | None", *, progress: bool, background: bool,
+) -> Prepared:  # fmt: skip
+    """`prepare`, when the options are checked and the processes have met."""
     with phase("imports"):  # here, so that `import jpaged` imports no jax
         import jax
 
@@ -79,6 +155,7 @@ def build_engine(
         from jpaged.loading import valid_token_mask
         from jpaged.runtime import cards
         from jpaged.runtime.compile_cache import persistent_cache
+        from jpaged.runtime.host_memory import return_free_memory
         from jpaged.runtime.memory import start_backend
         from jpaged.runtime.runner import ModelRunner
 
@@ -93,20 +170,18 @@ def build_engine(
     pooling = _pooling(loaded)
     has_mask = config.mask_unknown_tokens and pooling is None
     mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if has_mask else None
-    defaults = SamplingParams() if pooling else _sampling_defaults(loaded, config)
-    engines: list[Engine] = []
+    runners: list[ModelRunner] = []
     try:
         for index in range(config.data_parallel_size):
-            first = engines[0] if engines else None
             if config.data_parallel_size > 1:
                 where = "a device that all share" if devices is None else ", ".join(map(str, devices[index]))
                 logger.info("engine %d of 0 to %d, on %s", index, config.data_parallel_size - 1, where)
-            shared = devices is None or first is None
+            shared = devices is None or not runners
             runner = ModelRunner.create(
                 loaded.spec,
                 loaded.params if shared else copied(loaded.params, devices[0], devices[index]),
                 # all engines accept the same requests
-                config if first is None else dataclasses.replace(config, max_model_len=first.runner.max_model_len),
+                dataclasses.replace(config, max_model_len=runners[0].max_model_len) if runners else config,
                 layout=loaded.layout,
                 tokenizer_ids=mask,
                 processors=processors,
@@ -115,15 +190,25 @@ def build_engine(
                 background=background,
                 owns_params=params is None,
             )
-            engine = _engine(runner, loaded, config, pooling, mask, processors, first)
-            engines.append(engine)
-            with phase("check of the outputs"):
-                _check_outputs(engine, loaded)
+            runners.append(runner)
     except BaseException:
-        for engine in engines:
-            engine.close()
+        for runner in runners:
+            runner.close()
         raise
-    return BuiltEngine(engines[0], config, loaded.spec, loaded.tokenizer, defaults, tuple(engines[1:]))
+    return_free_memory()
+    return Prepared(config, loaded, pooling, mask, processors, runners[0], tuple(runners[1:]), group)
+
+
+def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":
+    """Meet the other processes of the engine. None: it has one. Raises ModelLoadError, and RequestError."""
+    if config.nnodes == 1:
+        return None
+    if params is not None:
+        raise RequestError("nnodes", config.nnodes, "live arrays are for an engine of one process")
+    from jpaged.loading import checkpoint_fingerprint
+    from jpaged.runtime.process_group import ProcessGroup
+
+    return ProcessGroup.join(config, checkpoint_fingerprint(config))
 
 
 def _sampling_defaults(loaded: "LoadedModel", config: EngineConfig) -> SamplingParams:
@@ -177,7 +262,7 @@ def _load(
 
 
 def _engine(
-    runner: "ModelRunner",
+    runner: Any,  # an `engine.step_plan.Runner`
     loaded: "LoadedModel",
     config: EngineConfig,
     pooling: Pooling | None,

@@ -129,8 +129,28 @@ def _check_values(config: EngineConfig) -> None:
     if config.deterministic and config.tensor_parallel_size not in (1, 2, 4, 8):
         known = "must be 1, 2, 4 or 8 with deterministic=True"
         raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)
+    _check_nodes(config)
     if not 0 <= config.swap_space < float("inf"):
         raise RequestError("swap_space", config.swap_space, "must be GiB of host memory, from 0")
+
+
+def _check_nodes(config: EngineConfig) -> None:
+    """Raise RequestError for a number of processes, or a rank, that cannot be."""
+    if config.nnodes < 1:
+        raise RequestError("nnodes", config.nnodes, "must be a number of processes, from 1")
+    if not 0 <= config.node_rank < config.nnodes:
+        raise RequestError("node_rank", config.node_rank, f"must be from 0 to nnodes - 1 = {config.nnodes - 1}")
+    if config.nnodes > 1 and config.data_parallel_size > 1:
+        known = f"all engines are in one process, and nnodes={config.nnodes}: leave one out, or start several servers"
+        raise RequestError("data_parallel_size", config.data_parallel_size, known)
+    if config.tensor_parallel_size % config.nnodes:
+        known = f"must be a multiple of nnodes={config.nnodes}, so that every process has the same number of devices"
+        raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)
+    if not 0 < config.master_port < 65535:
+        known = "must be a port from 1 to 65534; the next port is used as well"
+        raise RequestError("master_port", config.master_port, known)
+    if not 0 < config.join_timeout < float("inf"):
+        raise RequestError("join_timeout", config.join_timeout, "must be a number of seconds above 0")
 
 
 def _checked(name: str, hint: Any, value: object) -> Any:

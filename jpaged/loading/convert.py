@@ -65,8 +65,8 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
     """
     if dtype != "auto" and dtype not in BY_NAME:
         raise RequestError("dtype", dtype, f"must be auto, {', '.join(BY_NAME)}")
-    check_out(out)
     path = find_model(model, revision)
+    check_out(out, path)
     if path.is_dir() and is_converted(path):
         raise RequestError("model", model, f"is converted already ({CONVERTED}); to get the files back: --to hf")
     with open_source(path) as (values, checkpoint):
@@ -100,8 +100,8 @@ def export(model: str, out: Path) -> Written:
 
     The files are bit for bit the original ones, unless the conversion changed the dtype: then they have the new dtype.
     """
-    check_out(out)
     folder = find_model(model)
+    check_out(out, folder)
     if not is_converted(folder):
         raise RequestError("model", model, f"has no {CONVERTED}: --to hf is for folders that jpaged convert wrote")
     manifest = Manifest.read(folder)

@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 
 from jpaged.errors import RequestError
-from jpaged.loading.hub import MODEL_FILES, POOLING, TOKENIZER_FILES
+from jpaged.loading.hub import MODEL_FILES, PARTIAL, POOLING, TOKENIZER_FILES
 from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
 
 SPARE = 1 << 20  # bytes for the files other than arrays
 _CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
 
 
-def check_out(out: Path) -> None:
-    """Raise RequestError unless `out` is new or an empty folder."""
+def check_out(out: Path, source: Path) -> None:
+    """Raise RequestError unless `out` is new or an empty folder, and outside the model's own folder `source`."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         kind = "a folder that is not empty" if out.is_dir() else "a file"
         raise RequestError("out", str(out), f"there is {kind}: name a new folder, or remove it first")
+    if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+        raise RequestError("out", str(out), f"is inside the model's folder {source}: name a folder elsewhere")
 
 
 def check_space(out: Path, needed: int) -> None:
@@ -44,7 +46,7 @@ def complete_or_gone(out: Path) -> Iterator[Path]:
     out = out.resolve()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=PARTIAL, dir=out.parent))
     except OSError as error:
         raise RequestError("out", str(out), f"cannot be written: {error.strerror}") from error
     try:

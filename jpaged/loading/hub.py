@@ -26,6 +26,8 @@ MODEL_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors
 # Sub-folders with other formats, and files that repeat the weights under other names.
 _UNWANTED = ("[!1]*/*", "1*/*.safetensors*", "1*/*.model", "consolidated*")
 
+PARTIAL = ".partial"  # end of the name of a folder that is being written
+
 
 def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the folder or the GGUF file of a model. A hub id is fetched first, to `download_dir` or the hub's cache.
@@ -41,6 +43,10 @@ def find_model(model: str, revision: str | None = None, download_dir: str | None
             )
         return folder
     path = _find(model, revision, MODEL_FILES + TOKENIZER_FILES, download_dir)
+    if path.name.startswith(".") and path.suffix == PARTIAL:
+        raise ModelLoadError(
+            f"{path} is incomplete: a command that was killed left it. Remove it, and run the command again"
+        )
     return path if path.is_file() or (path / "config.json").is_file() else _gguf_in(path) or path
 
 

@@ -13,6 +13,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -124,6 +125,21 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         source=str(path),
         kv_scales=pad_kv_scales(weights.kv_scales, weights.spec, shards),
     )
+
+
+def checkpoint_fingerprint(config: EngineConfig) -> str:
+    """SHA-256 of a checkpoint's config.json, and of the names and sizes of its files: for comparison between machines.
+
+    Raises ModelLoadError if there is no such model.
+    """
+    path = _find(config)
+    whole, folder = hashlib.sha256(), path if path.is_dir() else path.parent
+    files = sorted(folder.rglob("*.safetensors")) if path.is_dir() else [path]
+    for file in files:
+        whole.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())
+    with contextlib.suppress(OSError):
+        whole.update((folder / CONFIG).read_bytes())
+    return whole.hexdigest()[:16]
 
 
 def quantizer_of(config: EngineConfig, platform: str) -> Quantizer:

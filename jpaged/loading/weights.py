@@ -226,11 +226,12 @@ def _on_device(plan: LeafPlan, host: Any, quantizer: LeafPlacer) -> Any:
 
 
 def _is_in_file(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: LeafPlacer) -> bool:
-    """True if a leaf that is quantised here equals a tensor of the file, so that its parts can be read from there.
+    """True if a leaf that is quantised or split equals a tensor of the file, so that its parts are read from there.
 
-    An output matrix may be larger than two layers, so a copy of it would be the peak of a load.
+    An output matrix may be larger than two layers, so a copy of it would be the peak of a load. A process reads only
+    its own part of a leaf that is split over processes.
     """
-    if plan.packed or len(plan.files) != 1 or quantizer.scheme_of_leaf(plan.leaf.leaf, plan.shape) is None:
+    if plan.packed or len(plan.files) != 1 or not quantizer.reads_views(plan.leaf.leaf, plan.shape):
         return False
     rule, entry = plan.leaf.tensors[0].rule, checkpoint.entry(plan.files[0])
     stored = DTYPES.get(entry.dtype)

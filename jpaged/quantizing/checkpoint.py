@@ -94,8 +94,8 @@ def quantize_checkpoint(
     Raises ModelLoadError for the model and RequestError for the other arguments. Nothing is written then.
     """
     chosen = _checked(scheme, method, calibration, group_size)
-    check_out(out)
     path = find_model(model, revision)
+    check_out(out, path)
     _check_source(model, path)
     values = read_json(path / "config.json", required=True)
     if "quantization_config" in values:

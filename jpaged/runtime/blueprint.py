@@ -52,6 +52,7 @@ from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import self_check
 from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, usable_implementations
+from pallas_kernels.platforms import nvidia_capability
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Blueprint:
         kv_format = KVFormat.choose(
             model.spec, config.kv_cache_dtype, _dtype(model), placement.device, model.kv_scales
         )
+        _check_activations(model, config, placement)
         if placement.platform == "cpu":
             compile_ahead(_kernels(model))
         limits = memory.decide_limits(model.spec, config, placement.platform)
@@ -357,6 +359,23 @@ class FittedBuild:
         row = self.blueprint.placement.shape((1 + state.blocks.shape[1],), np.int32)
         call = functools.partial(upload_row)
         return compile_program(call, (state, row), donate=(0,), out_shardings=formats(state), store=self.store)
+
+
+def _check_activations(model: ServedModel, config: EngineConfig, placement: Placement) -> None:
+    """Raise ModelLoadError if fp8 activations are asked of a device, or of weights, that cannot have them."""
+    if config.quantized_activations != "fp8":
+        return
+    capability = nvidia_capability(placement.device)
+    if placement.platform != "gpu" or (capability is not None and capability < (8, 9)):
+        raise ModelLoadError(
+            f"quantized_activations='fp8' needs an NVIDIA card of compute capability 8.9 (Ada) or newer, and this is "
+            f"{placement.device.device_kind}: use 'float', or leave it out"
+        )
+    if not any(weight.activations == "fp8" for weight in quantized_parts(model.params)):
+        raise ModelLoadError(
+            "quantized_activations='fp8': no matrix of the model has weights of fp8: use quantization='fp8' or a "
+            "checkpoint in fp8, or leave it out"
+        )
 
 
 def _dtype(model: ServedModel) -> np.dtype:

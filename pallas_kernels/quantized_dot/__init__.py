@@ -41,6 +41,10 @@ def quantized_dot(
     groups in another order, and has the same bits if an output has one group. So does "mosaic_tpu", which adds groups
     in order.
 
+    With "fp8", for weights of fp8, the inputs of a group are rounded to float8_e4m3fn with a scale for each row.
+    "triton" multiplies the codes of up to 64 rows, and adds a group's sum times both scales in float32. For more rows
+    it multiplies the rounded numbers in x's dtype, as "xla" does.
+
     With "float", the weights are dequantised to x's dtype, and sums are float32. "triton" and "mosaic_tpu" multiply
     codes with x and the sums with the scales, and do not round the weights.
 

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.quantized_dot.weight import QuantizedWeight
-from pallas_kernels.quantized_dot.xla import quantise_rows
+from pallas_kernels.quantized_dot.xla import quantise_rows, rounded_to_fp8
 
 
 def quantized_dot(
@@ -18,6 +18,8 @@ def quantized_dot(
     if weight.activations == "int8":
         codes, scales = quantise_rows(x)
         x = codes.astype(jnp.float32) * scales[:, None]
+    elif weight.activations == "fp8":
+        x = rounded_to_fp8(x, weight.groups)
     product = lax.dot_general(
         x.astype(jnp.float32), numbers, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
     )

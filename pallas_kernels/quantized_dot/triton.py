@@ -17,10 +17,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.platforms import nvidia_capability, refuse_triton
-from pallas_kernels.quantized_dot.tiling import Tiling, choose
+from pallas_kernels.quantized_dot.tiling import SOME_ROWS, Tiling, choose
 from pallas_kernels.quantized_dot.triton_tile import Given, Problem, Ref, Tile, tile_sums
 from pallas_kernels.quantized_dot.weight import CHUNK, QuantizedWeight
-from pallas_kernels.quantized_dot.xla import quantise_rows
+from pallas_kernels.quantized_dot.xla import quantise_groups, quantise_rows, rounded_to_fp8
 
 FLOATS = ("bfloat16", "float16")
 SCALES = (*FLOATS, "float32", "int8", "uint8", "float8_e4m3fn")
@@ -44,13 +44,21 @@ def quantized_dot(
     """
     outputs, integers = weight.num_outputs, weight.activations == "int8"
     tiling = tiling or choose(x.shape[0], x.shape[1], outputs)
-    row_scales = None
+    row_scales = group_scales = None
     if integers:
         x, row_scales = quantise_rows(x)
+    elif weight.activations == "fp8" and tiling.rows > SOME_ROWS:
+        # Hopper's matrix instructions of fp8 add with 14 bits, so Triton makes float16 of both operands, for older
+        # instructions. With 128 rows that spills registers (255, and 12 loads of spilled ones in a loop).
+        x = rounded_to_fp8(x, weight.groups).astype(x.dtype)
+    elif weight.activations == "fp8":
+        x, group_scales = quantise_groups(x, weight.groups)
+        if weight.groups == 1:
+            row_scales, group_scales = group_scales[:, 0], None
     problem = Problem(
         weight.kind, *x.shape, outputs, weight.groups, weight.divides, tiling, interpret, integers
     )  # fmt: skip
-    given = Given.of(x, weight, row_scales)
+    given = Given.of(x, weight, row_scales, group_scales)
     exact = integers and problem.groups == 1 and tiling.splits > 1
     out = _launch(problem, num_rows, given, dtype if tiling.splits == 1 else jnp.int32 if exact else jnp.float32)
     if tiling.splits == 1:
@@ -93,13 +101,15 @@ def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | No
         return f"activations=int8 with weights of {weight.kind}: must be int8 or int4, without minima"
     if weight.activations == "int8" and weight.kind == "int8" and weight.zeros is not None:
         return "activations=int8 with zero points of 8 bits: must be without"
+    if weight.activations == "fp8" and (weight.kind != "fp8" or weight.mins is not None or weight.zeros is not None):
+        return f"activations=fp8 with weights of {weight.kind}: must be fp8, without minima and zero points"
     if weight.num_outputs * weight.codes.shape[-1] >= MOST_BYTES:
         return f"{weight.num_outputs * weight.codes.shape[-1]} bytes of codes: must be less than {MOST_BYTES}"
     inputs, size = weight.shape[-1], weight.group_size
     if weight.bits == 4 and inputs % CHUNK:
         return f"{inputs} inputs of 4 bits: must be a multiple of {CHUNK}"
-    # products of int8 take 32 inputs
-    least = 2 * LEAST_INPUTS if weight.activations == "int8" else LEAST_INPUTS
+    # products of int8 and fp8 take 32 inputs
+    least = LEAST_INPUTS if weight.activations == "float" else 2 * LEAST_INPUTS
     if weight.groups > 1 and size % CHUNK and size not in (least, 2 * LEAST_INPUTS):
         return f"groups of {size} inputs: must be {least}, {2 * LEAST_INPUTS}, a multiple of {CHUNK}, or all inputs"
     for name in ("scales", "mins"):

@@ -43,15 +43,18 @@ class Given(NamedTuple):
     outer: Any
     mins: Any
     outer_mins: Any
-    row_scales: Any = None  # float32[rows], of x in int8
+    row_scales: Any = None    # float32[rows], of x in int8, or in fp8 with one group
+    group_scales: Any = None  # float32[rows, groups], of x in fp8
 
     @classmethod
-    def of(cls, x: Array, weight: QuantizedWeight, row_scales: Array | None = None) -> "Given":
+    def of(
+        cls, x: Array, weight: QuantizedWeight, row_scales: Array | None = None, group_scales: Array | None = None
+    ) -> "Given":
         """The arrays of a product."""
         flat = lambda a: None if a is None else a.reshape(-1, a.shape[-1])  # noqa: E731
         return cls(
             flat(x), flat(weight.codes), flat(weight.scales), flat(weight.zeros), flat(weight.outer),
-            flat(weight.mins), flat(weight.outer_mins), row_scales,
+            flat(weight.mins), flat(weight.outer_mins), row_scales, group_scales,
         )  # fmt: skip
 
     @property
@@ -122,10 +125,11 @@ class Tile(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A group adds scale * (sum of codes * x) - offset * (sum of x). float32[outputs] each."""
+    """A group adds scale * rows * (sum of codes * x) - offset * (sum of x)."""
 
-    scale: Array
-    offset: Array | None
+    scale: Array         # float32[outputs]
+    offset: Array | None # float32[outputs]
+    rows: Array | None   # float32[rows], scales of x in fp8; None: 1
 
 
 def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
@@ -138,7 +142,8 @@ def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
     end = jnp.minimum(begin + steps, problem.steps)
 
     def scale(total: Array, sums: Array, x_sums: Array | None, factors: Factors) -> Array:
-        total = total + sums.astype(jnp.float32) * factors.scale[:, None]
+        by_output = sums.astype(jnp.float32) * factors.scale[:, None]
+        total = total + (by_output if factors.rows is None else by_output * factors.rows[None, :])
         if x_sums is None or factors.offset is None:
             return total
         return total - x_sums.astype(jnp.float32) * factors.offset[:, None]
@@ -147,7 +152,7 @@ def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
         group = lax.div(step * problem.step, problem.group_size)
         last = problem.groups - 1
         return tuple(
-            _factors(problem, given, tile.output, jnp.minimum(group + i, last)) for i in range(problem.groups_of_step)
+            _factors(problem, given, tile, jnp.minimum(group + i, last)) for i in range(problem.groups_of_step)
         )
 
     def multiply(step: Array, sums: list[Array], x_sums: list[Array | None]) -> None:
@@ -159,7 +164,7 @@ def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
                     x_sums[group] = x_sums[group] + plgpu.dot(jnp.ones(a.shape, a.dtype), b.T)
 
     if problem.groups == 1:
-        factors = _factors(problem, given, tile.output, jnp.int32(0))
+        factors = _factors(problem, given, tile, jnp.int32(0))
 
         def add_step(step: Array, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
             sums, x_sums = [carry[0]], [carry[1]]
@@ -233,7 +238,11 @@ def _operands(
     return made
 
 
-def _factors(problem: Problem, given: Given, column: Array, group: Array) -> Factors:
+def _factors(problem: Problem, given: Given, tile: Tile, group: Array) -> Factors:
+    column, rows = tile.output, None
+    if given.group_scales is not None:
+        rows = plgpu.load(given.group_scales.at[jnp.minimum(tile.row, problem.rows - 1), group])
+
     def scaled(ref: Ref, outer: Ref | None, *, divides: bool) -> Array:
         values = plgpu.load(ref.at[column, group]).astype(jnp.float32)
         if outer is None:
@@ -243,7 +252,7 @@ def _factors(problem: Problem, given: Given, column: Array, group: Array) -> Fac
 
     scale = scaled(given.scales, given.outer, divides=problem.divides)
     if given.mins is not None:
-        return Factors(scale, scaled(given.mins, given.outer_mins, divides=False))
+        return Factors(scale, scaled(given.mins, given.outer_mins, divides=False), rows)
     if given.zeros is None or problem.kind == "int4":
-        return Factors(scale, None)
-    return Factors(scale, scale * plgpu.load(given.zeros.at[column, group]).astype(jnp.float32))
+        return Factors(scale, None, rows)
+    return Factors(scale, scale * plgpu.load(given.zeros.at[column, group]).astype(jnp.float32), rows)

@@ -76,7 +76,9 @@ class QuantizedWeight:
     layout: str
     shape: tuple[int, ...]  # of the weights
     dtype: np.dtype         # of the weights before quantising, and of the activations
-    activations: str = "int8"  # int8: x is rounded to 8 bits before a product. float: it is not
+    # int8: x is rounded to 8 bits before a product. fp8: to float8_e4m3fn, with a scale for each row and group.
+    # float: x is not rounded
+    activations: str = "int8"
     divides: bool = False   # scales are divided by `outer`
 
     @property

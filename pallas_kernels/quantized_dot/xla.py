@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantized_dot.weight import LARGEST, QuantizedWeight
+from pallas_kernels.quantized_dot.weight import LARGEST, LARGEST_FP8, QuantizedWeight
 
 SMALLEST = 1e-30  # a row with no larger number is quantised to zeros; see `native.integers`
 OUTPUTS_AT_ONCE = 256  # that are dequantised at once: no copy of a matrix as numbers is made
@@ -22,12 +22,37 @@ def quantise_rows(x: Float[Array, "rows in"]) -> tuple[Int[Array, "rows in"], Fl
     return codes.astype(jnp.int8), most / LARGEST
 
 
+def quantise_groups(
+    x: Float[Array, "rows in"], groups: int
+) -> tuple[Float[Array, "rows in"], Float[Array, "rows groups"]]:
+    """float8_e4m3fn codes and float32 scales of neighbouring inputs: x is about codes * scale.
+
+    DeepSeek-V3 rounds activations so, in groups of 128 (arXiv:2412.19437, section 3.3.2). A group with NaN or infinity
+    has such a scale.
+    """
+    by_group = x.astype(jnp.float32).reshape(x.shape[0], groups, -1)
+    most = jnp.abs(by_group).max(-1)
+    inverse = jnp.where((most > SMALLEST) & jnp.isfinite(most), LARGEST_FP8 / most, 0)
+    codes = jnp.where(jnp.isfinite(by_group), by_group * inverse[:, :, None], 0)
+    codes = jnp.clip(codes, -LARGEST_FP8, LARGEST_FP8)  # a product may be rounded up
+    return codes.astype(jnp.float8_e4m3fn).reshape(x.shape), most / LARGEST_FP8
+
+
+def rounded_to_fp8(x: Float[Array, "rows in"], groups: int) -> Float[Array, "rows in"]:
+    """float32: x after `quantise_groups`, codes times scales."""
+    codes, scales = quantise_groups(x, groups)
+    by_group = codes.astype(jnp.float32).reshape(*scales.shape, -1)
+    return (by_group * scales[:, :, None]).reshape(x.shape)
+
+
 def quantized_dot(
     x: Float[Array, "rows in"], weight: QuantizedWeight, num_rows: Int[Array, ""], *, dtype: Any
 ) -> Float[Array, "rows out"]:
     """See `pallas_kernels.quantized_dot`."""
     if weight.activations == "float":
         return _float_dot(x, weight, dtype)
+    if weight.activations == "fp8":
+        return _float_dot(rounded_to_fp8(x, weight.groups).astype(x.dtype), weight, dtype)
     codes, row_scales = quantise_rows(x)
     size, integers = weight.group_size, weight.integers()
     scales, mins = weight.scales_by_group(), weight.mins_by_group()

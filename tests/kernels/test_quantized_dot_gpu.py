@@ -18,7 +18,7 @@ from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.weight import to_rows
 from tests.deviceless import H200, marks
 from tests.kernels.machine_code import compile_for, kernels_of, tool
-from tests.kernels.quantized_cases import Case
+from tests.kernels.quantized_cases import Case, numbers_of
 from tests.kernels.test_lowering import lower_for
 
 CPU = jax.devices("cpu")[0]
@@ -41,6 +41,8 @@ NUMBERS = [
     (1, 2, Case("fp8", 384, 128)),
     (5, 2, Case("int8", 384, activations="int8")),
     (17, 1, Case("int4", 64, 32, zeros=True, activations="int8")),
+    (5, 2, Case("fp8", 384, 128, activations="fp8")),
+    (17, 2, Case("fp8", 96, activations="fp8", outer=1)),
 ]
 
 
@@ -64,6 +66,21 @@ def test_matches_the_reference(rows, splits, case):
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     if case.activations == "int8" and weight.groups == 1:
         np.testing.assert_array_equal(got, xla.quantized_dot(x, weight, jnp.int32(rows), dtype=jnp.float32))
+
+
+def test_fp8_activations_have_a_scale_for_each_row_and_group():
+    """Against float64 numpy: rounding to e4m3 in groups of 128, and exact sums of the rounded numbers."""
+    case = Case("fp8", 256, 128, activations="fp8")
+    x, plain = x_of(6, case) * jnp.asarray([[1e-3], [1], [50], [0], [448], [3e4]], jnp.bfloat16), case.drawn()
+    groups = np.asarray(x, np.float32).reshape(6, 2, 128)
+    most = np.abs(groups).max(-1, keepdims=True)
+    inverse = np.where(most > 0, np.float32(448) / np.where(most > 0, most, 1), 0)
+    rounded = (groups * inverse).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * (most / np.float32(448))
+    expected = rounded.reshape(6, 256) @ numbers_of(plain).T
+    for name in ("reference", "xla", "triton"):
+        got = quantized_dot(x, to_rows(plain), 6, dtype=jnp.float32, implementation=name)
+        limit = 4e-3 if name == "xla" else 2e-6  # "xla" rounds the numbers to bfloat16
+        np.testing.assert_array_less(np.abs(np.asarray(got) - expected).max(1), limit * np.abs(expected).max(1) + 1e-9)
 
 
 @pytest.mark.codegen
@@ -176,6 +193,7 @@ def card(capability="9.0", platform="gpu"):
         (Case("int8", 96, 24), "bfloat16", card(), "groups of 24 inputs: must be 16, 32, a multiple of 64"),
         (Case("int8", 96, 16, activations="int8"), "bfloat16", card(), "groups of 16 inputs: must be 32"),
         (Case("fp8", 128, activations="int8"), "bfloat16", card(), "with weights of fp8: must be int8 or int4"),
+        (Case("int8", 128, activations="fp8"), "bfloat16", card(), "activations=fp8 with weights of int8: must be fp8"),
         (Case("int8", 64, zeros=True, activations="int8"), "bfloat16", card(), "zero points of 8 bits"),
         (Case("fp8", 128), "bfloat16", card("8.6"), r"float8 needs compute capability 8\.9"),
         (Case("int4", 128), "bfloat16", card("7.5"), r"compute capability 8\.0"),
@@ -227,6 +245,8 @@ DECODE = [
     (440, Case("fp4", 4096, 32, outputs=4096)),
     (310, Case("fp8", 4096, 128, outputs=4096)),
     (100, Case("int8", 4096, outputs=4096, activations="int8")),
+    (200, Case("fp8", 4096, 128, outputs=4096, activations="fp8")),
+    (200, Case("fp8", 4096, outputs=4096, activations="fp8")),
 ]
 
 
@@ -242,10 +262,11 @@ def test_machine_code(most, case, tmp_path):
     assert (kernel.blocks, kernel.spilled_bytes, kernel.threads) == (256, 0, 128)  # 64 tiles and 4 splits
     assert kernel.resident_blocks >= 3
     copies = [int(size) for i in loop if "LDGSTS" in i for size in re.findall(r"\.(64|128)\b", i.split("[")[0])]
-    x_bytes = 16 * 128 * (1 if case.activations == "int8" else 2)
+    x_bytes = 16 * 128 * (2 if case.activations == "float" else 1)
     code_bytes = 64 * 128 // (2 if case.kind in ("int4", "fp4") else 1)
     assert sum(copies) // 8 * kernel.threads == code_bytes + x_bytes, copies
-    assert any("GMMA" in i for i in loop)
+    # fp8: Triton makes float16 of the codes, because Hopper's own products of fp8 add with 14 bits
+    assert any({"int8": "IGMMA", "fp8": "HMMA", "float": "HGMMA"}[case.activations] in i for i in loop)
     assert len(loop) < most
 
 

@@ -444,6 +444,7 @@ def test_several_processes_are_refused(monkeypatch):
     ("options", "says"),
     [
         ({"data_parallel_size": 0}, "must be a number of engines, from 1"),
+        ({"data_parallel_size": 2, "nnodes": 2, "tensor_parallel_size": 2}, "all engines are in one process"),
         ({"data_parallel_routing": "random"}, "must be prefix_affine, least_loaded, round_robin"),
     ],
 )

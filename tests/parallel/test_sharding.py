@@ -122,5 +122,12 @@ def test_the_parts_of_all_devices_are_the_leaf(name, scheme):
 def test_heads_that_cannot_be_padded_are_refused():
     spec = dataclasses.replace(SPEC, num_heads=6, num_kv_heads=6, qk_norm=QKNorm.PROJECTION)
     assert split_spec(spec, Shards(3)).num_heads == 6
-    with pytest.raises(ModelLoadError, match=r"6 KV heads, which 4 devices .* use tensor_parallel_size 1 or 2 or 3$"):
+    repeated = dataclasses.replace(spec, num_heads=8, num_kv_heads=2)
+    assert split_spec(repeated, Shards(4)).num_kv_heads == 4
+    gains = pad_leaf("k_norm", np.arange(32, dtype=np.float32), repeated, Shards(4)).reshape(4, 16)
+    assert np.array_equal(gains[0], gains[1])
+    assert not np.array_equal(gains[1], gains[2])
+    with pytest.raises(ModelLoadError, match="leave deterministic out"):
+        split_spec(spec, Shards(2, parts=8))
+    with pytest.raises(ModelLoadError, match=r"6 KV heads, .* 4 equal parts, .* use tensor_parallel_size 1 or 2 or 3$"):
         split_spec(spec, Shards(4))

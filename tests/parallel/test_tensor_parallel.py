@@ -59,6 +59,7 @@ def test_a_batch_on_two_devices_gives_the_answers_of_one(one, two):
     assert two.stats().compiles_after_ready == 0
 
 
+@pytest.mark.codegen
 def test_each_request_alone_has_the_bits_of_the_batch(two):
     prompts, params = workload(12, seed=5)
     together = answers(two.generate(prompts, params, use_tqdm=False))
@@ -107,6 +108,7 @@ def test_one_token_of_a_json_schema_is_the_same_on_two_devices():
     assert texts[0].lstrip().startswith("{")
 
 
+@pytest.mark.codegen
 def test_deterministic_bits_do_not_depend_on_the_number_of_devices(checkpoint):
     prompts, params = workload(10, seed=4, longest=60)
     found = []
@@ -158,6 +160,7 @@ def collectives(text):
     return sorted((kind, shape) for shape, kind in found)
 
 
+@pytest.mark.codegen
 def test_a_layer_has_two_sums_over_devices_and_nothing_is_gathered(two):
     layers, hidden = two.spec.num_layers, two.spec.hidden_size
     for shape, text in programs(two).items():
@@ -173,6 +176,7 @@ def test_a_layer_has_two_sums_over_devices_and_nothing_is_gathered(two):
             assert all(int(n) < two.spec.vocab_size for result in gathered for n in re.findall(r"[\[,](\d+)", result))
 
 
+@pytest.mark.codegen
 def test_pages_and_weights_are_not_copied(two):
     runner = two._engine.runner
     page = runner._state.page_arrays[0][0]

@@ -1,0 +1,291 @@
+"""Processes that run one engine together: how they meet, check that they agree, and notice a lost process.
+
+1. Node 0 listens on `master_port` + 1. Every other node connects and sends its `Facts`: versions, options, and a
+   fingerprint of the checkpoint. Node 0 answers with the values that differ, or accepts.
+2. All processes join JAX's distributed runtime at `master_addr`:`master_port`. `jax.devices()` then lists the devices
+   of all of them, and one program runs on all.
+3. Node 0 sends every plan to the others (`group_runner`). A connection that ends before `close` means that a process is
+   lost: a program with collectives would wait for it for ever, so the remaining processes end with status 1.
+
+Messages are pickled. Only the types of a plan are accepted, so a message cannot run code.
+"""
+
+import contextlib
+import dataclasses
+import io
+import logging
+import multiprocessing.connection
+import os
+import pickle
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.version import __version__
+
+logger = logging.getLogger(__name__)
+
+Facts = Mapping[str, str]
+# Options that may differ between nodes: who they are, and folders of their own machine.
+OWN = frozenset({
+    "node_rank", "model", "tokenizer", "download_dir", "compilation_cache_dir", "master_addr", "join_timeout",
+})  # fmt: skip
+_ACCEPTED = {
+    ("jpaged.engine.step_plan", "StepPlan"), ("jpaged.engine.step_plan", "RowInit"),
+    ("jpaged.engine.step_plan", "RowExtras"), ("jpaged.engine.step_plan", "RowMask"),
+    ("jpaged.engine.step_plan", "SamplerVariant"), ("numpy", "dtype"), ("numpy", "ndarray"),
+    ("numpy._core.numeric", "_frombuffer"), ("numpy.core.numeric", "_frombuffer"),
+    ("numpy._core.multiarray", "_reconstruct"), ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"), ("numpy.core.multiarray", "scalar"),
+}  # fmt: skip
+_RETRY_SECONDS = 0.2
+MOST_BYTES = 2**28  # of a message: a longer one is not from a node
+HELLO_SECONDS = 5   # for a connection to say who it is
+SHUTDOWN_SECONDS = 10  # to wait for the other processes when the engine closes
+# A dead host sends no end of the connection: 5 s of silence, then 3 probes 2 s apart.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ACCEPTED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not a part of a message between nodes")
+        return super().find_class(module, name)
+
+
+class Channel:
+    """Messages to another node, in order. A message is a tuple of plain values and the types of a plan."""
+
+    def __init__(self, connection: multiprocessing.connection.Connection):
+        self._connection = connection
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):
+                    raw.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, *message: Any) -> None:
+        """Send a message. Raises OSError if the other node is lost."""
+        self._connection.send_bytes(pickle.dumps(message, protocol=5))
+
+    def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
+        """The next message. Raises EOFError or OSError if the other node is lost, TimeoutError after `seconds`."""
+        if seconds is not None and not self._connection.poll(max(0.0, seconds)):
+            raise TimeoutError
+        return _Unpickler(io.BytesIO(self._connection.recv_bytes(MOST_BYTES))).load()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+
+@dataclasses.dataclass
+class ProcessGroup:
+    """This process and its connections: of node 0 to all others in their order, of another node to node 0."""
+
+    rank: int
+    size: int
+    channels: list[Channel]
+    closing: bool = False
+
+    @classmethod
+    def join(cls, config: EngineConfig, fingerprint: str) -> "ProcessGroup | None":
+        """Meet the other nodes. None: the engine has one process. Call it before JAX starts its back end.
+
+        fingerprint: of the checkpoint's files. Raises ModelLoadError if nodes do not answer within
+        `config.join_timeout` seconds, or do not agree.
+        """
+        if config.nnodes == 1:
+            return None
+        facts, deadline = facts_of(config, fingerprint), time.monotonic() + config.join_timeout
+        if config.node_rank == 0:
+            group = cls(0, config.nnodes, _gather(config, facts, deadline))
+        else:
+            group = cls(config.node_rank, config.nnodes, [_connect(config, facts, deadline)])
+        logger.info("node %d of %d: all nodes agree; joining JAX's distributed runtime", group.rank, group.size)
+        jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which the server drains at
+        try:
+            jax.distributed.initialize(
+                f"{config.master_addr}:{config.master_port}", config.nnodes, config.node_rank,
+                initialization_timeout=max(1, int(deadline - time.monotonic())),
+                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise ModelLoadError(
+                f"JAX's distributed runtime at {config.master_addr}:{config.master_port} cannot be joined: {error}: "
+                "the port must be free on node 0, and reachable from all nodes"
+            ) from error
+        return group
+
+    def send(self, *message: Any) -> None:
+        """Node 0: send a message to every other node."""
+        for rank, channel in enumerate(self.channels, 1):
+            try:
+                channel.send(*message)
+            except OSError:
+                self.lost(f"node {rank}")
+
+    def watch(self) -> None:
+        """Node 0: end this process when another one is lost. Others send nothing but errors, so any message is one."""
+        for rank, channel in enumerate(self.channels, 1):
+            threading.Thread(target=self._watch, args=(rank, channel), name=f"jpaged-node-{rank}", daemon=True).start()
+
+    def _watch(self, rank: int, channel: Channel) -> None:
+        why = ""
+        try:
+            while True:
+                why = str(channel.receive()[0])
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self.lost(f"node {rank}", why)
+
+    def lost(self, who: str, why: str = "") -> None:
+        """Another process has ended. Ends this one with status 1, unless the group is closing.
+
+        At once, because a step may wait for that process inside a collective, which nothing interrupts.
+        """
+        if self.closing:
+            return
+        reason = f": {why}" if why else ""
+        message = f"jpaged: {who} of {self.size} is lost{reason}. Node {self.rank} ends; start all nodes again"
+        print(message, file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(1)
+
+    def abandon(self) -> None:
+        """End the connections, so that the other nodes end too: this one has failed before there was an engine."""
+        self.closing = True
+        for channel in self.channels:
+            channel.close()
+
+    def close(self) -> None:
+        """Tell all nodes that the engine ends, and leave JAX's distributed runtime."""
+        if self.closing:
+            return
+        self.closing = True
+        for channel in self.channels:
+            with contextlib.suppress(OSError):
+                if self.rank == 0:
+                    channel.send("close")
+        with contextlib.suppress(RuntimeError):
+            jax.distributed.shutdown()
+        for channel in self.channels:
+            channel.close()
+
+
+def facts_of(config: EngineConfig, fingerprint: str) -> dict[str, str]:
+    """Everything that the processes of an engine must agree about, as text."""
+    facts = {"jpaged": __version__, "jax": jax.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    facts["checkpoint"] = fingerprint
+    for field in dataclasses.fields(config):
+        if field.name not in OWN:
+            facts[field.name] = repr(getattr(config, field.name))
+    return facts
+
+
+def differences(mine: Facts, theirs: Facts, their_rank: int) -> list[str]:
+    """The values that differ, in words."""
+    return [
+        f"{name} is {mine.get(name, 'unknown')} on node 0 and {theirs.get(name, 'unknown')} on node {their_rank}"
+        for name in sorted(mine.keys() | theirs.keys())
+        if mine.get(name) != theirs.get(name)
+    ]
+
+
+def _gather(config: EngineConfig, facts: Facts, deadline: float) -> list[Channel]:
+    """Node 0: wait for the other nodes, and accept those that agree."""
+    port, found = config.master_port + 1, {}
+    with _listening(config.master_addr, port) as accept:
+        while len(found) < config.nnodes - 1:
+            missing = [str(rank) for rank in range(1, config.nnodes) if rank not in found]
+            channel = accept(deadline)
+            if channel is None:
+                raise ModelLoadError(
+                    f"node {' and '.join(missing)} of {config.nnodes} did not connect to port {port} within "
+                    f"{config.join_timeout:g} s: start it with --nnodes {config.nnodes} --node-rank {missing[0]} "
+                    f"--master-addr {config.master_addr} --master-port {config.master_port} --headless"
+                )
+            try:
+                rank, theirs = channel.receive(min(HELLO_SECONDS, deadline - time.monotonic()))
+            except (EOFError, OSError, TimeoutError, ValueError, pickle.UnpicklingError):
+                channel.close()  # something else that found the port
+                continue
+            wrong = differences(facts, theirs, rank)
+            if rank in found or not 0 < rank < config.nnodes:
+                wrong.append(f"node_rank={rank} is taken, or not from 1 to {config.nnodes - 1}")
+            with contextlib.suppress(OSError):
+                channel.send(wrong)
+            if wrong:
+                for each in found.values():
+                    with contextlib.suppress(OSError):
+                        each.send(wrong)
+                raise ModelLoadError(_disagree(wrong))
+            found[rank] = channel
+        for channel in found.values():
+            channel.send([])  # all have agreed
+    return [found[rank] for rank in sorted(found)]
+
+
+def _connect(config: EngineConfig, facts: Facts, deadline: float) -> Channel:
+    """Another node: connect to node 0, and wait until it has accepted all nodes."""
+    address = (config.master_addr, config.master_port + 1)
+    while True:
+        try:
+            raw = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
+            raw.setblocking(True)
+            channel = Channel(multiprocessing.connection.Connection(raw.detach()))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ModelLoadError(
+                    f"node 0 does not answer at {address[0]}:{address[1]} within {config.join_timeout:g} s "
+                    f"({error.strerror or error}): --master-addr is the address of node 0, and its ports "
+                    f"{config.master_port} and {address[1]} must be reachable"
+                ) from None
+            time.sleep(_RETRY_SECONDS)
+    try:
+        channel.send(config.node_rank, dict(facts))
+        for _ in range(2):  # this node is accepted; all nodes are
+            [wrong] = channel.receive(deadline - time.monotonic())
+            if wrong:
+                raise ModelLoadError(_disagree(wrong))
+    except (EOFError, OSError) as error:
+        reason = "is silent" if isinstance(error, TimeoutError) else "has ended"
+        raise ModelLoadError(f"node 0 at {address[0]}:{address[1]} {reason}: look at its log") from None
+    return channel
+
+
+def _disagree(wrong: list[str]) -> str:
+    return f"the nodes do not agree: {'; '.join(wrong)}. Start all nodes with the same versions, options and checkpoint"
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[Callable[[float], Channel | None]]:
+    """Listen on all addresses. Yields a function that returns the next connection; None after a time of the clock."""
+    try:
+        listener = socket.create_server(("", port))
+    except OSError as error:
+        raise ModelLoadError(
+            f"node 0 cannot listen on port {port} ({error.strerror or error}): choose another --master-port; the port "
+            "after it is used as well"
+        ) from None
+
+    def accept(deadline: float) -> Channel | None:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            raw, _ = listener.accept()
+        except TimeoutError:
+            return None
+        raw.setblocking(True)
+        return Channel(multiprocessing.connection.Connection(raw.detach()))
+
+    with listener:
+        yield accept
