@@ -106,7 +106,9 @@ class MockEngine:
         """Statistics, for the log."""
         return EngineStats(1, 16, 0, 0, len(self._answers), 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
 
-    def metrics(self) -> None:
+    num_engines = 1
+
+    def metrics(self, engine: int = 0) -> None:
         """None: the mock has no figures."""
 
     def get_tokenizer(self) -> None:

@@ -2,13 +2,15 @@
 
 1. `generate` tokenises and checks the prompt in a thread (`frontend/tokenising.py`). A long prompt delays no stream and
    no short prompt.
-2. It hands the request to the engine's thread (`frontend/engine_thread.py`), which runs all requests together.
+2. It hands the request to the engine's thread (`frontend/engine_thread.py`), which runs all requests together. With
+   data_parallel_size there are several engines, and a router chooses one (`frontend/engine_threads.py`).
 3. Each output reaches the generator through an `OutputStream`. An output contains all output before it, so a slow
    reader skips outputs and none pile up. With output_kind DELTA, unread outputs are joined.
 4. Closing or cancelling a generator aborts its request.
 """
 
 import asyncio
+import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
@@ -23,6 +25,7 @@ from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 from jpaged.frontend.build import build_engine
 from jpaged.frontend.engine_access import EngineAccess
 from jpaged.frontend.engine_thread import EngineThread
+from jpaged.frontend.engine_threads import EngineThreads
 from jpaged.frontend.output_stream import OutputStream
 from jpaged.frontend.pausing import check_level, pause_mode, wake_tags
 from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
@@ -59,7 +62,12 @@ class AsyncLLM(EngineAccess):
         built.engine.inputs.prepare_grammars()
         self._tokenising = TokeniserThreads()
         self._streams: dict[str, OutputStream] = {}  # by request id, of all running generators
-        self._engine_thread = EngineThread(built.engine, watchdog_seconds=watchdog_seconds)
+        self._engine_thread: EngineThread | EngineThreads
+        if built.others:
+            engines, routing = (built.engine, *built.others), self.config.data_parallel_routing
+            self._engine_thread = EngineThreads(engines, routing, watchdog_seconds=watchdog_seconds)
+        else:
+            self._engine_thread = EngineThread(built.engine, watchdog_seconds=watchdog_seconds)
 
     def generate(
         self,
@@ -125,11 +133,12 @@ class AsyncLLM(EngineAccess):
         try:
             self._engine_thread.check_room()
             work = partial(self._process, request_id, prompt, params, priority, refuse_cut)
-            request_group = await self._tokenising.run(prompt_length(prompt), work)
+            request_group, prefixes = await self._tokenising.run(prompt_length(prompt), work)
             if request_group.grammar is not None:
                 await asyncio.wrap_future(request_group.grammar, loop=loop)
-            await self._wait_for_programs(request_group)
-            self._engine_thread.add(request_group, stream)
+            with self._engine_thread.routed(request_group, prefixes) as engine_thread:
+                await self._wait_for_programs(request_group, engine_thread)
+                engine_thread.add(request_group, stream)
             in_engine = True
             if on_admitted is not None:
                 on_admitted()
@@ -158,22 +167,24 @@ class AsyncLLM(EngineAccess):
         priority: int,
         refuse_cut: bool,
         cancelled: Callable[[], bool],
-    ) -> RequestGroup:
+    ) -> tuple[RequestGroup, Sequence[int]]:
+        """Return the request group, and the names of its prefixes for the router."""
         process = partial(self._live_engine.inputs.process, request_id, prompt, params, stream=True, priority=priority)
         try:
-            return process(refuse_cut=refuse_cut, cancelled=cancelled)
+            request_group = process(refuse_cut=refuse_cut, cancelled=cancelled)
+            return request_group, self._engine_thread.prefixes(request_group)
         except Exception:
             raise
         except BaseException as error:  # the tokenizer panicked (Rust). Only this request fails
             raise EngineError(f"reading the prompt failed: {type(error).__name__}: {error}") from error
 
-    async def _wait_for_programs(self, request_group: RequestGroup) -> None:
-        """Wait for the programs of a request that comes before the engine is ready. Other requests continue."""
+    async def _wait_for_programs(self, request_group: RequestGroup, engine_thread: EngineThread) -> None:
+        """Wait for the programs of a request that comes before its engine is ready. Other requests continue."""
         sampler = max(request.sampler for request in request_group.requests)
         scores = any(request.output.prompt_logprobs is not None for request in request_group.requests)
-        while not self._live_engine.runner.can_run(sampler, scores=scores):
+        while not engine_thread.runner.can_run(sampler, scores=scores):
             await asyncio.sleep(PROGRAMS_SECONDS)
-            self._engine_thread.check_open()
+            engine_thread.check_open()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their generators yield a last output, finish_reason 'abort'. Unknown ids are ignored."""
@@ -184,22 +195,28 @@ class AsyncLLM(EngineAccess):
                 self._engine_thread.abort(one)
 
     async def check_health(self) -> None:
-        """Raise EngineError when the engine has ended, its last step failed, or it makes no progress.
+        """Raise EngineError when an engine has ended, its last step failed, or it makes no progress.
 
         Also after an integrity check of the idle engine has failed: then only a new engine is healthy again.
         """
         self._engine_thread.check_health()
 
-    async def inspect(self) -> EngineSnapshot:
+    async def inspect(self, engine: int = 0) -> EngineSnapshot:
         """Return the state of the KV pool, the request table and the queue, all at one moment between two steps.
+
+        engine: index of the engine, with data_parallel_size.
 
         The snapshot contains no prompts. Raises EngineError when the engine is closed or has ended.
         """
-        captured = await asyncio.wrap_future(self._engine_thread.inspect())
-        return await asyncio.to_thread(captured.snapshot)
+        self._engine_at(engine)
+        captured = await asyncio.wrap_future(self._engine_thread.inspect(engine))
+        snapshot = await asyncio.to_thread(captured.snapshot)
+        return dataclasses.replace(snapshot, engine=engine, num_engines=self.num_engines)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all KV kept for reuse. Returns False, and does nothing, while a request runs.
+
+        With data_parallel_size each engine does so. False: a request runs on at least one of them.
 
         reset_running_requests: preempt running requests instead. They continue, and recompute their KV.
         """
@@ -252,7 +269,10 @@ class AsyncLLM(EngineAccess):
         return self._engine_thread.is_sleeping
 
     def when_fatal(self, callback: Callable[[EngineError], None]) -> None:
-        """Call a function once if the engine ends by itself. It may run on another thread."""
+        """Call a function once if the engine ends by itself: with data_parallel_size, if all of them have ended.
+
+        It may run on another thread.
+        """
         self._engine_thread.when_fatal(callback)
 
     async def __aenter__(self) -> Self:

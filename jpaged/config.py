@@ -18,6 +18,7 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 KV_CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3"}  # vLLM's other name
 RUNNERS = ("auto", "generate", "pooling")
 SCHEDULING_POLICIES = ("fcfs", "priority", "shortest_first")
+ROUTINGS = ("prefix_affine", "least_loaded", "round_robin")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -134,6 +135,16 @@ class EngineConfig:
 
     enable_expert_parallel: bool = False
     """Give each device some of the experts of a mixture of experts, instead of a part of every expert."""
+
+    data_parallel_size: int = 1
+    """Number of engines in this process, with one front end. Each has its own devices (tensor_parallel_size of them),
+    its own KV cache and scheduler. kv_cache_memory_bytes, swap_space, max_num_seqs and the limits of the queue hold for
+    each engine. On CPU, engines share a device and the weights if there are too few devices."""
+
+    data_parallel_routing: str = "prefix_affine"
+    """Choice of the engine of a request. prefix_affine: one that has computed the beginning of its prompt, unless it
+    has more than 1.25 times the mean number of requests plus one. least_loaded: the one with the fewest requests.
+    round_robin: in turn."""
 
     deterministic: bool = False
     """Compute results whose bits do not depend on tensor_parallel_size (1, 2, 4 or 8). On CPU, in float32. Each product

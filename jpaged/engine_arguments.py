@@ -39,6 +39,8 @@ class EngineArguments(TypedDict, total=False):
     kv_cache_memory_bytes: int | None
     tensor_parallel_size: int
     enable_expert_parallel: bool
+    data_parallel_size: int
+    data_parallel_routing: str
     deterministic: bool
     nnodes: int
     node_rank: int
@@ -66,7 +68,6 @@ class EngineArguments(TypedDict, total=False):
 
     # Options of vLLM that jpaged does not have yet. Only values that ask for nothing are accepted.
     pipeline_parallel_size: Any
-    data_parallel_size: Any
     distributed_executor_backend: Any
     cpu_offload_gb: Any
     enforce_eager: Any

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from jpaged.engine_arguments import EngineArguments
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import build_engine
 from jpaged.frontend.engine_access import EngineAccess
+from jpaged.frontend.engines_run import run_engines
 from jpaged.frontend.interrupts import DeferredInterrupt, call_at_exit
 from jpaged.frontend.pausing import WAKE_TAGS, check_level, wake_tags
 from jpaged.frontend.progress import Progress, UseTqdm
@@ -38,6 +40,7 @@ from jpaged.outputs import (
 from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
+from jpaged.routing import ROUTERS, prefix_names
 from jpaged.snapshot import EngineSnapshot
 
 Message = Mapping[str, Any]  # role and content
@@ -56,6 +59,8 @@ class LLM(EngineAccess):
 
     Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. Use it as a context manager,
     or call `close`, to free the device memory. Calls from several threads run one after another.
+
+    With data_parallel_size the prompts of a call are divided among several engines, evenly by their number.
     """
 
     def __init__(
@@ -64,7 +69,9 @@ class LLM(EngineAccess):
         super().__init__(build_engine(model, params, engine_options, layout=layout, progress=True, background=True))
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread whose call holds the lock
-        self._inspections: deque[Future[EngineCapture]] = deque()  # requested by other threads while a call runs
+        # requested by other threads while a call runs, by engine
+        self._inspections: list[deque[Future[EngineCapture]]] = [deque() for _ in range(self.num_engines)]
+        self._router = ROUTERS[self.config.data_parallel_routing]()
         self._num_requests = 0
         self._asleep: frozenset[str] = frozenset()  # tags of `wake_up` that sleep
         self._interpreter_ends = False
@@ -230,27 +237,32 @@ class LLM(EngineAccess):
                     answer.message = turn.reader.parse(answer.text)
         return outputs
 
-    def inspect(self) -> EngineSnapshot:
+    def inspect(self, engine: int = 0) -> EngineSnapshot:
         """Return the state of the KV pool, the request table and the queue, all at one moment between two steps.
 
+        engine: index of the engine, with data_parallel_size.
         Another thread may call this while a call runs: it sees that call's requests and does not wait for its end.
         The snapshot contains no prompts. Raises EngineError when the LLM is closed.
         """
         self._refuse_nested("inspect")
+        self._engine_at(engine)
         answer: Future[EngineCapture] = Future()
-        self._inspections.append(answer)
+        self._inspections[engine].append(answer)
         while not answer.done():
             if self._lock.acquire(timeout=INSPECT_SECONDS):
                 try:
-                    self._answer_inspections(self._live_engine)
+                    self._answer_inspections(engine)
                 finally:
                     self._lock.release()
-        return answer.result().snapshot()
+        return dataclasses.replace(answer.result().snapshot(), engine=engine, num_engines=self.num_engines)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all KV kept for reuse. Waits until no call runs; returns True."""
         with self._exclusive("reset_prefix_cache"):
-            return self._live_engine.reset_prefix_cache()
+            self._router.forget()
+            for engine in self._live_engines:
+                engine.reset_prefix_cache()  # no request runs
+            return True
 
     def sleep(self, level: int = 1) -> None:
         """Free device memory until `wake_up`. Waits until no call runs. Calls that generate raise EngineError then.
@@ -260,8 +272,8 @@ class LLM(EngineAccess):
         """
         check_level(level)
         with self._exclusive("sleep"):
-            engine = self._live_engine
-            if level > 0:
+            for engine in self._live_engines if level > 0 else ():
+                self._router.forget()
                 engine.sleep()
             self._asleep = frozenset(WAKE_TAGS)
 
@@ -274,7 +286,8 @@ class LLM(EngineAccess):
         """
         waking = wake_tags(tags)
         with self._exclusive("wake_up"):
-            self._live_engine.wake_up(weights="weights" in waking, kv_cache="kv_cache" in waking)
+            for engine in self._live_engines:
+                engine.wake_up(weights="weights" in waking, kv_cache="kv_cache" in waking)
             self._asleep -= waking
 
     def is_sleeping(self) -> bool:
@@ -286,7 +299,8 @@ class LLM(EngineAccess):
         with self._exclusive("close"):
             atexit.unregister(self._exit_hook)
             if self._engine is not None:
-                self._engine.close()
+                for engine in self._live_engines:
+                    engine.close()
                 self._engine = None
 
     def __enter__(self) -> Self:
@@ -360,12 +374,17 @@ class LLM(EngineAccess):
             ids = {group.request_id for group in request_groups}
             for index, group in enumerate(request_groups):
                 _await_grammar(group, index, len(request_groups))
+            progress = Progress(use_tqdm, len(ids), self.stats, pools=engine.inputs.limits.pooling is not None)
             try:
-                for group in request_groups:
-                    engine.add(group)
-                finals = self._run(engine, ids, Progress(use_tqdm, len(ids), engine), interrupt)
+                if self._others:
+                    finals = self._run_several(request_groups, progress, interrupt)
+                else:
+                    for group in request_groups:
+                        engine.add(group)
+                    finals = self._run(engine, ids, progress, interrupt)
             except BaseException:
-                engine.start_over()  # an interrupt may have left the engine's state half changed
+                for engine in self._live_engines:
+                    engine.start_over()  # an interrupt may have left its state half changed
                 raise
         return [finals[group.request_id] for group in request_groups]
 
@@ -388,10 +407,8 @@ class LLM(EngineAccess):
         finals: dict[str, Output] = {}
         try:
             while len(finals) < len(ids):
-                interrupt.check()
-                self._answer_inspections(engine)
-                if self._interpreter_ends:
-                    raise EngineError("the program ends while this call runs in a daemon thread")
+                self._check_interrupts(interrupt)
+                self._answer_inspections(0)
                 outputs = {output.request_id: output for output in engine.step() if output.request_id in ids}
                 finals |= outputs
                 progress.update(len(outputs))
@@ -399,9 +416,40 @@ class LLM(EngineAccess):
             progress.close()
         return finals
 
-    def _answer_inspections(self, engine: Engine) -> None:
-        while self._inspections:
-            engine.inspect(self._inspections.popleft())
+    def _run_several(
+        self, request_groups: list[RequestGroup], progress: Progress, interrupt: DeferredInterrupt
+    ) -> dict[str, Output]:
+        """Divide requests among the engines, and run all to their end. Returns their last outputs by id."""
+        engines, finals = self._live_engines, dict[str, Output]()
+        ids: list[set[str]] = [set() for _ in engines]
+        last = math.ceil(len(request_groups) / len(engines)) - 1  # of the engine's share of the requests
+        for group in request_groups:
+            prefixes = prefix_names(group.prompt_token_ids, engines[0].runner.block_size, group.cache_salt)
+            index = self._router.choose(prefixes, [len(each) for each in ids], bound=last)
+            engines[index].add(group)
+            ids[index].add(group.request_id)
+
+        def note(outputs: list[Output]) -> None:
+            finals.update((output.request_id, output) for output in outputs)
+            progress.update(len(outputs))
+
+        turns = [engine.step for engine in engines]
+        try:
+            run_engines(turns, self._answer_inspections, ids, note, lambda: self._check_interrupts(interrupt))
+        finally:
+            progress.close()
+        return finals
+
+    def _check_interrupts(self, interrupt: DeferredInterrupt) -> None:
+        """Raise KeyboardInterrupt after Ctrl-C, and EngineError if the program ends."""
+        interrupt.check()
+        if self._interpreter_ends:
+            raise EngineError("the program ends while this call runs in a daemon thread")
+
+    def _answer_inspections(self, index: int) -> None:
+        inspections = self._inspections[index]
+        while inspections:
+            self._engine_at(index).inspect(inspections.popleft())
 
     def _close_at_exit(self) -> None:
         """End a call that still runs in a daemon thread, after its current step."""

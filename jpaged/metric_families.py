@@ -6,13 +6,11 @@ them as text for Prometheus.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jpaged import metrics
 from jpaged.metrics import EngineMetricsSnapshot
 from jpaged.version import __version__
-
-ENGINE = "0"  # value of the label `engine`: an `LLM`, and a server, has one engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,10 +92,10 @@ REQUEST_HISTOGRAMS = (
 
 
 class _Families:
-    """Makes the families of an engine whose metrics have the label `model_name`."""
+    """Makes the families of one engine. Its metrics have the labels `model_name` and `engine`."""
 
-    def __init__(self, model_name: str):
-        self._labels = {"model_name": model_name, "engine": ENGINE}
+    def __init__(self, model_name: str, engine: int):
+        self._labels = {"model_name": model_name, "engine": str(engine)}
 
     def all(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
         """Yield all families."""
@@ -117,7 +115,8 @@ class _Families:
         usage = stats.used_blocks / stats.num_blocks
         yield self._gauge("vllm:kv_cache_usage_perc", "Fraction of KV blocks that requests hold; 1 is all.", usage)
         info = {
-            "engine": ENGINE, "block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks),
+            "engine": self._labels["engine"],
+            "block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks),
             "num_cpu_blocks": str(stats.host_slots), "enable_prefix_caching": str(figures.enable_prefix_caching),
         }  # fmt: skip
         yield _info("vllm:cache_config_info", "Sizes of the KV cache, as labels.", info)
@@ -166,6 +165,10 @@ class _Families:
         yield self._gauges("jpaged:host_tier_blocks", "Blocks of the host tier.", "state", slots)
         moves = {"to_host": stats.blocks_to_host, "to_device": stats.blocks_to_device}
         yield self._counters("jpaged:host_tier_moves", "Blocks copied to and from the host tier.", "direction", moves)
+        yield self._counter(
+            "jpaged:prefix_hit_requests", "Ended requests that found a part of their prompt in the prefix cache.",
+            figures.prefix_hit_requests,
+        )  # fmt: skip
         yield self._counter(
             "jpaged:preemption_recomputed_tokens", "Tokens computed again after a preemption.", stats.recomputed_tokens
         )
@@ -234,6 +237,13 @@ def _info(name: str, text: str, labels: dict[str, str]) -> MetricFamily:
     return MetricFamily(name, text, (Gauge(name, labels, 1),))
 
 
-def families_of(figures: EngineMetricsSnapshot, model_name: str) -> Iterator[MetricFamily]:
-    """Yield all figures of an engine. model_name: value of the label."""
-    return _Families(model_name).all(figures)
+def families_of(figures: Sequence[EngineMetricsSnapshot], model_name: str) -> Iterator[MetricFamily]:
+    """Yield all figures of engines. Their indices are the label `engine`. model_name: value of the other label."""
+    each = [_Families(model_name, engine).all(of_engine) for engine, of_engine in enumerate(figures)]
+    if len(each) == 1:
+        yield from each[0]
+        return
+    for families in zip(*each, strict=True):
+        # A metric without the label `engine` is the same for all engines.
+        metrics = {tuple(metric.labels.items()): metric for family in families for metric in family.metrics}
+        yield dataclasses.replace(families[0], metrics=tuple(metrics.values()))

@@ -174,3 +174,4 @@ class EngineMetricsSnapshot:
     rejected_requests: int              # requests refused because of max_queued_requests
     rejected_tokens: int                # requests refused because of max_queued_tokens
     enable_prefix_caching: bool
+    prefix_hit_requests: int = 0        # ended requests that found a part of their prompt in the prefix cache

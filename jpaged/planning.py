@@ -185,6 +185,9 @@ def plan(
     Raises RequestError for a bad argument, and ModelLoadError for a model or an option that the engine would refuse.
     """
     config = engine_config(model, options or {})
+    if config.data_parallel_size > 1:
+        accepted = "a plan is of one engine, and all have the same: leave it out"
+        raise RequestError("data_parallel_size", config.data_parallel_size, accepted)
     if device_memory is not None and target == "cpu":
         raise RequestError(
             "device_memory",

@@ -86,7 +86,10 @@ def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
     admin_paths = frozenset(route.path for route in admin if isinstance(route, Route))
     key_rules = KeyRules(bool(options.api_keys), OPEN_PATHS | page.paths, admin_paths)
     intake = Intake()
-    server_metrics = ServerMetrics(lambda: server.engine.metrics(), server.model_names[0])
+    engine = server.engine
+    server_metrics = ServerMetrics(
+        lambda: [engine.metrics(index) for index in range(engine.num_engines)], server.model_names[0]
+    )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:

@@ -40,6 +40,11 @@ class EngineClient(Generates, Protocol):
         """Whether all programs exist."""
         ...
 
+    @property
+    def num_engines(self) -> int:
+        """Engines that share the requests: `data_parallel_size`."""
+        ...
+
     def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
@@ -51,11 +56,11 @@ class EngineClient(Generates, Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Return the engine's statistics. Raises EngineError when the engine is closed."""
+        """Return the statistics of all engines together. Raises EngineError when they are closed."""
         ...
 
-    def metrics(self) -> EngineMetricsSnapshot | None:
-        """Return the figures for /metrics. None if none are collected. Raises EngineError when the engine is closed.
+    def metrics(self, engine: int = 0) -> EngineMetricsSnapshot | None:
+        """Return an engine's figures for /metrics. None if none are collected. Raises EngineError when it is closed.
 
         Any thread may call it.
         """
@@ -65,8 +70,8 @@ class EngineClient(Generates, Protocol):
         """Raise EngineError when the engine has ended or makes no progress."""
         ...
 
-    async def inspect(self) -> EngineSnapshot:
-        """Return the engine's state at one moment. Raises EngineError when the engine has ended."""
+    async def inspect(self, engine: int = 0) -> EngineSnapshot:
+        """Return an engine's state at one moment. Raises EngineError when the engine has ended."""
         ...
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:

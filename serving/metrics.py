@@ -5,7 +5,7 @@ in `jpaged.metrics.Histogram` 0.2 us (`benchmarks/host_overhead.py`), and the en
 collector here copies the engine's figures when Prometheus asks for them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client import generate_latest as plain_text
@@ -36,15 +36,15 @@ FAMILIES: dict[
     metric_families.Histogram: HistogramMetricFamily,
 }
 
-Snapshot = Callable[[], EngineMetricsSnapshot | None]
+Snapshots = Callable[[], Sequence[EngineMetricsSnapshot | None]]
 
 
 class EngineCollector(Collector):
-    """Turns the figures of an engine into prometheus_client's metric families, each time Prometheus asks."""
+    """Turns the figures of engines into prometheus_client's metric families, each time Prometheus asks."""
 
-    def __init__(self, snapshot: Snapshot, model_name: str):
-        """snapshot: returns None if the engine collects no figures."""
-        self._snapshot = snapshot
+    def __init__(self, snapshots: Snapshots, model_name: str):
+        """snapshots: returns one of each engine; None if they collect no figures."""
+        self._snapshots = snapshots
         self._model_name = model_name
 
     def describe(self) -> list[Metric]:
@@ -52,12 +52,12 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families. Nothing if the engine is closed, or collects no figures."""
+        """Yield all families. Nothing if the engines are closed, or collect no figures."""
         try:
-            figures = self._snapshot()
+            figures = [snapshot for snapshot in self._snapshots() if snapshot is not None]
         except JPagedError:
             return
-        if figures is not None:
+        if figures:
             yield from map(_prometheus_family, families_of(figures, self._model_name))
 
 
@@ -75,12 +75,12 @@ def _prometheus_family(family: MetricFamily) -> Metric:
 
 
 class ServerMetrics:
-    """Everything that `/metrics` shows: the engine, the HTTP requests, and the process."""
+    """Everything that `/metrics` shows: the engines, the HTTP requests, and the process."""
 
-    def __init__(self, snapshot: Snapshot, model_name: str):
-        """snapshot: as `EngineCollector`. model_name: value of the label."""
+    def __init__(self, snapshots: Snapshots, model_name: str):
+        """snapshots: as `EngineCollector`. model_name: value of the label."""
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(EngineCollector(snapshot, model_name))
+        self._registry.register(EngineCollector(snapshots, model_name))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         self._requests = Counter(

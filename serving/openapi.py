@@ -78,6 +78,7 @@ SECURITY = {
     "x_admin_key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "An admin key."},
 }
 
+_INSPECT = {"engine": {"type": "integer", "minimum": 0, "default": 0}}
 _MODE = {"enum": ["abort", "wait", "keep"], "default": "abort"}
 _PAUSE = {"mode": _MODE, "clear_cache": {"type": "boolean", "default": True}}
 _SLEEP = {"level": {"enum": [0, 1], "default": 1}, "mode": _MODE}
@@ -122,7 +123,7 @@ OPERATIONS = {
     "/v1/models/{model}": Operation(response=answers.ModelCard),
     "/load": Operation(response=answers.ServerLoad),
     "/version": Operation(response=answers.Version),
-    "/admin/inspect": Operation(response=EngineSnapshot),
+    "/admin/inspect": Operation(response=EngineSnapshot, query=_INSPECT),
     **dict.fromkeys(("/admin/status", "/admin/drain"), Operation(response=answers.ServerStatus)),
     **dict.fromkeys(("/admin/pause", "/pause"), Operation(response=answers.Done, query=_PAUSE)),
     **dict.fromkeys(("/admin/resume", "/resume"), Operation(response=answers.Done)),

@@ -57,9 +57,16 @@ def routes(profile_dir: pathlib.Path | None) -> list[BaseRoute]:
 
 
 async def inspect(request: Request) -> Response:
-    """Return the engine's state, as `jpaged.EngineSnapshot`. It contains request ids, and no prompts or answers."""
+    """Return an engine's state, as `jpaged.EngineSnapshot`. It contains request ids, and no prompts or answers.
+
+    ?engine=1 for the second engine, with data_parallel_size.
+    """
     server: Server = request.app.state.server
-    snapshot = await server.engine.inspect()
+    engine = _arguments(request, "engine").get("engine", "0")
+    if not (engine.isdecimal() and engine.isascii() and int(engine[:9]) < server.engine.num_engines):
+        last = server.engine.num_engines - 1
+        raise RequestError("engine", engine, f"must be the index of an engine, from 0 to {last}")
+    snapshot = await server.engine.inspect(int(engine[:9]))
     body = await run_in_threadpool(msgspec.json.encode, snapshot)  # a large pool takes several megabytes
     return Response(body, headers={"Cache-Control": "no-store"}, media_type="application/json")
 

@@ -62,6 +62,7 @@ SHARED = {
     "jpaged.params",
     "jpaged.phases",
     "jpaged.pooling_params",
+    "jpaged.routing",
     "jpaged.sampling_params",
     "jpaged.snapshot",
     "jpaged.text",

@@ -21,6 +21,7 @@ from jpaged.config import (
     QUANTIZATIONS,
     QUANTIZED_ACTIVATIONS,
     QUANTIZED_FORMATS,
+    ROUTINGS,
     RUNNERS,
     SCHEDULING_POLICIES,
     EngineConfig,
@@ -39,6 +40,7 @@ CHOICES = {
     "quantization": tuple(dict.fromkeys((*QUANTIZATIONS, *QUANTIZED_FORMATS))),
     "quantized_activations": QUANTIZED_ACTIVATIONS,
     "logprobs_mode": LOGPROBS_MODES,
+    "data_parallel_routing": ROUTINGS,
 }
 
 

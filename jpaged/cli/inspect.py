@@ -45,6 +45,9 @@ class Inspect:
 
     server_tls: ServerTlsArguments = SERVER_TLS_DEFAULTS
 
+    engine: int = 0
+    """Engine to show, of a server with --data-parallel-size N: 0 to N-1."""
+
     png: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Draw the blocks into this PNG file, coloured by request. Needs matplotlib."""
 
@@ -57,12 +60,14 @@ class Inspect:
             needs_matplotlib("png", self.png)
         check_writable(self.png, "png")
         check_writable(self.output_json)
-        snapshot = fetch(self.url, self._key(), self.server_tls.context())
+        snapshot = fetch(self.url, self._key(), self.server_tls.context(), engine=self.engine)
         from rich.console import Console
 
         from jpaged.cli.block_map import show
 
         out = Console(highlight=False)
+        if snapshot.num_engines > 1:
+            out.print(f"engine {snapshot.engine}, of engines 0 to {snapshot.num_engines - 1}: --engine shows another")
         show(snapshot, out if out.is_terminal else Console(highlight=False, width=120))
         write_json(self.output_json, dataclasses.asdict(snapshot))
         if self.png is not None:
@@ -83,8 +88,8 @@ class Inspect:
         return keys[0]
 
 
-def fetch(url: str, admin_key: str, tls: "ssl.SSLContext | None" = None) -> EngineSnapshot:
-    """Fetch the state of the server at `url`. Raises RequestError with the reason if the server does not return it.
+def fetch(url: str, admin_key: str, tls: "ssl.SSLContext | None" = None, *, engine: int = 0) -> EngineSnapshot:
+    """Fetch the state of an engine of the server at `url`. Raises RequestError with the reason if it is not returned.
 
     tls: for an https server. None: the system's certificates are trusted.
     """
@@ -101,7 +106,8 @@ def fetch(url: str, admin_key: str, tls: "ssl.SSLContext | None" = None) -> Engi
     base = url.split("?")[0].split("#")[0].rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {admin_key}"}
     try:
-        status, body = get(f"{base}/admin/inspect", headers, tls=tls, timeout=TIMEOUT_SECONDS)
+        query = f"?engine={engine}" if engine else ""  # without it, a server of an older version answers too
+        status, body = get(f"{base}/admin/inspect{query}", headers, tls=tls, timeout=TIMEOUT_SECONDS)
     except LoadError as error:
         raise RequestError("url", url, f"{NO_SERVER} ({error}): is it running, and is the address right?") from None
     if status != HTTPStatus.OK:

@@ -118,9 +118,9 @@ class Simulate:
     """Number of engines. A router distributes the requests."""
 
     routing: Literal["round-robin", "least-loaded", "prefix-affine"] = "round-robin"
-    """Choice of the replica. round-robin: in turn. least-loaded: the one with the fewest requests. prefix-affine: each
-    prefix has its own replica; if that has more than 1.25 times the mean number of requests plus one, the prefix's next
-    replica."""
+    """Choice of the replica. round-robin: in turn. least-loaded: the one with the fewest requests. prefix-affine: the
+    one that got the prefix first. If that has more than 1.25 times the mean number of requests plus one: the next one
+    that got it, else the least loaded one."""
 
     num_blocks: OptionalInt = None
     """Blocks of each engine's KV pool. Default: the cost model's."""

@@ -64,10 +64,23 @@ class Engine:
     inputs:    checks prompts and parameters, and makes request groups. Any thread may call it.
     admission: refuses request groups when there is no room.
     pipeline:  owns the step in flight, and the runner.
+    seeds:     source of the seeds of requests that bring none.
     """
 
-    def __init__(self, runner: Runner[Any], tokenizer: Any = None, options: EngineOptions = EngineOptions()):
-        """tokenizer: a transformers tokenizer; None: prompts and answers are token ids only."""
+    def __init__(
+        self,
+        runner: Runner[Any],
+        tokenizer: Any = None,
+        options: EngineOptions = EngineOptions(),
+        *,
+        seeds: random.Random | None = None,
+    ):
+        """Make an engine without requests.
+
+        tokenizer: a transformers tokenizer; None: prompts and answers are token ids only.
+        seeds:     source of the seeds of requests that bring none. Engines that share the requests share it, so that
+            requests that are added in one order get the seeds of one engine. None: a new one, from the options' seed.
+        """
         self.options = options
         self.inputs = InputProcessor.create(ModelLimits.of(runner, options), tokenizer, options)
         self._phases = PhaseSeconds()
@@ -76,7 +89,7 @@ class Engine:
         self._counters = EngineCounters()
         self._steps = StepLog()
         self._metrics = None if options.disable_log_stats else EngineMetrics(runner.max_model_len, self._phases)
-        self._seeds = random.Random(options.seed)
+        self.seeds = random.Random(options.seed) if seeds is None else seeds
         self._num_arrived = 0
         self._replace_state(SchedulerCounters())
         need = self._manager.max_blocks(runner.max_model_len)
@@ -120,7 +133,7 @@ class Engine:
         if request_id in self._outputs.request_groups:
             raise RequestError("request_id", request_id, "is in use by a running request: choose another")
         self.admission.check_fits(request_group)
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
         prompt_len = len(request_group.prompt_token_ids)
         shares = self.options.enable_prefix_caching and self.runner.prefix_cacheable(prompt_len)
         for request in request_group.requests:

@@ -49,6 +49,7 @@ class EngineMetrics:
         self._taken: list[Request] = []  # requests that got a token in the last step that had any
         self._taken_time = 0.0           # when it arrived
         self._step_seconds = {kind: Histogram(STEP_BOUNDS) for kind in STEP_KINDS}
+        self._prefix_hit_requests = 0
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step was collected. seconds: its time on the device."""
@@ -92,7 +93,9 @@ class EngineMetrics:
             to.e2e_latency.observe(metrics.finished_time - metrics.arrival_time)
         if scheduled is not None:
             to.queue_time.observe(scheduled - metrics.arrival_time)
-            to.prefill_computed_tokens.observe(num_prompt - request_group.first.schedule.num_cached_tokens)
+            num_cached = request_group.first.schedule.num_cached_tokens
+            to.prefill_computed_tokens.observe(num_prompt - num_cached)
+            self._prefix_hit_requests += num_cached > 0
         if not lengths:
             return
         for length in lengths:
@@ -117,6 +120,7 @@ class EngineMetrics:
     def reset(self) -> None:
         """Forget everything."""
         self._requests.reset()
+        self._prefix_hit_requests = 0
         self._finished.update(dict.fromkeys(FINISH_REASONS, 0))
         for histogram in (self._step_tokens, *self._step_seconds.values()):
             histogram.reset()
@@ -143,4 +147,5 @@ class EngineMetrics:
             rejected_requests=events.rejected_requests,
             rejected_tokens=events.rejected_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            prefix_hit_requests=self._prefix_hit_requests,
         )

@@ -1,6 +1,7 @@
-"""Figures of one engine, collected from its parts."""
+"""Figures of one engine, collected from its parts, and the totals of several engines."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jpaged.engine.scheduling.scheduler import Scheduler
@@ -47,3 +48,14 @@ def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCou
         host_slots=runner.host_slots,
         used_host_slots=0 if pool.host_tier is None else pool.host_tier.num_used,
     )
+
+
+def total_stats(each: Sequence[EngineStats]) -> EngineStats:
+    """The figures of several engines together. The peak is the sum of their peaks, which may be of different times."""
+    if len(each) == 1:
+        return each[0]
+    names = [field.name for field in dataclasses.fields(EngineStats)]
+    total = {name: sum(getattr(stats, name) for stats in each) for name in names}
+    total["block_size"] = each[0].block_size
+    total["kv_waste"] = sum(stats.kv_waste * stats.steps for stats in each) / max(total["steps"], 1)
+    return EngineStats(**total)

@@ -1,4 +1,8 @@
-"""Builds an engine: loads the model, compiles the programs, allocates the KV cache. `LLM` and `AsyncLLM` call it."""
+"""Builds engines: loads the model, compiles the programs, allocates the KV cache. `LLM` and `AsyncLLM` call it.
+
+With data_parallel_size=N there are N engines. The checkpoint is read once, for the first one. The others get copies of
+its weights on their own devices, or share them on its devices.
+"""
 
 import contextlib
 import dataclasses
@@ -35,13 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine that is ready to run, with the facts about its model that users can ask for."""
+    """Engines that are ready to run, with the facts about their model that users can ask for."""
 
     engine: Engine
     config: EngineConfig
     spec: "DecoderSpec"
     tokenizer: Any | None                    # transformers.PreTrainedTokenizerBase
     default_sampling_params: SamplingParams  # for requests that bring none
+    others: tuple[Engine, ...] = ()          # further engines, with data_parallel_size
 
 
 def build_engine(
@@ -53,7 +58,7 @@ def build_engine(
     progress: bool,
     background: bool = False,
 ) -> BuiltEngine:
-    """Load a model, compile its programs and build an engine that runs them.
+    """Load a model, compile its programs and build the engines that run them.
 
     model:    folder, hub id, .gguf file or "demo". With `params` also a Hugging Face config, its dict, or a
               DecoderSpec.
@@ -70,14 +75,19 @@ def build_engine(
         from jpaged.runtime.group_runner import LeaderRunner
 
         runner = LeaderRunner(runner, prepared.group)
-    engine = _engine(runner, loaded, config, prepared.pooling, prepared.mask, prepared.processors)
+    runners, engines = (runner, *prepared.others), list[Engine]()
     try:
-        with phase("check of the outputs"):
-            _check_outputs(engine, loaded)
+        for each in runners:
+            first = engines[0] if engines else None
+            engine = _engine(each, loaded, config, prepared.pooling, prepared.mask, prepared.processors, first)
+            engines.append(engine)
+            with phase("check of the outputs"):
+                _check_outputs(engine, loaded)
     except BaseException:
-        engine.close()
+        for opened in (*engines, *runners[len(engines) :]):
+            opened.close()
         raise
-    return BuiltEngine(engine, config, loaded.spec, loaded.tokenizer, defaults)
+    return BuiltEngine(engines[0], config, loaded.spec, loaded.tokenizer, defaults, tuple(engines[1:]))
 
 
 def run_headless(model: str, options: Mapping[str, Any]) -> int:
@@ -94,7 +104,7 @@ def run_headless(model: str, options: Mapping[str, Any]) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A runner that is ready, before there is an engine."""
+    """Runners that are ready, before there is an engine. `others` are those of data_parallel_size."""
 
     config: EngineConfig
     loaded: "LoadedModel"
@@ -102,6 +112,7 @@ class Prepared:
     mask: "np.ndarray | None"
     processors: tuple[LogitsProcessor, ...]
     runner: "ModelRunner"
+    others: "tuple[ModelRunner, ...]"
     group: "ProcessGroup | None"
 
 
@@ -140,6 +151,7 @@ def _prepare(
     with phase("imports"):  # here, so that `import jpaged` imports no jax
         import jax
 
+        from jpaged.frontend.engine_devices import copied, devices_of_engines
         from jpaged.loading import valid_token_mask
         from jpaged.runtime import cards
         from jpaged.runtime.compile_cache import persistent_cache
@@ -150,26 +162,41 @@ def _prepare(
     if problem := cards.problem(start_backend(config)):
         logger.warning("running on CPU: %s", problem)
     refuse_tracing(*jax.tree.leaves(params))
+    devices = devices_of_engines(config, live=params is not None)
     # placing quantised weights compiles small programs
-    with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir):
+    on_first = contextlib.nullcontext() if devices is None else jax.default_device(devices[0][0])
+    with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir), on_first:
         loaded = _load(model, params, layout, config, processors)
     pooling = _pooling(loaded)
     has_mask = config.mask_unknown_tokens and pooling is None
     mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if has_mask else None
-    runner = ModelRunner.create(
-        loaded.spec,
-        loaded.params,
-        config,
-        layout=loaded.layout,
-        tokenizer_ids=mask,
-        processors=processors,
-        kv_scales=loaded.kv_scales,
-        progress=progress,
-        background=background,
-        owns_params=params is None,
-    )
+    runners: list[ModelRunner] = []
+    try:
+        for index in range(config.data_parallel_size):
+            if config.data_parallel_size > 1:
+                where = "a device that all share" if devices is None else ", ".join(map(str, devices[index]))
+                logger.info("engine %d of 0 to %d, on %s", index, config.data_parallel_size - 1, where)
+            shared = devices is None or not runners
+            runner = ModelRunner.create(
+                loaded.spec,
+                loaded.params if shared else copied(loaded.params, devices[0], devices[index]),
+                # all engines accept the same requests
+                dataclasses.replace(config, max_model_len=runners[0].max_model_len) if runners else config,
+                layout=loaded.layout,
+                tokenizer_ids=mask,
+                processors=processors,
+                kv_scales=loaded.kv_scales,
+                progress=progress,
+                background=background,
+                owns_params=params is None,
+            )
+            runners.append(runner)
+    except BaseException:
+        for runner in runners:
+            runner.close()
+        raise
     return_free_memory()
-    return Prepared(config, loaded, pooling, mask, processors, runner, group)
+    return Prepared(config, loaded, pooling, mask, processors, runners[0], tuple(runners[1:]), group)
 
 
 def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":
@@ -241,6 +268,7 @@ def _engine(
     pooling: Pooling | None,
     mask: "np.ndarray | None",
     processors: tuple[LogitsProcessor, ...],
+    first: Engine | None,
 ) -> Engine:
     main_eos = getattr(loaded.tokenizer, "eos_token_id", None)
     scheduling = {field.name: getattr(config, field.name) for field in dataclasses.fields(SchedulingOptions)}
@@ -257,7 +285,7 @@ def _engine(
         grammar_limits=GrammarLimits.from_options(config),
         seed=config.seed,
     )
-    return Engine(runner, loaded.tokenizer, options)
+    return Engine(runner, loaded.tokenizer, options, seeds=None if first is None else first.seeds)
 
 
 def _check_outputs(engine: Engine, loaded: "LoadedModel") -> None:

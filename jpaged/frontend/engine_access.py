@@ -1,4 +1,4 @@
-"""Base class of `LLM` and `AsyncLLM`: access to the options, the model and the engine's statistics."""
+"""Base class of `LLM` and `AsyncLLM`: access to the options, the model and the statistics of the engines."""
 
 import dataclasses
 import os
@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.engine_stats import total_stats
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import BuiltEngine
 from jpaged.metric_families import Metric, families_of
@@ -31,6 +32,7 @@ class EngineAccess:
         self.default_sampling_params = built.default_sampling_params
         self._tokenizer = built.tokenizer
         self._engine: Engine | None = built.engine
+        self._others = built.others  # further engines, with data_parallel_size
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -42,7 +44,7 @@ class EngineAccess:
         name = type(self).__name__
         if self._engine is None:
             return f"{name}({self.config.model!r}, closed)"
-        stats, runner = self._engine.stats(), self._engine.runner
+        stats, runner = self.stats(), self._engine.runner
         return (
             f"{name}({self.config.model!r}, max_model_len={runner.max_model_len}, max_num_seqs={runner.max_num_seqs}, "
             f"KV cache {stats.num_blocks} blocks of {stats.block_size}, {stats.num_running} running, "
@@ -63,41 +65,56 @@ class EngineAccess:
         return self._live_engine.runner.max_model_len
 
     @property
+    def num_engines(self) -> int:
+        """Engines that share the requests: `data_parallel_size`."""
+        return 1 + len(self._others)
+
+    @property
     def max_num_seqs(self) -> int:
-        """Maximum number of requests that run at a time."""
+        """Maximum number of requests that run at a time on each engine."""
         return self._live_engine.runner.max_num_seqs
 
     @property
     def is_ready(self) -> bool:
         """Whether all programs exist. On CPU most of them are compiled after the constructor has returned."""
-        return self._live_engine.runner.is_ready
+        return all(engine.runner.is_ready for engine in self._live_engines)
 
     def wait_until_ready(self) -> None:
         """Wait until all programs exist: call it before a measurement. Raises EngineError if one cannot be compiled."""
-        self._live_engine.runner.wait_until_ready()
+        for engine in self._live_engines:
+            engine.runner.wait_until_ready()
 
-    def stats(self) -> EngineStats:
-        """Return the engine's statistics since the start or the last `reset_stats`."""
-        return self._live_engine.stats()
+    def stats(self, engine: int | None = None) -> EngineStats:
+        """Return the statistics since the start or the last `reset_stats`.
 
-    def metrics(self) -> EngineMetricsSnapshot | None:
-        """Return the figures that `/metrics` shows: statistics and distributions. None with `disable_log_stats`."""
-        return self._live_engine.metrics()
+        engine: index of one engine, with data_parallel_size. None: all of them together.
+        """
+        if engine is not None:
+            return self._engine_at(engine).stats()
+        return total_stats([each.stats() for each in self._live_engines])
+
+    def metrics(self, engine: int = 0) -> EngineMetricsSnapshot | None:
+        """Return the figures that `/metrics` shows: statistics and distributions. None with `disable_log_stats`.
+
+        engine: index of the engine, with data_parallel_size.
+        """
+        return self._engine_at(engine).metrics()
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's figures as named metrics: vLLM's names, and `jpaged:` for further figures.
+        """Return the engines' figures as named metrics: vLLM's names, and `jpaged:` for further figures.
 
         Each is a `Counter`, `Gauge` or `Histogram` of `jpaged.metric_families`. The label `model_name` is the engine's
-        `model`. Raises RequestError with `disable_log_stats`, and EngineError after `close`.
+        `model`, and `engine` its index. Raises RequestError with `disable_log_stats`, and EngineError after `close`.
         """
-        figures = self.metrics()
-        if figures is None:
+        figures = [each for each in (engine.metrics() for engine in self._live_engines) if each is not None]
+        if not figures:
             raise RequestError("disable_log_stats", True, "get_metrics needs the figures: make the engine without it")
         return [metric for family in families_of(figures, self.config.model) for metric in family.metrics]
 
     def reset_stats(self) -> None:
         """Set counters and peaks of the statistics to zero."""
-        self._live_engine.reset_stats()
+        for engine in self._live_engines:
+            engine.reset_stats()
 
     def start_profile(self, folder: str | os.PathLike[str]) -> None:
         """Record what host and device do into a new folder below `folder/plugins/profile`, until `stop_profile`.
@@ -118,7 +135,19 @@ class EngineAccess:
 
     @property
     def _live_engine(self) -> Engine:
-        """The engine. Raises EngineError after `close`."""
+        """The first engine. Raises EngineError after `close`."""
         if self._engine is None:
             raise EngineError(CLOSED)
         return self._engine
+
+    @property
+    def _live_engines(self) -> tuple[Engine, ...]:
+        """All engines. Raises EngineError after `close`."""
+        return (self._live_engine, *self._others)
+
+    def _engine_at(self, index: int) -> Engine:
+        """An engine by its index. Raises RequestError if there is none, and EngineError after `close`."""
+        engines = self._live_engines
+        if type(index) is not int or not 0 <= index < len(engines):
+            raise RequestError("engine", index, f"must be the index of an engine, from 0 to {len(engines) - 1}")
+        return engines[index]

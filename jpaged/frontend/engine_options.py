@@ -17,6 +17,7 @@ from jpaged.config import (
     QUANTIZATIONS,
     QUANTIZED_ACTIVATIONS,
     QUANTIZED_FORMATS,
+    ROUTINGS,
     RUNNERS,
     SCHEDULING_POLICIES,
     EngineConfig,
@@ -29,7 +30,7 @@ LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays a
 # vLLM's engine options that jpaged does not have yet. Each has its neutral values: those that ask for nothing beyond
 # what jpaged does. A script that sets a neutral value runs; any other value is refused.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
     "distributed_executor_backend": (None,), "cpu_offload_gb": (0,), "enforce_eager": (False, True),
     "enable_chunked_prefill": (True, None),
     "max_seq_len_to_capture": (), "enable_lora": (False, None),
@@ -120,6 +121,11 @@ def _check_values(config: EngineConfig) -> None:
             raise RequestError(name, value, "must be above 0")
     if config.tensor_parallel_size < 1:
         raise RequestError("tensor_parallel_size", config.tensor_parallel_size, "must be a number of devices, from 1")
+    if config.data_parallel_size < 1:
+        raise RequestError("data_parallel_size", config.data_parallel_size, "must be a number of engines, from 1")
+    if config.data_parallel_routing not in ROUTINGS:
+        known = f"must be {', '.join(ROUTINGS)}"
+        raise RequestError("data_parallel_routing", config.data_parallel_routing, known)
     if config.deterministic and config.tensor_parallel_size not in (1, 2, 4, 8):
         known = "must be 1, 2, 4 or 8 with deterministic=True"
         raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)
@@ -134,6 +140,9 @@ def _check_nodes(config: EngineConfig) -> None:
         raise RequestError("nnodes", config.nnodes, "must be a number of processes, from 1")
     if not 0 <= config.node_rank < config.nnodes:
         raise RequestError("node_rank", config.node_rank, f"must be from 0 to nnodes - 1 = {config.nnodes - 1}")
+    if config.nnodes > 1 and config.data_parallel_size > 1:
+        known = f"all engines are in one process, and nnodes={config.nnodes}: leave one out, or start several servers"
+        raise RequestError("data_parallel_size", config.data_parallel_size, known)
     if config.tensor_parallel_size % config.nnodes:
         known = f"must be a multiple of nnodes={config.nnodes}, so that every process has the same number of devices"
         raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from jpaged.engine.engine import Engine, Output, StepError
 from jpaged.engine.input.admission import QueueLength
 from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
+from jpaged.engine.step_plan import Runner
 from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 from jpaged.frontend.engine_access import CLOSED
 from jpaged.frontend.interrupts import call_at_exit
@@ -35,6 +36,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 10.0  # after a failed step: other engines are preferred for so long
 CHECK_AFTER_SECONDS = 1.0  # idle time before the integrity check: a request is then unlikely to wait for it
 CHECK_EVERY_SECONDS = 60.0  # at least, between two integrity checks: each one walks the whole pool
 
@@ -76,8 +78,8 @@ _ByLoop = dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, Output | JPag
 class EngineThread:
     """Owns an engine, and runs it until `close`. The public methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, *, watchdog_seconds: float = STALL_SECONDS):
-        """watchdog_seconds: a step that takes longer is logged, and makes the engine unhealthy."""
+    def __init__(self, engine: Engine, *, watchdog_seconds: float = STALL_SECONDS, name: str = "jpaged-engine"):
+        """watchdog_seconds: a step that takes longer is logged, and makes the engine unhealthy. name: of the thread."""
         self._engine = engine
         self._live: dict[str, OutputStream] = {}  # by request id, of all requests in the engine
         self._wake = threading.Condition()
@@ -85,6 +87,7 @@ class EngineThread:
         self._closing = False
         self._ended: EngineError | None = None  # why the thread accepts no more commands
         self._step_error: EngineError | None = None  # of the last step
+        self._failed_at = -math.inf                  # when a step failed last
         self._integrity_error: EngineError | None = None  # of the integrity check; only a new engine is healthy again
         self._when_fatal: list[Callable[[EngineError], None]] = []
         self._paused = False
@@ -96,10 +99,30 @@ class EngineThread:
         self._last_step = time.monotonic()
         self._last_check = -math.inf
         self._next_check: float | None = None  # when to check the integrity; None: no step since the last check
-        self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._watchdog = Watchdog(self._thread, engine.pipeline.describe, watchdog_seconds)
         self._thread.start()
         self._exit_hook = call_at_exit(self.close)
+
+    @property
+    def runner(self) -> Runner[Any]:
+        """The engine's runner."""
+        return self._engine.runner
+
+    def prefixes(self, request_group: RequestGroup) -> Sequence[int]:
+        """Names of the prompt's beginnings, for `routed`. One engine needs none."""
+        return ()
+
+    def routed(
+        self, request_group: RequestGroup, prefixes: Sequence[int]
+    ) -> contextlib.AbstractContextManager["EngineThread"]:
+        """A context with the thread that the request goes to: this one."""
+        return contextlib.nullcontext(self)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._live) + self._arriving.queued
 
     def add(self, request_group: RequestGroup, stream: OutputStream) -> None:
         """Add a request group; its outputs go to `stream`.
@@ -121,9 +144,12 @@ class EngineThread:
         self.check_open()
         admission = self._engine.admission
         if admission.has_limits:
-            queue, arriving = self._queue, self._arriving
-            length = QueueLength(queue.queued + arriving.queued, queue.num_tokens + arriving.num_tokens)
-            admission.check_length(length, num_tokens)
+            admission.check_length(self._length_with_arriving(), num_tokens)
+
+    def has_room(self, num_tokens: int = 0) -> bool:
+        """Whether the queue has room, as `check_room`. Nothing is counted as refused."""
+        admission = self._engine.admission
+        return not admission.has_limits or admission.has_room(self._length_with_arriving(), num_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request. An id that is not in use is ignored."""
@@ -131,8 +157,8 @@ class EngineThread:
             self._commands.append(_Abort(request_id))
             self._wake.notify()
 
-    def inspect(self) -> Future[EngineCapture]:
-        """Capture the engine's state between two steps. Raises EngineError as `add`."""
+    def inspect(self, engine: int = 0) -> Future[EngineCapture]:
+        """Capture the engine's state between two steps. Raises EngineError as `add`. engine: 0, as there is one."""
         answer: Future[EngineCapture] = Future()
         self._submit(_Inspect(answer))
         return answer
@@ -199,6 +225,20 @@ class EngineThread:
         stalled = time.monotonic() - self._last_step
         if self._live and not self._frozen and stalled > self._watchdog.seconds:
             raise EngineError(f"no step has ended for {stalled:.0f} s with {len(self._live)} requests running")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine is neither closed nor ended."""
+        return self._ended is None and not self._closing
+
+    @property
+    def is_preferred(self) -> bool:
+        """Whether the engine is healthy. After a failed step it counts as healthy again in RETRY_SECONDS."""
+        try:
+            self.check_health()
+        except EngineError as error:
+            return error is self._step_error and time.monotonic() - self._failed_at > RETRY_SECONDS
+        return True
 
     def close(self) -> None:
         """Abort all requests, end the thread, and free the device memory."""
@@ -351,6 +391,11 @@ class EngineThread:
         tokens = sum(len(add.request_group.prompt_token_ids) for add in held)
         return QueueLength(length.queued + len(held), length.num_tokens + tokens)
 
+    def _length_with_arriving(self) -> QueueLength:
+        """The length of the queue after the last step, and the requests that came since."""
+        queue, arriving = self._queue, self._arriving
+        return QueueLength(queue.queued + arriving.queued, queue.num_tokens + arriving.num_tokens)
+
     def _publish_queue(self) -> None:
         """Let other threads see the length of the queue."""
         if self._engine.admission.has_limits:
@@ -430,7 +475,7 @@ class EngineThread:
                 outputs = turn()
         except StepError as error:
             logger.error("%s", error)
-            self._step_error = error
+            self._step_error, self._failed_at = error, time.monotonic()
             self._post((request_id, error) for request_id in error.request_ids)
         else:
             self._step_error = None

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jpaged.engine.engine import Engine
+from jpaged.outputs import EngineStats
 
 REFRESH_SECONDS = 0.2  # between two updates of tokens per second and KV use
 
@@ -14,12 +14,14 @@ UseTqdm = bool | Callable[..., Any]  # True: show a bar of tqdm; a callable make
 class Progress:
     """A progress bar over the prompts of one call, or no bar."""
 
-    def __init__(self, use_tqdm: UseTqdm, total: int, engine: Engine):
+    def __init__(self, use_tqdm: UseTqdm, total: int, stats: Callable[[], EngineStats], *, pools: bool):
+        """stats: of the engines. pools: count prompt tokens, because no tokens are generated."""
         self._bar = _bar(use_tqdm, total)
-        self._engine = engine
+        self._stats = stats
+        self._pools = pools
         self._left = total
         self._began = self._shown = time.monotonic()
-        self._tokens_before = _num_tokens(engine)
+        self._tokens_before = self._num_tokens(stats())
 
     def update(self, num_finished: int) -> None:
         """Count prompts that have finished since the last update."""
@@ -28,8 +30,8 @@ class Progress:
             return
         now = time.monotonic()
         if now - self._shown > REFRESH_SECONDS or not self._left:
-            stats = self._engine.stats()
-            rate = (_num_tokens(self._engine) - self._tokens_before) / max(now - self._began, 1e-9)
+            stats = self._stats()
+            rate = (self._num_tokens(stats) - self._tokens_before) / max(now - self._began, 1e-9)
             self._bar.set_postfix_str(f"{rate:.1f} tokens/s, KV {stats.used_blocks / stats.num_blocks:.0%}")
             self._shown = now
         self._bar.update(num_finished)
@@ -39,11 +41,8 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-
-def _num_tokens(engine: Engine) -> int:
-    """Return the tokens that the bar counts: generated tokens; on a pooling engine prompt tokens."""
-    stats = engine.stats()
-    return stats.generated_tokens if engine.inputs.limits.pooling is None else stats.prompt_tokens
+    def _num_tokens(self, stats: EngineStats) -> int:
+        return stats.prompt_tokens if self._pools else stats.generated_tokens
 
 
 def _bar(use_tqdm: UseTqdm, total: int) -> Any | None:

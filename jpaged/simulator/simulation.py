@@ -15,14 +15,16 @@ from contextlib import contextmanager
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.engine.scheduling.waiting_queue import POLICIES
 from jpaged.errors import RequestError
+from jpaged.routing import ROUTERS
 from jpaged.simulator.cost import CostModel
-from jpaged.simulator.load import Arrival
+from jpaged.simulator.load import NO_PREFIX, Arrival
 from jpaged.simulator.records import Recorded, Records
 from jpaged.simulator.replica import Replica
 from jpaged.simulator.results import SimulationResult, summarise
-from jpaged.simulator.routing import ROUTERS
 from jpaged.simulator.step_load import EngineShape
 from jpaged.simulator.timeline import Timeline
+
+ROUTING = {name.replace("_", "-"): router for name, router in ROUTERS.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,8 +62,8 @@ class SimulationOptions:
                 f"the cost model ({self.cost.origin}) has no time for moving a block: give --seconds-per-move, add "
                 "per_moved_block=SECONDS to a model by hand, or measure with `jpaged bench steps --swap-space GiB`"
             )  # fmt: skip
-        if self.routing not in ROUTERS:
-            raise RequestError("routing", self.routing, f"must be {', '.join(ROUTERS)}")
+        if self.routing not in ROUTING:
+            raise RequestError("routing", self.routing, f"must be {', '.join(ROUTING)}")
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
             if getattr(self.shape, name) < 1:
                 raise RequestError(name, getattr(self.shape, name), "must be at least 1")
@@ -110,7 +112,7 @@ def _run(
     records: Records,
     progress: Callable[[int], object] | None,
 ) -> None:
-    router = ROUTERS[options.routing]()
+    router = ROUTING[options.routing]()
     # A heap with one entry per free place in the system: the time at which it became free.
     places = None if options.concurrency is None else [0.0] * options.concurrency
     upcoming = next(arrivals, None)
@@ -121,7 +123,7 @@ def _run(
         if upcoming is not None and (places is None or places):
             time = upcoming.time if places is None else max(upcoming.time, places[0])
             if time <= turn:
-                chosen = replicas[router.choose(upcoming, replicas)]
+                chosen = replicas[router.choose(_prefixes(upcoming), [replica.load for replica in replicas])]
                 if chosen.refuses(upcoming):
                     records.refused += 1
                 else:
@@ -140,6 +142,11 @@ def _run(
                     heapq.heappush(places, time)
             if progress is not None:
                 progress(len(ended))
+
+
+def _prefixes(arrival: Arrival) -> tuple[int, ...]:
+    """The name of a request's prefix, for routers."""
+    return (arrival.prefix_id,) if arrival.prefix_id != NO_PREFIX and arrival.prefix_tokens else ()
 
 
 def _next_turn(replica: Replica) -> float:

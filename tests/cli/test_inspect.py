@@ -107,6 +107,14 @@ def test_the_key_may_be_out_of_sight(tmp_path: pathlib.Path, monkeypatch: pytest
     assert seen == [("/admin/inspect", "Bearer secret")]
 
 
+def test_one_of_several_engines(capsys: pytest.CaptureFixture[str]):
+    snapshot = dataclasses.replace(made(), engine=1, num_engines=3)
+    with answering(200, msgspec.json.encode(snapshot)) as (url, seen):
+        assert cli.main(["inspect", url, "--admin-key", "secret", "--engine", "1"]) == 0
+    assert seen == [("/admin/inspect?engine=1", "Bearer secret")]
+    assert capsys.readouterr().out.startswith("engine 1, of engines 0 to 2: --engine shows another\n")
+
+
 def test_without_a_key_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.delenv("JPAGED_ADMIN_KEY", raising=False)
     assert cli.main(["inspect", "http://127.0.0.1:1"]) == 2

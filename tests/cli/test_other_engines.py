@@ -9,7 +9,7 @@ from jpaged.cli.other_engines import without_neutral
 from jpaged.errors import RequestError
 
 ACCEPTED = [
-    ["--data-parallel-size", "1"], ["--data-parallel-size=1"], ["-pp", "1"], ["--enforce-eager"],
+    ["--pipeline-parallel-size", "1"], ["--pipeline-parallel-size=1"], ["-pp", "1"], ["--enforce-eager"],
     ["--no-enforce-eager"], ["--pipeline_parallel_size", "1"],
     ["--enable-chunked-prefill"], ["--cpu-offload-gb", "0.0"], ["--quantization", "None"],
 ]  # fmt: skip
@@ -61,6 +61,7 @@ def test_python_agrees():
 def test_short_flags():
     assert cli.parse(["generate", "demo", "-tp", "4"]).engine.tensor_parallel_size == 4
     assert cli.parse(["generate", "demo", "-tp=4"]).engine.tensor_parallel_size == 4
+    assert cli.parse(["serve", "demo", "-dp", "2"]).engine.data_parallel_size == 2
 
 
 @pytest.mark.parametrize("words", [["--quantization", "int8"], ["--quantization=int8"], ["-q", "int8"]])

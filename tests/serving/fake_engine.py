@@ -69,6 +69,7 @@ class FakeEngine:
     dead: bool = False
     full: bool = False  # `generate` refuses all requests
     is_ready: bool = True
+    num_engines: int = 1
     fails_at: int | None = None  # step at which `generate` raises EngineError
     max_model_len: int = 4096
     default_sampling_params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
@@ -147,7 +148,7 @@ class FakeEngine:
             recomputed_tokens=0, kv_waste=0.0, compiles_after_ready=0,
         )  # fmt: skip
 
-    def metrics(self) -> None:
+    def metrics(self, engine: int = 0) -> None:
         """No figures are collected."""
         if self.closed:
             raise EngineError("closed")
@@ -258,7 +259,7 @@ class FakeEngine:
     def stop_profile(self) -> None:
         raise EngineError("no profile is running")
 
-    async def inspect(self) -> EngineSnapshot:
+    async def inspect(self, engine: int = 0) -> EngineSnapshot:
         """Return one block, owned by the last started request."""
         owners = tuple(BlockOwner(request_id, 0, 0, 0) for request_id in list(self.running)[-1:])
         block = BlockSnapshot(0, len(owners), owners, None, None, 0)

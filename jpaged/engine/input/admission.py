@@ -78,6 +78,14 @@ class AdmissionControl:
         groups = len({request.request_id for request in waiting})
         return QueueLength(groups - free_rows, waiting.num_tokens)
 
+    def has_room(self, length: QueueLength, num_tokens: int) -> bool:
+        """Whether `check_length` would raise nothing. Any thread may call it."""
+        try:
+            length.check(self._options, num_tokens)
+        except QueueFull:
+            return False
+        return True
+
     def check_length(self, length: QueueLength, num_tokens: int) -> None:
         """Raise CapacityError if a queue of this length has no room for `num_tokens` more. Any thread may call it."""
         try:

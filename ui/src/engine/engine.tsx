@@ -20,8 +20,36 @@ interface Props {
   openKeys: () => void;
 }
 
-export function EngineView({ shown, adminKey, theme, openKeys }: Props) {
-  const { snapshot, history, problem } = useSnapshots(shown, adminKey);
+/** One engine, and a choice if the server has several (--data-parallel-size). */
+export function EngineView(props: Props) {
+  const [engine, setEngine] = useState(0);
+  const [engines, setEngines] = useState(1);
+  return (
+    <>
+      {engines > 1 && (
+        <p>
+          <label>
+            Engine{" "}
+            <select value={String(engine)} onChange={(event) => setEngine(Number(event.currentTarget.value))}>
+              {Array.from({ length: engines }, (_, index) => <option key={index} value={String(index)}>{index}</option>)}
+            </select>{" "}
+            of {engines}
+          </label>
+        </p>
+      )}
+      <OneEngine key={engine} {...props} engine={engine} setEngines={setEngines} />
+    </>
+  );
+}
+
+interface OneProps extends Props {
+  engine: number;
+  setEngines: (engines: number) => void;
+}
+
+function OneEngine({ shown, adminKey, theme, openKeys, engine, setEngines }: OneProps) {
+  const { snapshot, history, problem } = useSnapshots(shown, adminKey, engine);
+  useEffect(() => { if (snapshot) setEngines(snapshot.num_engines ?? 1); }, [snapshot]);
   const [palette] = useState(() => new Palette());
   const [highlighted, setHighlighted] = useState<string | null>(null);
   useMemo(() => snapshot && palette.keep(new Set([...snapshot.running, ...snapshot.waiting].map((one) => one.request_id))), [snapshot]);

@@ -14,8 +14,8 @@ export interface Polled {
   problem: ApiError | null;
 }
 
-/** shown: false pauses. The page also pauses while its browser tab is hidden. */
-export function useSnapshots(shown: boolean, adminKey: string): Polled {
+/** engine: its index; it must not change. shown: false pauses. The page also pauses while its browser tab is hidden. */
+export function useSnapshots(shown: boolean, adminKey: string, engine: number): Polled {
   const [state, setState] = useState<Polled>(() => ({ snapshot: null, history: new History(), problem: null }));
   useEffect(() => {
     if (!shown) return;
@@ -26,7 +26,7 @@ export function useSnapshots(shown: boolean, adminKey: string): Polled {
       let pause = INTERVAL;
       if (!document.hidden) {
         try {
-          const snapshot = await get<Snapshot>("admin/inspect", adminKey, leaving.signal);
+          const snapshot = await get<Snapshot>(engine ? `admin/inspect?engine=${engine}` : "admin/inspect", adminKey, leaving.signal);
           const now = performance.now();
           pause = Math.max(pause - (now - began), SHARE * (now - began));
           state.history.add(snapshot, now);

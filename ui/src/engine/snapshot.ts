@@ -65,4 +65,6 @@ export interface Snapshot {
     steps: number;
   };
   last_steps: Step[];
+  engine?: number; // index, with data_parallel_size
+  num_engines?: number;
 }

@@ -1,0 +1,201 @@
+"""Several engines, each on a thread of its own, for `AsyncLLM` with data_parallel_size.
+
+1. A router chooses the engine of a request (`jpaged.routing`). The request stays there.
+2. Pausing, sleeping, resetting the prefix cache and aborting go to all engines.
+3. An engine that ends loses its own requests. The router uses the other engines from then on.
+"""
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from typing import TypeVar
+
+from jpaged.engine.engine import Engine
+from jpaged.engine.inspect import EngineCapture
+from jpaged.engine.request_group import RequestGroup
+from jpaged.errors import EngineError
+from jpaged.frontend.engine_thread import EngineThread
+from jpaged.frontend.pausing import PauseMode
+from jpaged.frontend.watchdog import STALL_SECONDS
+from jpaged.routing import ROUTERS, PrefixAffine, prefix_names
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class EngineThreads:
+    """Owns several engines. It has the methods of `EngineThread`, and they may be called from any thread."""
+
+    def __init__(self, engines: Sequence[Engine], routing: str, *, watchdog_seconds: float = STALL_SECONDS):
+        """routing: name of the router. watchdog_seconds: as `EngineThread`."""
+        self._router = ROUTERS[routing]()
+        self._lock = threading.Lock()         # guards the router and the two lists of numbers below
+        self._routed = [0] * len(engines)     # requests that are routed and not yet added, by engine
+        self._when_fatal: list[Callable[[EngineError], None]] = []
+        self._num_running = len(engines)      # engines that have not ended by themselves
+        self.threads = tuple(
+            EngineThread(engine, watchdog_seconds=watchdog_seconds, name=f"jpaged-engine-{index}")
+            for index, engine in enumerate(engines)
+        )
+        self._block_size = engines[0].runner.block_size
+        for index, thread in enumerate(self.threads):
+            thread.when_fatal(partial(self._note_ended, index))
+
+    def prefixes(self, request_group: RequestGroup) -> Sequence[int]:
+        """Names of the prompt's beginnings, for `routed`. Takes time that grows with the prompt."""
+        if not isinstance(self._router, PrefixAffine):
+            return ()
+        return prefix_names(request_group.prompt_token_ids, self._block_size, request_group.cache_salt)
+
+    @contextlib.contextmanager
+    def routed(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator[EngineThread]:
+        """Choose the engine of a request, and yield its thread. Inside the context the request counts as its load.
+
+        Raises EngineError if all engines have ended.
+        """
+        with self._lock:
+            index = self._router.choose(prefixes, self._loads(len(request_group.prompt_token_ids)))
+            self._routed[index] += 1
+        try:
+            yield self.threads[index]
+        finally:
+            with self._lock:
+                self._routed[index] -= 1
+
+    def _loads(self, num_tokens: int) -> list[float]:
+        """The load of each engine; infinite for one that must not be chosen.
+
+        Healthy engines whose queue has room for `num_tokens` tokens come first, then all with room, then all.
+        """
+        self.check_open()
+        chosen = [index for index, thread in enumerate(self.threads) if thread.is_open] or [0]
+        chosen = [index for index in chosen if self.threads[index].has_room(num_tokens)] or chosen
+        chosen = [index for index in chosen if self.threads[index].is_preferred] or chosen
+        loads = [math.inf] * len(self.threads)
+        for index in chosen:
+            loads[index] = self.threads[index].num_requests + self._routed[index]
+        return loads
+
+    def check_room(self, num_tokens: int = 0) -> None:
+        """Raise CapacityError if no queue has room for a prompt of `num_tokens` tokens.
+
+        Raises EngineError if all engines have ended.
+        """
+        self.check_open()
+        if not any(thread.is_open and thread.has_room(num_tokens) for thread in self.threads):
+            next((thread for thread in self.threads if thread.is_open), self.threads[0]).check_room(num_tokens)
+
+    def abort(self, request_id: str) -> None:
+        """End a request. An id that is not in use is ignored."""
+        for thread in self.threads:
+            thread.abort(request_id)
+
+    def inspect(self, engine: int = 0) -> Future[EngineCapture]:
+        """Capture the state of an engine between two of its steps. Raises EngineError if it has ended."""
+        return self.threads[engine].inspect()
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> Future[bool]:
+        """Reset the prefix cache of each engine. The answer is False if a request ran on one, which was not reset."""
+        self._forget()
+        call = partial(EngineThread.reset_prefix_cache, reset_running_requests=reset_running_requests)
+        return self._ask_all(call, all)
+
+    def pause(self, mode: PauseMode, *, clear_cache: bool, sleep: bool = False) -> Future[None]:
+        """Pause all engines, as `EngineThread.pause`."""
+        if clear_cache:
+            self._forget()
+        return self._ask_all(partial(EngineThread.pause, mode=mode, clear_cache=clear_cache, sleep=sleep), _nothing)
+
+    def resume(self) -> Future[None]:
+        """End a pause of all engines."""
+        return self._ask_all(EngineThread.resume, _nothing)
+
+    def wake_up(self, tags: frozenset[str]) -> Future[None]:
+        """Wake all engines up, as `EngineThread.wake_up`."""
+        return self._ask_all(partial(EngineThread.wake_up, tags=tags), _nothing)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests are held by an engine."""
+        return any(thread.is_paused for thread in self.threads)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether a part of an engine's memory is freed."""
+        return any(thread.is_sleeping for thread in self.threads)
+
+    def when_fatal(self, callback: Callable[[EngineError], None]) -> None:
+        """Call a function once if the last engine ends by itself, on the thread of that engine."""
+        with self._lock:
+            self._when_fatal.append(callback)
+
+    def check_open(self) -> None:
+        """Raise EngineError when the engines are closed, or all have ended."""
+        if not any(thread.is_open for thread in self.threads):
+            self.threads[0].check_open()
+
+    def check_health(self) -> None:
+        """Raise EngineError when one engine is not healthy, as `EngineThread.check_health`."""
+        self.check_open()
+        for index, thread in enumerate(self.threads):
+            try:
+                thread.check_health()
+            except EngineError as error:
+                raise EngineError(f"engine {index}: {error}") from error
+
+    def close(self) -> None:
+        """Abort all requests, end the threads, and free the device memory."""
+        for thread in self.threads:
+            thread.close()
+
+    def _forget(self) -> None:
+        """The engines forget their cached prefixes."""
+        with self._lock:
+            self._router.forget()
+
+    def _note_ended(self, index: int, error: EngineError) -> None:
+        """An engine has ended by itself."""
+        with self._lock:
+            self._num_running -= 1
+            fatal = [] if self._num_running else self._when_fatal
+            logger.critical("engine %d has ended, %d engines continue: restart the server", index, self._num_running)
+        for callback in fatal:
+            callback(error)
+
+    def _ask_all(
+        self, ask: Callable[[EngineThread], Future[T]], join: Callable[[list[T]], T]
+    ) -> Future[T]:
+        """Ask all engines that have not ended. The answer comes when all have answered: the first error, if any."""
+        self.check_open()
+        answers = []
+        for thread in self.threads:
+            with contextlib.suppress(EngineError):  # it has ended
+                answers.append(ask(thread))
+        joined: Future[T] = Future()
+        left, lock = len(answers), threading.Lock()
+
+        def note(answered: Future[T]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left:
+                    return
+            errors = [error for error in (answer.exception() for answer in answers) if error is not None]
+            with contextlib.suppress(InvalidStateError):  # the caller has cancelled it
+                if errors:
+                    joined.set_exception(errors[0])
+                else:
+                    joined.set_result(join([answer.result() for answer in answers]))
+
+        for answer in answers:
+            answer.add_done_callback(note)
+        return joined
+
+
+def _nothing(answers: Sequence[None]) -> None:
+    """Join answers that say nothing."""
