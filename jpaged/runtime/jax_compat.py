@@ -1,14 +1,23 @@
-"""Private names of JAX that have no public counterpart. Tried on JAX 0.10.2 and 0.11.2."""
+"""Private names of JAX that have no public counterpart. Tried on JAX 0.10.2, 0.11.2 and 0.12.0.1."""
 
 import contextlib
 from collections.abc import Iterator
 
-from jax._src import lru_cache, xla_bridge
+from jax._src import config, lru_cache, xla_bridge
 
 
 def backends_are_started() -> bool:
     """True once JAX has a back end. Options of the back end that are set later have no effect."""
     return xla_bridge.backends_are_initialized()
+
+
+def with_old_partitioner() -> contextlib.AbstractContextManager[None]:
+    """Lower and compile without Shardy, in this thread.
+
+    Shardy's canonicaliser in JAX 0.11.2 crashes the process if a `shard_map` has an input that nothing uses. Such inputs
+    are constants of code that was simplified away. Programs of `Placement.on_each_device` leave nothing to partition.
+    """
+    return config.use_shardy_partitioner(False)
 
 
 @contextlib.contextmanager

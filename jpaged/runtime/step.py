@@ -267,10 +267,11 @@ def forward(
         real=batch.real if spec.experts is not None else None, num_tokens=num_tokens,
         gated_dot=gated_dot, shards=shards,
     )  # fmt: skip
+    missing = state.output_rows.shape[1] - shape.rows
     state = state.with_pages(pages).replace(
         table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop"),
         hidden=jax.lax.dynamic_update_slice(state.hidden, hidden, (0, 0)),
-        output_rows=jnp.full_like(state.output_rows, -1).at[:, : shape.rows].set(output_rows),
+        output_rows=jnp.pad(output_rows, ((0, 0), (0, missing)), constant_values=-1),
     )
     return state, num_tokens
 

@@ -31,6 +31,7 @@ import pallas_kernels
 from jpaged.models.quantization import JoinedWeight
 from jpaged.phases import phase
 from jpaged.runtime.compile_cache import persistent_cache
+from jpaged.runtime.jax_compat import with_old_partitioner
 from jpaged.runtime.state import DeviceState, SamplingState
 from pallas_kernels import KVPages, QuantizedWeight
 from pallas_kernels.cpu_kernels import load_kernels
@@ -168,7 +169,9 @@ def compile_program(
         except (ValueError, NotImplementedError) as error:
             logger.warning("%s cannot be stored, so every start traces it: %s", call.func.__name__, error)
     jitted = jax.jit(call, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
-    return jitted.lower(*arguments).compile(compiler_options=dict(compiler_options) if compiler_options else None)
+    one_device = isinstance(call, functools.partial)
+    with contextlib.nullcontext() if one_device else with_old_partitioner():
+        return jitted.lower(*arguments).compile(compiler_options=dict(compiler_options) if compiler_options else None)
 
 
 def _register_trees() -> None:
