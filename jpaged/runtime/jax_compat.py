@@ -14,8 +14,8 @@ def backends_are_started() -> bool:
 def with_old_partitioner() -> contextlib.AbstractContextManager[None]:
     """Lower and compile without Shardy, in this thread.
 
-    Shardy's canonicaliser in JAX 0.11.2 crashes the process if a `shard_map` has an input that nothing uses. Such inputs
-    are constants of code that was simplified away. Programs of `Placement.on_each_device` leave nothing to partition.
+    Shardy's canonicaliser in JAX 0.11.2 crashes the process if a `shard_map` has an input that nothing uses. Such
+    inputs are constants of code that was simplified away. A program of `Placement.on_each_device` needs no partitioner.
     """
     return config.use_shardy_partitioner(False)
 
