@@ -1,0 +1,69 @@
+"""`jpaged plan` of a model that is split over several devices: bytes of one device, from a config.json alone."""
+
+import json
+
+import pytest
+
+from jpaged.cli import main
+from jpaged.errors import ModelLoadError, RequestError
+from jpaged.planning import plan
+from jpaged.runtime.targets import Target
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1024,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
+
+
+@pytest.fixture(autouse=True)
+def _estimates(monkeypatch):
+    """Compile nothing, also where the target's compiler is installed."""
+    monkeypatch.setattr(Target, "missing", "a compiler")
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path / "config.json")
+
+
+def test_bytes_of_one_of_four_devices(config):
+    one, four = (plan(config, SMALL | {"tensor_parallel_size": n}, target="l4") for n in (1, 4))
+    # q, k and v of 2 KV heads: each is repeated, with 2 of its 4 query heads
+    assert four.weight_parts["attention"] == 2 * 2 * 512 * 64 * (1 * (2 + 2) + 2)
+    for part in ("embedding", "output matrix", "feed-forward"):
+        assert four.weight_parts[part] * 4 == one.weight_parts[part]
+    assert four.whole_bytes == four.weight_parts["norms"] == one.weight_parts["norms"]
+    assert four.memory.block_bytes * 2 == one.memory.block_bytes  # 1 of 4 KV heads instead of both of 2
+
+
+def test_the_least_number_of_devices(config, capsys):
+    parts = plan(config, target="l4").weight_parts
+    memory = int(sum(parts.values()) / 2.5)
+    short = plan(config, {"gpu_memory_utilization": 1.0}, target="l4", device_memory=memory)
+    assert (short.memory, short.least_devices) == (None, 3)
+    assert main(["plan", config, "--target", "l4", "--device-memory", str(memory)]) == 2
+    assert "need at least 3 such devices (--tensor-parallel-size)" in capsys.readouterr().out
+
+
+def test_the_printed_table(config, capsys):
+    assert main(["plan", config, "--target", "l4", "-tp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "on each of 2 devices: NVIDIA L4" in out
+    assert "MiB on every device, the rest split over 2" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "target", "error", "says"),
+    [
+        ({"deterministic": True}, "h200", ModelLoadError, "the model is bfloat16 on gpu"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "cpu", RequestError, "must be a multiple of nnodes=2"),
+    ],
+)
+def test_refused(options, target, error, says, config):
+    with pytest.raises(error, match=says):
+        plan(config, options, target=target)
