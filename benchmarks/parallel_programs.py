@@ -2,9 +2,9 @@
 
     python benchmarks/parallel_programs.py --target h200 --tensor-parallel-size 8 [--layers 4] [--output FILE]
 
-Compiles the decode and sampling programs of Llama 3.1 70B's shape, from shapes alone. Needs the target's
-compiler, jax[cuda13] or jax[tpu], and no device. Counts the collectives of each program and their bytes, copies of 1 MiB
-and more, temporaries, and a device's bytes of weights. `--layers 80` is the whole model; each layer has the same kernels.
+Compiles the decode and sampling programs of Llama 3.1 70B's shape, from shapes alone. Needs the target's compiler,
+jax[cuda13] or jax[tpu], and no device. Counts the collectives of each program and their bytes, copies of 1 MiB and more,
+temporaries, and a device's bytes of weights. `--layers 80` is the whole model. Each layer has the same kernels.
 """
 
 import argparse
@@ -17,17 +17,17 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jpaged.config import EngineConfig  # noqa: E402
-from jpaged.engine.step_plan import SamplerVariant  # noqa: E402
-from jpaged.loading.described import describe  # noqa: E402
-from jpaged.models.sharding import shards_of, whole_bytes  # noqa: E402
-from jpaged.runtime import memory  # noqa: E402
-from jpaged.runtime.blueprint import Blueprint, ServedModel  # noqa: E402
-from jpaged.runtime.output_programs import SampleShape  # noqa: E402
-from jpaged.runtime.placement import Placement  # noqa: E402
-from jpaged.runtime.program_text import Program  # noqa: E402
-from jpaged.runtime.step import ForwardShape  # noqa: E402
-from jpaged.runtime.targets import TARGETS  # noqa: E402
+from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.loading.described import describe
+from jpaged.models.sharding import shards_of, whole_bytes
+from jpaged.runtime import memory
+from jpaged.runtime.blueprint import Blueprint, ServedModel
+from jpaged.runtime.output_programs import SampleShape
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.program_text import Program
+from jpaged.runtime.step import ForwardShape
+from jpaged.runtime.targets import TARGETS
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
@@ -73,7 +73,8 @@ def measure(target_name: str, size: int, layers: int) -> dict[str, Any]:
     weights = memory.tree_bytes(described.params)
     result: dict[str, Any] = {
         "target": target.device_kind, "devices": size, "layers": layers, "weights_of_a_device": weights,
-        "of_these_on_every_device": whole_bytes(described.params), "attention": blueprint.implementation, "programs": {},
+        "of_these_on_every_device": whole_bytes(described.params), "attention": blueprint.implementation,
+        "programs": {},
     }  # fmt: skip
     for shape in blueprint.program_shapes:
         decode = isinstance(shape, ForwardShape) and shape.is_decode and shape.rows == ROWS
@@ -81,14 +82,15 @@ def measure(target_name: str, size: int, layers: int) -> dict[str, Any]:
         if not (decode or sampler):
             continue
         with target.tracing():
-            program = build.compile(shape)
+            program: Any = build.compile(shape)
         text = program.as_text()
+        found = collectives(text)
         result["programs"][str(shape)] = {
-            "collectives": {kind: {"count": len(sizes), "bytes": sum(sizes)} for kind, sizes in collectives(text).items()},
+            "collectives": {kind: {"count": len(sizes), "bytes": sum(sizes)} for kind, sizes in found.items()},
             "copies_of_a_mib": large_copies(text),
             "temporaries": program.memory_analysis().temp_size_in_bytes,
             "starts_early": len(re.findall(rf"({'|'.join(COLLECTIVES)})-start\(", text)),
-        }  # fmt: skip
+        }
     return result
 
 
