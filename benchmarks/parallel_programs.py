@@ -3,8 +3,8 @@
     python benchmarks/parallel_programs.py --target h200 --tensor-parallel-size 8 [--layers 4] [--output FILE]
 
 Compiles the decode and sampling programs of Llama 3.1 70B's shape, from shapes alone. Needs the target's compiler,
-jax[cuda13] or jax[tpu], and no device. Counts the collectives of each program and their bytes, copies of 1 MiB and more,
-temporaries, and a device's bytes of weights. `--layers 80` is the whole model. Each layer has the same kernels.
+jax[cuda13] or jax[tpu], and no device. Counts the collectives of each program and their bytes, copies of 1 MiB
+and more, temporaries, and a device's bytes of weights. `--layers 80` is the whole model. Each layer has the same kernels.
 """
 
 import argparse
