@@ -4,7 +4,7 @@
 
 Compiles the decode and sampling programs of Llama 3.1 70B's shape, from shapes alone. Needs the target's compiler,
 jax[cuda13] or jax[tpu], and no device. Counts the collectives of each program and their bytes, copies of 1 MiB
-and more, temporaries, and a device's bytes of weights. `--layers 80` is the whole model. Each layer has the same kernels.
+and more, temporaries, and a device's bytes of weights. `--layers 80` is the whole model.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from jpaged.runtime import memory
 from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.program_text import Program
+from jpaged.runtime.program_text import Program, array_bytes
 from jpaged.runtime.step import ForwardShape
 from jpaged.runtime.targets import TARGETS
 
@@ -49,7 +49,8 @@ def collectives(text: str) -> dict[str, list[int]]:
         if kind in COLLECTIVES:
             # the start of an asynchronous one shows its operand as well
             half = start and operation.shape.startswith("(")
-            found.setdefault(kind, []).append(operation.num_bytes // (2 if half else 1))
+            anywhere = re.sub(r"\{[^{}]*\}", "", operation.shape)  # without layouts, which say what is not in HBM
+            found.setdefault(kind, []).append(sum(array_bytes(anywhere)) // (2 if half else 1))
     return found
 
 
