@@ -104,7 +104,7 @@ class CompressedTensors(Format):
     def scales(self, parts: Parts, header: Header) -> np.ndarray:
         if header.kind == "fp4":
             return _NVFP4.scales(parts) if header.has_outer else fp4.mxfp4_scales(parts)
-        return by_output(parts.scales("weight_scale"), header)
+        return by_output(parts.scales("weight_scale", is_fp8=header.kind == "fp8"), header)
 
     def outer(self, parts: Parts, header: Header) -> np.ndarray | None:
         return _NVFP4.outer(parts, header) if header.has_outer else None
@@ -170,7 +170,7 @@ def _packed_header(parts: Parts, scheme: Scheme) -> Header:
     header = _header(parts, scheme, because, (outputs, inputs))
     shape = (words_of(outputs, scheme.bits), header.stored_groups)
     _check_zeros(parts, scheme, {"I32": (shape,), "I8": ((outputs, header.stored_groups),)})
-    check_group_index(parts, "weight_g_idx", because, inputs)
+    _check_order(parts, scheme, header)
     return header
 
 
@@ -181,7 +181,7 @@ def _plain_header(parts: Parts, scheme: Scheme) -> Header:
     header = _header(parts, scheme, because, shape)
     dtype = "F8_E4M3" if is_float else "I8"
     _check_zeros(parts, scheme, {dtype: (parts.entry("weight_scale", because).shape,)})
-    check_group_index(parts, "weight_g_idx", because, shape[1])
+    _check_order(parts, scheme, header)
     return header
 
 
@@ -206,6 +206,10 @@ def _header(parts: Parts, scheme: Scheme, because: str, shape: tuple[int, int]) 
         shapes = shapes[:3]
     scales = parts.check("weight_scale", because, FLOATS, *shapes, meaning=f"strategy {scheme.strategy}").dtype
     return dataclasses.replace(header, scales=scales)
+
+
+def _check_order(parts: Parts, scheme: Scheme, header: Header) -> None:
+    check_group_index(parts, "weight_g_idx", header, "actorder is group" if scheme.reorders else None)
 
 
 def _check_zeros(parts: Parts, scheme: Scheme, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> None:

@@ -80,7 +80,7 @@ class Fp8(Format):
         return fp8_codes(parts)
 
     def scales(self, parts: Parts, header: Header) -> np.ndarray:
-        return by_output(parts.scales(self._scales_of(parts)), header)
+        return by_output(parts.scales(self._scales_of(parts), is_fp8=True), header)
 
     def zeros(self, parts: Parts, header: Header) -> None:
         return None

@@ -71,7 +71,7 @@ class ModelOpt(Format):
         return unpacked(parts.array("weight")) if self._is_fp4 else fp8_codes(parts)
 
     def scales(self, parts: Parts, header: Header) -> np.ndarray:
-        return _NVFP4.scales(parts) if self._is_fp4 else by_output(parts.scales("weight_scale"), header)
+        return _NVFP4.scales(parts) if self._is_fp4 else by_output(parts.scales("weight_scale", is_fp8=True), header)
 
     def outer(self, parts: Parts, header: Header) -> np.ndarray | None:
         return _NVFP4.outer(parts, header) if self._is_fp4 else None
