@@ -20,7 +20,7 @@ import numpy as np
 from jpaged.loading.quantized import fp4
 from jpaged.loading.quantized.config import Matcher, Values, refused
 from jpaged.loading.quantized.formats import Format
-from jpaged.loading.quantized.fp8 import by_output, fp8_codes, scalar_shapes
+from jpaged.loading.quantized.fp8 import MATRIX, by_output, fp8_codes, output_shapes
 from jpaged.loading.quantized.group_index import check_group_index, order_of
 from jpaged.loading.quantized.packing import WORD, unpack_columns, unpack_rows, words_of
 from jpaged.loading.quantized.parts import FLOATS, Header, Parts
@@ -199,11 +199,9 @@ def _declared(scheme: Scheme, shape: tuple[int, int]) -> Header:
 
 def _header(parts: Parts, scheme: Scheme, because: str, shape: tuple[int, int]) -> Header:
     header, outputs = _declared(scheme, shape), shape[0]
-    shapes: tuple[tuple[int, ...], ...] = scalar_shapes(outputs)
+    shapes = MATRIX if scheme.strategy == "tensor" else output_shapes(outputs)
     if scheme.strategy in ("group", "block"):
         shapes = ((-(-outputs // header.block), header.stored_groups),)
-    elif scheme.strategy == "tensor":
-        shapes = shapes[:3]
     scales = parts.check("weight_scale", because, FLOATS, *shapes, meaning=f"strategy {scheme.strategy}").dtype
     return dataclasses.replace(header, scales=scales)
 
