@@ -180,6 +180,8 @@ class GgufFile(MappedFile):
                 )
             placed[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, begin, end)
             expected, before = -(-end // alignment) * alignment, f"tensor {entry.name}"
+        if self.size > expected:
+            raise self._damaged(f"{self.size - expected:,} bytes follow {before}")
         return placed
 
     def _unsupported(self, name: str, kind: str) -> ModelLoadError:

@@ -326,6 +326,7 @@ class TestRefused:
             (whole[:4] + struct.pack("<I", 1) + whole[8:], "of version 1; supported are versions 2 and 3"),
             (whole[:4] + struct.pack(">I", 3) + whole[8:], "written for a big-endian machine"),
             (whole[:-1], r"tensor \S+ should end at byte [\d,]+, the file ends at [\d,]+: truncated"),
+            (whole + bytes(32), r"32 bytes follow tensor output\.weight"),
             (whole[:300], r"its header cannot be read at byte [\d,]+ .*truncated"),
             (whole[:8] + struct.pack("<Q", 2**60) + whole[16:], "header cannot be read|tensor .* has .* dimensions"),
         ):

@@ -318,7 +318,7 @@ HEADERS: list[tuple[str, str, Callable[[np.ndarray], np.ndarray] | None, str]] =
     ("modelopt-nvfp4", "weight", lambda a: a.view(np.int8), "weight is I8[32, 48], but must be U8 with two axes"),
     ("modelopt-fp8", "weight_scale", lambda a: np.ones(2, np.float32), "weight_scale is F32[2], but must be"),
     ("modelopt-fp8", "weight_scale", lambda a: np.ones((32, 1), np.float32), "F32[32, 1], but must be F16 or BF16"),
-    ("modelopt-channel", "weight_scale", lambda a: a[0], "weight_scale is F32[1], but must be F16 or BF16 or F32 of"),
+    ("modelopt-channel", "weight_scale", lambda a: a[0], "weight_scale is F32[1], but must be F16 or BF16 or"),
     ("ct-fp8-channel", "weight_scale", lambda a: a[0], "is BF16[1], but must be F16 or BF16 or F32 of shape [32] or ["),
     ("ct-w8a8", "weight_scale", lambda a: a[0, 0], "weight_scale is BF16[1], but must be F16 or BF16 or F32 of shape ["),
     ("gptq-4-act", "g_idx", None, "has no g_idx, but desc_act is true"),
