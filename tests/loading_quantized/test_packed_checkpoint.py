@@ -320,7 +320,7 @@ HEADERS: list[tuple[str, str, Callable[[np.ndarray], np.ndarray] | None, str]] =
     ("modelopt-fp8", "weight_scale", lambda a: np.ones((32, 1), np.float32), "F32[32, 1], but must be F16 or BF16"),
     ("modelopt-channel", "weight_scale", lambda a: a[0], "weight_scale is F32[1], but must be F16 or BF16 or"),
     ("ct-fp8-channel", "weight_scale", lambda a: a[0], "is BF16[1], but must be F16 or BF16 or F32 of shape [32] or ["),
-    ("ct-w8a8", "weight_scale", lambda a: a[0, 0], "weight_scale is BF16[1], but must be F16 or BF16 or F32 of shape ["),
+    ("ct-w8a8", "weight_scale", lambda a: a[0, 0], "weight_scale is BF16[1], but must be F16 or BF16 or F32 of shape"),
     ("gptq-4-act", "g_idx", None, "has no g_idx, but desc_act is true"),
     ("gptq-4-act", "g_idx", lambda a: a[:0], "g_idx is I32[0], but must be I32 or I64 of shape [96]"),
 ]
