@@ -246,7 +246,7 @@ def test_scales_in_a_checkpoint(tmp_path):
         np.testing.assert_array_equal(pages[1].scales, np.full((2, heads), 0.5))
         spec = llm.spec
     for change, message in (
-        ({names[1, "v"]: np.float32([0])}, r"self_attn.v_scale is \[0.0\]: must be finite and above 0"),
+        ({names[1, "v"]: np.float32([0])}, r"self_attn.v_scale is \[0\]: must be finite and above 0"),
         ({names[1, "v"]: np.ones(heads + 5, np.float32)}, r"has \d+ numbers: must have 1, or one for each"),
     ):
         folder = tmp_path / "broken"

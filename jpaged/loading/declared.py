@@ -93,9 +93,21 @@ class DeclaredCheckpoint:
             return
         if self._is_mxfp4 and leaf.leaf in EXPERTS and tensor.rule.all_experts:
             experts, inputs, outputs = shape
+            _check_groups(name, inputs, fp4.MXFP4_GROUP)
             self._fp4[name] = fp4.mxfp4_shape((experts, outputs, inputs // 2))
         elif self._format is not None and len(shape) == 2 and not tensor.rule.transposed:
             module = name.removesuffix(".weight")
             in_place = leaf.layer is not None or self._format.packs_outside_layers(module)
             if in_place and self._format.excluded(module) is None:
-                self._headers[name] = self._format.declared(module, shape)
+                header = self._headers[name] = self._format.declared(module, shape)
+                if header.kind == "fp4":
+                    _check_groups(name, shape[1], header.stored_group)
+
+
+def _check_groups(name: str, inputs: int, group: int) -> None:
+    """Refuse a matrix in fp4 whose inputs are not whole groups, as the reader of its file does."""
+    if inputs % group:
+        raise ModelLoadError(
+            f"{Checkpoint.config_name} calls for {name} with {inputs} inputs, and its quantization_config for groups "
+            f"of {group} inputs in fp4: inputs must be a multiple of {group}. The two are from different models"
+        )

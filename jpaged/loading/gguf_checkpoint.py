@@ -201,14 +201,29 @@ class GgufCheckpoint:
         divisors = {}
         for name in ROPE_TENSORS.get(self._architecture, ()):
             if (entry := entries.pop(name, None)) is not None:
-                file = next(file for file in self._files if name in file.entries)
-                divisors[name] = numbers(file.raw(name), entry.dtype).astype(np.float32).ravel()
+                divisors[name] = self._divisors(entry)
         self.config = hugging_face_config(path, self.metadata, entries, divisors)
         for file in self._files:
             for name, entry in file.entries.items():
                 if name in entries and not _BUFFER.fullmatch(name):
                     for tensor in self._tensors_of(file, entry):
                         self._tensors[tensor.entry.name] = tensor
+
+    def _divisors(self, entry: TensorEntry) -> np.ndarray:
+        """A tensor that divides the rotary frequencies, float32. Raises ModelLoadError for a factor not above 0."""
+        file = next(file for file in self._files if entry.name in file.entries)
+        if entry.dtype not in PLAIN:
+            raise ModelLoadError(
+                f"{file.path}: tensor {entry.name} is {entry.dtype}{list(entry.shape)}, but must be "
+                f"{', '.join(PLAIN)}: use another conversion of the model"
+            )
+        found = numbers(file.raw(entry.name), entry.dtype).astype(np.float32).ravel()
+        if (bad := ~(np.isfinite(found) & (found > 0))).any():
+            raise ModelLoadError(
+                f"{file.path}: tensor {entry.name} has a factor of {found[bad][0]:g}: must be finite and above 0; the "
+                "file is damaged, fetch it again"
+            )
+        return found
 
     def _open_parts(self, path: Path, count: int) -> None:
         """Open all parts of a model instead of the named one. The first part has the metadata."""

@@ -155,25 +155,33 @@ class GgufFile(MappedFile):
         return TensorEntry(name, kind.name, shape, begin, begin + math.prod(shape) // block * size)
 
     def _placed(self, entries: list[TensorEntry]) -> dict[str, TensorEntry]:
-        """Move entries to positions in the file. Check that they are inside the file and do not overlap."""
+        """Move entries to positions in the file. Check that they are inside the file.
+
+        As ggml wants it, each tensor begins where the one before it in the header ends, rounded up to the alignment.
+        Other offsets would read the numbers of another tensor.
+        """
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"general.alignment={alignment!r} is not a power of two")
         start = -(-self._at // alignment) * alignment
         placed: dict[str, TensorEntry] = {}
         expected, before = start, "the header"
-        for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
+        for entry in entries:
             begin, end = start + entry.begin, start + entry.end
             if entry.name in placed:
                 raise self._damaged(f"tensor {entry.name} occurs twice")
-            if begin < expected or begin % alignment:
-                raise self._damaged(f"tensor {entry.name} overlaps {before}")
+            if begin != expected:
+                raise self._damaged(
+                    f"tensor {entry.name} begins at byte {begin:,}, not at {expected:,}, where {before} ends"
+                )
             if end > self.size:
                 raise self._damaged(
                     f"tensor {entry.name} should end at byte {end:,}, the file ends at {self.size:,}: truncated"
                 )
             placed[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, begin, end)
-            expected, before = end, f"tensor {entry.name}"
+            expected, before = -(-end // alignment) * alignment, f"tensor {entry.name}"
+        if self.size > expected:
+            raise self._damaged(f"{self.size - expected:,} bytes follow {before}")
         return placed
 
     def _unsupported(self, name: str, kind: str) -> ModelLoadError:

@@ -2,6 +2,7 @@
 
 import re
 
+import ml_dtypes
 import numpy as np
 
 from jpaged.errors import ModelLoadError
@@ -14,15 +15,26 @@ from jpaged.models.spec import DecoderSpec
 KV_SCALE = re.compile(
     r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:(?:[kv]_proj\.)?(?P<kind>[kv])_scale|(?P<of>[kv])_proj\.output_scale)"
 )
+_DTYPES = ("F16", "BF16", "F32")
+_LARGEST = np.finfo(np.float32).max / np.float32(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 
 
 def read_kv_scales(checkpoint: TensorSource, spec: DecoderSpec) -> KVScales | None:
     """The scales in a checkpoint: one number a layer, or one a KV head. None: the checkpoint has none.
 
-    Raises ModelLoadError, which names the tensor, for a missing one, a wrong shape, or a scale that is not above 0.
+    Raises ModelLoadError, which names the tensor, for a missing one, two of one layer, a wrong dtype or shape, or a
+    scale that is not above 0, or makes keys infinite.
     """
-    matches = [(name, found) for name in checkpoint.names if (found := KV_SCALE.fullmatch(name))]
-    names = {(int(found[1]), found["kind"] or found["of"]): name for name, found in matches}
+    names: dict[tuple[int, str], str] = {}
+    for name in checkpoint.names:
+        if (match := KV_SCALE.fullmatch(name)) is None:
+            continue
+        layer, kind = int(match[1]), match["kind"] or match["of"]
+        if (before := names.setdefault((layer, kind), name)) != name:
+            raise ModelLoadError(
+                f"{checkpoint.path(name)}: {before} and {name} are both the scale of {kind} in layer {layer}: one must "
+                "go, or use another checkpoint of the model"
+            )
     if not names:
         return None
     scales = {kind: np.zeros((spec.num_layers, spec.num_kv_heads), np.float32) for kind in ("k", "v")}
@@ -34,15 +46,23 @@ def read_kv_scales(checkpoint: TensorSource, spec: DecoderSpec) -> KVScales | No
                     "scales of the KV cache: the checkpoint is incomplete"
                 )
             name = names[layer, kind]
+            entry = checkpoint.entry(name)
+            if entry.dtype not in _DTYPES:
+                raise ModelLoadError(
+                    f"{checkpoint.path(name)}: {checkpoint.label(name)} is {entry.dtype}{list(entry.shape)}, but must "
+                    f"be {' or '.join(_DTYPES)}: the file is damaged, fetch it again"
+                )
             found = np.asarray(checkpoint.array(name), np.float32).reshape(-1)
             if found.size not in (1, spec.num_kv_heads):
                 raise ModelLoadError(
                     f"{checkpoint.path(name)}: {checkpoint.label(name)} has {found.size} numbers: must have 1, or one "
                     f"for each of {spec.num_kv_heads} KV heads"
                 )
-            if not (np.isfinite(found) & (found > 0)).all():
+            if not ((found > 0) & (found <= _LARGEST)).all():
+                numbers = ", ".join(f"{number:.6g}" for number in found.tolist())
                 raise ModelLoadError(
-                    f"{checkpoint.path(name)}: {checkpoint.label(name)} is {found.tolist()}: must be finite and above 0"
+                    f"{checkpoint.path(name)}: {checkpoint.label(name)} is [{numbers}]: must be finite and above 0, "
+                    f"and at most {_LARGEST:.3g}, or keys and values are infinite"
                 )
             row[:] = found
     return KVScales(scales["k"], scales["v"])

@@ -177,6 +177,7 @@ class PackedCheckpoint:
                 f"{parts.path()}: has both {name} and {parts.name(header.codes)}, of one matrix: fetch the checkpoint "
                 "again"
             )
+        parts.refuse_more(self._format.parts)
         self._headers[name], self._parts[name] = header, parts
         hidden = (parts.name(part) for part in (*self._format.parts, *self._format.hidden))
         self._hidden.update(n for n in hidden if n in self._checkpoint)

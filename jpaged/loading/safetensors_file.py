@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ModelLoadError, shown
 from jpaged.loading.mapped_file import MappedFile
 
 DTYPES = {
@@ -52,8 +52,16 @@ class SafetensorsFile(MappedFile):
             raise
 
     def array(self, name: str) -> np.ndarray:
-        """Return the tensor as a read-only view of the mapped file. Bytes are read when they are used."""
+        """Return the tensor as a read-only view of the mapped file. Bytes are read when they are used.
+
+        Raises ModelLoadError for a dtype that is not in DTYPES.
+        """
         entry = self.entries[name]
+        if entry.dtype not in DTYPES:
+            raise ModelLoadError(
+                f"{self.path}: tensor {name} is {entry.dtype}, which jpaged does not have; it has "
+                f"{', '.join(DTYPES)}: use another checkpoint of the model"
+            )
         dtype = np.dtype(DTYPES[entry.dtype])
         count = math.prod(entry.shape)
         return np.frombuffer(self._map, dtype, count, entry.begin).reshape(entry.shape)
@@ -133,7 +141,9 @@ class SafetensorsFile(MappedFile):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a name occurs twice")
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"the name {shown(name)} occurs twice")
+        values[name] = value
     return values

@@ -131,7 +131,7 @@ def plan_weights(
         )
     used = {name for plan in leaves for name in plan.files}
     extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
-    extra = [n for n in extra if not KV_SCALE.fullmatch(n)]  # read_kv_scales reads them
+    extra = [n for n in extra if not _is_kv_scale(n, spec)]  # read_kv_scales reads them
     copies: tuple[str, ...] = ()
     if spec.pools:
         extra = [n for n in extra if n != HEAD]  # a pooling model does not use its lm_head
@@ -145,6 +145,12 @@ def plan_weights(
             "support a part of the checkpoint"
         )
     return WeightPlan(spec, tuple(leaves), copies)
+
+
+def _is_kv_scale(name: str, spec: DecoderSpec) -> bool:
+    """True if a tensor is the scale of keys or values in one of the model's layers."""
+    match = KV_SCALE.fullmatch(name)
+    return match is not None and int(match[1]) < spec.num_layers
 
 
 def planned_shapes(plan: WeightPlan, dtype: np.dtype, quantizer: LeafPlacer) -> dict[str, Any]:
@@ -390,7 +396,7 @@ def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: Te
     if head is None or embed is None or spec.pools:
         return spec
     a, b = checkpoint.entry(head), checkpoint.entry(embed)
-    if (a.dtype, a.shape) == (b.dtype, b.shape):
+    if (a.dtype, a.shape) == (b.dtype, b.shape) and len(a.shape) == 2:
         same = _equal(checkpoint.array(head), checkpoint.array(embed))
         checkpoint.release(head)
         checkpoint.release(embed)

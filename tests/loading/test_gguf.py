@@ -22,6 +22,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
 from jpaged.loading.checkpoint import Checkpoint
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
+from jpaged.loading.gguf_file import GgufFile
 from tests.dense_leaves import dense
 from tests.golden.checkpoints import BY_NAME, Variant, prompts, write_checkpoint
 from tests.loading.ggml_blocks import BLOCKS, random_blocks, values_of
@@ -325,11 +326,49 @@ class TestRefused:
             (whole[:4] + struct.pack("<I", 1) + whole[8:], "of version 1; supported are versions 2 and 3"),
             (whole[:4] + struct.pack(">I", 3) + whole[8:], "written for a big-endian machine"),
             (whole[:-1], r"tensor \S+ should end at byte [\d,]+, the file ends at [\d,]+: truncated"),
+            (whole + bytes(32), r"32 bytes follow tensor output\.weight"),
             (whole[:300], r"its header cannot be read at byte [\d,]+ .*truncated"),
             (whole[:8] + struct.pack("<Q", 2**60) + whole[16:], "header cannot be read|tensor .* has .* dimensions"),
         ):
             path.write_bytes(data)
             self.refused(path, rf"m\.gguf: .*{message}")
+
+    def test_offsets_that_leave_a_gap_or_another_order(self, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
+        """ggml wants every tensor where the one before it in the header ends. A wrong offset reads other numbers."""
+        path = write_gguf(tmp_path / "m.gguf", LLAMA, tensors)
+        whole = path.read_bytes()
+        at = {name: whole.index(name.encode() + struct.pack("<I", 1)) + len(name) + 16 for name in
+              ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")}  # fmt: skip
+        first, second = (whole[begin : begin + 8] for begin in at.values())
+        for changes in (
+            dict(zip(at.values(), (second, first), strict=True)),
+            {at["blk.0.attn_norm.weight"]: struct.pack("<Q", struct.unpack("<Q", first)[0] + 32)},
+        ):
+            data = bytearray(whole)
+            for begin, offset in changes.items():
+                data[begin : begin + 8] = offset
+            path.write_bytes(data)
+            self.refused(path, r"tensor blk\.0\.attn_norm\.weight begins at byte [\d,]+, not at [\d,]+, where tensor ")
+
+    @pytest.mark.parametrize(
+        ("variant", "name"),
+        [("llama-llama3", "rope_freqs.weight"), ("phi3-longrope-partial", "rope_factors_long.weight")],
+    )
+    def test_divisors_that_are_no_numbers(self, variant: str, name: str, tmp_path: Path) -> None:
+        _, path = write_both(BY_NAME[variant], tmp_path)
+        whole, file = path.read_bytes(), GgufFile(path)
+        begin = file.entries[name].begin
+        file.close()
+        for value in (np.nan, np.inf, 0.0, -1.0):
+            path.write_bytes(whole[:begin] + struct.pack("<f", value) + whole[begin + 4 :])
+            self.refused(path, rf"tensor {name} has a factor of {value:g}: must be finite and above 0")
+
+    def test_divisors_that_are_quantised(self, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
+        def add(writer: gguf.GGUFWriter) -> None:
+            writer.add_tensor("rope_freqs.weight", np.full((1, 34), 255, np.uint8), raw_dtype=Type.Q8_0)
+
+        path = write_gguf(tmp_path / "m.gguf", LLAMA, tensors, add=add)
+        self.refused(path, r"tensor rope_freqs\.weight is Q8_0\[1, 32\], but must be F32, F16")
 
     def test_paths(self, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
         self.refused(tmp_path / "no.gguf", r"there is no file '.*no\.gguf'; a file on the hub must be fetched first")

@@ -128,6 +128,15 @@ def test_tied_embeddings_as_transformers_reads_them(tmp_path: Path) -> None:
     assert_same(load(tmp_path).params, wanted.params)
 
 
+@pytest.mark.parametrize("wrong", [np.float32(1).reshape(()), np.ones(320, np.float32)], ids=["scalar", "vector"])
+def test_tied_embeddings_that_are_no_matrices_are_refused_by_name(wrong: np.ndarray, tmp_path: Path) -> None:
+    write_checkpoint(BY_NAME["llama-tied"], 0, tmp_path)
+    both = {"lm_head.weight": wrong, "model.embed_tokens.weight": wrong}
+    write_safetensors(tmp_path / "model.safetensors", tensors_of(tmp_path) | both)
+    with pytest.raises(ModelLoadError, match=r"(lm_head|embed_tokens)\.weight has shape \[(320)?\], config\.json"):
+        load(tmp_path)
+
+
 class TestRefused:
     """Each error names the file, the tensor and what to do. No array is made on the device before it."""
 

@@ -80,7 +80,7 @@ def test_a_name_twice(path: Path) -> None:
     entry = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
     text = b"{" + entry + b"," + entry + b"}"
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"x")
-    with pytest.raises(ModelLoadError, match="a name occurs twice"):
+    with pytest.raises(ModelLoadError, match="the name 'a' occurs twice"):
         SafetensorsFile(path)
 
 
@@ -89,6 +89,8 @@ def test_metadata_and_unknown_dtypes_are_accepted(path: Path) -> None:
     rewrite(path, lambda h: (h.update(__metadata__={"format": "pt"}), h["none"].update(dtype="F4", shape=[0])))
     file = SafetensorsFile(path)
     np.testing.assert_array_equal(file.array("a"), TENSORS["a"])
+    with pytest.raises(ModelLoadError, match="tensor none is F4, which jpaged does not have; it has BOOL, U8"):
+        file.array("none")
     file.close()
 
 

@@ -317,6 +317,12 @@ HEADERS: list[tuple[str, str, Callable[[np.ndarray], np.ndarray] | None, str]] =
     ("modelopt-nvfp4", "weight_scale_2", lambda a: np.ones(2, np.float32), "weight_scale_2 is F32[2], but must be F32"),
     ("modelopt-nvfp4", "weight", lambda a: a.view(np.int8), "weight is I8[32, 48], but must be U8 with two axes"),
     ("modelopt-fp8", "weight_scale", lambda a: np.ones(2, np.float32), "weight_scale is F32[2], but must be"),
+    ("modelopt-fp8", "weight_scale", lambda a: np.ones((32, 1), np.float32), "F32[32, 1], but must be F16 or BF16"),
+    ("modelopt-channel", "weight_scale", lambda a: a[0], "weight_scale is F32[1], but must be F16 or BF16 or"),
+    ("ct-fp8-channel", "weight_scale", lambda a: a[0], "is BF16[1], but must be F16 or BF16 or F32 of shape [32] or ["),
+    ("ct-w8a8", "weight_scale", lambda a: a[0, 0], "weight_scale is BF16[1], but must be F16 or BF16 or F32 of shape"),
+    ("gptq-4-act", "g_idx", None, "has no g_idx, but desc_act is true"),
+    ("gptq-4-act", "g_idx", lambda a: a[:0], "g_idx is I32[0], but must be I32 or I64 of shape [96]"),
 ]
 
 
@@ -326,6 +332,32 @@ def test_a_part_that_is_missing_or_has_another_shape_is_refused_before_data_is_r
 ) -> None:
     folder = damaged(case, part, change, tmp_path)
     refused(folder, config_of(case), says)
+
+
+def test_an_order_of_inputs_that_the_config_announces_must_be_there(tmp_path: Path) -> None:
+    config = config_of("ct-w4")
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    refused(folder_of("ct-w4", tmp_path), config, "has no weight_g_idx, but actorder is group")
+
+
+# Parts of the same method that the config does not call for. Reading the matrix without them would be wrong
+MORE: list[tuple[str, str, np.ndarray]] = [
+    ("fp8-block", "weight_scale", np.ones((1, 2), np.float32)),
+    ("modelopt-fp8", "weight_scale_2", np.ones((), np.float32)),
+    ("ct-w4", "weight_global_scale", np.ones(1, np.float32)),
+    ("ct-mxfp4", "weight_global_scale", np.ones(1, np.float32)),
+    ("ct-mxfp4", "weight_zero_point", np.ones(5, np.int32)),
+    ("ct-nvfp4", "weight_g_idx", np.arange(96, dtype=np.int32)),
+    ("ct-fp8", "weight_packed", np.ones((32, 12), np.int32)),
+    ("ct-fp8", "weight_shape", np.array([3, 5])),
+]
+
+
+@pytest.mark.parametrize(("case", "part", "array"), MORE)
+def test_a_part_that_nothing_would_read_is_refused(case: str, part: str, array: np.ndarray, tmp_path: Path) -> None:
+    folder = folder_of(case, tmp_path)
+    write(folder, tensors_of(folder) | {UP + part: array})
+    refused(folder, config_of(case), f"{UP}{part} is one part more than quantization_config calls for in {UP[:-1]}")
 
 
 def zeroed(array: np.ndarray) -> np.ndarray:
@@ -361,6 +393,11 @@ DATA: list[tuple[str, str, Callable[[np.ndarray], np.ndarray], str]] = [
     ("gptq-4", "g_idx", filled(-1), "g_idx has group -1 at input 95"),
     ("gptq-4-act", "g_idx", np.zeros_like, "g_idx has 96 inputs in group 0 (groups must have 32)"),
     ("gptq-4", "qzeros", filled(0), "qzeros has a zero of 1, but quantization_config says sym=true, where"),
+    ("fp8-block", "weight_scale_inv", filled(3e38), "weight_scale_inv has a scale of 3e+38, which makes weights inf"),
+    ("ct-w4", "weight_scale", filled(-3e38), "weight_scale has a scale of -3.00406e+38, which makes weights"),
+    ("fp8-block", "weight_scale_inv", filled(-1), "weight_scale_inv has a scale of -1 (scales of fp8 must be above 0)"),
+    ("ct-fp8", "weight_scale", filled(-1), "weight_scale has a scale of -1 (scales of fp8 must be above 0)"),
+    ("modelopt-fp8", "weight_scale", filled(-1), "weight_scale has a scale of -1 (scales of fp8 must be above 0)"),
     ("ct-w4", "weight_shape", filled(7), "weight_shape has the shape [32, 7], but weight_packed has [32, 96]"),
 ]
 

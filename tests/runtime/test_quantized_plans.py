@@ -130,6 +130,20 @@ def test_bytes_on_a_card(name, tmp_path):
     assert described.format == values["quantization_config"]["quant_method"]
 
 
+@pytest.mark.parametrize(
+    ("variant", "config", "refused"),
+    [
+        ("gpt-oss-mxfp4", {"quant_method": "mxfp4"}, "experts.gate_up_proj with 72 inputs, .* groups of 32 in"),
+        ("llama", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "q_proj.weight with 72 inputs, .* groups of 16"),
+    ],
+)
+def test_fp4_in_groups_that_do_not_divide_the_inputs_is_refused(variant, config, refused, tmp_path):
+    values = BY_NAME[variant].config | {"hidden_size": 72, "head_dim": 16, "quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match=refused):
+        describe(EngineConfig(model=str(tmp_path)), "cpu")
+
+
 def test_rounding_a_quantised_checkpoint_is_refused_as_by_the_engine(tmp_path):
     with pytest.raises(ModelLoadError, match="quantization='int8': the checkpoint is quantised already, as awq"):
         kinds_of(LLAMA, tmp_path, "gpu", quantization="int8")

@@ -20,7 +20,7 @@ import numpy as np
 from jpaged.loading.quantized import fp4
 from jpaged.loading.quantized.config import Matcher, Values, refused
 from jpaged.loading.quantized.formats import Format
-from jpaged.loading.quantized.fp8 import by_output, fp8_codes, scalar_shapes
+from jpaged.loading.quantized.fp8 import MATRIX, by_output, fp8_codes, output_shapes
 from jpaged.loading.quantized.group_index import check_group_index, order_of
 from jpaged.loading.quantized.packing import WORD, unpack_columns, unpack_rows, words_of
 from jpaged.loading.quantized.parts import FLOATS, Header, Parts
@@ -104,7 +104,7 @@ class CompressedTensors(Format):
     def scales(self, parts: Parts, header: Header) -> np.ndarray:
         if header.kind == "fp4":
             return _NVFP4.scales(parts) if header.has_outer else fp4.mxfp4_scales(parts)
-        return by_output(parts.scales("weight_scale"), header)
+        return by_output(parts.scales("weight_scale", is_fp8=header.kind == "fp8"), header)
 
     def outer(self, parts: Parts, header: Header) -> np.ndarray | None:
         return _NVFP4.outer(parts, header) if header.has_outer else None
@@ -170,7 +170,7 @@ def _packed_header(parts: Parts, scheme: Scheme) -> Header:
     header = _header(parts, scheme, because, (outputs, inputs))
     shape = (words_of(outputs, scheme.bits), header.stored_groups)
     _check_zeros(parts, scheme, {"I32": (shape,), "I8": ((outputs, header.stored_groups),)})
-    check_group_index(parts, "weight_g_idx", because, inputs)
+    _check_order(parts, scheme, header)
     return header
 
 
@@ -181,7 +181,7 @@ def _plain_header(parts: Parts, scheme: Scheme) -> Header:
     header = _header(parts, scheme, because, shape)
     dtype = "F8_E4M3" if is_float else "I8"
     _check_zeros(parts, scheme, {dtype: (parts.entry("weight_scale", because).shape,)})
-    check_group_index(parts, "weight_g_idx", because, shape[1])
+    _check_order(parts, scheme, header)
     return header
 
 
@@ -199,13 +199,15 @@ def _declared(scheme: Scheme, shape: tuple[int, int]) -> Header:
 
 def _header(parts: Parts, scheme: Scheme, because: str, shape: tuple[int, int]) -> Header:
     header, outputs = _declared(scheme, shape), shape[0]
-    shapes: tuple[tuple[int, ...], ...] = scalar_shapes(outputs)
+    shapes = MATRIX if scheme.strategy == "tensor" else output_shapes(outputs)
     if scheme.strategy in ("group", "block"):
         shapes = ((-(-outputs // header.block), header.stored_groups),)
-    elif scheme.strategy == "tensor":
-        shapes = shapes[:3]
     scales = parts.check("weight_scale", because, FLOATS, *shapes, meaning=f"strategy {scheme.strategy}").dtype
     return dataclasses.replace(header, scales=scales)
+
+
+def _check_order(parts: Parts, scheme: Scheme, header: Header) -> None:
+    check_group_index(parts, "weight_g_idx", header, "actorder is group" if scheme.reorders else None)
 
 
 def _check_zeros(parts: Parts, scheme: Scheme, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> None:

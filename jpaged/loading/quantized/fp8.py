@@ -15,9 +15,12 @@ from jpaged.loading.quantized.parts import FLOATS, Header, Parts
 _SCALES = (*FLOATS, "F8_E8M0")
 
 
-def scalar_shapes(outputs: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of scales for a whole matrix, and for its outputs."""
-    return (), (1,), (1, 1), (outputs,), (outputs, 1)
+MATRIX = ((), (1,), (1, 1))  # shapes of the scale of a whole matrix
+
+
+def output_shapes(outputs: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of one scale for each output."""
+    return (outputs,), (outputs, 1)
 
 
 def fp8_codes(parts: Parts) -> np.ndarray:
@@ -65,7 +68,9 @@ class Fp8(Format):
         outputs, inputs = parts.matrix("weight", because, ("F8_E4M3",))
         header = self.declared(parts.module, (outputs, inputs))
         if self._block is None:
-            scales = parts.check(part, because, _SCALES, *scalar_shapes(outputs), meaning="the matrix, or its outputs")
+            scales = parts.check(
+                part, because, _SCALES, *MATRIX, *output_shapes(outputs), meaning="the matrix, or its outputs"
+            )  # fmt: skip
         else:
             rows, columns = self._block
             meaning = f"blocks of {rows} outputs and {columns} inputs"
@@ -80,7 +85,7 @@ class Fp8(Format):
         return fp8_codes(parts)
 
     def scales(self, parts: Parts, header: Header) -> np.ndarray:
-        return by_output(parts.scales(self._scales_of(parts)), header)
+        return by_output(parts.scales(self._scales_of(parts), is_fp8=True), header)
 
     def zeros(self, parts: Parts, header: Header) -> None:
         return None

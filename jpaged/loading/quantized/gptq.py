@@ -73,7 +73,7 @@ class Gptq(Format):
         words = words_of(outputs, scheme.bits)
         parts.check("qzeros", because, ("I32",), (groups, words), meaning=f"groups, out * {scheme.bits} / {WORD}")
         scales = parts.check("scales", because, FLOATS, (groups, outputs), meaning="groups, out").dtype
-        check_group_index(parts, "g_idx", because, inputs)
+        check_group_index(parts, "g_idx", header, "desc_act is true" if self._reorders else None)
         return dataclasses.replace(header, scales=scales)
 
     def declared(self, module: str, shape: tuple[int, int]) -> Header:

@@ -5,10 +5,15 @@ import numpy as np
 from jpaged.loading.quantized.parts import Header, Parts
 
 
-def check_group_index(parts: Parts, part: str, because: str, inputs: int) -> None:
-    """Check the header of an optional g_idx. Raises ModelLoadError."""
-    if part in parts and parts.entry(part, because).shape != (0,):
-        parts.check(part, because, ("I32", "I64"), (inputs,), meaning="inputs")
+def check_group_index(parts: Parts, part: str, header: Header, required: str | None) -> None:
+    """Check the header of a g_idx. Raises ModelLoadError.
+
+    required: the words of the config that call for one; None: it may be missing or empty. With one group of all inputs
+    it has no meaning, and may always be missing.
+    """
+    because = required if required is not None and header.stored_groups > 1 else None
+    if because is not None or (part in parts and parts.entry(part, "").shape != (0,)):
+        parts.check(part, because or "", ("I32", "I64"), header.shape[1:], meaning="inputs")
 
 
 def order_of(parts: Parts, part: str, header: Header) -> np.ndarray | None:

@@ -17,7 +17,7 @@ import numpy as np
 from jpaged.loading.quantized.config import Values
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.fp4 import NVFP4_GROUP, Nvfp4, unpacked
-from jpaged.loading.quantized.fp8 import by_output, fp8_codes, scalar_shapes
+from jpaged.loading.quantized.fp8 import MATRIX, by_output, fp8_codes, output_shapes
 from jpaged.loading.quantized.parts import FLOATS, Header, Parts
 
 _BLOCK = 128  # outputs and inputs
@@ -49,8 +49,10 @@ class ModelOpt(Format):
             return _NVFP4.header(parts, "a matrix of ModelOpt's NVFP4 has weight, weight_scale and weight_scale_2")
         because = "a matrix of ModelOpt's FP8 has weight and weight_scale"
         outputs, inputs = parts.matrix("weight", because, ("F8_E4M3",))
-        if self._algorithm != _BLOCKS:
-            shapes, meaning = scalar_shapes(outputs), "the matrix, or its outputs"
+        if self._algorithm == "fp8":
+            shapes, meaning = MATRIX, "the matrix"
+        elif self._algorithm != _BLOCKS:
+            shapes, meaning = output_shapes(outputs), "out"
         else:
             rows, columns = -(-outputs // _BLOCK), -(-inputs // _BLOCK)
             shapes, meaning = ((rows, columns), (rows, 1, columns, 1)), f"blocks of {_BLOCK} x {_BLOCK}"
@@ -71,7 +73,7 @@ class ModelOpt(Format):
         return unpacked(parts.array("weight")) if self._is_fp4 else fp8_codes(parts)
 
     def scales(self, parts: Parts, header: Header) -> np.ndarray:
-        return _NVFP4.scales(parts) if self._is_fp4 else by_output(parts.scales("weight_scale"), header)
+        return _NVFP4.scales(parts) if self._is_fp4 else by_output(parts.scales("weight_scale", is_fp8=True), header)
 
     def outer(self, parts: Parts, header: Header) -> np.ndarray | None:
         return _NVFP4.outer(parts, header) if self._is_fp4 else None

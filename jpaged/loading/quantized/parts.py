@@ -11,6 +11,8 @@ from jpaged.loading.checkpoint import Checkpoint
 from jpaged.loading.safetensors_file import TensorEntry
 
 FLOATS = ("F16", "BF16", "F32")
+# A scale times a code of fp8 (at most 448), or of 8 bits less its zero (at most 256), is then finite in float32
+_LARGEST_SCALE = np.finfo(np.float32).max / 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Parts:
     def __init__(self, checkpoint: Checkpoint, module: str):
         self.checkpoint = checkpoint
         self.module = module
+        self._called_for: set[str] = set()
 
     def __contains__(self, part: str) -> bool:
         return self.name(part) in self.checkpoint
@@ -77,6 +80,7 @@ class Parts:
                 f"{self.path()}: {self.module} has no {part}, but {because}: the checkpoint is incomplete, or its "
                 "quantization_config is from another model"
             )
+        self._called_for.add(part)
         return self.checkpoint.entry(self.name(part))
 
     def matrix(self, part: str, because: str, dtypes: tuple[str, ...]) -> tuple[int, int]:
@@ -95,6 +99,16 @@ class Parts:
             texts = " or ".join(str(list(shape)) for shape in shapes)
             raise self.wrong(part, f"{' or '.join(dtypes)} of shape {texts} ({meaning})")
         return entry
+
+    def refuse_more(self, parts: tuple[str, ...]) -> None:
+        """Refuse one of these parts that exists, but that no check of a header has asked for. Raises ModelLoadError."""
+        for part in parts:
+            if part in self and part not in self._called_for:
+                name = self.name(part)
+                raise ModelLoadError(
+                    f"{self.checkpoint.path(name)}: {name} is one part more than quantization_config calls for in "
+                    f"{self.module}: the file is damaged, or its quantization_config is from another model"
+                )
 
     def wrong(self, part: str, expected: str) -> ModelLoadError:
         """Error for a part whose dtype or shape is wrong."""
@@ -116,10 +130,18 @@ class Parts:
         """The part, as a view of the mapped file."""
         return self.checkpoint.array(self.name(part))
 
-    def scales(self, part: str) -> np.ndarray:
-        """The part, which must have finite numbers other than zero. Raises ModelLoadError."""
+    def scales(self, part: str, *, is_fp8: bool = False) -> np.ndarray:
+        """The part, which must have finite numbers other than zero. Raises ModelLoadError.
+
+        is_fp8: they must be above 0. AutoRound writes negative scales for symmetric integers: the sign of the largest
+        weight. Codes of fp8 have a sign of their own.
+        """
         scales = self.array(part)
         wide = scales.astype(np.float32)
         if (bad := ~np.isfinite(wide) | (wide == 0)).any():
             raise self.damaged(part, f"a scale of {wide[bad][0]:g} (scales must be finite and not 0)")
+        if (bad := np.abs(wide) > _LARGEST_SCALE).any():
+            raise self.damaged(part, f"a scale of {wide[bad][0]:g}, which makes weights infinite")
+        if is_fp8 and (bad := wide < 0).any():
+            raise self.damaged(part, f"a scale of {wide[bad][0]:g} (scales of fp8 must be above 0)")
         return scales
