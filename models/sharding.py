@@ -324,7 +324,8 @@ def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: S
     if name == "k_norm":
         return (head_padding(spec, shards).kv_heads * spec.head_dim,)
     divisor = shards.units(kind)
-    size = -(-shape[axis] // divisor) * divisor
+    width = spec.latent.v_dim if spec.latent is not None and name == "o" else 1  # numbers of a head
+    size = -(-shape[axis] // (divisor * width)) * divisor * width
     if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
         heads = head_padding(spec, shards)
         if name in ("qkv", "qkv_bias"):
