@@ -65,6 +65,8 @@ def sparse_feed_forward(
     if shards.divisor == 1:
         y = totals[0].astype(x.dtype)
         return y if not experts.shared_size else y + _shared_expert(experts, x, context)
+    if experts.shared_gate and shards.parts > 1:
+        return shards.total(totals, x.dtype) + _shared_expert(experts, x, context)
     if experts.shared_size:  # one sum over devices for both
         shared = _shared_products(experts, x, context)
         totals = [total + part.astype(jnp.float32) for total, part in zip(totals, shared, strict=True)]
@@ -131,20 +133,30 @@ def _shared_expert(
     experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> Float[Array, "tokens hidden"]:
     """The expert that every token uses."""
-    return context.shards.total(_shared_products(experts, x, context), x.dtype)
+    if context.shards.parts == 1 or not experts.shared_gate:
+        return context.shards.total(_shared_products(experts, x, context), x.dtype)
+    # after the sum: XLA on CPU would fuse a product with the gate into the additions of one device, with other bits
+    whole = context.shards.total(_shared_products(experts, x, context, gated_products=False), jnp.float32)
+    return (_shared_gate(x, context) * whole).astype(x.dtype)
 
 
 def _shared_products(
-    experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext
+    experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext, *, gated_products: bool = True
 ) -> list[Float[Array, "tokens hidden"]]:
-    """This device's products of the shared expert, for `Shards.total`."""
+    """This device's products of the shared expert, for `Shards.total`. gated_products: times the expert's gate."""
     gated, up = gate_and_up("shared_gate_up", x, context)
     found = products("shared_down", gate(context.spec, gated, up), context)
-    if not experts.shared_gate:
+    if not experts.shared_gate or not gated_products:
         return found
+    score = _shared_gate(x, context)
+    return [(score * y.astype(jnp.float32)).astype(y.dtype) for y in found]
+
+
+def _shared_gate(x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens 1"]:
+    """Factor of the shared expert's output."""
     # not `linear`: the bits of XLA's product with a matrix of one row depend on the number of tokens
     score = row_sum(x.astype(jnp.float32) * context.params["shared_gate"].astype(jnp.float32))
-    return [(jax.nn.sigmoid(score)[:, None] * y.astype(jnp.float32)).astype(y.dtype) for y in found]
+    return jax.nn.sigmoid(score)[:, None]
 
 
 def route(
