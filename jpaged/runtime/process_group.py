@@ -49,6 +49,7 @@ _ACCEPTED = {
 _RETRY_SECONDS = 0.2
 MOST_BYTES = 2**28  # of a message: a longer one is not from a node
 HELLO_SECONDS = 5   # for a connection to say who it is
+OTHERS_SECONDS = 2  # for more nodes to connect when one does not agree: all of them are told what differs
 SHUTDOWN_SECONDS = 10  # to wait for the other processes when the engine closes
 # A dead host sends no end of the connection: 5 s of silence, then 3 probes 2 s apart.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
@@ -201,36 +202,40 @@ def differences(mine: Facts, theirs: Facts, their_rank: int) -> list[str]:
 
 
 def _gather(config: EngineConfig, facts: Facts, deadline: float) -> list[Channel]:
-    """Node 0: wait for the other nodes, and accept those that agree."""
-    port, found = config.master_port + 1, {}
+    """Node 0: wait for the other nodes, and tell each of them whether all agree."""
+    port, found, wrong = config.master_port + 1, {}, []
     with _listening(config.master_addr, port) as accept:
         while len(found) < config.nnodes - 1:
-            missing = [str(rank) for rank in range(1, config.nnodes) if rank not in found]
             channel = accept(deadline)
             if channel is None:
-                raise ModelLoadError(
-                    f"node {' and '.join(missing)} of {config.nnodes} did not connect to port {port} within "
-                    f"{config.join_timeout:g} s: start it with --nnodes {config.nnodes} --node-rank {missing[0]} "
-                    f"--master-addr {config.master_addr} --master-port {config.master_port} --headless"
-                )
+                break
             try:
                 rank, theirs = channel.receive(min(HELLO_SECONDS, deadline - time.monotonic()))
             except (EOFError, OSError, TimeoutError, ValueError, pickle.UnpicklingError):
                 channel.close()  # something else that found the port
                 continue
-            wrong = differences(facts, theirs, rank)
+            news = differences(facts, theirs, rank)
             if rank in found or not 0 < rank < config.nnodes:
-                wrong.append(f"node_rank={rank} is taken, or not from 1 to {config.nnodes - 1}")
-            with contextlib.suppress(OSError):
-                channel.send(wrong)
-            if wrong:
-                for each in found.values():
-                    with contextlib.suppress(OSError):
-                        each.send(wrong)
-                raise ModelLoadError(_disagree(wrong))
-            found[rank] = channel
-        for channel in found.values():
-            channel.send([])  # all have agreed
+                news.append(f"node_rank={rank} is taken, or not from 1 to {config.nnodes - 1}")
+                with contextlib.suppress(OSError):
+                    channel.send(_disagree(news))
+            else:
+                found[rank] = channel
+            if news and not wrong:
+                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
+            wrong += news
+    problem = _disagree(wrong) if wrong else ""
+    if not wrong and (missing := [str(rank) for rank in range(1, config.nnodes) if rank not in found]):
+        problem = (
+            f"node {' and '.join(missing)} of {config.nnodes} did not connect to port {port} within "
+            f"{config.join_timeout:g} s: start it with --nnodes {config.nnodes} --node-rank {missing[0]} "
+            f"--master-addr {config.master_addr} --master-port {config.master_port} --headless"
+        )
+    for channel in found.values():
+        with contextlib.suppress(OSError):
+            channel.send(problem)
+    if problem:
+        raise ModelLoadError(problem)
     return [found[rank] for rank in sorted(found)]
 
 
@@ -253,13 +258,12 @@ def _connect(config: EngineConfig, facts: Facts, deadline: float) -> Channel:
             time.sleep(_RETRY_SECONDS)
     try:
         channel.send(config.node_rank, dict(facts))
-        for _ in range(2):  # this node is accepted; all nodes are
-            [wrong] = channel.receive(deadline - time.monotonic())
-            if wrong:
-                raise ModelLoadError(_disagree(wrong))
+        [problem] = channel.receive(deadline - time.monotonic())
     except (EOFError, OSError) as error:
         reason = "is silent" if isinstance(error, TimeoutError) else "has ended"
         raise ModelLoadError(f"node 0 at {address[0]}:{address[1]} {reason}: look at its log") from None
+    if problem:
+        raise ModelLoadError(problem)
     return channel
 
 

@@ -106,6 +106,11 @@ def test_a_node_that_is_missing_is_named_in_time(config):
     assert "--node-rank 1" in error
 
 
+def test_the_others_are_told_which_node_is_missing(config):
+    for error in meet(dataclasses.replace(config, join_timeout=0.5), ranks(config, 2)[0]):
+        assert "node 2 of 3 did not connect" in error
+
+
 def test_a_leader_that_does_not_answer_is_an_error_in_time(config):
     began = time.monotonic()
     [error] = meet(dataclasses.replace(config, node_rank=1, join_timeout=0.5))
