@@ -149,7 +149,10 @@ class EngineThread:
     def has_room(self, num_tokens: int = 0) -> bool:
         """Whether the queue has room, as `check_room`. Nothing is counted as refused."""
         admission = self._engine.admission
-        return not admission.has_limits or admission.has_room(self._length_with_arriving(), num_tokens)
+        if not admission.has_limits:
+            return True
+        with self._wake:  # a request moves from the arriving ones to the queue under this lock
+            return admission.has_room(self._length_with_arriving(), num_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request. An id that is not in use is ignored."""

@@ -262,6 +262,12 @@ def _from_live(
             f"quantization={config.quantization!r}: live arrays are used without a copy, so they are not quantised: "
             "leave it out, or load a checkpoint"
         )
+    for name, neutral in (("tensor_parallel_size", 1), ("deterministic", False)):
+        if (value := getattr(config, name)) != neutral:
+            raise ModelLoadError(
+                f"{name}={value!r}: live arrays are used without a copy, on the one device that has them: leave it "
+                "out, or load a checkpoint"
+            )
     folder = _find(config) if model_config is None else None
     if folder is not None:
         model_config = _overridden(_config_of(folder), config)

@@ -24,11 +24,6 @@ def write(name, folder):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def two(checkpoint):
     with LLM(checkpoint, **CACHED, tensor_parallel_size=2) as llm:
         yield llm
@@ -154,6 +149,13 @@ def test_quantised_weights_are_split(scheme, checkpoint):
         values.append([next(iter(step.values())).logprob for step in of_prompts])
     differences = [abs(a - b) for a, b in zip(*values, strict=True)]
     assert 0 < sum(differences) / len(differences) < {"int8": 0.05, "int4": 0.5}[scheme]
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"deterministic": True}])
+def test_live_arrays_stay_on_one_device(one, options):
+    params = one._engine.runner._params
+    with pytest.raises(ModelLoadError, match=rf"^{next(iter(options))}=.*: live arrays are used without a copy"):
+        LLM(one.spec, params=params, **options)
 
 
 def programs(llm):
