@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jpaged.loading.described import DescribedModel
     from jpaged.runtime.blueprint import Blueprint
     from jpaged.runtime.memory import MemoryPlan
+    from jpaged.runtime.placement import Placement
     from jpaged.runtime.roofline import Roofline
     from jpaged.runtime.targets import Target
 
@@ -204,6 +205,7 @@ def plan(
     from jpaged.loading.described import describe
     from jpaged.models.sharding import find_devices, shards_of
     from jpaged.runtime.memory import start_backend
+    from jpaged.runtime.placement import Placement
     from jpaged.runtime.targets import TARGETS, with_memory
 
     if target is not None and target not in TARGETS:
@@ -216,18 +218,16 @@ def plan(
     platform = None if kind is None else kind.platform
     if kind is None:
         start_backend(config)
-    shards, devices = shards_of(config), None
-    if kind is None:
-        devices = find_devices(shards)
-    elif kind.missing is None:
-        devices = kind.devices(shards.count)
-    described = describe(config, platform, devices)
-    return _plan(config, described, kind, device, tuple(request_lens), roofline_context, progress=progress)
+    shards = shards_of(config)
+    placement = Placement.over(find_devices(shards), shards) if kind is None else Placement.for_target(kind, shards)
+    described = describe(config, platform, placement.mesh)
+    return _plan(config, described, placement, kind, device, tuple(request_lens), roofline_context, progress=progress)
 
 
 def _plan(
     config: EngineConfig,
     described: "DescribedModel",
+    placement: "Placement",
     target: "Target | None",
     device_name: str | None,
     lengths: tuple[int, ...],
@@ -235,17 +235,12 @@ def _plan(
     *,
     progress: bool,
 ) -> EnginePlan:
-    from jpaged.models.sharding import find_devices, shards_of, whole_bytes
+    from jpaged.models.sharding import whole_bytes
     from jpaged.runtime import memory
     from jpaged.runtime.blueprint import Blueprint, ServedModel
-    from jpaged.runtime.placement import Placement
 
-    shards = shards_of(config)
-    if target is None:
-        placement = Placement.over(find_devices(shards), shards)
-        device = placement.first_device
-    else:
-        device, placement = None, Placement.for_target(target, shards)
+    device = placement.first_device if target is None else None
+    num_devices = placement.shards.count
     params = described.params
     blueprint = Blueprint.draw(ServedModel(described.spec, params, masked=described.masked), config, placement)
     device_bytes, taken = _memory_of(device, target)
@@ -287,8 +282,8 @@ def _plan(
         host_blocks=0 if fitted is None else int(config.swap_space * 2**30) // fitted.block_bytes,
         roofline=roofline,
         format=described.format,
-        num_devices=shards.count,
-        whole_bytes=whole_bytes(params) if shards.count > 1 else 0,
+        num_devices=num_devices,
+        whole_bytes=whole_bytes(params) if num_devices > 1 else 0,
     )
 
 

@@ -7,12 +7,13 @@ shapes of quantised matrices.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
 from jpaged.loading.checkpoint import is_converted, read_json
@@ -27,7 +28,7 @@ from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.placing import quantizer_for
 from jpaged.models.quantization import LeafPlacer
-from jpaged.models.sharding import described_mesh, make_mesh, shards_of, split_spec
+from jpaged.models.sharding import described_mesh, shards_of, split_spec
 from jpaged.models.spec import DecoderSpec, param_shapes
 
 
@@ -43,13 +44,11 @@ class DescribedModel:
     format: str | None = None  # quant_method of the checkpoint; None: it is not quantised
 
 
-def describe(
-    config: EngineConfig, platform: str | None, devices: Sequence[Any] | None = None
-) -> DescribedModel:
+def describe(config: EngineConfig, platform: str | None, mesh: Mesh | None = None) -> DescribedModel:
     """Describe the model that `config.model` names, split as the options say.
 
     platform: platform of the device that the model is for; None: JAX's default.
-    devices:  that the model is split over. None: not known, so that nothing can be compiled for them.
+    mesh:     devices that the model is split over. None: not known, so that nothing can be compiled for them.
     Raises ModelLoadError in the same cases as the engine, except for errors in the weights' bytes.
     """
     path = find_config(config.model, config.revision, config.download_dir)
@@ -71,8 +70,8 @@ def describe(
     dtype = resolve_dtype(config.dtype, stored, spec, platform)
     shards = shards_of(config)
     check_deterministic(config, form, dtype, platform)
-    mesh = described_mesh(shards.count) if devices is None else make_mesh(devices)
-    params = shapes(dtype, quantizer_for(quantizer_of(config, platform), shards, spec, mesh))
+    placer = quantizer_for(quantizer_of(config, platform), shards, spec, mesh or described_mesh(shards.count))
+    params = shapes(dtype, placer)
     split = split_spec(spec, shards)
     return DescribedModel(f"{config.model} ({architecture})", split, dtype, params, _masked(config, spec, folder), form)
 

@@ -171,13 +171,13 @@ class Blueprint:
         )  # fmt: skip
         return FittedBuild(self, plan)
 
-    def fit_device(self, device: jax.Device, cache_folder: pathlib.Path | None) -> "FittedBuild":
-        """Size the KV pool by the free memory of a device that holds the weights already.
+    def fit_device(self, cache_folder: pathlib.Path | None) -> "FittedBuild":
+        """Size the KV pool by the free memory of the devices, which hold the weights already.
 
         On an accelerator this compiles the programs with the largest temporaries. The pool keeps the size of an earlier
         start if that still fits (`memory.remembered_blocks`).
         """
-        free = memory.free_device_bytes(device, self.config)
+        free = self._free_bytes()
         if free is None:
             kernels = _kernels(self.model)
             # a stored program has no shardings
@@ -185,14 +185,20 @@ class Blueprint:
             store = None if several else ProgramStore.open(cache_folder, self.placement.platform, kernels)
             return dataclasses.replace(self.fit(), store=store)
         build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
-        key = f"{device.device_kind} {self.model.spec} {self.config} {jax.__version__}"
+        key = f"{self.placement.device.device_kind} {self.model.spec} {self.config} {jax.__version__}"
         blocks = memory.remembered_blocks(cache_folder, key, build.memory_plan.num_blocks)
-        return build.with_blocks(max(blocks, build.limits.blocks_per_request))
+        return build.with_blocks(self.placement.least(max(blocks, build.limits.blocks_per_request)))
 
-    def check_memory(self, device: jax.Device) -> None:
-        """Raise ModelLoadError if the device's free memory cannot serve the model. The weights are not on it yet."""
+    def _free_bytes(self) -> int | None:
+        """Free bytes of the device that has the fewest, of all processes: their programs have one shape. None on CPU."""
+        each = [memory.free_device_bytes(device, self.config) for device in self.placement.own_devices]
+        known = [free for free in each if free is not None]
+        return self.placement.least(min(known)) if len(known) == len(each) else None
+
+    def check_memory(self) -> None:
+        """Raise ModelLoadError if the devices' free memory cannot serve the model. The weights are not on them yet."""
         host_slots(self.config.swap_space, self.block_bytes)
-        free = memory.free_device_bytes(device, self.config)
+        free = self._free_bytes()
         weights = memory.tree_bytes(self.model.params)
         self.fit(free_bytes=None if free is None else max(0, free - weights))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import ModelLoadError
@@ -35,7 +36,7 @@ _NVIDIA_OPTIONS = {
 class Placement:
     """The devices of an engine, and the sharding of arrays on them."""
 
-    device: jax.Device | Target  # the first one
+    device: jax.Device | Target  # the first one of this process
     # of arrays that are whole on every device. None: no compiler for the device is installed, so nothing is compiled
     sharding: jax.sharding.Sharding | None
     dump_to: str | None = None  # a folder where XLA writes each program and its commands, as text
@@ -52,8 +53,7 @@ class Placement:
         """The weights and pages split over several devices, or whole on one."""
         if len(devices) == 1:
             return dataclasses.replace(cls.single(devices[0]), shards=shards)
-        mesh = make_mesh(devices)
-        return cls(devices[0], sharding_on(mesh, None), mesh=mesh, shards=shards)
+        return cls._on(make_mesh(devices), shards)
 
     @classmethod
     def of(cls, params: Any, shards: Shards) -> "Placement":
@@ -64,7 +64,12 @@ class Placement:
         mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(params) if _is_split(leaf)), None)
         if mesh is None:
             return dataclasses.replace(cls.single(device_of(params)), shards=shards)
-        return cls(mesh.devices.flat[0], sharding_on(mesh, None), mesh=mesh, shards=shards)
+        return cls._on(mesh, shards)
+
+    @classmethod
+    def _on(cls, mesh: Mesh, shards: Shards) -> "Placement":
+        own = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+        return cls(own, sharding_on(mesh, None), mesh=mesh, shards=shards)
 
     @classmethod
     def for_target(cls, target: Target, shards: Shards = WHOLE) -> "Placement":
@@ -75,9 +80,23 @@ class Placement:
 
     @property
     def first_device(self) -> jax.Device:
-        """The first device, which must be present."""
+        """The first device of this process, which must be present."""
         assert isinstance(self.device, jax.Device)
         return self.device
+
+    @property
+    def own_devices(self) -> list[jax.Device]:
+        """The devices of this process."""
+        if self.mesh is None:
+            return [self.first_device]
+        return [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
+
+    def least(self, number: int) -> int:
+        """The least number of all processes of the engine, each of which calls this with its own. number: < 2**62."""
+        if self.mesh is None or jax.process_count() == 1:
+            return number
+        halves = np.array(divmod(number, 2**31), np.int32)  # JAX has no int64 by default
+        return min(int(high) * 2**31 + int(low) for high, low in multihost_utils.process_allgather(halves))
 
     @property
     def platform(self) -> str:

@@ -137,7 +137,7 @@ class ModelRunner:
         """
         shards = shards_of(config)
         placement = Placement.over(find_devices(shards), shards)
-        Blueprint.draw(ServedModel(spec, params), config, placement).check_memory(placement.first_device)
+        Blueprint.draw(ServedModel(spec, params), config, placement).check_memory()
 
     @classmethod
     def create(
@@ -186,7 +186,7 @@ class ModelRunner:
                     blueprint = blueprint.with_checked_attention(device)
                 blueprint = blueprint.with_checked_gated_dot(device)
             with phase("plan of the memory"):
-                build = blueprint.fit_device(device, folder)
+                build = blueprint.fit_device(folder)
             return cls(
                 build, params, token_mask, progress=progress, background=background, owns_params=owns_params,
                 cache_counter=counter,
