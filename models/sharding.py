@@ -39,15 +39,11 @@ AXES: dict[str, tuple[str, ...]] = {
     "lm_head": ("vocab", "embed"),
     "qkv": ("kv_heads", "part", "head_dim", "hidden"),
     "qkv_bias": ("kv_heads", "part", "head_dim"),
-    "q": ("heads", "hidden"),
-    "k": ("kv_heads", "hidden"),
-    "v": ("kv_heads", "hidden"),
     "o": ("hidden", "heads"),
     "sinks": ("heads",),
     "q_b": ("heads", "head_dim", "latent"),
     "kv_b": ("heads", "head_dim", "latent"),
     "gate_up": ("part", "intermediate", "hidden"),
-    "gate": ("intermediate", "hidden"),
     "up": ("intermediate", "hidden"),
     "up_bias": ("*", "intermediate"),
     "down": ("hidden", "intermediate"),
@@ -266,13 +262,8 @@ def local_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
 # -- arrays -------------------------------------------------------------------------------------------------------
 
 
-def split_axis(
-    name: str, dimensions: int, shards: Shards, spec: DecoderSpec, *, transposed: bool = False
-) -> int | None:
-    """The axis of the leaf `name` that is split. None: the leaf is whole on every device.
-
-    transposed: a matrix is stored [in, out].
-    """
+def split_axis(name: str, dimensions: int, shards: Shards, spec: DecoderSpec) -> int | None:
+    """The axis of the leaf `name` that is split. None: the leaf is whole on every device."""
     axes = AXES.get(name)
     if name in ("q_norm", "k_norm") and spec.qk_norm is QKNorm.PROJECTION:
         axes = ("heads",)
@@ -283,8 +274,7 @@ def split_axis(
         wanted = ["experts"] if shards.expert_parallel else [axis for axis in wanted if axis != "experts"]
     if not wanted:
         return None
-    axis = axes.index(wanted[0]) + dimensions - len(axes)
-    return dimensions - 1 - axis if transposed else axis
+    return axes.index(wanted[0]) + dimensions - len(axes)
 
 
 def splits_inputs(name: str, shards: Shards) -> bool:

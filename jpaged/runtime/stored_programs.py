@@ -163,13 +163,13 @@ def compile_program(
     store:         None = trace the function.
     compiler_options: of XLA. Stored programs have none.
     """
-    if store is not None and isinstance(call, functools.partial):  # else a program of several devices
+    one_device = isinstance(call, functools.partial)  # else `call` is of `Placement.on_each_device`
+    if store is not None and one_device:
         try:
             return store.compile(call, arguments, donate)
         except (ValueError, NotImplementedError) as error:
             logger.warning("%s cannot be stored, so every start traces it: %s", call.func.__name__, error)
     jitted = jax.jit(call, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
-    one_device = isinstance(call, functools.partial)
     with contextlib.nullcontext() if one_device else with_old_partitioner():
         return jitted.lower(*arguments).compile(compiler_options=dict(compiler_options) if compiler_options else None)
 
