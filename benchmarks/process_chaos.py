@@ -80,26 +80,21 @@ class Pair:
 
     def complete(self, prompt: str, **body: Any) -> dict[str, Any]:
         """The answer to a completion request."""
-        data = {"model": "demo", "prompt": prompt, "temperature": 0, **body}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(data).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=LONGEST) as answer:
-            return json.load(answer)
+        return json.loads(self._post(prompt=prompt, temperature=0, **body))
 
     def stream(self, prompt: str) -> bool:
         """Read a stream of 200 tokens. Returns whether it came to its end."""
-        data = {"model": "demo", "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(data).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
         try:
-            with urllib.request.urlopen(request, timeout=LONGEST) as answer:
-                return b"data: [DONE]" in answer.read()
+            return b"data: [DONE]" in self._post(prompt=prompt, max_tokens=200, ignore_eos=True, stream=True)
         except (OSError, http.client.HTTPException):
             return False
+
+    def _post(self, **body: Any) -> bytes:
+        data = json.dumps({"model": "demo", **body}).encode()
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=LONGEST) as answer:
+            return answer.read()
 
     def statuses(self, seconds: float = LONGEST) -> list[int | None]:
         """Exit statuses of both processes; None for one that has not ended in time."""
