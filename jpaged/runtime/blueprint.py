@@ -190,7 +190,7 @@ class Blueprint:
         return build.with_blocks(self.placement.least(max(blocks, build.limits.blocks_per_request)))
 
     def _free_bytes(self) -> int | None:
-        """Free bytes of the device that has the fewest, of all processes: their programs have one shape. None on CPU."""
+        """Free bytes of the fullest device of all processes: their programs have one shape. None on CPU."""
         each = [memory.free_device_bytes(device, self.config) for device in self.placement.own_devices]
         known = [free for free in each if free is not None]
         return self.placement.least(min(known)) if len(known) == len(each) else None

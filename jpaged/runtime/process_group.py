@@ -49,7 +49,7 @@ _ACCEPTED = {
 _RETRY_SECONDS = 0.2
 MOST_BYTES = 2**28  # of a message: a longer one is not from a node
 HELLO_SECONDS = 5   # for a connection to say who it is
-OTHERS_SECONDS = 2  # for more nodes to connect when one does not agree: all of them are told what differs
+OTHERS_SECONDS = 2  # for more nodes to connect when one does not agree: each gets the list of differences
 SHUTDOWN_SECONDS = 10  # to wait for the other processes when the engine closes
 # A dead host sends no end of the connection: 5 s of silence, then 3 probes 2 s apart.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
@@ -202,7 +202,7 @@ def differences(mine: Facts, theirs: Facts, their_rank: int) -> list[str]:
 
 
 def _gather(config: EngineConfig, facts: Facts, deadline: float) -> list[Channel]:
-    """Node 0: wait for the other nodes, and tell each of them whether all agree."""
+    """Node 0: wait for the other nodes, and send each of them whether all agree."""
     port, found, wrong = config.master_port + 1, {}, []
     with _listening(config.master_addr, port) as accept:
         while len(found) < config.nnodes - 1:
