@@ -92,7 +92,7 @@ class Placement:
         return [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
 
     def least(self, number: int) -> int:
-        """The least number of all processes of the engine, each of which calls this with its own. number: < 2**62."""
+        """The least of the numbers that all processes of the engine call this with. number: < 2**62."""
         if self.mesh is None or jax.process_count() == 1:
             return number
         halves = np.array(divmod(number, 2**31), np.int32)  # JAX has no int64 by default
