@@ -121,7 +121,7 @@ def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
 def _middleware(options: AppOptions, rules: KeyRules, intake: Intake, metrics: ServerMetrics) -> list[Middleware]:
     """Return what handles a request before its route does, outermost first."""
     is_admin = _admin_check(rules.admin_paths)
-    layers = [] if not options.root_path else [Middleware(RemoveRootPath, root_path=options.root_path)]
+    layers = [Middleware(RemoveRootPath, root_path=options.root_path)]
     layers.append(Middleware(HTTPObserver, metrics=metrics, access_log=options.access_log))
     layers.append(Middleware(AnswerWhenStopped))
     if options.allowed_hosts is not None:

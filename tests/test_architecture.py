@@ -29,6 +29,7 @@ ALLOWED = {
     "jpaged.engine": set(),
     "jpaged.simulator": {"jpaged.engine"},
     "jpaged.entrypoints": {"jpaged.cli"},
+    "jpaged.ray_serve": {"jpaged.cli"},
     "jpaged.runtime": {"jpaged.engine.step_plan", "jpaged.models", "pallas_kernels"},
     "jpaged.frontend.build": {
         "jpaged.frontend", "jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models",

@@ -45,7 +45,7 @@ def with_config_file(args: Sequence[str]) -> list[str]:
     named = rest[begin:] and not rest[begin].startswith("-")
     if named or any(word == "--model" or word.startswith("--model=") for word in rest):
         values.pop("model", None)
-    from_file = [word for name, value in values.items() for word in _words(name, value)]
+    from_file = [word for name, value in values.items() for word in words_of(name, value)]
     # After the model and the prompts, which a flag of several words would take.
     place = next((place for place in range(begin, len(rest)) if rest[place].startswith("-")), len(rest))
     return [*rest[:place], *from_file, *rest[place:], *words]
@@ -72,7 +72,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def _words(name: str, value: Any) -> list[str]:
+def words_of(name: str, value: Any) -> list[str]:
     """Return the words of a flag on a command line."""
     match value:
         case None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import pathlib
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -10,6 +11,11 @@ from jpaged.cli.chat_flags import ChatFlags
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.cli.serve_access import ACCESS_DEFAULTS, AccessArguments
 from jpaged.errors import RequestError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from jpaged.async_llm import AsyncLLM
 
 
 @one_line_help
@@ -79,7 +85,6 @@ class Serve(ChatFlags):
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM."""
         options = engine_options(self.engine, self.model_argument)
-        chat = self.chat_formats()
         rank = options.get("node_rank", 0)
         if self.headless != (rank > 0):
             known = "process 0 serves HTTP: leave --headless out"
@@ -87,49 +92,24 @@ class Serve(ChatFlags):
                 known = "only process 0 serves HTTP: add --headless"
             raise RequestError("node_rank", rank, known)
         if self.headless:
+            self.chat_formats()  # raises for a bad one
             return self._follow(options)
         from jpaged.serving.connection import ConnectionLimits
-        from jpaged.serving.log_format import FORMATS, log_as_json
         from jpaged.serving.process import MetricsPort, serve, take_address, take_unix_socket
-        from jpaged.serving.tracing import RequestTracer, traced
+        from jpaged.serving.routes_metrics import metrics_app
 
         if self.shutdown_timeout < 0:
             raise RequestError("shutdown_timeout", self.shutdown_timeout, "must be at least 0 seconds")
         if self.max_connections_per_address < 1:
             value = self.max_connections_per_address
             raise RequestError("max_connections_per_address", value, "must be at least 1")
-        if not self.watchdog_seconds > 0:
-            raise RequestError("watchdog_seconds", self.watchdog_seconds, "must be a number of seconds above 0")
-        if self.log_format not in FORMATS:
-            raise RequestError("log_format", self.log_format, f"must be {' or '.join(FORMATS)}")
-        if self.log_format == "json":
-            log_as_json()
-        names = self.served_model_name or (options["model"],)
-        tracer = None
-        if self.otlp_traces_endpoint is not None:
-            tracer = RequestTracer(self.otlp_traces_endpoint, names[0])
-        app_options = self.access.app_options(self.host if self.uds is None else None)
-        app_options = dataclasses.replace(
-            app_options,
-            ui=not self.disable_ui,
-            tokenizer_info=self.enable_tokenizer_info_endpoint,
-            access_log=self.access_log,
-            disable_log_stats=options.get("disable_log_stats", False),
-        )
+        load = self._loader(options, self.host if self.uds is None else None)
         tls = self.access.tls().context()
         address = take_address(self.host, self.port) if self.uds is None else take_unix_socket(self.uds)
         metrics_address = None
         if self.metrics_port is not None:
             metrics_address = take_address(self.host, self.metrics_port, "--metrics-port")
-        from jpaged.async_llm import AsyncLLM
-        from jpaged.serving.application import create_app
-        from jpaged.serving.generation import Server
-        from jpaged.serving.routes_metrics import metrics_app
-
-        engine = AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
-        client = engine if tracer is None else traced(engine, tracer)
-        server = Server(engine=client, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
-        app = create_app(server, app_options)
+        app, engine = load()
         metrics = None
         if metrics_address is not None:
             metrics = MetricsPort(metrics_app(app.state.metrics), metrics_address)
@@ -142,8 +122,51 @@ class Serve(ChatFlags):
             engine=engine,
             tls=tls,
             metrics=metrics,
-            has_page=app_options.ui,
+            has_page=not self.disable_ui,
         )
+
+    def application(self) -> "Starlette":
+        """Load the model, and return the ASGI application. The caller listens: flags about listening have no effect."""
+        return self._loader(engine_options(self.engine, self.model_argument), None)()[0]
+
+    def _loader(self, options: dict[str, Any], host: str | None) -> "Callable[[], tuple[Starlette, AsyncLLM]]":
+        """Check the flags of the application. Returns a function that loads the model.
+
+        host: as `AccessFlags.app_options`.
+        """
+        chat = self.chat_formats()
+        from jpaged.serving.log_format import FORMATS, log_as_json
+        from jpaged.serving.tracing import RequestTracer, traced
+
+        if not self.watchdog_seconds > 0:
+            raise RequestError("watchdog_seconds", self.watchdog_seconds, "must be a number of seconds above 0")
+        if self.log_format not in FORMATS:
+            raise RequestError("log_format", self.log_format, f"must be {' or '.join(FORMATS)}")
+        if self.log_format == "json":
+            log_as_json()
+        names = self.served_model_name or (options["model"],)
+        tracer = None
+        if self.otlp_traces_endpoint is not None:
+            tracer = RequestTracer(self.otlp_traces_endpoint, names[0])
+        app_options = dataclasses.replace(
+            self.access.app_options(host),
+            ui=not self.disable_ui,
+            tokenizer_info=self.enable_tokenizer_info_endpoint,
+            access_log=self.access_log,
+            disable_log_stats=options.get("disable_log_stats", False),
+        )
+
+        def load() -> "tuple[Starlette, AsyncLLM]":
+            from jpaged.async_llm import AsyncLLM
+            from jpaged.serving.application import create_app
+            from jpaged.serving.generation import Server
+
+            engine = AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
+            client = engine if tracer is None else traced(engine, tracer)
+            server = Server(engine=client, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
+            return create_app(server, app_options), engine
+
+        return load
 
     def _follow(self, options: dict[str, Any]) -> int:
         """Run without HTTP until process 0 ends. Signals are left to process 0, which drains its requests first."""

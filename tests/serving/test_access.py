@@ -107,6 +107,17 @@ def test_a_proxy_prefix_changes_nothing_about_keys(host, engine):
         assert WEB.get(url + path, headers=API).status_code == 404
 
 
+def test_an_application_that_is_mounted_needs_the_same_keys(host, engine):
+    """Starlette and Ray Serve leave the prefix in the path, and name it in the scope."""
+    url = serve(host, engine, AppOptions(("talk",), ("look",)))
+    host[0].app = Starlette(routes=[Mount("/llm", app=host[0].app)])
+    assert WEB.get(f"{url}/llm/health").status_code == 200
+    assert WEB.get(f"{url}/llm/v1/models").status_code == 401
+    assert WEB.get(f"{url}/llm/v1/models", headers=API).status_code == 200
+    assert WEB.get(f"{url}/llm/admin/inspect", headers=API).status_code == 401
+    assert WEB.get(f"{url}/llm/admin/inspect", headers=ADMIN).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("given", "accepted"),
     [

@@ -1,0 +1,113 @@
+"""Replicas of `jpaged serve` on a Ray cluster, as an application of Ray Serve. Needs `pip install 'jpaged[ray]'`.
+
+    serve run jpaged.ray_serve:build model=demo device=cpu replicas=2
+
+docs/deploy.md and deploy/ray/serve.yaml show how to deploy it.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from jpaged.cli import parse
+from jpaged.cli.config_file import words_of
+from jpaged.cli.serve import Serve
+from jpaged.errors import RequestError
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from starlette.applications import Starlette
+
+DEVICES = {"cpu": None, "gpu": "GPU", "tpu": "TPU"}  # name -> the cluster's resource
+# Flags of the server's process, which Ray Serve replaces. Value: where it is set there.
+RAYS_OWN = dict.fromkeys(("host", "port"), "http_options of the Serve config") | dict.fromkeys(
+    ("uds", "metrics_port", "max_connections_per_address", "headless", "nnodes", "node_rank", "ssl_keyfile",
+     "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
+    "nothing of Ray Serve: leave it out",
+)  # fmt: skip
+
+
+def build(args: Mapping[str, Any]) -> "Application":
+    """Make the application. `serve run` and a Serve config file call it.
+
+    args: flags of `jpaged serve` by name, such as model and max_model_len, and
+          - device:   cpu, gpu or tpu: the cluster's resource that a replica takes
+          - replicas: number of replicas; default 1
+          - max_ongoing_requests: requests that a replica runs or queues; further ones wait at Ray. Default 1,024
+    A replica takes tensor_parallel_size * data_parallel_size devices. Each value is what YAML reads it as. Raises
+    RequestError for a flag that `jpaged serve` does not have, or that Ray Serve replaces.
+    """
+    given = {name.lstrip("-").replace("-", "_"): _value(value) for name, value in args.items()}
+    replicas, most = _number(given, "replicas", 1), _number(given, "max_ongoing_requests", 1_024)
+    device = given.pop("device", None)
+    if device not in DEVICES:
+        raise RequestError("device", device, f"must be {', '.join(DEVICES)}")
+    flags = flags_of(given)
+    command = command_of(flags)
+
+    from ray import serve
+
+    def application() -> "Starlette":
+        return load(flags)
+
+    class Replica:
+        async def check_health(self) -> None:
+            """Raise EngineError when the engine is not healthy: Ray Serve then replaces the replica."""
+            await load(flags).state.server.engine.check_health()
+
+    count = _count_of_devices(given)
+    resource = DEVICES[device]
+    actor: dict[str, Any] = {"num_cpus": 1}
+    if resource == "GPU":
+        actor["num_gpus"] = count
+    elif resource is not None:
+        actor["resources"] = {resource: count}
+    deployment = serve.deployment(
+        serve.ingress(application)(Replica), name="jpaged", num_replicas=replicas, max_ongoing_requests=most,
+        ray_actor_options=actor, graceful_shutdown_timeout_s=command.shutdown_timeout,
+    )  # fmt: skip
+    return deployment.bind()
+
+
+@functools.cache
+def load(flags: tuple[str, ...]) -> "Starlette":
+    """Load the model of a replica, once a process. flags: of `jpaged serve`."""
+    return command_of(flags).application()
+
+
+def flags_of(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the words of a command line. given: values by the names of flags of `jpaged serve`.
+
+    Raises RequestError for a flag that Ray Serve replaces.
+    """
+    for name, instead in RAYS_OWN.items():
+        if name in given:
+            raise RequestError(name, given[name], f"belongs to the process of jpaged serve. In its place: {instead}")
+    return tuple(word for name, value in given.items() for word in words_of(name.replace("_", "-"), value))
+
+
+def command_of(flags: Sequence[str]) -> Serve:
+    """Return the command that has these flags. Raises RequestError for a flag or a value that it does not accept."""
+    try:
+        return parse(["serve", *flags])
+    except SystemExit:
+        raise RequestError("args", " ".join(flags), "is not accepted by jpaged serve, see the message above") from None
+
+
+def _value(value: Any) -> Any:
+    """Return what `serve run NAME=VALUE` means: it passes text."""
+    return yaml.safe_load(value) if isinstance(value, str) else value
+
+
+def _number(given: dict[str, Any], name: str, default: int) -> int:
+    """Take a positive whole number out of the arguments."""
+    value = given.pop(name, default)
+    if not isinstance(value, int) or value < 1:
+        raise RequestError(name, value, "must be a whole number of at least 1")
+    return value
+
+
+def _count_of_devices(given: Mapping[str, Any]) -> int:
+    return int(given.get("tensor_parallel_size", 1)) * int(given.get("data_parallel_size", 1))

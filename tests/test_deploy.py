@@ -1,0 +1,87 @@
+"""Files of deploy/: what they start is accepted by the command line, and what they probe is there."""
+
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from jpaged import ray_serve
+from jpaged.cli import parse
+from jpaged.cli.flags import engine_options
+from jpaged.errors import RequestError
+from jpaged.serving.application import ROUTES
+
+DEPLOY = pathlib.Path(__file__).parents[1] / "deploy"
+VALUES = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "jpaged-0.jpaged", "LWS_WORKER_INDEX": "0"}
+
+
+def containers(name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pod and container of everything that runs jpaged."""
+    pods = []
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()):
+        spec = document.get("spec", {})
+        group = spec.get("leaderWorkerTemplate", {})
+        templates = (spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate"))
+        pods += [template["spec"] for template in templates if template]
+    return [(pod, each) for pod in pods for each in pod["containers"] if each["name"] == "jpaged"]
+
+
+def command(container: dict[str, Any], **values: str) -> Any:
+    values = VALUES | values
+    return parse([re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], word) for word in container["args"]])
+
+
+@pytest.mark.parametrize("name", ["deployment.yaml", "leaderworkerset.yaml"])
+def test_pods_start_a_server_and_probe_it(name):
+    pod, container = containers(name)[0]
+    serve = command(container)
+    assert serve.host == "0.0.0.0"
+    assert pod["terminationGracePeriodSeconds"] > serve.shutdown_timeout
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports["http"] == serve.port
+    assert ports.get("metrics") == serve.metrics_port
+    paths = {route.path for route in ROUTES}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        get = container[probe]["httpGet"]
+        assert get["port"] == "http"
+        assert get["path"] in paths
+
+
+def test_leader_and_worker_of_a_group_agree():
+    """Every option of the engine but the rank."""
+    (_, leader), (_, worker) = containers("leaderworkerset.yaml")
+    first, second = command(leader), command(worker, LWS_WORKER_INDEX="1")
+    assert (first.headless, second.headless) == (False, True)
+    one, two = (engine_options(each.engine, each.model_argument) for each in (first, second))
+    assert (one.pop("node_rank", 0), two.pop("node_rank")) == (0, 1)
+    assert one == two
+    cards = int(leader["resources"]["limits"]["nvidia.com/gpu"])
+    assert one["tensor_parallel_size"] == cards * one["nnodes"]
+
+
+def test_the_ray_config_has_flags_of_the_server():
+    [application] = yaml.safe_load((DEPLOY / "ray/serve.yaml").read_text())["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert module == ray_serve.__name__
+    assert callable(getattr(ray_serve, name))
+    own = {"device", "replicas", "max_ongoing_requests"}
+    given = {key: value for key, value in application["args"].items() if key not in own}
+    serve = ray_serve.command_of(ray_serve.flags_of(given))
+    assert engine_options(serve.engine, serve.model_argument)["model"] == given["model"]
+
+
+def test_bad_arguments_of_the_ray_application(capsys):
+    with pytest.raises(RequestError, match=r"http_options of the Serve config \(port=8001\)"):
+        ray_serve.flags_of({"model": "demo", "port": 8001})
+    for device in ({}, {"device": "H200"}):
+        with pytest.raises(RequestError, match="must be cpu, gpu, tpu"):
+            ray_serve.build({"model": "demo"} | device)
+    with pytest.raises(RequestError, match="at least 1 \\(replicas=0\\)"):
+        ray_serve.build({"model": "demo", "device": "cpu", "replicas": "0"})
+    with pytest.raises(RequestError, match="nnodes"):
+        ray_serve.flags_of({"model": "demo", "nnodes": 2})
+    with pytest.raises(RequestError, match="--max-modellen 5"):
+        ray_serve.command_of(ray_serve.flags_of({"model": "demo", "max_modellen": 5}))
+    assert "max-model-len" in capsys.readouterr().err
