@@ -323,13 +323,6 @@ def with_logits(alone: list[Row], mixed: list[Row]) -> list[tuple[Row, DeviceRow
     return list(zip(alone + mixed, device_distribution(alone + mixed, 1, modes), strict=True))
 
 
-@pytest.fixture(scope="module")
-def drawn(alone: list[Row], mixed: list[Row]) -> list[tuple[Row, DeviceRow]]:
-    """Results of the mixed rows and some of the others, with NUM_DRAWS draws each. Every row has another seed."""
-    rows = [dataclasses.replace(row, seed=seed) for seed, row in enumerate([*mixed, *alone[::24]], 11)]
-    return list(zip(rows, device_distribution(rows, NUM_DRAWS), strict=True))
-
-
 def test_every_value_has_an_effect(alone: list[Row]):
     """Without the value, the oracle's distribution differs in at least three rows."""
     choices = choices_alone()
@@ -362,7 +355,19 @@ def test_probabilities(answers: list[tuple[Row, DeviceRow]]):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_greedy_rows_take_the_most_likely(drawn: list[tuple[Row, DeviceRow]]):
+def test_draws(alone: list[Row], mixed: list[Row]):
+    """The mixed rows and some of the others, with NUM_DRAWS draws each. Every row has another seed.
+
+    One test, because the draws take minutes: several tests would draw on several workers.
+    """
+    rows = [dataclasses.replace(row, seed=seed) for seed, row in enumerate([*mixed, *alone[::24]], 11)]
+    drawn = list(zip(rows, device_distribution(rows, NUM_DRAWS), strict=True))
+    greedy_rows_take_the_most_likely(drawn)
+    draws_follow_the_probabilities(drawn)
+    rows_draw_independently(drawn)
+
+
+def greedy_rows_take_the_most_likely(drawn: list[tuple[Row, DeviceRow]]) -> None:
     greedy = [(row, answer) for row, answer in drawn if row.params["temperature"] == 0]
     assert len(greedy) >= 5
     for row, answer in greedy:
@@ -371,9 +376,7 @@ def test_greedy_rows_take_the_most_likely(drawn: list[tuple[Row, DeviceRow]]):
         assert allowed[answer.draws[0]], row.params
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_draws_follow_the_probabilities(drawn: list[tuple[Row, DeviceRow]]):
+def draws_follow_the_probabilities(drawn: list[tuple[Row, DeviceRow]]) -> None:
     p_values = []
     for row, answer in drawn:
         assert len(answer.draws) == NUM_DRAWS
@@ -387,9 +390,7 @@ def test_draws_follow_the_probabilities(drawn: list[tuple[Row, DeviceRow]]):
     assert abs(statistic - degrees) < 4 * math.sqrt(2 * degrees), (statistic, degrees)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_rows_draw_independently(drawn: list[tuple[Row, DeviceRow]]):
+def rows_draw_independently(drawn: list[tuple[Row, DeviceRow]]) -> None:
     """Rows with other seeds draw other numbers: the uniform numbers of their draws are not correlated."""
     open_rows = [a for r, a in drawn if (r.oracle.probs > 0.01).sum() >= 4]
     assert len(open_rows) >= 4
