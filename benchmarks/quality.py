@@ -74,7 +74,7 @@ CASES = (
     Case("--quantization int8", {"quantization": "int8"}, None, 1.005, 0.53),
     Case("--quantization w8a8", {"quantization": "w8a8"}, None, 1.005, 0.53),
     Case("--quantization fp8", {"quantization": "fp8"}, None, None, 0.53),
-    Case("--quantization fp8, activations fp8", {"quantization": "fp8", "quantized_activations": "fp8"}, None, None, 0.53),
+    Case("fp8, activations fp8", {"quantization": "fp8", "quantized_activations": "fp8"}, None, None, 0.53),
     Case("--quantization int4", {"quantization": "int4"}, None, None, 0.30),
     Case("w8a8 rtn", {}, ("w8a8", "rtn"), 1.005, 0.53),
     Case("fp8 rtn", _FLOAT, ("fp8", "rtn"), None, 0.53),
