@@ -374,7 +374,8 @@ class LLM(EngineAccess):
             ids = {group.request_id for group in request_groups}
             for index, group in enumerate(request_groups):
                 _await_grammar(group, index, len(request_groups))
-            progress = Progress(use_tqdm, len(ids), self.stats, pools=engine.inputs.limits.pooling is not None)
+            reads = all(isinstance(param, PoolingParams) or param.max_tokens == 1 for param in params)
+            progress = Progress(use_tqdm, len(ids), self.stats, counts_prompts=reads)
             try:
                 if self._others:
                     finals = self._run_several(request_groups, progress, interrupt)

@@ -121,16 +121,19 @@ def test_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "quantization", "message"),
+    ("target", "quantization", "activations", "message"),
     [
-        ("a100", "fp8", r"quantized_activations='fp8' needs .* 8\.9 .*A100.* has 8\.0: leave it at auto"),
-        ("h200", "int8", "quantized_activations='fp8': the model has no weights in fp8 .* use a checkpoint in fp8 or"),
-        ("h200", None, "quantized_activations='fp8': the model has no weights in fp8"),
-        ("l4", "fp8", None), ("h200", "fp8", None), ("cpu", "fp8", None), ("v5e", "fp8", None),
+        ("a100", "fp8", "fp8", r"quantized_activations='fp8' needs .* 8\.9 .*A100.* has 8\.0: leave it at auto"),
+        ("h200", "int8", "fp8", "quantized_activations='fp8': the model has no weights in fp8 .* checkpoint in fp8 or"),
+        ("h200", None, "fp8", "quantized_activations='fp8': the model has no weights in fp8"),
+        ("h200", "fp8", "int8", "quantized_activations='int8': the model has no weights in 8 bits .* w8a8 checkpoint"),
+        ("h200", None, "int8", "quantized_activations='int8': the model has no weights in 8 bits"),
+        *((target, "fp8", "fp8", None) for target in ("l4", "h200", "cpu", "v5e")),
+        ("h200", "int8", "int8", None), ("cpu", "int4", "int8", None),
     ],
 )  # fmt: skip
-def test_activations_in_fp8_need_weights_and_a_card_for_them(target, quantization, message):
-    config = EngineConfig(model="test", quantization=quantization, quantized_activations="fp8")
+def test_rounded_activations_need_weights_and_a_device_for_them(target, quantization, activations, message):
+    config = EngineConfig(model="test", quantization=quantization, quantized_activations=activations)
     placement = Placement(TARGETS[target], None)
     params = quantizer_of(config, placement.platform).shapes(param_shapes(FULL, "bfloat16"))
     draw = lambda: Blueprint.draw(ServedModel(FULL, params), config, placement)  # noqa: E731
@@ -139,7 +142,7 @@ def test_activations_in_fp8_need_weights_and_a_card_for_them(target, quantizatio
             draw()
         return
     draw()
-    assert {weight.activations for weight in quantized_parts(params)} == {"fp8"}
+    assert activations in {weight.activations for weight in quantized_parts(params)}
 
 
 @pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "fp8"])

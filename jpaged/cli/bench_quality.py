@@ -76,7 +76,7 @@ class QualityCommand:
             check_writable(self.plot, "plot")
         results = {self._name(options): measure(options, text, self.window)}
         other = options | {"model": self.against, "quantization": None, "kv_cache_dtype": "auto"}
-        if other["quantized_activations"] == "fp8":  # a model without weights in fp8 refuses it
+        if other["quantized_activations"] != "float":  # a model without such weights refuses it
             other["quantized_activations"] = "auto"
         if self.against is not None:
             results[self._name(other)] = measure(other, text, self.window)

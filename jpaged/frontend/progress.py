@@ -14,11 +14,11 @@ UseTqdm = bool | Callable[..., Any]  # True: show a bar of tqdm; a callable make
 class Progress:
     """A progress bar over the prompts of one call, or no bar."""
 
-    def __init__(self, use_tqdm: UseTqdm, total: int, stats: Callable[[], EngineStats], *, pools: bool):
-        """stats: of the engines. pools: count prompt tokens, because no tokens are generated."""
+    def __init__(self, use_tqdm: UseTqdm, total: int, stats: Callable[[], EngineStats], *, counts_prompts: bool):
+        """stats: of the engines. counts_prompts: show prompt tokens a second, in place of generated ones."""
         self._bar = _bar(use_tqdm, total)
         self._stats = stats
-        self._pools = pools
+        self._counts_prompts = counts_prompts
         self._left = total
         self._began = self._shown = time.monotonic()
         self._tokens_before = self._num_tokens(stats())
@@ -42,7 +42,7 @@ class Progress:
             self._bar.close()
 
     def _num_tokens(self, stats: EngineStats) -> int:
-        return stats.prompt_tokens if self._pools else stats.generated_tokens
+        return stats.prompt_tokens if self._counts_prompts else stats.generated_tokens
 
 
 def _bar(use_tqdm: UseTqdm, total: int) -> Any | None:

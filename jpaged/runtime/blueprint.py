@@ -378,14 +378,20 @@ def _kernels(model: ServedModel) -> tuple[str, ...]:
 
 
 def _check_activations(name: str, params: Any, device: Any) -> None:
-    """Raise ModelLoadError if quantized_activations is fp8 and the model or the device has no such products."""
-    if name != "fp8":
+    """Raise ModelLoadError if no product of the model rounds activations as the option says, or the device cannot."""
+    if name not in ("int8", "fp8"):
         return
-    if not any(weight.activations == "fp8" for weight in quantized_parts(params)):
+    if not any(weight.activations == name for weight in quantized_parts(params)):
+        usable = {
+            "int8": "in 8 bits without zero points, or on CPU in 4 or 8 bits, to multiply with such activations: use a "
+            "w8a8 checkpoint or quantization='w8a8'",
+            "fp8": "in fp8 to multiply them with: use a checkpoint in fp8 or quantization='fp8'",
+        }
         raise ModelLoadError(
-            "quantized_activations='fp8': the model has no weights in fp8 to multiply them with: use a checkpoint in "
-            "fp8 or quantization='fp8', or leave it at auto"
+            f"quantized_activations={name!r}: the model has no weights {usable[name]}, or leave it at auto"
         )
+    if name == "int8":
+        return
     capability = nvidia_capability(device)
     if device.platform == "gpu" and (capability is None or capability < (8, 9)):
         has = "is not from NVIDIA" if capability is None else f"has {'.'.join(map(str, capability))}"
