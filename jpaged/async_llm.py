@@ -28,6 +28,7 @@ from jpaged.frontend.engine_thread import EngineThread
 from jpaged.frontend.engine_threads import EngineThreads
 from jpaged.frontend.output_stream import OutputStream
 from jpaged.frontend.pausing import check_level, pause_mode, wake_tags
+from jpaged.frontend.prefill import prefill
 from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
 from jpaged.frontend.watchdog import STALL_SECONDS
 from jpaged.outputs import PoolingRequestOutput, RequestOutput
@@ -65,7 +66,9 @@ class AsyncLLM(EngineAccess):
         self._engine_thread: EngineThread | EngineThreads
         if built.others:
             engines, routing = (built.engine, *built.others), self.config.data_parallel_routing
-            self._engine_thread = EngineThreads(engines, routing, watchdog_seconds=watchdog_seconds)
+            self._engine_thread = EngineThreads(
+                engines, routing, num_prefill=self.config.prefill_engines, watchdog_seconds=watchdog_seconds
+            )
         else:
             self._engine_thread = EngineThread(built.engine, watchdog_seconds=watchdog_seconds)
 
@@ -137,6 +140,9 @@ class AsyncLLM(EngineAccess):
             if request_group.grammar is not None:
                 await asyncio.wrap_future(request_group.grammar, loop=loop)
             with self._engine_thread.routed(request_group, prefixes) as engine_thread:
+                if isinstance(self._engine_thread, EngineThreads) and self._engine_thread.num_prefill:
+                    inputs = self._live_engine.inputs
+                    await prefill(self._engine_thread, inputs, request_group, prefixes, engine_thread, priority)
                 await self._wait_for_programs(request_group, engine_thread)
                 engine_thread.add(request_group, stream)
             in_engine = True

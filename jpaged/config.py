@@ -146,6 +146,15 @@ class EngineConfig:
     has more than 1.25 times the mean number of requests plus one. least_loaded: the one with the fewest requests.
     round_robin: in turn."""
 
+    prefill_engines: int = 0
+    """With data_parallel_size: the first engines that only compute prompts. They hand the KV of a prompt over to one of
+    the other engines, which generates the answer. Long prompts then delay no token of other requests. For the server
+    and AsyncLLM."""
+
+    kv_handover: bool = False
+    """Compile the programs of LLM.take_kv and LLM.put_kv, which hand the KV of prompts over to another engine, also in
+    another process. prefill_engines needs no such option."""
+
     deterministic: bool = False
     """Compute results whose bits do not depend on tensor_parallel_size (1, 2, 4 or 8). On CPU, in float32. Each product
     with split inputs is computed as 8 products that are added in a fixed order, and KV heads are padded to a multiple

@@ -41,6 +41,8 @@ class EngineArguments(TypedDict, total=False):
     enable_expert_parallel: bool
     data_parallel_size: int
     data_parallel_routing: str
+    prefill_engines: int
+    kv_handover: bool
     deterministic: bool
     nnodes: int
     node_rank: int

@@ -17,11 +17,12 @@ from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.inspect import EngineCapture
+from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.strategies.pooling import check_task
 from jpaged.engine_arguments import EngineArguments
 from jpaged.errors import EngineError, RequestError
-from jpaged.frontend.build import build_engine
+from jpaged.frontend.build import build_engine, weights_name
 from jpaged.frontend.engine_access import EngineAccess
 from jpaged.frontend.engines_run import run_engines
 from jpaged.frontend.interrupts import DeferredInterrupt, call_at_exit
@@ -66,7 +67,11 @@ class LLM(EngineAccess):
     def __init__(
         self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Unpack[EngineArguments]
     ):
+        if count := engine_options.get("prefill_engines"):
+            known = "LLM computes prompts where they are answered: leave it out, or use AsyncLLM or the server"
+            raise RequestError("prefill_engines", count, known)
         super().__init__(build_engine(model, params, engine_options, layout=layout, progress=True, background=True))
+        self._is_live = params is not None
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread whose call holds the lock
         # requested by other threads while a call runs, by engine
@@ -113,6 +118,40 @@ class LLM(EngineAccess):
             scores = [entry.logprob for entry in logprobs], [entry.rank or 0 for entry in logprobs]
             outputs.append(ScoreOutput(output.prompt_token_ids, *scores))
         return outputs
+
+    def take_kv(self, prompt: Prompt) -> bytes:
+        """Compute a prompt, and return the KV of its full blocks, for `put_kv` of another engine or process.
+
+        The bytes have a checksum. For each token they have 2 * layers * KV heads * head_dim numbers of the KV type.
+        Needs kv_handover=True, and one engine. Raises the errors of `generate`.
+        """
+        engine = self._handover_engine("take_kv")
+        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        self.generate(prompt, params, use_tqdm=False)
+        with self._exclusive("take_kv"):
+            handover = engine.take_kv(self._request_group(engine, 0, prompt, params, 1, 0))
+        return dataclasses.replace(handover, layout=f"{weights_name(self.config, live=self._is_live)}, {handover.layout}").to_bytes()
+
+    def put_kv(self, data: bytes) -> int:
+        """Add the KV of `take_kv` to the prefix cache. Returns the number of new blocks.
+
+        The next request with that prompt finds them, and computes only the rest. Its answer is the one that it would
+        have had. Needs kv_handover=True, and one engine. Raises RequestError for bytes that are damaged, or that are
+        from another model, block size or KV type.
+        """
+        engine = self._handover_engine("put_kv")
+        handover, own = KVHandover.from_bytes(data), weights_name(self.config, live=self._is_live)
+        model, _, layout = handover.layout.partition(", ")
+        if model != own:
+            raise RequestError("data", model, f"is from another model: this engine has {own}")
+        with self._exclusive("put_kv"):
+            return engine.put_kv(dataclasses.replace(handover, layout=layout))
+
+    def _handover_engine(self, method: str) -> Engine:
+        engine = self._live_engine
+        if self._others:
+            raise EngineError(f"{method} is for one engine, and data_parallel_size={self.num_engines}")
+        return engine
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: UseTqdm = True

@@ -27,6 +27,7 @@ from jpaged.engine.engine_stats import EngineCounters, collect_stats
 from jpaged.engine.input.admission import AdmissionControl
 from jpaged.engine.input.input_processor import InputProcessor, ModelLimits, Prompt
 from jpaged.engine.inspect import EngineCapture, capture
+from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.output.answer_writer import AnswerWriter
 from jpaged.engine.output.output_processor import OutputProcessor
@@ -225,6 +226,53 @@ class Engine:
         failed = self._outputs.fail_touched()
         self._manager.pool.forget_all()
         return failed
+
+    # -- handing KV over ----------------------------------------------------------------------------------------
+
+    def take_kv(self, request_group: RequestGroup) -> KVHandover:
+        """Copy the KV of a prompt's first full blocks to the host: those that the prefix cache has on the device.
+
+        request_group: that `inputs.process` made; it need not have run. Waits for the device. Raises EngineError if the
+        engine was started without kv_handover and prefill_engines.
+        """
+        self._check_handover()
+        request, found = request_group.first, []
+        if self.runner.prefix_cacheable(len(request_group.prompt_token_ids)):
+            if not request.kv.prefix_root:
+                self._manager.admit(request, salt=request_group.cache_salt)
+            found = self._manager.named_prefix(request)
+        blocks = self.runner.read_blocks([block for _, block in found])
+        return KVHandover(self.runner.kv_layout, tuple(name for name, _ in found), tuple(blocks))
+
+    def put_kv(self, handover: KVHandover) -> int:
+        """Add KV of another engine to the prefix cache. Returns the number of new blocks.
+
+        Raises RequestError if it is of another model, block size or KV type, and EngineError as `take_kv`.
+        """
+        self._check_handover()
+        if handover.layout != self.runner.kv_layout:
+            known = f"is from an engine with {handover.layout}; this engine has {self.runner.kv_layout}"
+            raise RequestError("data", f"{len(handover)} blocks", known)
+        if any(not 0 <= name.kv_group < len(self.runner.windows) for name in handover.names):
+            raise RequestError("data", f"{len(handover)} blocks", "has a block of an unknown kv_group")
+        wanted = self.runner.block_arrays
+        for block in handover.blocks:
+            found = tuple((array.shape, array.dtype) for array in block)
+            if found != wanted:
+                raise RequestError("data", found, f"has blocks with other arrays than this engine: {wanted}")
+        contents = dict(zip(handover.names, handover.blocks, strict=True))
+        names, blocks = self._manager.adopt(list(contents))
+        moves = self._manager.pool.take_moves()
+        try:
+            self.runner.write_blocks(moves, blocks, [contents[name] for name in names])
+        except BaseException:
+            self._manager.pool.forget_all()  # the blocks have names without content
+            raise
+        return len(blocks)
+
+    def _check_handover(self) -> None:
+        if not self.runner.kv_layout:
+            raise EngineError("KV cannot be handed over: start the engine with kv_handover=True, or prefill_engines")
 
     # -- figures ------------------------------------------------------------------------------------------------
 

@@ -245,6 +245,27 @@ class Runner(Protocol[HandleT]):
         """Wait for a dispatched step, and return its result."""
         ...
 
+    @property
+    def kv_layout(self) -> str:
+        """Everything that the content of a block depends on, besides its tokens. Empty: blocks cannot be read."""
+        ...
+
+    @property
+    def block_arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
+        """Shape and dtype of each array that `read_blocks` returns for a block."""
+        ...
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
+        """Copies of blocks, as arrays in host memory, after all dispatched steps. Waits for the device."""
+        ...
+
+    def write_blocks(
+        self, moves: Sequence[tuple[BlockMove, int, int]], blocks: Sequence[int],
+        contents: Sequence[tuple[np.ndarray, ...]],
+    ) -> None:  # fmt: skip
+        """Run moves, and write contents of `read_blocks` into blocks, before the next step. Returns at once."""
+        ...
+
     def describe(self, plan: StepPlan) -> str:
         """Name the program of a plan, for a log. Any thread may call it."""
         ...

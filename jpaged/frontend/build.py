@@ -168,6 +168,9 @@ def _prepare(
     with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir), on_first:
         loaded = _load(model, params, layout, config, processors)
     pooling = _pooling(loaded)
+    for name in ("prefill_engines", "kv_handover"):
+        if pooling is not None and getattr(config, name):
+            raise RequestError(name, getattr(config, name), "is for models that generate; this one does not")
     has_mask = config.mask_unknown_tokens and pooling is None
     mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if has_mask else None
     runners: list[ModelRunner] = []
@@ -209,6 +212,15 @@ def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":
     from jpaged.runtime.process_group import ProcessGroup
 
     return ProcessGroup.join(config, checkpoint_fingerprint(config))
+
+
+def weights_name(config: EngineConfig, *, live: bool) -> str:
+    """Identity of the weights' files. Live arrays have none: their owner knows which they are."""
+    if live:
+        return "live arrays"
+    from jpaged.loading import checkpoint_fingerprint
+
+    return f"checkpoint {checkpoint_fingerprint(config)}"
 
 
 def _sampling_defaults(loaded: "LoadedModel", config: EngineConfig) -> SamplingParams:

@@ -126,12 +126,31 @@ def _check_values(config: EngineConfig) -> None:
     if config.data_parallel_routing not in ROUTINGS:
         known = f"must be {', '.join(ROUTINGS)}"
         raise RequestError("data_parallel_routing", config.data_parallel_routing, known)
+    _check_handover(config)
     if config.deterministic and config.tensor_parallel_size not in (1, 2, 4, 8):
         known = "must be 1, 2, 4 or 8 with deterministic=True"
         raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)
     _check_nodes(config)
     if not 0 <= config.swap_space < float("inf"):
         raise RequestError("swap_space", config.swap_space, "must be GiB of host memory, from 0")
+
+
+def _check_handover(config: EngineConfig) -> None:
+    """Raise RequestError if no engine could take the KV that another one computes."""
+    count, most = config.prefill_engines, config.data_parallel_size - 1
+    if not 0 <= count <= most:
+        known = f"must be from 0 to data_parallel_size - 1 = {most}: at least one engine generates"
+        raise RequestError("prefill_engines", count, known)
+    for name in ("prefill_engines", "kv_handover"):
+        if not getattr(config, name):
+            continue
+        known = None
+        if not config.enable_prefix_caching:
+            known = "hands KV over to the prefix cache, which is off"
+        elif config.nnodes > 1:
+            known = f"is for engines of one process, and nnodes={config.nnodes}"
+        if known is not None:
+            raise RequestError(name, getattr(config, name), known)
 
 
 def _check_nodes(config: EngineConfig) -> None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from jpaged.engine.engine import Engine, Output, StepError
 from jpaged.engine.input.admission import QueueLength
 from jpaged.engine.inspect import EngineCapture
+from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.step_plan import Runner
 from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
@@ -175,6 +176,14 @@ class EngineThread:
             return self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
         return self._call(work)
+
+    def take_kv(self, request_group: RequestGroup) -> Future[KVHandover]:
+        """See `Engine.take_kv`. Raises EngineError as `add`."""
+        return self._call(lambda: self._engine.take_kv(request_group))
+
+    def put_kv(self, handover: KVHandover) -> Future[int]:
+        """See `Engine.put_kv`. Raises EngineError as `add`."""
+        return self._call(lambda: self._engine.put_kv(handover))
 
     def pause(self, mode: PauseMode, *, clear_cache: bool, sleep: bool = False) -> Future[None]:
         """Pause; see `PauseMode`. The answer comes when no step runs any more. Raises EngineError as `add`.

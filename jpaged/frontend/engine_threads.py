@@ -3,6 +3,7 @@
 1. A router chooses the engine of a request (`jpaged.routing`). The request stays there.
 2. Pausing, sleeping, resetting the prefix cache and aborting go to all engines.
 3. An engine that ends loses its own requests. The router uses the other engines from then on.
+4. With prefill_engines, the first engines only compute prompts. See `frontend/prefill.py`.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from jpaged.errors import EngineError
 from jpaged.frontend.engine_thread import EngineThread
 from jpaged.frontend.pausing import PauseMode
 from jpaged.frontend.watchdog import STALL_SECONDS
-from jpaged.routing import ROUTERS, PrefixAffine, prefix_names
+from jpaged.routing import ROUTERS, PrefixAffine, Router, prefix_names
 
 T = TypeVar("T")
 
@@ -31,9 +32,16 @@ logger = logging.getLogger(__name__)
 class EngineThreads:
     """Owns several engines. It has the methods of `EngineThread`, and they may be called from any thread."""
 
-    def __init__(self, engines: Sequence[Engine], routing: str, *, watchdog_seconds: float = STALL_SECONDS):
-        """routing: name of the router. watchdog_seconds: as `EngineThread`."""
-        self._router = ROUTERS[routing]()
+    def __init__(
+        self, engines: Sequence[Engine], routing: str, *, num_prefill: int = 0, watchdog_seconds: float = STALL_SECONDS
+    ):
+        """routing: name of the router. num_prefill: engines that only compute prompts: the first ones.
+
+        watchdog_seconds: as `EngineThread`.
+        """
+        self.num_prefill = num_prefill
+        self._router = ROUTERS[routing]()            # of the engines that generate
+        self._prefill_router = ROUTERS[routing]()
         self._lock = threading.Lock()         # guards the router and the two lists of numbers below
         self._routed = [0] * len(engines)     # requests that are routed and not yet added, by engine
         self._when_fatal: list[Callable[[EngineError], None]] = []
@@ -58,8 +66,23 @@ class EngineThreads:
 
         Raises EngineError if all engines have ended.
         """
+        generating = range(self.num_prefill, len(self.threads))
+        with self._routed_among(generating, self._router, request_group, prefixes) as thread:
+            yield thread
+
+    @contextlib.contextmanager
+    def routed_prefill(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator[EngineThread]:
+        """As `routed`, for the engines that only compute prompts."""
+        among = range(self.num_prefill)
+        with self._routed_among(among, self._prefill_router, request_group, prefixes) as thread:
+            yield thread
+
+    @contextlib.contextmanager
+    def _routed_among(
+        self, among: range, router: Router, request_group: RequestGroup, prefixes: Sequence[int]
+    ) -> Iterator[EngineThread]:  # fmt: skip
         with self._lock:
-            index = self._router.choose(prefixes, self._loads(len(request_group.prompt_token_ids)))
+            index = router.choose(prefixes, self._loads(len(request_group.prompt_token_ids), among))
             self._routed[index] += 1
         try:
             yield self.threads[index]
@@ -67,13 +90,13 @@ class EngineThreads:
             with self._lock:
                 self._routed[index] -= 1
 
-    def _loads(self, num_tokens: int) -> list[float]:
+    def _loads(self, num_tokens: int, among: range) -> list[float]:
         """The load of each engine; infinite for one that must not be chosen.
 
         Healthy engines whose queue has room for `num_tokens` tokens come first, then all with room, then all.
         """
-        self.check_open()
-        chosen = [index for index, thread in enumerate(self.threads) if thread.is_open] or [0]
+        self._check_open(among)
+        chosen = [index for index in among if self.threads[index].is_open] or [among[0]]
         chosen = [index for index in chosen if self.threads[index].has_room(num_tokens)] or chosen
         chosen = [index for index in chosen if self.threads[index].is_preferred] or chosen
         loads = [math.inf] * len(self.threads)
@@ -87,8 +110,9 @@ class EngineThreads:
         Raises EngineError if all engines have ended.
         """
         self.check_open()
-        if not any(thread.is_open and thread.has_room(num_tokens) for thread in self.threads):
-            next((thread for thread in self.threads if thread.is_open), self.threads[0]).check_room(num_tokens)
+        generating = self.threads[self.num_prefill :]
+        if not any(thread.is_open and thread.has_room(num_tokens) for thread in generating):
+            next((thread for thread in generating if thread.is_open), generating[0]).check_room(num_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request. An id that is not in use is ignored."""
@@ -135,9 +159,13 @@ class EngineThreads:
             self._when_fatal.append(callback)
 
     def check_open(self) -> None:
-        """Raise EngineError when the engines are closed, or all have ended."""
-        if not any(thread.is_open for thread in self.threads):
-            self.threads[0].check_open()
+        """Raise EngineError when the engines are closed, or all that generate have ended."""
+        self._check_open(range(self.num_prefill, len(self.threads)))
+
+    def _check_open(self, among: range) -> None:
+        """Raise EngineError when none of these engines is open."""
+        if not any(self.threads[index].is_open for index in among):
+            self.threads[among[0]].check_open()
 
     def check_health(self) -> None:
         """Raise EngineError when one engine is not healthy, as `EngineThread.check_health`."""
@@ -157,6 +185,7 @@ class EngineThreads:
         """The engines forget their cached prefixes."""
         with self._lock:
             self._router.forget()
+            self._prefill_router.forget()
 
     def _note_ended(self, index: int, error: EngineError) -> None:
         """An engine has ended by itself."""

@@ -64,11 +64,12 @@ class BlockMover:
     """Runs the moves, and holds the blocks of the host tier."""
 
     def __init__(
-        self, state: DeviceState, placement: Placement, *, host_slots: int, store: ProgramStore | None = None
-    ):
+        self, state: DeviceState, placement: Placement, *, host_slots: int, handover: bool = False,
+        store: ProgramStore | None = None,
+    ):  # fmt: skip
         """Compile the programs for a state of these shapes.
 
-        host_slots: 0 = no host tier. store: see `compile_program`.
+        host_slots: 0 = no host tier. handover: `read` and `write` are called. store: see `compile_program`.
         """
         self._placement = placement
         # KV heads are axis 2 of a page array, and of a block of all page arrays
@@ -83,12 +84,13 @@ class BlockMover:
             )
 
         self._copies = {size: moving(_copy, placement.shape((size, 2), np.int32)) for size in COPY_BUCKETS}
-        if host_slots:
+        if host_slots or handover:
             index = placement.shape((HOST_BUCKET,), np.int32)
             blocks = jax.tree.map(self._placed, jax.eval_shape(_take, state.pages, index))
             call = placement.on_each_device(functools.partial(_take), (state.pages, index), blocks)
             self._take = compile_program(call, (state.pages, index), donate=(), store=store)
             self._put = moving(_put, index, blocks)
+            self._block = blocks[0]
 
     def run(self, state: DeviceState, moves: np.ndarray) -> DeviceState:
         """Run moves (int32[M, 3]: BlockMove, from, to) in order. `state` is donated."""
@@ -102,6 +104,28 @@ class BlockMover:
                 case BlockMove.TO_DEVICE:
                     for part in _parts(run, HOST_BUCKET):
                         state = self._to_device(state, part)
+        return state
+
+    @property
+    def block_arrays(self) -> list[jax.ShapeDtypeStruct]:
+        """The arrays of a block, as `read` returns them."""
+        return jax.tree.leaves(self._block)
+
+    def read(self, state: DeviceState, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
+        """The arrays of blocks, in host memory. Waits for the device."""
+        found = []
+        for part in _parts(list(zip(blocks, blocks, strict=True)), HOST_BUCKET):
+            found += [tuple(map(np.asarray, jax.tree.leaves(block))) for block in self._taken(state, part)]
+        return found
+
+    def write(
+        self, state: DeviceState, blocks: Sequence[int], contents: Sequence[tuple[np.ndarray, ...]]
+    ) -> DeviceState:
+        """Write arrays of `read` into blocks. `state` is donated."""
+        structure = jax.tree.structure(self._block)
+        trees = [jax.tree.unflatten(structure, arrays) for arrays in contents]
+        for part in _parts(list(zip(blocks, trees, strict=True)), HOST_BUCKET):
+            state = self._write(state, part)
         return state
 
     def measure(
@@ -148,11 +172,14 @@ class BlockMover:
         return state
 
     def _to_host(self, state: DeviceState, part: Sequence[tuple[int, int]]) -> None:
+        for (_, slot), block in zip(part, self._taken(state, part), strict=True):
+            self._host[slot] = jax.tree.map(self._to_host_memory, block)
+
+    def _taken(self, state: DeviceState, part: Sequence[tuple[int, Any]]) -> Sequence[HostBlock]:
+        """Copies of at most HOST_BUCKET blocks, on the device. part: begins each entry with the block."""
         index = np.zeros(HOST_BUCKET, np.int32)
         index[: len(part)] = [block for block, _ in part]
-        taken = self._take(state.pages, self._placement.put(index))
-        for (_, slot), block in zip(part, taken, strict=False):
-            self._host[slot] = jax.tree.map(self._to_host_memory, block)
+        return self._take(state.pages, self._placement.put(index))[: len(part)]
 
     def _to_host_memory(self, array: jax.Array) -> jax.Array | np.ndarray:
         if self._host_sharding is not None:
@@ -160,12 +187,14 @@ class BlockMover:
         return np.asarray(array) if self._placement.mesh is None else array  # on CPU it is in host memory
 
     def _to_device(self, state: DeviceState, part: Sequence[tuple[int, int]]) -> DeviceState:
+        return self._write(state, [(block, self._host[slot]) for slot, block in part])
+
+    def _write(self, state: DeviceState, part: Sequence[tuple[int, HostBlock]]) -> DeviceState:
         index = np.full(HOST_BUCKET, -1, np.int32)
-        index[: len(part)] = [block for _, block in part]
-        slots = [slot for slot, _ in part]
-        blocks = [jax.device_put(self._host[slot], self._block_sharding) for slot in slots]
-        blocks += [blocks[0]] * (HOST_BUCKET - len(blocks))
-        return self._put(state, self._placement.put(index), tuple(blocks))
+        index[: len(part)] = [block for block, _ in part]
+        contents = [jax.device_put(content, self._block_sharding) for _, content in part]
+        contents += [contents[0]] * (HOST_BUCKET - len(contents))
+        return self._put(state, self._placement.put(index), tuple(contents))
 
 
 def _pinned(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:

@@ -58,6 +58,11 @@ class LeaderRunner:
         """Refused: the other nodes cannot be given arrays."""
         raise EngineError(f"set_params: the engine has {self._group.size} processes: start all nodes again")
 
+    @property
+    def kv_layout(self) -> str:
+        """Empty: no node has all parts of a block."""
+        return ""
+
     def release(self) -> None:
         """Free the device state on all nodes."""
         self._group.send("release")

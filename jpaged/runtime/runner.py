@@ -6,6 +6,7 @@ engine makes the next plan, so the device never waits for the host.
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import RowMask, SamplerVariant, Scores, StepPlan, StepResult, TransferCosts
+from jpaged.engine.step_plan import BlockMove, RowMask, SamplerVariant, Scores, StepPlan, StepResult, TransferCosts
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.metrics import ProgramFigures
 from jpaged.models.kv_scales import KVScales
@@ -92,7 +93,10 @@ class ModelRunner:
         self.host_slots = host_slots(blueprint.config.swap_space, build.memory_plan.block_bytes)
         with phase("programs that copy"):
             self._upload_row = build.compile_upload_row()
-            self._mover = BlockMover(state, placement, host_slots=self.host_slots, store=build.store)
+            handover = blueprint.config.kv_handover or blueprint.config.prefill_engines > 0
+            self._mover = BlockMover(
+                state, placement, host_slots=self.host_slots, handover=handover, store=build.store
+            )
             self._uploader = None if spec.pools else ExtrasUploader(state, limits.max_model_len, placement, build.store)
         self.memory_plan = build.memory_plan
 
@@ -110,6 +114,8 @@ class ModelRunner:
         # On CPU a step of 64 tokens takes nearly twice as long as one of 32. Elsewhere both take as long as reading the
         # weights.
         self.min_jump_per_request = 1.0 if placement.platform == "cpu" else 0.0
+
+        self.kv_layout = _kv_layout(build, self._mover) if handover else ""
 
         self._build = build
         self._placement = placement
@@ -287,6 +293,33 @@ class ModelRunner:
         if of is None:
             return StepResult(token_ids, scores=scores)
         return StepResult(token_ids, of.logprobs, of.ranks, of.top_ids, of.top_logprobs, scores)
+
+    @property
+    def block_arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
+        """Shape and dtype of each array of a block, of all layers that share page arrays."""
+        return tuple((leaf.shape, leaf.dtype) for leaf in self._mover.block_arrays)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
+        """Copies of blocks in host memory, after all dispatched steps. `block_arrays` has their shapes and dtypes.
+
+        Waits for the device. Raises EngineError if it fails.
+        """
+        with pinned(DOWNLOADS), self._counter.watching(), self._recovering():
+            return self._mover.read(self._live_state, blocks)
+
+    def write_blocks(
+        self, moves: Sequence[tuple[BlockMove, int, int]], blocks: Sequence[int],
+        contents: Sequence[tuple[np.ndarray, ...]],
+    ) -> None:  # fmt: skip
+        """Run moves, and write contents of `read_blocks` into blocks, before the next step. Returns at once.
+
+        Raises EngineError if the device fails.
+        """
+        with pinned(), self._counter.watching(), self._recovering():
+            if len(moves):
+                self._state = self._mover.run(self._live_state, np.array(moves, np.int32))
+            if len(blocks):
+                self._state = self._mover.write(self._live_state, blocks, contents)
 
     def set_params(self, params: Params) -> None:
         """Replace the weights by a tree of the same structure, shapes, dtypes and placement. No compile, no copy.
@@ -504,3 +537,16 @@ def _spread(output: np.ndarray, plan: StepPlan) -> np.ndarray:
     spread = np.zeros((rows, *output.shape[1:]), output.dtype)
     spread[plan.samples] = output[:count]
     return spread
+
+
+def _kv_layout(build: FittedBuild, mover: BlockMover) -> str:
+    """See `engine.step_plan.Runner.kv_layout`. The weights themselves are not in it, only how they are stored."""
+    blueprint, limits = build.blueprint, build.limits
+    spec = hashlib.sha256(repr(blueprint.model.spec).encode()).hexdigest()[:16]
+    arrays = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in mover.block_arrays)
+    config = blueprint.config
+    return (
+        f"model {spec}, dtype {blueprint.model.params['embed'].dtype}, quantization {config.quantization} "
+        f"({config.quantized_activations}), blocks of {limits.block_size} tokens, windows "
+        f"{list(limits.kv_groups.windows)}, arrays {arrays}"
+    )

@@ -12,7 +12,7 @@ This class writes `Request.kv`. The scheduler writes `Request.schedule.num_compu
 
 from collections.abc import Iterable, Sequence
 
-from jpaged.engine.kv_cache.block_pool import BlockPool, prefix_root
+from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, prefix_root
 from jpaged.engine.kv_cache.block_table import FREED, NEVER, BlockTable
 from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.kv_cache.kv_integrity import check_block_tables
@@ -124,6 +124,34 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> Prefix:
         """The longest prefix of the request's known tokens whose KV is there; see `PrefixFinder.find`."""
         return self._prefixes.find(request)
+
+    def named_prefix(self, request: Request) -> list[tuple[BlockName, int]]:
+        """Names and blocks of the request's longest prefix on the device, one kv_group after another."""
+        prefix = self._prefixes.find_on_device(request)
+        found = []
+        for kv_group, tail in enumerate(prefix.tails):
+            first = prefix.num_blocks - len(tail)
+            found += [
+                (request.kv.name(request.token_ids, first + index, kv_group, self.block_size), block)
+                for index, block in enumerate(tail)
+            ]
+        return found
+
+    def adopt(self, names: Sequence[BlockName]) -> tuple[list[BlockName], list[int]]:
+        """Allocate free blocks for content from another engine, and add them to the prefix index as free blocks.
+
+        The caller writes the content before the next step. Returns the names that were not known, and their blocks:
+        the first ones, if there are too few free blocks for all.
+        """
+        pool = self.pool
+        known = [block for name in names if (block := pool.find(name)) is not None]
+        pool.share(known)  # so that they are not allocated
+        new = [name for name in names if pool.find(name) is None][: pool.num_free]
+        blocks = pool.allocate(len(new))
+        for name, block in zip(new, blocks, strict=True):
+            pool.put_name(block, name)
+        pool.free(known + blocks)
+        return new, blocks
 
     def may_share(self, request: Request, other: Request, num_tokens: int) -> bool:
         """Whether `request` may share the KV of its first tokens with `other`. num_tokens: whole blocks."""

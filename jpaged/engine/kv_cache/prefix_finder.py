@@ -58,6 +58,10 @@ class PrefixFinder:
         pays = self._costs is None or self._costs.moves_pay(both.num_on_host, gained)
         return both if pays else device
 
+    def find_on_device(self, request: Request) -> Prefix:
+        """The longest prefix of the request's known tokens whose KV is on the device, as `find`."""
+        return self._find(request, self._pool.find)
+
     def _find_in_both_tiers(self, name: BlockName) -> int | None:
         block = self._pool.find(name)
         return ON_HOST if block is None and self._pool.find_on_host(name) else block
