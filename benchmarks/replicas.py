@@ -63,6 +63,10 @@ class Front(Protocol):
         """Send SIGKILL to one replica."""
         ...
 
+    def wait_until_whole(self) -> bool:
+        """Wait until there are two replicas again. False: the front end does not start servers."""
+        ...
+
 
 class Smg:
     """Two `jpaged serve` processes, and smg."""
@@ -91,6 +95,10 @@ class Smg:
     def kill_one(self) -> None:
         """Kill the first server."""
         self._servers[0].send_signal(signal.SIGKILL)
+
+    def wait_until_whole(self) -> bool:
+        """It does not start servers."""
+        return False
 
     def _run(self, name: str, command: Sequence[str]) -> subprocess.Popen:
         log = self._stack.enter_context((self._folder / f"{name}.log").open("w"))
@@ -125,15 +133,20 @@ class Ray:
         self._stack.callback(subprocess.run, [_program("ray"), "stop", "--force"], capture_output=True, env=env)
         subprocess.run([_program("serve"), "deploy", str(config)], check=True, capture_output=True, env=env)
         _wait_for(f"{self.url}/v1/models")
-        deadline = time.monotonic() + 300
-        while len(self._replicas()) < 2 or b"RUNNING" not in self._status():
-            if time.monotonic() > deadline:
-                raise RuntimeError(self._status().decode())
-            time.sleep(1)
+        self.wait_until_whole()
 
     def kill_one(self) -> None:
         """Kill a replica's process."""
         os.kill(self._replicas()[0], signal.SIGKILL)
+
+    def wait_until_whole(self) -> bool:
+        """Wait until Ray reports two running replicas."""
+        deadline = time.monotonic() + 300
+        while len(self._replicas()) < 2 or b"RUNNING: 2" not in self._status():
+            if time.monotonic() > deadline:
+                raise RuntimeError(self._status().decode())
+            time.sleep(0.5)
+        return True
 
     def _status(self) -> bytes:
         return subprocess.run([_program("serve"), "status"], capture_output=True, env=_environment(), check=True).stdout
@@ -241,6 +254,7 @@ async def measure(front: Front, streams: int) -> dict[str, Any]:
     steady, _ = await phase(front, prompts, streams, "steady")
     killed, moment = await phase(front, prompts, streams, "killed", len(prompts) // 3)
     after, _ = await phase(front, prompts, streams, "after")
+    whole_again = time.monotonic() - moment if await asyncio.to_thread(front.wait_until_whole) else None
     texts = {answer.prompt: answer.text for answer in steady}
     failed = [answer for answer in killed if answer.error]
     open_then = [answer for answer in killed if answer.began < moment < answer.ended]
@@ -255,6 +269,7 @@ async def measure(front: Front, streams: int) -> dict[str, Any]:
         "failed_of_others": len([answer for answer in failed if answer not in open_then]),
         "errors": sorted({answer.error for answer in (*steady, *failed, *after) if answer.error}),
         "after_failed": sum(bool(answer.error) for answer in after),
+        "seconds_until_two_again": None if whole_again is None else round(whole_again, 1),
         "other_texts": sum(answer.text != texts[answer.prompt] for answer in whole),
     }
 

@@ -130,7 +130,8 @@ class LLM(EngineAccess):
         self.generate(prompt, params, use_tqdm=False)
         with self._exclusive("take_kv"):
             handover = engine.take_kv(self._request_group(engine, 0, prompt, params, 1, 0))
-        return dataclasses.replace(handover, layout=f"{weights_name(self.config, live=self._is_live)}, {handover.layout}").to_bytes()
+        weights = weights_name(self.config, live=self._is_live)
+        return dataclasses.replace(handover, layout=f"{weights}, {handover.layout}").to_bytes()
 
     def put_kv(self, data: bytes) -> int:
         """Add the KV of `take_kv` to the prefix cache. Returns the number of new blocks.
