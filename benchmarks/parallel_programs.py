@@ -17,6 +17,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from jpaged.collectives import COLLECTIVES
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading.described import describe
@@ -35,7 +36,6 @@ LLAMA_70B = {
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "hidden_act": "silu",
 }  # fmt: skip
-COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 LARGE = 1 << 20  # bytes of a copy that counts
 BLOCKS = 4096    # of the KV pool
 ROWS = 64
@@ -45,10 +45,9 @@ def collectives(text: str) -> dict[str, list[int]]:
     """Bytes of the result of each collective of a program, by kind."""
     found: dict[str, list[int]] = {}
     for operation in Program(text).operations():
-        kind, start, _ = operation.kind.partition("-start")
-        if kind in COLLECTIVES:
+        if kind := operation.collective:
             # the start of an asynchronous one shows its operand as well
-            half = start and operation.shape.startswith("(")
+            half = operation.is_transfer and operation.shape.startswith("(")
             anywhere = re.sub(r"\{[^{}]*\}", "", operation.shape)  # without layouts, which say what is not in HBM
             found.setdefault(kind, []).append(sum(array_bytes(anywhere)) // (2 if half else 1))
     return found

@@ -172,6 +172,8 @@ def plan(
     device_memory: int | None = None,
     request_lens: Sequence[int] = (),
     roofline_context: int | None = None,
+    link_bandwidth: float | None = None,
+    link_latency: float | None = None,
     progress: bool = False,
 ) -> EnginePlan:
     """Plan an engine's memory. Reads no weights, and allocates no device memory.
@@ -182,6 +184,8 @@ def plan(
     device_memory: bytes; None = the target's own.
     request_lens:  lengths in tokens, to count how many requests run at once; () = powers of two, and max_model_len.
     roofline_context: also predict the times of steps whose requests have this many tokens. None = do not.
+    link_bandwidth, link_latency: of the prediction: bytes a second that a device sends to others, and seconds of a step
+                   (`collectives.Link`). None = the target's own link.
     progress:      show a bar while the programs of the prediction are compiled.
     Raises RequestError for a bad argument, and ModelLoadError for a model or an option that the engine would refuse.
     """
@@ -202,6 +206,11 @@ def plan(
         raise RequestError("roofline_context", roofline_context, "must be at least 1 token")
     if roofline_context is not None and (target is None or target == "cpu") and device_memory is None:
         raise RequestError("target", target, "must be a GPU or TPU for --roofline: h200, a100, l4, v5e and so on")
+    link = {"bandwidth": link_bandwidth, "latency": link_latency}
+    for name, value in link.items():
+        if value is not None and (roofline_context is None or config.tensor_parallel_size == 1):
+            reason = "has an effect with --roofline and --tensor-parallel-size above 1 only: leave it out"
+            raise RequestError(f"link_{name}", value, reason)
     from jpaged.loading.described import describe
     from jpaged.models.sharding import find_devices, shards_of
     from jpaged.runtime.memory import start_backend
@@ -214,6 +223,9 @@ def plan(
     kind = None if name is None else TARGETS[name]
     if kind is not None and device_memory is not None:
         kind = with_memory(kind, device_memory)
+    if kind is not None and kind.link is not None:
+        given = {name: value for name, value in link.items() if value is not None}
+        kind = dataclasses.replace(kind, link=dataclasses.replace(kind.link, **given))
     device = "an NVIDIA GPU" if target is None and kind is not None else None
     platform = None if kind is None else kind.platform
     if kind is None:

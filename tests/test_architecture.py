@@ -53,6 +53,7 @@ SHARED = {
     "jpaged.answers",
     "jpaged.chat",
     "jpaged.child_process",
+    "jpaged.collectives",
     "jpaged.config",
     "jpaged.engine_arguments",
     "jpaged.errors",

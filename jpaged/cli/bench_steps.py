@@ -103,4 +103,7 @@ def engine_shape(runner: Any) -> Any:
         row_buckets=tuple(sorted({shape.rows for shape in shapes if shape.is_decode})),
         token_buckets=tuple(sorted({shape.tokens for shape in shapes if not shape.is_decode})),
         block_bytes=runner.memory_plan.block_bytes,
+        num_devices=runner.num_devices,
+        num_layers=runner.spec.num_layers,
+        hidden_bytes=runner.hidden_bytes,
     )

@@ -10,6 +10,8 @@ import tyro
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.cli.results import OutputJson, check_writable, write_json
 
+OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+
 
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class Plan:
     Example: jpaged plan Qwen/Qwen3-0.6B --target v5e --max-num-seqs 64 --request-len 2048 8192
 
     Example: jpaged plan meta-llama/Llama-3.1-8B --target h200 --roofline
+
+    Example: jpaged plan meta-llama/Llama-3.1-70B --target h200 --tensor-parallel-size 8 --roofline
     """
 
     model_argument: ModelArgument = None
@@ -46,6 +50,13 @@ class Plan:
 
     roofline_context: Annotated[int, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = 1024
     """Tokens of each request in the predicted steps. Default: 1024."""
+
+    link_bandwidth: OptionalFloat = None
+    """Bytes a second that a device sends to the other devices, for --roofline with --tensor-parallel-size. Default: the
+    target's usual link (450e9 for h100 and h200)."""
+
+    link_latency: OptionalFloat = None
+    """Seconds of one step of a collective. Default: the target's usual link (1.9e-6 for h100 and h200)."""
 
     output_json: OutputJson = None
     """Write the plan to this file, as JSON."""
@@ -72,7 +83,8 @@ class Plan:
         with waiting:
             result = plan(
                 options.pop("model"), options, target=self.target, device_memory=size, request_lens=self.request_len,
-                roofline_context=context, progress=bar,
+                roofline_context=context, link_bandwidth=self.link_bandwidth, link_latency=self.link_latency,
+                progress=bar,
             )  # fmt: skip
         print(text_of(result))
         write_json(self.output_json, figures_of(result))
@@ -138,6 +150,18 @@ def _roofline_lines(roofline: Any) -> list[str]:
             f"{cost.program:38}{cost.kernels:8}{commands:>9}{cost.loops:6}{cost.bytes_moved / 1e9:9.2f}"
             f"{cost.least_bytes / 1e9:9.2f}{1e3 * cost.seconds:8.2f}{1e3 * cost.least_seconds:8.2f}"
         )
+    if roofline.num_devices > 1:
+        lines += [
+            "",
+            f"collectives between {roofline.num_devices} devices, at {roofline.link}. They are part of the ms above,",
+            "but not of the limit. Nothing else is assumed to run at the same time.",
+            "",
+            f"{'program':38}{'kind':>20}{'count':>7}{'MB':>10}{'ms':>8}",
+        ]
+        lines += [
+            f"{cost.program:38}{one.kind:>20}{one.count:7}{one.num_bytes / 1e6:10.2f}{1e3 * one.seconds:8.2f}"
+            for cost in roofline.programs for one in cost.collectives
+        ]  # fmt: skip
     chosen = [f"{cost.program}: {cost.experts_read:.1f}" for cost in roofline.programs if cost.experts_read is not None]
     if chosen:
         lines += ["", "experts of a layer that are read, the expected number if all are equally likely:", *chosen]

@@ -40,6 +40,9 @@ class Simulate:
     Example: jpaged simulate --cost-model demo-cpu --num-requests 2000 --rate 2 --prompt-tokens lognormal:128:0.5
 
     Example: jpaged simulate --cost-model h200.json --trace day.csv --num-replicas 4 --routing prefix-affine
+
+    Example: jpaged simulate --cost-model h200.json --trace day.csv --tensor-parallel-size 8 --link-bandwidth 450e9
+    --link-latency 1.9e-6
     """
 
     cost_model: OptionalText = None
@@ -114,8 +117,27 @@ class Simulate:
     """max_tokens of each request, which the scheduler knows; the request ends earlier, at a stop token. Default: the
     number of tokens that it generates."""
 
-    num_replicas: int = 1
+    num_replicas: Annotated[int, tyro.conf.arg(aliases=["--data-parallel-size"])] = 1
     """Number of engines. A router distributes the requests."""
+
+    tensor_parallel_size: int = 1
+    """Number of devices that each engine's model is split over. A prediction from a cost model of one device: its
+    seconds are divided by this number, and two all-reduces a layer, and one for the embedding, are added. The KV pool
+    of several devices is larger: give --num-blocks, which `jpaged plan --tensor-parallel-size` prints."""
+
+    link_bandwidth: OptionalFloat = None
+    """Bytes a second that a device sends to the other devices. 450e9: NVLink 4 (H100, H200). 300e9: NVLink 3 (A100).
+    32e9: PCIe 4. 100e9: TPU v5e. Needs --tensor-parallel-size above 1."""
+
+    link_latency: OptionalFloat = None
+    """Seconds of one step of an all-reduce. 1.9e-6: NVLink. 2.5e-6: PCIe. 1e-6: TPU."""
+
+    num_layers: OptionalInt = None
+    """Layers of the model, for --tensor-parallel-size. Default: the cost model's."""
+
+    hidden_bytes: OptionalInt = None
+    """Bytes of a token's hidden state, for --tensor-parallel-size: its size times 2 in bfloat16. Default: the cost
+    model's."""
 
     routing: Literal["round-robin", "least-loaded", "prefix-affine"] = "round-robin"
     """Choice of the replica. round-robin: in turn. least-loaded: the one with the fewest requests. prefix-affine: the
@@ -148,7 +170,8 @@ class Simulate:
     """The same in GiB. The cost model must contain the size of a block."""
 
     seconds_per_move: OptionalFloat = None
-    """Seconds to move a block to host memory, or back. Default: the cost model's per_moved_block."""
+    """Seconds to move a block to host memory, or back; with several devices, of all parts of a block at once. Default:
+    the cost model's per_moved_block."""
 
     output_json: OutputJson = None
     """Write all results, with distributions and the course over time, to this file, as JSON."""
@@ -165,7 +188,7 @@ class Simulate:
         if self.cost_model is None:
             forms = "a file of `jpaged bench steps --output-json`, demo-cpu, or fixed=SECONDS,per_token=SECONDS"
             raise RequestError("cost_model", None, f"give the durations of steps: {forms}")
-        cost = self._with_move(read_cost_model(self.cost_model))
+        cost = self._with_move(self._over_devices(read_cost_model(self.cost_model)))
         shape = self._shape(cost)
         options = self._options(cost, shape)
         check_writable(self.output_json)
@@ -211,14 +234,56 @@ class Simulate:
     def _print_engine(self, load: "Iterable[Arrival]", shape: "EngineShape") -> None:
         from jpaged.simulator.trace import Trace
 
+        devices = f"{self.tensor_parallel_size} devices, " if self.tensor_parallel_size > 1 else ""
         print(
-            f"Engine:                  {self.num_replicas} x {shape.max_num_seqs} rows, "
+            f"Engine:                  {self.num_replicas} x {devices}{shape.max_num_seqs} rows, "
             f"{shape.max_num_batched_tokens:,} tokens a step, {shape.num_blocks:,} blocks of {shape.block_size}, "
             f"{self.routing}"
         )
         ignored = isinstance(load, Trace) and load.has_priorities and self.scheduling_policy != "priority"
         note = "; the trace's priorities have an effect with --scheduling-policy priority only" if ignored else ""
         print(f"Policy:                  {self.scheduling_policy}{note}")
+
+    def _over_devices(self, cost: "CostModel") -> "CostModel":
+        """Return the cost model for `tensor_parallel_size` devices. Its engine has the shape of one of them."""
+        from jpaged.collectives import Link
+        from jpaged.simulator.cost import AllReduces
+
+        devices, engine = self.tensor_parallel_size, cost.engine
+        if devices < 1:
+            raise RequestError("tensor_parallel_size", devices, "must be a number of devices, from 1")
+        if devices == 1:
+            for name in ("link_bandwidth", "link_latency", "num_layers", "hidden_bytes"):
+                if getattr(self, name) is not None:
+                    reason = "has an effect with --tensor-parallel-size above 1 only: leave it out"
+                    raise RequestError(name, getattr(self, name), reason)
+            return cost
+        if engine is not None and engine.num_devices > 1:
+            measured = f"the cost model was measured on {engine.num_devices} devices and holds for them: leave it out"
+            raise RequestError("tensor_parallel_size", devices, measured)
+        if self.link_bandwidth is None:
+            raise RequestError("link_bandwidth", None, "give the bytes a device sends in a second: 450e9 for NVLink 4")
+        if self.link_latency is None:
+            raise RequestError("link_latency", None, "give the seconds of a step of an all-reduce: 1.9e-6 for NVLink 4")
+        sizes = {}
+        for name in ("num_layers", "hidden_bytes"):
+            given = getattr(self, name)
+            sizes[name] = given if given is not None or engine is None else getattr(engine, name)
+            if sizes[name] is None:
+                raise RequestError(name, None, "the cost model does not contain it: give it")
+            if sizes[name] < 1:
+                raise RequestError(name, sizes[name], "must be at least 1")
+        split = cost.split(
+            AllReduces(
+                num_devices=devices, count=2 * sizes["num_layers"] + 1, hidden_bytes=sizes["hidden_bytes"],
+                link=Link(self.link_bandwidth, self.link_latency),
+            )
+        )  # fmt: skip
+        if engine is None:
+            return split
+        block_bytes = None if engine.block_bytes is None else -(-engine.block_bytes // devices)
+        shape = dataclasses.replace(engine, num_devices=devices, block_bytes=block_bytes, **sizes)
+        return dataclasses.replace(split, engine=shape)
 
     def _with_move(self, cost: "CostModel") -> "CostModel":
         given = self.seconds_per_move
@@ -251,7 +316,8 @@ class Simulate:
             if self.num_blocks is None:
                 raise RequestError("num_blocks", None, "the cost model has no engine: give the number of KV blocks")
             measured = EngineShape(
-                self.num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, self.max_model_len or MAX_MODEL_LEN
+                self.num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, self.max_model_len or MAX_MODEL_LEN,
+                num_devices=self.tensor_parallel_size,
             )
         given = {name: getattr(self, name) for name in ("num_blocks", "block_size", "max_model_len")}
         shape = dataclasses.replace(measured, **{name: value for name, value in given.items() if value is not None})

@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+from jpaged.collectives import COLLECTIVES
+
 # Bytes of an element. HLO's names; those of fewer than 8 bits are stored in bytes.
 _ITEM_BYTES = {"pred": 1, "bf16": 2, "f16": 2} | {
     f"{kind}{bits}": bits // 8 for kind in ("s", "u", "f") for bits in (8, 16, 32, 64)
@@ -18,7 +20,7 @@ _SHAPE = re.compile(r"\b([a-z]+\d*)(?:e\dm\d\w*)?\[([\d,]*)\](?:\{([^{}]*)\})?")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)(.*)", re.MULTILINE)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*?^\}", re.MULTILINE | re.DOTALL)
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota",
-         "copy-done", "slice-done"}  # fmt: skip
+         "copy-done", "slice-done", *(f"{kind}-done" for kind in COLLECTIVES)}  # fmt: skip
 _PARTS = {"gather", "dynamic-slice", "slice"}        # read as much as they return
 _UPDATES = {"scatter", "dynamic-update-slice"}       # in place: read and write the update only
 _SAME = {"bitcast", "reshape", "get-tuple-element"}  # their operand under another name
@@ -51,6 +53,12 @@ class Operation:
         return self.kind.endswith("-start")
 
     @property
+    def collective(self) -> str:
+        """Name of an exchange between devices, one of `COLLECTIVES`; "" for other operations."""
+        kind = self.kind.removesuffix("-start")
+        return kind if kind in COLLECTIVES else ""
+
+    @property
     def turns(self) -> int | None:
         """Turns of a loop; None: the program decides."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
@@ -64,7 +72,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes and floating-point operations of one operation."""
+    """Bytes and floating-point operations of one operation. A collective reads its operands, and writes none."""
 
     operation: Operation
     read: int
@@ -126,6 +134,9 @@ class Program:
         return [operation.called(f"{value}_computation") for value in ("true", "false")]
 
     def _traffic_of(self, operation: Operation, around: Mapping[str, Operation]) -> Traffic:
+        if operation.collective:
+            operands = (around[name] for name in operation.operands if name in around)
+            return Traffic(operation, sum(sum(array_bytes(one.shape, anywhere=True)) for one in operands), 0, 0)
         if operation.is_transfer:  # the result names source, target and a scalar; the target is the smaller one
             arrays = [size for size in array_bytes(operation.shape, anywhere=True) if size > 4]
             moved = min(arrays, default=0)

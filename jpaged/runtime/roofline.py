@@ -2,18 +2,21 @@
 
 The programs are those that an engine runs, compiled for the device without having it. A prediction counts kernels,
 bytes and products. An operation takes as long as its bytes or its products take, whichever is longer, and at least as
-long as a small kernel does. These are estimates: the constants below are assumptions, not measurements.
+long as a small kernel does. Collectives between devices take as long as their bytes on the link, and nothing runs at
+the same time. These are estimates: the constants below are assumptions, not measurements.
 """
 
+import collections
 import dataclasses
 import itertools
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tqdm import tqdm
 
+from jpaged.collectives import Link, collective_seconds
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec
@@ -43,19 +46,30 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
+class CollectiveCost:
+    """Predicted cost of all collectives of one kind in one run of a program."""
+
+    kind: str       # one of `COLLECTIVES`
+    count: int
+    num_bytes: int  # as `collective_seconds` counts them
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """Predicted cost of one run of a program."""
+    """Predicted cost of one run of a program, on each device."""
 
     program: str
-    kernels: int           # those of loops once for each turn, and those of a condition's largest branch
+    kernels: int           # those of loops once for each turn, those of a condition's largest branch; no collectives
     commands: int | None   # that the host sends: CUDA graphs, kernels, copies. None: not an NVIDIA card
     loops: int             # whose turns the program decides: they are not in the other figures
     copies: int            # operations that only copy
     bytes_moved: int
     least_bytes: int       # weights and KV read once; of the experts, those of `experts_read`
-    seconds: float
-    least_seconds: float   # least_bytes at the full bandwidth, or the products at the full rate
+    seconds: float         # with the collectives
+    least_seconds: float   # without collectives: least_bytes at the full bandwidth, or the products at the full rate
     experts_read: float | None  # experts of a layer that some token chooses, see `experts_read`; None: has no experts
+    collectives: tuple[CollectiveCost, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +89,8 @@ class Roofline:
     device: str
     programs: tuple[ProgramCost, ...]
     steps: tuple[StepCost, ...]
+    num_devices: int = 1
+    link: Link | None = None  # between the devices
 
 
 def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progress: bool = False) -> Roofline:
@@ -85,6 +101,7 @@ def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progre
     """
     if target.missing is not None:
         raise ModelLoadError(f"roofline: the compiler for {target.device_kind} is in {target.missing}: install it")
+    num_devices = build.blueprint.placement.shards.count
     if not target.bandwidth or not target.flops:
         raise ModelLoadError(f"roofline: the rates of {target.device_kind} are not known; name a GPU or TPU as target")
     shapes = build.blueprint.program_shapes
@@ -111,15 +128,17 @@ def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progre
     for load, decode, greedy, random in zip(loads, costs[0:-1:3], costs[1:-1:3], costs[2:-1:3], strict=True):
         least = decode.least_seconds + greedy.least_seconds
         steps.append(StepCost(load, least, decode.seconds + greedy.seconds, decode.seconds + random.seconds))
-    return Roofline(target.device_kind, tuple(costs), tuple(steps))
+    return Roofline(target.device_kind, tuple(costs), tuple(steps), num_devices, target.link)
 
 
 def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> ProgramCost:
     with tempfile.TemporaryDirectory() as folder, target.tracing():
         program = Program(_with_dumps(build, folder).compile(shape).as_text() or "")
         commands = _commands(pathlib.Path(folder)) if target.platform == "gpu" else None
-    counted = list(_of_load(build, shape, load, program.traffic()))
-    seconds = sum(
+    traffic = list(program.traffic())
+    collectives = collective_costs(traffic, build.blueprint.placement.shards.count, target)
+    counted = list(_of_load(build, shape, load, (one for one in traffic if not one.operation.collective)))
+    seconds = sum(one.seconds for one in collectives) + sum(
         max(
             0.0 if operation.is_transfer else KERNEL_SECONDS[target.platform],
             moved / (BYTES_SHARE * target.bandwidth),
@@ -140,6 +159,29 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
         seconds=seconds + COMMAND_SECONDS * (commands or 1),
         least_seconds=max(least / target.bandwidth, flops / target.flops),
         experts_read=experts_read(build.blueprint.model.spec, shape, load),
+        collectives=collectives,
+    )
+
+
+def collective_costs(traffic: Iterable[Traffic], devices: int, target: Target) -> tuple[CollectiveCost, ...]:
+    """Costs of the collectives of a program over `devices` devices, by kind. Each takes at least a small kernel's time.
+
+    All programs have one axis of devices, so each collective is over all of them. One that starts early counts as well:
+    it is not predicted how much of it runs next to other operations.
+    """
+    found = collections.defaultdict(list)
+    for one in traffic:
+        if kind := one.operation.collective:
+            found[kind].append(one.read * (devices if kind == "all-gather" else 1))
+    if not found:
+        return ()
+    assert target.link is not None
+    least, link = KERNEL_SECONDS[target.platform], target.link
+    return tuple(
+        CollectiveCost(
+            kind, len(sizes), sum(sizes), sum(max(least, collective_seconds(kind, n, devices, link)) for n in sizes)
+        )
+        for kind, sizes in found.items()
     )
 
 
@@ -156,7 +198,7 @@ def _commands(folder: pathlib.Path) -> int:
 
 
 def _of_load(
-    build: FittedBuild, shape: Shape, load: Load, traffic: Iterator[Traffic]
+    build: FittedBuild, shape: Shape, load: Load, traffic: Iterable[Traffic]
 ) -> Iterator[tuple[Operation, int, int]]:
     """Each operation with its bytes and products. Kernels over pages move those of the load, not the whole arrays."""
     layer = -1
@@ -175,8 +217,8 @@ def _of_load(
 
 
 def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, layer: int) -> tuple[int, int]:
-    """Bytes and products of a kernel over pages."""
-    spec, item = build.blueprint.model.spec, build.blueprint.dtype.itemsize
+    """Bytes and products of a kernel over pages, on one device."""
+    spec, item = build.blueprint.local_spec, build.blueprint.dtype.itemsize
     keys, key_bytes = _keys(build, load, layer), _token_bytes(build)
     queries = shape.tokens * spec.num_heads * spec.head_dim * item
     if name.startswith("write_"):
@@ -196,7 +238,7 @@ def _keys(build: FittedBuild, load: Load, layer: int) -> int:
 
 
 def _token_bytes(build: FittedBuild) -> int:
-    """KV bytes of a token in one layer."""
+    """KV bytes of a token in one layer, on one device."""
     limits = build.limits
     return build.blueprint.block_bytes // (limits.block_size * limits.kv_groups.num_arrays)
 

@@ -108,6 +108,8 @@ class ModelRunner:
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.max_model_len = limits.max_model_len
         self.vocab_size = spec.vocab_size
+        self.num_devices = placement.shards.count
+        self.hidden_bytes = spec.hidden_size * blueprint.dtype.itemsize  # of a token
         self.max_logprobs = blueprint.num_logprobs
         longrope = spec.rope is not None and spec.rope.scaling == "longrope"
         self.longrope_switch_len = spec.rope.original_max_position if longrope else None

@@ -13,9 +13,17 @@ import os
 import jax
 from jax.experimental import topologies
 
+from jpaged.collectives import Link
 from jpaged.errors import ModelLoadError
 
 GB = 10**9
+
+# Usual links. Bandwidths are the vendors': half of the figure that counts both directions. A ring of TPUs uses two of a
+# chip's ports. v5e and v6e have 4 ports, v5p has 6. Latencies: a step of NCCL's ring with LL128 (hwLat in its
+# tuning.cc), and about 1 us for a hop between TPUs (Austin et al., How to Scale Your Model). NCCL reaches 370 of the
+# 450 GB/s on 8 H100, with arrays of gigabytes (the same).
+_NVLINK_4, _NVLINK_3, _PCIE_4 = Link(450 * GB, 1.9e-6), Link(300 * GB, 1.9e-6), Link(32 * GB, 2.5e-6)
+_ICI_V5E, _ICI_V6E, _ICI_V5P = Link(100 * GB, 1e-6), Link(200 * GB, 1e-6), Link(200 * GB, 1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Target:
     l2_bytes: int = 0                # NVIDIA only
     clock_ghz: float = 0.0           # NVIDIA only
     topology: str = ""               # TPU only: the smallest slice, as libtpu names it
+    link: Link | None = None         # to the other devices of a machine or slice; None: not known
 
     def slice_of(self, count: int) -> str:
         """TPU only: the smallest slice with `count` chips, as libtpu names it. Raises ModelLoadError."""
@@ -145,32 +154,36 @@ device_description_str: "{target.device_kind}"
 
 def _nvidia(
     name: str, kind: str, memory_gb: int, cores: int, capability: str, gb_a_second: int, tera: int, l2_mib: int,
-    clock: float,
+    clock: float, link: Link,
 ) -> Target:  # fmt: skip
     return Target(
-        name, "gpu", kind, memory_gb * GB, cores, capability, gb_a_second * GB, tera * 10**12, l2_mib * 2**20, clock
-    )
+        name, "gpu", kind, memory_gb * GB, cores, capability, gb_a_second * GB, tera * 10**12, l2_mib * 2**20, clock,
+        link=link,
+    )  # fmt: skip
 
 
-def _tpu(name: str, kind: str, memory_gb: int, gb_a_second: int, tera: int, topology: str, cores: int = 1) -> Target:
+def _tpu(
+    name: str, kind: str, memory_gb: int, gb_a_second: int, tera: int, topology: str, link: Link, cores: int = 1
+) -> Target:
     return Target(
-        name, "tpu", kind, memory_gb * GB, cores, bandwidth=gb_a_second * GB, flops=tera * 10**12, topology=topology
-    )
+        name, "tpu", kind, memory_gb * GB, cores, bandwidth=gb_a_second * GB, flops=tera * 10**12, topology=topology,
+        link=link,
+    )  # fmt: skip
 
 
 TARGETS = {
     target.name: target
     for target in (
-        _nvidia("h200", "NVIDIA H200", 141, 132, "9.0", 4800, 989, 50, 1.98),
-        _nvidia("h100", "NVIDIA H100 80GB HBM3", 80, 132, "9.0", 3350, 989, 50, 1.98),
-        _nvidia("a100", "NVIDIA A100-SXM4-80GB", 80, 108, "8.0", 2039, 312, 40, 1.41),
-        _nvidia("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 108, "8.0", 1555, 312, 40, 1.41),
-        _nvidia("l40s", "NVIDIA L40S", 48, 142, "8.9", 864, 362, 96, 2.52),
-        _nvidia("l4", "NVIDIA L4", 24, 58, "8.9", 300, 121, 48, 2.04),
-        _nvidia("a10", "NVIDIA A10", 24, 72, "8.6", 600, 125, 6, 1.695),
-        _tpu("v5e", "TPU v5 lite", 16, 819, 197, "v5e:2x2"),
-        _tpu("v6e", "TPU v6 lite", 32, 1640, 918, "v6e:2x2"),
-        _tpu("v5p", "TPU v5", 95, 2765, 459, "v5p:2x2x1", cores=2),
+        _nvidia("h200", "NVIDIA H200", 141, 132, "9.0", 4800, 989, 50, 1.98, _NVLINK_4),
+        _nvidia("h100", "NVIDIA H100 80GB HBM3", 80, 132, "9.0", 3350, 989, 50, 1.98, _NVLINK_4),
+        _nvidia("a100", "NVIDIA A100-SXM4-80GB", 80, 108, "8.0", 2039, 312, 40, 1.41, _NVLINK_3),
+        _nvidia("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, 108, "8.0", 1555, 312, 40, 1.41, _NVLINK_3),
+        _nvidia("l40s", "NVIDIA L40S", 48, 142, "8.9", 864, 362, 96, 2.52, _PCIE_4),
+        _nvidia("l4", "NVIDIA L4", 24, 58, "8.9", 300, 121, 48, 2.04, _PCIE_4),
+        _nvidia("a10", "NVIDIA A10", 24, 72, "8.6", 600, 125, 6, 1.695, _PCIE_4),
+        _tpu("v5e", "TPU v5 lite", 16, 819, 197, "v5e:2x2", _ICI_V5E),
+        _tpu("v6e", "TPU v6 lite", 32, 1640, 918, "v6e:2x2", _ICI_V6E),
+        _tpu("v5p", "TPU v5", 95, 2765, 459, "v5p:2x2x1", _ICI_V5P, cores=2),
         Target("cpu", "cpu", "cpu"),
     )
 }

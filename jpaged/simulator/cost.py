@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.collectives import Link, all_reduce_seconds
 from jpaged.errors import RequestError
 from jpaged.simulator.step_load import FEATURES, EngineShape, StepLoad
 
@@ -35,6 +36,21 @@ class MeasuredStep:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduces:
+    """The all-reduces of a step of a model that is split over several devices. Those of sampling are small: not here.
+    """
+
+    num_devices: int
+    count: int         # two a layer, and one for the embedding
+    hidden_bytes: int  # size of a token's hidden state; an all-reduce adds one for each token of the step
+    link: Link
+
+    def seconds(self, load: StepLoad) -> float:
+        """Return the seconds of all of them. Nothing is assumed to run at the same time."""
+        return self.count * all_reduce_seconds(load.tokens * self.hidden_bytes, self.num_devices, self.link)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Predicts the seconds of a step. Each coefficient is in seconds per unit of the quantity in its name."""
 
@@ -47,6 +63,7 @@ class CostModel:
     origin: str = "given by hand, not measured"  # source of the coefficients, printed with results
     engine: EngineShape | None = None            # the measured engine
     largest: StepLoad | None = None              # largest measured value of each feature
+    all_reduces: AllReduces | None = None        # between devices; None: one device, or measured with them
 
     def __post_init__(self) -> None:
         for name in COEFFICIENTS:
@@ -57,14 +74,33 @@ class CostModel:
             raise RequestError("cost_model", self.origin, "all coefficients are 0: a step would take no time")
 
     def seconds(self, load: StepLoad) -> float:
-        """Return the seconds of a step with this load."""
+        """Return the seconds of a step with this load, with its all-reduces."""
         return (
-            self.fixed
+            self.seconds_between_devices(load)
+            + self.fixed
             + self.per_token * load.tokens
             + self.per_row * load.rows
             + self.per_kv_token * load.kv_tokens
             + self.per_prompt_pair * load.prompt_pairs
             + self.per_moved_block * load.moved_blocks
+        )
+
+    def seconds_between_devices(self, load: StepLoad) -> float:
+        """Return the seconds of the all-reduces of a step; 0 if the model does not know them."""
+        return 0.0 if self.all_reduces is None else self.all_reduces.seconds(load)
+
+    def split(self, all_reduces: AllReduces) -> "CostModel":
+        """Return a prediction for several devices: the seconds of one device divided by their number, and all-reduces.
+
+        Weights and KV are split. Work that is not split (of the host, starts of kernels, norms) is in the coefficients
+        too, so the prediction is a lower bound.
+        """
+        count = all_reduces.num_devices
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name) / count for name in COEFFICIENTS},
+            origin=f"{self.origin}; predicted for {count} devices: divided by {count}, and all-reduces added",
+            all_reduces=all_reduces,
         )
 
     def goes_beyond(self, load: StepLoad) -> bool:
@@ -105,7 +141,7 @@ def fit(steps: Sequence[MeasuredStep], *, origin: str, engine: EngineShape) -> C
             if (solution >= 0).all() and error < best_error:
                 best, best_error = np.zeros(loads.shape[1]), error
                 best[columns] = solution
-    values = (float(value) for value in best / scale)
+    values: Any = (float(value) for value in best / scale)
     largest = StepLoad(*(float(value) for value in loads[:, 1:].max(axis=0)))
     return CostModel(**dict(zip(COEFFICIENTS, values, strict=True)), origin=origin, engine=engine, largest=largest)
 

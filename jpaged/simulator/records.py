@@ -41,13 +41,15 @@ class Records:
     steps: int = 0
     steps_beyond: int = 0     # steps with a load larger than every measured one
     busy: float = 0.0         # seconds of steps, summed over replicas
+    between_devices: float = 0.0  # seconds of all-reduces in them
     end: float = 0.0          # time of the last token
 
-    def note_step(self, computed_tokens: int, seconds: float, *, beyond: bool) -> None:
-        """Record that a step started."""
+    def note_step(self, computed_tokens: int, seconds: float, between_devices: float, *, beyond: bool) -> None:
+        """Record that a step started. between_devices: the part of `seconds` that its all-reduces take."""
         self.steps += 1
         self.computed_tokens += computed_tokens
         self.busy += seconds
+        self.between_devices += between_devices
         self.steps_beyond += beyond
 
     def note_start(self, request: Recorded, time: float) -> None:

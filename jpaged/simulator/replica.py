@@ -152,7 +152,8 @@ class Replica:
             load = self._meter.measure(step.plan, rows)
             seconds = self._cost.seconds(load)
             computed = step.plan.num_decodes + len(step.plan.prompt_tokens)
-            self._records.note_step(computed, seconds, beyond=self._cost.goes_beyond(load))
+            between = self._cost.seconds_between_devices(load)
+            self._records.note_step(computed, seconds, between, beyond=self._cost.goes_beyond(load))
             begin = now if before is None else before.end
             self._in_flight = _StepInFlight(step, rows, seconds, begin + seconds)
             if step.plan.row_inits:

@@ -57,6 +57,7 @@ class SimulationResult:
     queued: Latency                  # from arrival to the first step
     steps: int
     busy: float                      # share of time with a running step, averaged over replicas
+    between_devices: float           # share of the steps' time in all-reduces between devices
     preemptions: int
     recomputed_tokens: int
     useful_tokens: int               # computed tokens, without those recomputed after preemptions
@@ -114,6 +115,12 @@ class SimulationResult:
             f"KV use:                  {self.kv_use:.1%} on average, {self.kv_peak:.1%} at most",
             f"KV waste:                {self.kv_waste:.2%} of the slots held",
         ]
+        reduces = self.cost_model.all_reduces
+        if reduces is not None:
+            lines.append(
+                f"Between devices:         {self.between_devices:.1%} of the steps' time: {reduces.count} all-reduces "
+                f"a step over {reduces.num_devices} devices, at {reduces.link}"
+            )
         if self.host_blocks:
             lines.append(
                 f"Host tier:               {self.host_blocks:,} blocks, {self.blocks_to_host:,} moved there, "
@@ -132,6 +139,7 @@ class SimulationResult:
         apart = ("timeline", "cost_model", "engine", "scheduling", *LATENCIES)
         names = [field.name for field in dataclasses.fields(self) if field.name not in apart]
         data = {name: getattr(self, name) for name in names}
+        reduces = self.cost_model.all_reduces
         latencies = {name: dataclasses.asdict(getattr(self, name)) for name in LATENCIES}
         return {
             **data,
@@ -145,6 +153,7 @@ class SimulationResult:
             "cost_model": {
                 "origin": self.cost_model.origin,
                 **{name: getattr(self.cost_model, name) for name in COEFFICIENTS},
+                "all_reduces": None if reduces is None else dataclasses.asdict(reduces),
             },
             "engine": dataclasses.asdict(self.engine),
             "scheduling": dataclasses.asdict(self.scheduling),
@@ -177,6 +186,7 @@ def summarise(
         queued=Latency.of(records.queued),
         steps=records.steps,
         busy=records.busy / (records.end * len(replicas)) if records.end else 0.0,
+        between_devices=records.between_devices / records.busy if records.busy else 0.0,
         preemptions=sum(counter.preemptions for counter in counters),
         recomputed_tokens=recomputed,
         useful_tokens=records.computed_tokens - recomputed,

@@ -21,7 +21,10 @@ class EngineShape:
     # bucket. Empty: no padding.
     row_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
-    block_bytes: int | None = None  # size of the keys and values of a block; None: unknown
+    block_bytes: int | None = None  # size of the keys and values of a block, on one device; None: unknown
+    num_devices: int = 1            # that the model is split over
+    num_layers: int | None = None   # None: unknown
+    hidden_bytes: int | None = None  # size of a token's hidden state; None: unknown
 
     def resized(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> "EngineShape":
         """Return the shape with other limits. Its buckets end at the new limits, as they do in `LLM`."""

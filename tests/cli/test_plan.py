@@ -7,8 +7,9 @@ import pytest
 
 from jpaged import cli
 from jpaged.cli.flags import field_docs
-from jpaged.cli.plan import Plan
+from jpaged.cli.plan import Plan, _roofline_lines
 from jpaged.runtime import targets
+from jpaged.runtime.roofline import CollectiveCost, ProgramCost, Roofline
 from tests.runtime.test_plan import LLAMA, LLAMA_WEIGHTS
 
 
@@ -68,3 +69,14 @@ def test_the_help_names_every_target():
     help_text = field_docs(Plan)["target"]
     for name in targets.TARGETS:
         assert re.search(rf"\b{name}\b", help_text), name
+
+
+def test_collectives_are_printed_apart():
+    cost = ProgramCost("decode", 9, 1, 0, 0, 2 * 10**9, 10**9, 0.003, 0.002, None,
+                       (CollectiveCost("all-reduce", 161, 168_820_736, 0.0029),))  # fmt: skip
+    lines = _roofline_lines(Roofline("NVIDIA H200", (cost,), (), 8, targets.TARGETS["h200"].link))
+    assert "collectives between 8 devices, at 450 GB/s and 1.9 us a step. They are part of the ms above," in lines
+    (line,) = (line for line in lines if "all-reduce" in line)
+    assert line.split() == ["decode", "all-reduce", "161", "168.82", "2.90"]
+    alone = _roofline_lines(Roofline("NVIDIA H200", (cost,), ()))
+    assert not any("collectives" in line for line in alone)

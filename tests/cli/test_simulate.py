@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from jpaged import cli
+from jpaged.simulator.cost import SHIPPED
 
 HAND = ["--cost-model", "fixed=0.005,per_token=1e-5", "--num-blocks", "256", "--max-model-len", "512"]
 LOAD = ["--rate", "20", "--num-requests", "50", "--prompt-tokens", "uniform:20:90", "--output-tokens", "10"]
@@ -91,6 +92,60 @@ def test_a_trace_is_read_whole_before_anything_runs(tmp_path, capsys):
     assert "Requests" not in said.out
 
 
+TENSOR = ["--link-bandwidth", "100e9", "--link-latency", "1e-6", "--num-layers", "4", "--hidden-bytes", "8192"]
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_tensor_parallelism_divides_the_steps_and_adds_all_reduces(devices, tmp_path, capsys):
+    """One request at a time: steps of its prompt of 64 tokens, and of one token each. All times are known."""
+    load = ["--rate", "inf", "--concurrency", "1", "--num-requests", "3", "--prompt-tokens", "64", "--output-tokens",
+            "11", "--output-json", str(tmp_path / "figures.json")]  # fmt: skip
+    assert run(*HAND, *load, *TENSOR, "--tensor-parallel-size", str(devices)) == 0
+    printed = capsys.readouterr().out
+    data = json.loads((tmp_path / "figures.json").read_text())
+
+    def reduced(tokens: int) -> float:
+        array = tokens * 8192 / 100e9
+        one_shot = (devices - 1) * array + 1e-6
+        ring = 2 * (devices - 1) * (array / devices + 1e-6)
+        return 9 * min(one_shot, ring)
+
+    computed = 11 * 5e-3 + (64 + 10) * 1e-5
+    between = reduced(64) + 10 * reduced(1)
+    assert data["steps"] >= 33
+    assert data["duration"] == pytest.approx(3 * (computed / devices + between), rel=1e-9)
+    assert data["between_devices"] == pytest.approx(between / (computed / devices + between), rel=1e-9)
+    assert data["engine"]["num_devices"] == data["cost_model"]["all_reduces"]["num_devices"] == devices
+    assert f"predicted for {devices} devices: divided by {devices}, and all-reduces added" in printed
+    assert f"9 all-reduces a step over {devices} devices, at 100 GB/s and 1 us a step" in printed
+    assert f"Engine:                  1 x {devices} devices, 256 rows" in printed
+
+
+def test_a_measured_model_brings_its_sizes(tmp_path, capsys):
+    """demo-cpu: 6 layers, 256 float32 numbers a token. A model of several devices is not divided again."""
+    load = ["--rate", "9", "--num-requests", "9", "--prompt-tokens", "30", "--data-parallel-size", "2"]
+    words = [*load, "--tensor-parallel-size", "2", "--link-bandwidth", "1e9", "--link-latency", "1e-5"]
+    figures = tmp_path / "figures.json"
+    assert run("--cost-model", "demo-cpu", *words, "--output-json", str(figures)) == 0
+    printed = capsys.readouterr().out
+    assert "demo measured on cpu" in printed
+    assert "predicted for 2 devices" in printed
+    assert "2 x 2 devices, 32 rows" in printed
+    data = json.loads(figures.read_text())
+    assert (data["num_replicas"], data["engine"]["block_bytes"]) == (2, 49152)
+    assert data["cost_model"]["all_reduces"]["count"] == 13
+    assert data["cost_model"]["all_reduces"]["hidden_bytes"] == 1024
+    measured = json.loads((SHIPPED / "demo-cpu.json").read_text())
+    assert data["cost_model"]["per_token"] == pytest.approx(measured["seconds"]["per_token"] / 2)
+    measured["engine"]["num_devices"] = 4
+    path = tmp_path / "four.json"
+    path.write_text(json.dumps(measured))
+    assert run("--cost-model", str(path), *load) == 0
+    assert "predicted" not in capsys.readouterr().out
+    assert run("--cost-model", str(path), *words) == 2
+    assert "measured on 4 devices and holds for them: leave it out" in capsys.readouterr().err
+
+
 def test_the_shipped_model_names_its_engine(capsys):
     assert run("--cost-model", "demo-cpu", "--rate", "5", "--num-requests", "20", "--prompt-tokens", "30") == 0
     printed = capsys.readouterr().out
@@ -127,6 +182,16 @@ def test_the_shipped_model_names_its_engine(capsys):
         ([*HAND, *LOAD, "--host-blocks", "9", "--seconds-per-move", "0"], "seconds_per_move=0"),
         ([*HAND, *LOAD, "--host-blocks", "9", "--swap-space", "1"], "give one of them"),
         ([*HAND, *LOAD, "--swap-space", "1", "--seconds-per-move", "1e-5"], "give --host-blocks"),
+        ([*HAND, *LOAD, "--tensor-parallel-size", "0"], "tensor_parallel_size=0"),
+        ([*HAND, *LOAD, *TENSOR], "above 1 only: leave it out (link_bandwidth="),
+        ([*HAND, *LOAD, "--num-layers", "4"], "above 1 only: leave it out (num_layers=4)"),
+        ([*HAND, *LOAD, "--tensor-parallel-size", "2"], "(link_bandwidth=None)"),
+        ([*HAND, *LOAD, "--tensor-parallel-size", "2", *TENSOR[:2]], "(link_latency=None)"),
+        ([*HAND, *LOAD, "--tensor-parallel-size", "2", *TENSOR[:4]], "give it (num_layers=None)"),
+        ([*HAND, *LOAD, "--tensor-parallel-size", "2", *TENSOR[:6]], "give it (hidden_bytes=None)"),
+        ([*HAND, *LOAD, "--tensor-parallel-size", "2", *TENSOR, "--num-layers", "0"], "at least 1 (num_layers=0)"),
+        ([*HAND, *LOAD, "--tensor-parallel-size", "2", *TENSOR, "--link-bandwidth", "0"], "link_bandwidth=0"),
+        ([*HAND, *LOAD, "--tensor-parallel-size", "2", *TENSOR, "--link-latency", "-1"], "link_latency=-1"),
         ([*HAND, *LOAD, "--swap-space", "-1", "--seconds-per-move", "1e-5"], "swap_space=-1"),
     ],
 )

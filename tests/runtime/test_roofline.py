@@ -1,16 +1,21 @@
 """Predicted times of programs, compiled for devices that need not be there."""
 
 import dataclasses
+import json
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from jpaged import planning
+from jpaged.collectives import Link, collective_seconds
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.spec import DecoderSpec, Experts, QKNorm, Rope, param_shapes
 from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.roofline import Load, experts_read, least_bytes, predict
+from jpaged.runtime.program_text import Program
+from jpaged.runtime.roofline import KERNEL_SECONDS, Load, collective_costs, experts_read, least_bytes, predict
 from jpaged.runtime.step import ForwardShape
 from jpaged.runtime.targets import TARGETS, Target
 from tests.deviceless import H200, V5E, marks
@@ -21,6 +26,11 @@ SPEC = DecoderSpec(
     max_position=8192, rope=Rope(), qk_norm=QKNorm.HEAD,
 )  # fmt: skip
 KV = 2 * 8 * 128 * 2  # bytes of a token in a layer
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 4096,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def prediction(target: Target, layers: int, **options):
@@ -71,6 +81,94 @@ def test_one_kernel_for_gate_up_and_activation_is_a_kernel_less(target):
     assert chunk[0].bytes_moved - chunk[1].bytes_moved == saved
 
 
+# Both forms of an all-reduce, an all-gather and an all-to-all of tuples, as XLA writes them for GPU, TPU and CPU.
+EXCHANGES = """HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%layer (t: f32[64,1024]) -> f32[64,1024] {
+  %t = f32[64,1024]{1,0:T(8,128)S(1)} parameter(0)
+  ROOT %all-reduce.2 = f32[64,1024]{1,0} all-reduce(%t), channel_id=2, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+%test (u: f32[64,1024]) -> pred[] {
+  %u = f32[64,1024]{1,0} parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[64,1024], y: bf16[2,3]) -> f32[64,1024] {
+  %x = f32[64,1024]{1,0} parameter(0)
+  %y = bf16[2,3]{1,0} parameter(1)
+  %all-reduce-start = f32[64,1024]{1,0} all-reduce-start(%x), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add
+  %all-reduce-done = f32[64,1024]{1,0} all-reduce-done(%all-reduce-start)
+  %all-gather-start = (bf16[2,3]{1,0}, bf16[8,3]{1,0}) all-gather-start(%y), replica_groups=[1,4]<=[4], dimensions={0}
+  %all-gather-done = bf16[8,3]{1,0} all-gather-done(%all-gather-start)
+  %all-to-all = (f32[64,1024]{1,0}, bf16[2,3]{1,0}) all-to-all(%all-reduce-done, %y), replica_groups={{0,1,2,3}}
+  ROOT %while = f32[64,1024]{1,0} while(%x), condition=%test, body=%layer, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_collectives_of_a_text():
+    """An all-reduce in a loop counts once a turn; the ends of those that start early do not count."""
+    costs = collective_costs(list(Program(EXCHANGES).traffic()), 4, H200)
+    array = 64 * 1024 * 4
+    counted = {one.kind: (one.count, one.num_bytes) for one in costs}
+    assert counted == {"all-reduce": (4, 4 * array), "all-gather": (1, 8 * 3 * 2), "all-to-all": (1, array + 2 * 3 * 2)}
+    seconds = {one.kind: one.seconds for one in costs}
+    assert seconds["all-reduce"] == pytest.approx(4 * (3 * array / 450e9 + 1.9e-6))  # one-shot is shorter than the ring
+    assert seconds["all-gather"] == pytest.approx(3 * 1.9e-6, rel=1e-3)
+    assert seconds["all-to-all"] == KERNEL_SECONDS["gpu"]  # longer than 0.75 of the array at 450 GB/s, and a step
+
+
+def test_collectives_of_a_compiled_program():
+    """Two all-reduces and an all-gather over four of the CPU's devices."""
+    mesh = Mesh(jax.devices()[:4], "x")
+
+    def body(x):
+        once = jax.lax.psum(x, "x")
+        twice = jax.lax.psum(jnp.sin(once) * x, "x")
+        return twice + jax.lax.all_gather(x, "x").sum(0)
+
+    split = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")))
+    text = split.lower(jnp.zeros((4 * 16, 32))).compile().as_text()
+    costs = collective_costs(Program(text).traffic(), 4, dataclasses.replace(V5E, link=Link(1e9, 1e-6)))
+    array = 16 * 32 * 4
+    counted = {one.kind: (one.count, one.num_bytes) for one in costs}
+    assert counted == {"all-reduce": (2, 2 * array), "all-gather": (1, 4 * array)}
+    assert {one.kind: one.seconds for one in costs} == pytest.approx(
+        {"all-reduce": 2 * (3 * array / 1e9 + 1e-6), "all-gather": 3 * array / 1e9 + 3e-6}
+    )
+
+
+@pytest.mark.parametrize("target", [pytest.param(t, marks=marks(t), id=t.name) for t in (H200, V5E)])
+def test_the_collectives_of_a_split_model(target, tmp_path):
+    """Two all-reduces a layer and one for the embedding. Weights, pages and heads are those of one device."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    options = {"tensor_parallel_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 2048,
+               "row_buckets": (16,), "token_buckets": (256,)}  # fmt: skip
+    roofline = planning.plan(
+        str(tmp_path), options, target=target.name, roofline_context=1024, link_bandwidth=50e9
+    ).roofline
+    assert (roofline.num_devices, roofline.link) == (4, Link(50e9, target.link.latency))
+    decode, greedy, random, mixed = roofline.programs
+    array = 16 * 2048 * 2
+    (found,) = decode.collectives
+    assert (found.kind, found.count, found.num_bytes) == ("all-reduce", 5, 5 * array)
+    assert found.seconds == pytest.approx(5 * collective_seconds("all-reduce", array, 4, roofline.link))
+    assert [(one.kind, one.count, one.num_bytes) for one in mixed.collectives] == [("all-reduce", 5, 5 * 16 * array)]
+    assert greedy.collectives
+    assert "all-to-all" in {one.kind for one in random.collectives}
+    products = 2048 * (2 * 2048 + 2 * 1024 + 3 * 8192)
+    kv = 1024 * 2 * 8 * 128
+    assert decode.least_bytes == 2 * 2 * (products + kv) // 4  # bf16, 2 layers, 4 devices
+    assert decode.least_bytes < decode.bytes_moved < 1.3 * decode.least_bytes
+
+
 @pytest.mark.parametrize(("shape", "load", "read"), [
     (ForwardShape(True, 8, 8, 16), Load(1, 100), 4),                       # one token chooses 4
     (ForwardShape(True, 8, 8, 16), Load(3, 100), 16 * (1 - 0.75**3)),      # padding rows choose none
@@ -105,7 +203,13 @@ def test_devices_without_rates_or_compiler_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"roofline_context": 0}, "roofline_context=0"), ({"roofline_context": 9}, "must be a GPU or TPU"),
-     ({"roofline_context": 9, "target": "cpu"}, "must be a GPU or TPU")],
+     ({"roofline_context": 9, "target": "cpu"}, "must be a GPU or TPU"),
+     ({"link_bandwidth": 1e9, "options": {"tensor_parallel_size": 2}, "target": "l4"}, "with --roofline and"),
+     ({"link_latency": 1e-6, "roofline_context": 9, "target": "l4"}, "--tensor-parallel-size above 1 only"),
+     ({"link_bandwidth": 0, "options": {"tensor_parallel_size": 2}, "roofline_context": 9, "target": "l4"},
+      "link_bandwidth=0"),
+     ({"link_latency": -1, "options": {"tensor_parallel_size": 2}, "roofline_context": 9, "target": "l4"},
+      "link_latency=-1")],
 )  # fmt: skip
 def test_bad_arguments(options, message):
     with pytest.raises(RequestError, match=message):
