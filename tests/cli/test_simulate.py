@@ -236,5 +236,9 @@ def test_bench_steps_writes_what_simulate_reads(tmp_path, capsys):
     assert data["machine"]["jax"]
     assert {step["case"].split(": ")[1] for step in data["steps"]} == {"decode", "chunk"}
     assert data["engine"]["token_buckets"] == [64]
+    engine = data["engine"]
+    assert (engine["num_devices"], engine["num_layers"]) == (1, 6)
+    # a hidden state is 256 numbers, and so are the keys and values of a token in a layer
+    assert engine["block_bytes"] == engine["block_size"] * 6 * engine["hidden_bytes"]
     assert run("--cost-model", str(path), "--rate", "inf", "--num-requests", "9", "--prompt-tokens", "30") == 0
     assert "demo measured on cpu" in capsys.readouterr().out
