@@ -192,6 +192,7 @@ def _prepare(
                 progress=progress,
                 background=background,
                 owns_params=params is None,
+                before_first_run=(lambda: None) if group is None else group.wait_for_all,
             )
             runners.append(runner)
     except BaseException:

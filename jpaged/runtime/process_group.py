@@ -127,6 +127,25 @@ class ProcessGroup:
             ) from error
         return group
 
+    def wait_for_all(self) -> None:
+        """Wait until every process has called this. Ends this one if another is lost.
+
+        Processes compile at different speeds, and the first sum over devices waits 30 s only for the others (gloo).
+        """
+        lost = "node 0"
+        try:
+            for rank, channel in enumerate(self.channels, 1):
+                if self.rank == 0:
+                    lost = f"node {rank}"
+                    channel.receive()
+                else:
+                    channel.send("ready")
+                    channel.receive()
+        except (EOFError, OSError):
+            self.lost(lost)
+        if self.rank == 0:
+            self.send("ready")
+
     def send(self, *message: Any) -> None:
         """Node 0: send a message to every other node."""
         for rank, channel in enumerate(self.channels, 1):

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -71,6 +71,7 @@ class ModelRunner:
         background: bool = False,
         owns_params: bool = False,
         cache_counter: CacheCounter | None = None,
+        before_first_run: Callable[[], None] = lambda: None,
     ):
         """Compile the programs and allocate the device state. The engine's thread compiles nothing after that.
 
@@ -80,6 +81,7 @@ class ModelRunner:
         background: compile most programs after the constructor has returned, where programs are stored.
         owns_params: nothing else uses the weights, so `release` may delete them on the device.
         cache_counter: has counted the programs of `build`; None: a new one.
+        before_first_run: called when the programs exist, before any of them runs.
         """
         self._cache_counter = cache_counter or CacheCounter()
         blueprint, self._start = build.blueprint, time.perf_counter()
@@ -133,6 +135,7 @@ class ModelRunner:
         self._counter = CompileCounter()
         self._state: DeviceState | None = early.result() if early is not None else build.create_state()
         allocation.shutdown()
+        before_first_run()
         self.transfer_costs = self._measure_transfers() if self.host_slots else None
         self._background = self._compile_rest()
 
@@ -161,6 +164,7 @@ class ModelRunner:
         progress: bool = False,
         background: bool = False,
         owns_params: bool = False,
+        before_first_run: Callable[[], None] = lambda: None,
     ) -> "ModelRunner":
         """Size the pool by the device's free memory and make a runner: blueprint -> fitted build -> runner.
 
@@ -169,7 +173,7 @@ class ModelRunner:
         kv_scales:     of the checkpoint, for fp8 pages; None: 1.0.
         progress:      show a bar while compiling.
         background:    compile most programs after this has returned. Only where programs are stored.
-        owns_params:   see the constructor.
+        owns_params, before_first_run: see the constructor.
 
         Raises ModelLoadError for an option that does not fit the model or the memory.
         """
@@ -197,7 +201,7 @@ class ModelRunner:
                 build = blueprint.fit_device(folder)
             return cls(
                 build, params, token_mask, progress=progress, background=background, owns_params=owns_params,
-                cache_counter=counter,
+                cache_counter=counter, before_first_run=before_first_run,
             )  # fmt: skip
 
     def _compile_rest(self) -> BackgroundCompiler | None:

@@ -12,7 +12,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowExtras, RowInit, RowMask, SamplerVariant, StepPlan
 from jpaged.errors import ModelLoadError
-from jpaged.runtime.process_group import Channel, _connect, _gather, _listening, facts_of
+from jpaged.runtime.process_group import Channel, ProcessGroup, _connect, _gather, _listening, facts_of
 
 PLAN = StepPlan(
     rows=np.arange(3, dtype=np.int32), num_tokens=np.array([1, 1, 5], np.int32), num_decodes=2,
@@ -81,6 +81,17 @@ def test_nodes_meet_and_exchange_plans(config):
     channels[0].close()
     with pytest.raises((EOFError, OSError)):
         others[0].receive(5)
+
+
+def test_nodes_wait_for_each_other_before_the_first_step(config):
+    channels, *others = meet(config, *ranks(config, 3))
+    groups = [ProcessGroup(0, 3, channels), *(ProcessGroup(rank, 3, [each]) for rank, each in enumerate(others, 1))]
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        early = [threads.submit(group.wait_for_all) for group in groups[:2]]
+        assert not concurrent.futures.wait(early, 0.2).done
+        groups[2].wait_for_all()
+        for each in early:
+            each.result(5)
 
 
 def test_a_node_with_other_options_is_named_on_all_nodes(config):
