@@ -23,6 +23,7 @@ from jpaged.models.spec import Params
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized_dot.weight import (
     ARRAYS,
+    LANES,
     OUTPUTS,
     quantize_plain,
     refuse_group,
@@ -222,10 +223,11 @@ class Quantizer:
 
         shape: of the leaf, which the weights may be a part of.
 
-        On CPU the native kernels take the layout "tiles", and round activations to 8 bits. On TPU the kernel takes
-        4 bits and groups in the layout "lanes". All else has the layout "rows": on TPU and NVIDIA other products,
-        embeddings, whose rows are taken, and experts. On CPU it is fp8, and products with activations that are not
-        rounded. They dequantise blocks of outputs in every step, which is slow on CPU.
+        On CPU the native kernels take the layout "tiles", and round activations to 8 bits. On TPU the kernels take
+        4 bits and groups in the layout "lanes", of experts if their outputs are a multiple of 128. All else has the
+        layout "rows": on TPU and NVIDIA other products, and embeddings, whose rows are taken. On CPU it is fp8, and
+        products with activations that are not rounded. They dequantise blocks of outputs in every step, which is slow
+        on CPU.
         """
         if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight, shape):
             return to_tiles(weight)
@@ -233,7 +235,8 @@ class Quantizer:
         wanted = weight.activations if self.activations in ("auto", "fp8") else self.activations
         rounds = able and wanted == "int8" and self.platform != "cpu"
         on_lanes = self.platform == "tpu" and (weight.kind == "int4" or weight.groups > 1)
-        if on_lanes and name not in EXPERTS | {"embed"} and refuse_lanes(weight) is None:
+        whole_tiles = name not in EXPERTS or math.prod(shape[1:-1]) % LANES == 0
+        if on_lanes and name != "embed" and whole_tiles and refuse_lanes(weight) is None:
             made = to_lanes(weight)
         else:
             made = to_rows(weight)

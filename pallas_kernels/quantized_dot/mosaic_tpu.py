@@ -65,11 +65,13 @@ class Tiling:
     inputs: int  # of a block: divides the inputs, and is a multiple of a product's
 
     @classmethod
-    def by_rule(cls, rows: int, inputs: int, outputs: int, *, bits: int, group_size: int) -> "Tiling":
+    def by_rule(
+        cls, rows: int, inputs: int, outputs: int, *, bits: int, group_size: int, divides: bool = False
+    ) -> "Tiling":
         """rows, inputs, outputs: of the call. The largest block of codes within BLOCK_BYTES.
 
         The number of inputs need not have a divisor of a good size: 11,008 inputs in groups of 128 have 256 and 5,504.
-        So tiles of fewer outputs are tried, too.
+        So tiles of fewer outputs are tried, too. divides: a tile must divide the outputs, which are a multiple of 128.
         """
         groups = inputs // group_size
         unit = LANES if groups == 1 else max(group_size, LANES)
@@ -77,6 +79,7 @@ class Tiling:
         allowed = [
             (n * k * bits, n, k) for n in OUTPUTS for k in blocks
             if n * k * bits <= 8 * BLOCK_BYTES and k <= MOST_INPUTS and 20 * n * groups <= SCALE_BYTES
+            and not (divides and outputs % n)
         ]  # fmt: skip
         _, columns, block = max(allowed, default=(0, OUTPUTS[-1], unit))
         stacked = max(1, LANES // group_size)
@@ -94,6 +97,12 @@ class Problem:
     integers: bool    # products of int8
     tiling: Tiling
 
+    @classmethod
+    def of(cls, weight: QuantizedWeight, tiling: Tiling) -> "Problem":
+        """The facts of a product with these weights."""
+        integers = weight.activations == "int8"
+        return cls(weight.kind, weight.group_size, weight.groups, _is_symmetric(weight), integers, tiling)
+
     @property
     def width(self) -> int:
         """Inputs of a product."""
@@ -104,6 +113,21 @@ class Problem:
     @property
     def groups_of_product(self) -> int:
         return max(1, self.width // self.group_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the tiles of a program are, by the scalars that are prefetched.
+
+    rows:    (tile of the result's rows, scalars) -> tile of x. For one that is not needed it is the last needed one,
+             so that nothing is fetched.
+    outputs: (tile of the result's rows, tile of its outputs, scalars) -> tile of the weights' outputs.
+    needed:  (tile of the result's rows, scalars) -> whether it is computed.
+    """
+
+    rows: Callable[[Array, tuple[Ref, ...]], Array]
+    outputs: Callable[[Array, Array, tuple[Ref, ...]], Array]
+    needed: Callable[[Array, tuple[Ref, ...]], Array]
 
 
 def quantized_dot(
@@ -130,42 +154,54 @@ def quantized_dot(
     if integers:
         given["x"], row_scales = quantise_rows(x)
         given["row_scales"] = row_scales[:, None]
+    given |= arrays_of(weight)
+    problem = Problem.of(weight, tiling)
+    places = Places(
+        rows=lambda i, scalars: jnp.maximum(jnp.minimum(i, lax.div(scalars[0][0] - 1, tiling.rows)), 0),
+        outputs=lambda i, n, scalars: n,
+        needed=lambda i, scalars: i * tiling.rows < scalars[0][0],
+    )
+    scalars, dtype = (num_rows.reshape(1),), jnp.dtype(dtype)
+    return launch(problem, given, scalars, places, outputs, dtype, interpret, "quantized_dot_tpu")[:rows]
+
+
+def arrays_of(weight: QuantizedWeight) -> dict[str, Array]:
+    """The arrays of weights that the kernel reads, without missing ones."""
     if weight.layout == "lanes":
-        given |= {"scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
+        given = {"scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
     else:
-        given |= {"scales": weight.scales_by_group(), "mins": weight.mins_by_group()}
-    given["codes"] = weight.codes.reshape(outputs, inputs) if weight.kind == "int8" else weight.codes
-    given = {name: array for name, array in given.items() if array is not None}
-    problem = Problem(
-        weight.kind, weight.group_size, weight.groups, _is_symmetric(weight), integers, tiling
-    )  # fmt: skip
-    return _launch(problem, given, num_rows, jnp.dtype(dtype), interpret)[:rows]
+        given = {"scales": weight.scales_by_group(), "mins": weight.mins_by_group()}
+    given["codes"] = weight.codes.reshape(-1, weight.shape[-1]) if weight.kind == "int8" else weight.codes
+    return {name: array for name, array in given.items() if array is not None}
 
 
-def _launch(problem: Problem, given: dict[str, Array], num_rows: Array, dtype: Any, interpret: Any) -> Array:
+def launch(
+    problem: Problem, given: dict[str, Array], scalars: tuple[Array, ...], places: Places, outputs: int, dtype: Any,
+    interpret: Any, name: str,
+) -> Float[Array, "rows outputs"]:  # fmt: skip
+    """Run the kernel. given: x [rows, in], and `arrays_of` the weights. outputs: of the result."""
     tiling, (rows, inputs) = problem.tiling, given["x"].shape
-    outputs = given["scales"].shape[1]
-
-    def used(tile: Array, num_rows: Ref) -> Array:
-        """The tile itself, or the last one that is needed, so that tiles that are not needed fetch nothing."""
-        return jnp.maximum(jnp.minimum(tile, lax.div(num_rows[0] - 1, tiling.rows)), 0)
-
-    by_output = pl.BlockSpec((problem.groups, tiling.outputs), lambda i, n, k, _: (0, n))
+    by_output = pl.BlockSpec((problem.groups, tiling.outputs), lambda i, n, k, *s: (0, places.outputs(i, n, s)))
     specs = {
-        "x": pl.BlockSpec((tiling.rows, tiling.inputs), lambda i, n, k, count: (used(i, count), k)),
-        "row_scales": pl.BlockSpec((tiling.rows, 1), lambda i, n, k, count: (used(i, count), 0)),
+        "x": pl.BlockSpec((tiling.rows, tiling.inputs), lambda i, n, k, *s: (places.rows(i, s), k)),
+        "row_scales": pl.BlockSpec((tiling.rows, 1), lambda i, n, k, *s: (places.rows(i, s), 0)),
         "scales": by_output, "zeros": by_output, "mins": by_output,
-        "codes": pl.BlockSpec((tiling.inputs // WORD_INPUTS, tiling.outputs), lambda i, n, k, _: (k, n))
-        if problem.kind == "int4" else pl.BlockSpec((tiling.outputs, tiling.inputs), lambda i, n, k, _: (n, k)),
+        "codes": pl.BlockSpec(
+            (tiling.inputs // WORD_INPUTS, tiling.outputs), lambda i, n, k, *s: (k, places.outputs(i, n, s))
+        ) if problem.kind == "int4" else pl.BlockSpec(
+            (tiling.outputs, tiling.inputs), lambda i, n, k, *s: (places.outputs(i, n, s), k)
+        ),
     }  # fmt: skip
     grid = (pl.cdiv(rows, tiling.rows), pl.cdiv(outputs, tiling.outputs), inputs // tiling.inputs)
     sums = jnp.int32 if problem.integers and problem.groups == 1 else jnp.float32
     return pl.pallas_call(
-        functools.partial(_kernel, names=tuple(given), problem=problem),
+        functools.partial(
+            _kernel, names=tuple(given), problem=problem, places=places, num_scalars=len(scalars)
+        ),
         jax.ShapeDtypeStruct((rows, outputs), dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=grid, in_specs=[specs[name] for name in given],
-            out_specs=pl.BlockSpec((tiling.rows, tiling.outputs), lambda i, n, k, _: (i, n)),
+            num_scalar_prefetch=len(scalars), grid=grid, in_specs=[specs[name] for name in given],
+            out_specs=pl.BlockSpec((tiling.rows, tiling.outputs), lambda i, n, k, *_: (i, n)),
             scratch_shapes=[
                 pltpu.VMEM((tiling.rows, tiling.outputs), sums),
                 pltpu.VMEM((problem.groups, tiling.outputs), jnp.float32),
@@ -178,8 +214,8 @@ def _launch(problem: Problem, given: dict[str, Array], num_rows: Array, dtype: A
             bytes_accessed=sum(a.nbytes for a in given.values()) + rows * outputs * dtype.itemsize,
         ),
         interpret=interpret,
-        name="quantized_dot_tpu",
-    )(num_rows.reshape(1), *given.values())  # fmt: skip
+        name=name,
+    )(*scalars, *given.values())  # fmt: skip
 
 
 def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | None:
@@ -207,11 +243,12 @@ def _is_symmetric(weight: QuantizedWeight) -> bool:
     return weight.zeros is None and weight.mins is None
 
 
-def _kernel(num_rows_ref: Ref, *refs: Ref, names: tuple[str, ...], problem: Problem) -> None:
+def _kernel(*refs: Ref, names: tuple[str, ...], problem: Problem, places: Places, num_scalars: int) -> None:
+    scalars, refs = refs[:num_scalars], refs[num_scalars:]
     given = dict(zip(names, refs, strict=False))
     out_ref, total_ref, scales_ref, x_sums_ref = refs[len(names) :]
     first, block, last = pl.program_id(1) == 0, pl.program_id(2), pl.num_programs(2) - 1
-    needed = pl.program_id(0) * problem.tiling.rows < num_rows_ref[0]
+    needed = places.needed(pl.program_id(0), scalars)
     has_offsets = problem.kind == "int4" or "mins" in given
 
     @pl.when(needed & (block == 0))

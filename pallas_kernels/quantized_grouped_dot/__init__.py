@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.checks import expect_blocks, expect_floats
 from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, traced_platform
 from pallas_kernels.quantized_dot.weight import QuantizedWeight, refuse_activations, refuse_matrices
-from pallas_kernels.quantized_grouped_dot import cpu, reference, triton, xla
+from pallas_kernels.quantized_grouped_dot import cpu, mosaic_tpu, reference, triton, xla
 
 
 def _of_all_rows(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,6 +25,7 @@ IMPLEMENTATIONS = {
     "xla": Implementation(_of_all_rows(xla.quantized_grouped_dot)),
     "cpu": Implementation(cpu.quantized_grouped_dot, cpu.refuse),
     "triton": Implementation(_of_all_rows(compiled_on("cuda", triton.quantized_grouped_dot)), triton.refuse),
+    "mosaic_tpu": Implementation(_of_all_rows(compiled_on("tpu", mosaic_tpu.quantized_grouped_dot)), mosaic_tpu.refuse),
 }
 
 
@@ -40,28 +41,30 @@ def quantized_grouped_dot(
     """x[i] @ weight[matrix_of_block[i]].T for the first `num_blocks_used` blocks. The others are undefined.
 
     Layout "tiles": rows of x are rounded to 8 bits, as in `quantized_dot`, and a row has the bits that `quantized_dot`
-    gives it, in any block. Layout "rows": with `weight.activations` "fp8", rows are rounded to e4m3 as in
+    gives it, in any block. Layouts "rows" and "lanes": with `weight.activations` "fp8", rows are rounded to e4m3 as in
     `quantized_dot`. Otherwise x is not rounded. The bits of a row do not depend on the other rows of its block. With
     "triton" they depend on the tiling: blocks have up to 16 rows, up to 32, or more.
 
-    weight:          [matrices, ..., in], in the layout "rows" or "tiles". All axes between are one axis of the result.
-                     With "tiles" that axis must be a multiple of 16.
+    weight:          [matrices, ..., in], in the layout "rows", "tiles" or "lanes". All axes between are one axis of
+                     the result. With "tiles" that axis must be a multiple of 16.
     matrix_of_block: int32 in [0, matrices), not checked. Blocks of the same matrix should be neighbours.
     rows_of_block:   int32, number of each block's first rows that are needed; None: all. The results of the others are
                      undefined, but finite if x is. Only "cpu" skips them.
     implementation:  None: the best one for the platform that the call is lowered for. To lower for a missing card,
                      trace in a mesh that describes it. "xla" is a loop over the used blocks, which dequantises one
                      matrix at a time. "cpu" is a native kernel for CPU, for the layout "tiles". "triton" is a kernel
-                     for NVIDIA, for the layout "rows": it multiplies codes, and makes no copy of a matrix. On CPU it
-                     runs in interpret mode. "reference" dequantises the matrix of every block. It rounds x only to fp8.
+                     for NVIDIA, for the layout "rows", and "mosaic_tpu" one for TPU, for the layout "lanes", and "rows"
+                     of int8 with one group an output. They multiply codes, and make no copy of a matrix. On CPU these
+                     two run in interpret mode. "reference" dequantises the matrix of every block. It rounds x only to
+                     fp8.
 
     Returns x's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the
     implementation refuses them.
     """
     expect_floats("x", x, "[blocks, rows, in]")
-    if weight.layout not in ("rows", "tiles") or len(weight.shape) < 3 or weight.shape[-1] != x.shape[2]:
+    if weight.layout not in ("rows", "tiles", "lanes") or len(weight.shape) < 3 or weight.shape[-1] != x.shape[2]:
         found = f"weight {weight.shape} in the layout {weight.layout}"
-        accepted = f"must be [matrices, ..., {x.shape[2]}] in the layout rows or tiles"
+        accepted = f"must be [matrices, ..., {x.shape[2]}] in the layout rows, tiles or lanes"
         raise ValueError(f"{found}: {accepted}, as x is {x.shape}")
     if weight.layout == "tiles" and (reason := refuse_matrices(weight.shape)) is not None:
         raise ValueError(f"weight {weight.shape} in the layout tiles: {reason}")
@@ -70,7 +73,7 @@ def quantized_grouped_dot(
     rows_of_block = expect_blocks(x, matrix_of_block, rows_of_block)
     if weight.order is not None:
         x = x[..., weight.order]
-    activations = "float" if weight.layout == "rows" and weight.activations == "int8" else weight.activations
+    activations = "float" if weight.layout != "tiles" and weight.activations == "int8" else weight.activations
     weight = dataclasses.replace(weight, order=None, activations=activations)
     call = (
         x, weight, matrix_of_block.astype(jnp.int32), jnp.asarray(num_blocks_used, jnp.int32),
@@ -86,5 +89,7 @@ def quantized_grouped_dot(
     # tracing the kernel takes 0.1 s: only where the device is meant
     if traced_platform() == "gpu" and triton.refuse(default_device(), x, weight) is None:
         names["cuda"] = "triton"
+    if traced_platform() == "tpu" and mosaic_tpu.refuse(default_device(), x, weight) is None:
+        names["tpu"] = "mosaic_tpu"
     default, kernels = IMPLEMENTATIONS["xla"].call, {on: IMPLEMENTATIONS[name].call for on, name in names.items()}
     return jax.lax.platform_dependent(*call, **kernels, default=default) if kernels else default(*call)

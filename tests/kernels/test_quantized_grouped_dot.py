@@ -96,7 +96,7 @@ def test_an_order_of_inputs_and_activations_that_are_not_rounded():
         ({"x": jnp.zeros((5, 64), jnp.bfloat16)}, r"x \(5, 64\): must be"),
         ({"x": jnp.zeros((5, 8, 96), jnp.bfloat16)}, r"weight \(4, 37, 64\) .*: must be \[matrices, ..., 96\]"),
         ({"weight": Case("int4", 64).shapes()}, r"weight \(37, 64\) .*: must be \[matrices"),
-        ({"weight": Case("int4", 64, matrices=4).drawn()}, "in the layout plain: must be .* rows or tiles"),
+        ({"weight": Case("int4", 64, matrices=4).drawn()}, "in the layout plain: must be .* rows, tiles or lanes"),
         ({"matrix_of_block": jnp.zeros(4, jnp.int32)}, r"matrix_of_block \(4,\): must be \[5\]"),
         ({"matrix_of_block": jnp.zeros(5)}, "matrix_of_block of float32: must be int32"),
         (

@@ -20,7 +20,7 @@ from jpaged.runtime.step import ForwardShape
 from pallas_kernels import QuantizedWeight
 from tests.deviceless import V5E, marks
 from tests.kernels.test_compiling_tpu import compile_for_v5e
-from tests.runtime.test_plan import LLAMA
+from tests.runtime.test_plan import LLAMA, QWEN_MOE
 
 pytestmark = [pytest.mark.codegen, *marks(V5E)]
 
@@ -67,6 +67,34 @@ def test_a_decode_step_reads_the_codes(option):
     assert used.temp_size_in_bytes < 2 * smallest
     made = re.findall(r"= (?:u32|s8|bf16|f32)\[([\d,]+)\]\S* (?:copy|fusion|transpose|convert|convolution)\(", text)
     assert max(math.prod(map(int, shape.split(","))) for shape in made) < smallest // 8
+
+
+@pytest.mark.parametrize("option", ["int4", "int8"])
+def test_experts_are_multiplied_in_their_codes(option):
+    """Qwen3 30B A3B: two kernels a layer read them. No array has the size of an expert's matrices, or of all experts'.
+
+    The largest arrays are the tokens' hidden states by expert: 144 blocks of 16 rows.
+    """
+    spec = spec_of(QWEN_MOE | {"num_hidden_layers": 1, "vocab_size": 4096})
+    config = planning.engine_config("test", {"max_num_seqs": 16, "max_num_batched_tokens": 256})
+    params = Quantizer(SCHEMES[option], "tpu").shapes(param_shapes(spec, "bfloat16"))
+    experts = params["layers"][0]
+    assert {experts[name].layout for name in ("expert_gate_up", "expert_down")} == {
+        "lanes" if option == "int4" else "rows"
+    }
+    build = Blueprint.draw(ServedModel(spec, params), config, Placement.for_target(V5E)).fit(free_bytes=2**30)
+    shapes = [s for s in build.blueprint.program_shapes if isinstance(s, ForwardShape) and s.is_decode]
+    with V5E.tracing():
+        program = build.compile(max(shapes, key=lambda shape: shape.tokens))
+    text, used = program.as_text(), program.memory_analysis()
+    assert len(re.findall(r"%quantized_grouped_dot_tpu\S* = .*tpu_custom_call", text)) == 2
+    matrix, rows = spec.hidden_size * spec.experts.intermediate_size, 144 * 16
+    print(f"{option}: temporaries {used.temp_size_in_bytes:,}")
+    assert used.temp_size_in_bytes < 4 * rows * spec.hidden_size
+    made = re.findall(r"= (?:u32|s8|bf16|f32)\[([\d,]+)\]\S* (?:copy|fusion|transpose|convert|convolution)\(", text)
+    sizes = {math.prod(map(int, shape.split(","))) for shape in made}
+    assert max(sizes) <= rows * spec.hidden_size
+    assert not sizes & {matrix, 2 * matrix}
 
 
 @pytest.mark.parametrize("option", BITS)
