@@ -21,6 +21,7 @@ def run(script, *arguments):
     return subprocess.run(command, cwd=ROOT, check=True, env=environment, capture_output=True, text=True).stdout
 
 
+@pytest.mark.soak  # 90 s of compiling
 def test_tuning_writes_what_the_kernels_read(tmp_path):
     printed = run("tune_kernels", "--file", tmp_path / "tuning.json", "--gated-file", tmp_path / "gated.json")
     assert "prefill_kernel='mosaic_gpu'): head_dim=16: 64, 128 or 256" in printed  # a candidate, which refuses
@@ -60,6 +61,7 @@ def test_steps_are_measured_once(tmp_path):
         assert "Traceback" not in raised.value.stderr
 
 
+@pytest.mark.soak  # 160 s of compiling
 def test_the_benchmark_checks_and_measures(tmp_path):
     printed = run("kernels", "--implementation", "triton", "--out", tmp_path)
     assert printed.count("name a copy of vLLM's triton_unified_attention.py with --vllm-attention") == 6

@@ -75,6 +75,7 @@ def _compare(processor, kernels, folder):
         _compare_quantized()
 
 
+@pytest.mark.soak  # 140 s of compiling
 def test_products_without_instructions_for_them(tmp_path):
     """The code for processors whose products of integers are not known, such as ARM64."""
     run(_compare_portable, tmp_path)
