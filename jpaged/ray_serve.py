@@ -57,7 +57,7 @@ def build(args: Mapping[str, Any]) -> "Application":
             """Raise EngineError when the engine is not healthy: Ray Serve then replaces the replica."""
             await load(flags).state.server.engine.check_health()
 
-    count = _count_of_devices(given)
+    count = command.engine.tensor_parallel_size * command.engine.data_parallel_size
     resource = DEVICES[device]
     actor: dict[str, Any] = {"num_cpus": 1}
     if resource == "GPU":
@@ -107,7 +107,3 @@ def _number(given: dict[str, Any], name: str, default: int) -> int:
     if not isinstance(value, int) or value < 1:
         raise RequestError(name, value, "must be a whole number of at least 1")
     return value
-
-
-def _count_of_devices(given: Mapping[str, Any]) -> int:
-    return int(given.get("tensor_parallel_size", 1)) * int(given.get("data_parallel_size", 1))

@@ -107,9 +107,9 @@ class BlockMover:
         return state
 
     @property
-    def block_arrays(self) -> list[jax.ShapeDtypeStruct]:
-        """The arrays of a block, as `read` returns them."""
-        return jax.tree.leaves(self._block)
+    def block_arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
+        """Shape and dtype of each array of a block, as `read` returns them."""
+        return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self._block))
 
     def read(self, state: DeviceState, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
         """The arrays of blocks, in host memory. Waits for the device."""

@@ -132,19 +132,20 @@ class ProcessGroup:
 
         Processes compile at different speeds, and the first sum over devices waits 30 s only for the others (gloo).
         """
-        lost = "node 0"
+        other = "node 0"
         try:
+            if self.rank > 0:
+                [leader] = self.channels
+                leader.send("ready")
+                leader.receive()
+                return
             for rank, channel in enumerate(self.channels, 1):
-                if self.rank == 0:
-                    lost = f"node {rank}"
-                    channel.receive()
-                else:
-                    channel.send("ready")
-                    channel.receive()
+                other = f"node {rank}"
+                channel.receive()
         except (EOFError, OSError):
-            self.lost(lost)
-        if self.rank == 0:
-            self.send("ready")
+            self.lost(other)
+            return
+        self.send("ready")
 
     def send(self, *message: Any) -> None:
         """Node 0: send a message to every other node."""

@@ -303,7 +303,7 @@ class ModelRunner:
     @property
     def block_arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
         """Shape and dtype of each array of a block, of all layers that share page arrays."""
-        return tuple((leaf.shape, leaf.dtype) for leaf in self._mover.block_arrays)
+        return self._mover.block_arrays
 
     def read_blocks(self, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
         """Copies of blocks in host memory, after all dispatched steps. `block_arrays` has their shapes and dtypes.
@@ -549,10 +549,10 @@ def _kv_layout(build: FittedBuild, mover: BlockMover) -> str:
     """See `engine.step_plan.Runner.kv_layout`. The weights themselves are not in it, only how they are stored."""
     blueprint, limits = build.blueprint, build.limits
     spec = hashlib.sha256(repr(blueprint.model.spec).encode()).hexdigest()[:16]
-    arrays = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in mover.block_arrays)
+    arrays = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in mover.block_arrays)
     config = blueprint.config
     return (
-        f"model {spec}, dtype {blueprint.model.params['embed'].dtype}, quantization {config.quantization} "
+        f"model {spec}, dtype {blueprint.dtype}, quantization {config.quantization} "
         f"({config.quantized_activations}), blocks of {limits.block_size} tokens, windows "
         f"{list(limits.kv_groups.windows)}, arrays {arrays}"
     )

@@ -128,14 +128,11 @@ class KVCacheManager:
     def named_prefix(self, request: Request) -> list[tuple[BlockName, int]]:
         """Names and blocks of the request's longest prefix on the device, one kv_group after another."""
         prefix = self._prefixes.find_on_device(request)
-        found = []
-        for kv_group, tail in enumerate(prefix.tails):
-            first = prefix.num_blocks - len(tail)
-            found += [
-                (request.kv.name(request.token_ids, first + index, kv_group, self.block_size), block)
-                for index, block in enumerate(tail)
-            ]
-        return found
+        return [
+            (self._tail_name(request, prefix, kv_group, index), block)
+            for kv_group, tail in enumerate(prefix.tails)
+            for index, block in enumerate(tail)
+        ]
 
     def adopt(self, names: Sequence[BlockName]) -> tuple[list[BlockName], list[int]]:
         """Allocate free blocks for content from another engine, and add them to the prefix index as free blocks.
@@ -144,13 +141,13 @@ class KVCacheManager:
         the first ones, if there are too few free blocks for all.
         """
         pool = self.pool
-        known = [block for name in names if (block := pool.find(name)) is not None]
-        pool.share(known)  # so that they are not allocated
-        new = [name for name in names if pool.find(name) is None][: pool.num_free]
+        known = {name: block for name in names if (block := pool.find(name)) is not None}
+        pool.share(known.values())  # so that they are not allocated
+        new = [name for name in names if name not in known][: pool.num_free]
         blocks = pool.allocate(len(new))
         for name, block in zip(new, blocks, strict=True):
             pool.put_name(block, name)
-        pool.free(known + blocks)
+        pool.free([*known.values(), *blocks])
         return new, blocks
 
     def may_share(self, request: Request, other: Request, num_tokens: int) -> bool:
@@ -192,12 +189,14 @@ class KVCacheManager:
             for index, block in enumerate(tail)
             if block == ON_HOST
         ]
-        names = []
-        for kv_group, index in missing:
-            first = prefix.num_blocks - len(prefix.tails[kv_group])
-            names.append(request.kv.name(request.token_ids, first + index, kv_group, self.block_size))
+        names = [self._tail_name(request, prefix, *each) for each in missing]
         for (kv_group, index), block in zip(missing, self.pool.fetch(names), strict=True):
             prefix.tails[kv_group][index] = block
+
+    def _tail_name(self, request: Request, prefix: Prefix, kv_group: int, index: int) -> BlockName:
+        """Name of the block `prefix.tails[kv_group][index]`."""
+        first = prefix.num_blocks - len(prefix.tails[kv_group])
+        return request.kv.name(request.token_ids, first + index, kv_group, self.block_size)
 
     def fork(self, request: Request, other: Request) -> None:
         """Share all blocks of a request with another one that has the same tokens."""
