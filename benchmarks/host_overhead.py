@@ -74,6 +74,7 @@ class NoDevice:
     num_blocks = 40_000
     block_size = 16
     max_num_batched_tokens = 8192
+    num_stages = 1
     max_model_len = 2048
     vocab_size = 50_000
     max_logprobs = 20

@@ -1,9 +1,10 @@
 """Answers of models that are split over several devices, compared with Transformers' and with one device.
 
-    python benchmarks/parallel_matrix.py [--sizes 1 2 4 8] [--variants llama qwen3 ...] [--output FILE]
+    python benchmarks/parallel_matrix.py [--sizes 1 2 4 8] [--stages 1 2] [--variants llama qwen3 ...] [--output FILE]
 
-Runs the checkpoints of tests/golden on forced CPU devices, in float32: every `tensor_parallel_size`, models with
-experts also with `enable_expert_parallel`, and each again with `deterministic`. Prints a row for each, with
+Runs the checkpoints of tests/golden on forced CPU devices, in float32: every `tensor_parallel_size` with every
+`pipeline_parallel_size` that 8 devices allow, models with experts also with `enable_expert_parallel`, and each again
+with `deterministic`. Prints a row for each, with
 - tokens: greedy tokens that are Transformers' (a difference counts only where the best two are 1e-5 apart or more);
 - logprobs: the largest difference from Transformers' log-probabilities;
 - bits: with `deterministic`, whether tokens and log-probabilities equal those of one device bit by bit.
@@ -11,6 +12,7 @@ experts also with `enable_expert_parallel`, and each again with `deterministic`.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -45,6 +47,7 @@ class Run:
 
     variant: str
     tensor: int
+    stages: int
     experts: bool
     deterministic: bool
     tokens_equal: bool | None = None
@@ -90,6 +93,7 @@ def compare(found: list[list[dict[int, float]]], golden: dict) -> tuple[bool, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--variants", nargs="+", default=list(FAMILIES), help="names of tests/golden, or all")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file of the rows")
     args = parser.parse_args()
@@ -107,13 +111,15 @@ def main() -> None:
             for deterministic in (False, True):
                 for experts in (False, True) if sparse else (False,):
                     first = None
-                    for size in args.sizes:
-                        row = Run(variant.name, size, experts, deterministic)
+                    for stages, size in itertools.product(args.stages, args.sizes):
+                        if stages * size > DEVICES:
+                            continue
+                        row = Run(variant.name, size, stages, experts, deterministic)
                         began = time.perf_counter()
                         try:
                             found = answers(
-                                folder, variant, prompts, tensor_parallel_size=size, enable_expert_parallel=experts,
-                                deterministic=deterministic,
+                                folder, variant, prompts, tensor_parallel_size=size, pipeline_parallel_size=stages,
+                                enable_expert_parallel=experts, deterministic=deterministic,
                             )  # fmt: skip
                         except ModelLoadError as error:
                             row = dataclasses.replace(row, refused=str(error))
@@ -131,7 +137,8 @@ def main() -> None:
                         kind = f"{' experts' if experts else ''}{' deterministic' if deterministic else ''}"
                         if args.output:
                             args.output.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
-                        print(f"{variant.name:20} tensor {size}{kind}: {result}{bits} ({row.seconds} s)", flush=True)
+                        name = f"{variant.name:20} tensor {size} stages {stages}{kind}"
+                        print(f"{name}: {result}{bits} ({row.seconds} s)", flush=True)
     bad = [row for row in rows if row.tokens_equal is False or row.equal_bits is False]
     print(f"{len(rows)} rows, {len(bad)} with a difference, {sum(row.refused is not None for row in rows)} refused")
 

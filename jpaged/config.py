@@ -133,13 +133,19 @@ class EngineConfig:
     """Number of devices that the model is split over: heads, feed-forward networks and vocabulary. Sizes that it does
     not divide are padded. With 2 devices each has half of the weights and of the KV cache."""
 
+    pipeline_parallel_size: int = 1
+    """Number of stages that the layers are divided into, each with its own devices (tensor_parallel_size of them). As
+    many steps are in flight, each with some of the requests, so that all stages work at the same time. The first stage
+    has a layer more if the layers do not divide."""
+
     enable_expert_parallel: bool = False
     """Give each device some of the experts of a mixture of experts, instead of a part of every expert."""
 
     data_parallel_size: int = 1
-    """Number of engines in this process, with one front end. Each has its own devices (tensor_parallel_size of them),
-    its own KV cache and scheduler. kv_cache_memory_bytes, swap_space, max_num_seqs and the limits of the queue hold for
-    each engine. On CPU, engines share a device and the weights if there are too few devices."""
+    """Number of engines in this process, with one front end. Each has its own devices (tensor_parallel_size times
+    pipeline_parallel_size of them), its own KV cache and scheduler. kv_cache_memory_bytes, swap_space, max_num_seqs and
+    the limits of the queue hold for each engine. On CPU, engines share a device and the weights if there are too few
+    devices."""
 
     data_parallel_routing: str = "prefix_affine"
     """Choice of the engine of a request. prefix_affine: one that has computed the beginning of its prompt, unless it

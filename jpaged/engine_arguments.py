@@ -38,6 +38,7 @@ class EngineArguments(TypedDict, total=False):
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     enable_expert_parallel: bool
     data_parallel_size: int
     data_parallel_routing: str
@@ -69,7 +70,6 @@ class EngineArguments(TypedDict, total=False):
     logits_processors: Sequence[Any]
 
     # Options of vLLM that jpaged does not have yet. Only values that ask for nothing are accepted.
-    pipeline_parallel_size: Any
     distributed_executor_backend: Any
     cpu_offload_gb: Any
     enforce_eager: Any

@@ -32,6 +32,15 @@ class KVGroups:
     places: tuple[KVPlace, ...]      # by layer
     num_arrays: int                  # page arrays; the last KV group of a kind may have fewer layers
 
+    def of_layers(self, layers: range) -> "KVGroups":
+        """KV groups of a pipeline stage. It has the same block tables, and page arrays for its own layers only."""
+        counts = [0] * len(self.windows)
+        places = []
+        for kv_group in (self.places[layer].kv_group for layer in layers):
+            places.append(KVPlace(kv_group, counts[kv_group]))
+            counts[kv_group] += 1
+        return KVGroups(self.windows, tuple(places), max(counts))
+
     def __str__(self) -> str:
         names = ["full attention" if window is None else f"a window of {window:,}" for window in self.windows]
         parts = [f"{names.count(name)} with {name}" for name in dict.fromkeys(names)]

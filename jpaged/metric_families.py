@@ -175,6 +175,9 @@ class _Families:
 
     def _step_figures(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
         yield self._counter("jpaged:steps", "Steps dispatched.", figures.stats.steps)
+        yield self._counter(
+            "jpaged:pipeline_empty_turns", "Turns of the pipeline stages without a step.", figures.stats.empty_turns
+        )
         phases = figures.phases
         seconds = {
             "schedule": phases.schedule, "dispatch": phases.dispatch, "collect": phases.collect,

@@ -186,3 +186,4 @@ class EngineStats:
     blocks_to_device: int = 0  # blocks copied back from the host tier
     host_slots: int = 0        # capacity of the host tier, in blocks
     used_host_slots: int = 0   # blocks in the host tier now
+    empty_turns: int = 0       # turns of the pipeline stages without a step: bubbles

@@ -230,6 +230,9 @@ def plan(
     platform = None if kind is None else kind.platform
     if kind is None:
         start_backend(config)
+    if config.pipeline_parallel_size > 1:
+        known = "a plan is of devices that all have a part of every layer: leave it out"
+        raise RequestError("pipeline_parallel_size", config.pipeline_parallel_size, known)
     shards = shards_of(config)
     placement = Placement.over(find_devices(shards), shards) if kind is None else Placement.for_target(kind, shards)
     described = describe(config, platform, placement.mesh)

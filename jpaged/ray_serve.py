@@ -57,7 +57,8 @@ def build(args: Mapping[str, Any]) -> "Application":
             """Raise EngineError when the engine is not healthy: Ray Serve then replaces the replica."""
             await load(flags).state.server.engine.check_health()
 
-    count = command.engine.tensor_parallel_size * command.engine.data_parallel_size
+    engine = command.engine
+    count = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
     resource = DEVICES[device]
     actor: dict[str, Any] = {"num_cpus": 1}
     if resource == "GPU":

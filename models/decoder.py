@@ -103,6 +103,8 @@ def decode(
     places: Sequence[KVPlace] | None = None,
     gated_dot: str | None = None,
     shards: Shards = WHOLE,
+    hidden: Float[Array, "tokens hidden"] | None = None,
+    first_layer: int = 0,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Pages, ...]]:
     """Hidden states after the last layer, before the final norm, and the pages with the new KV.
 
@@ -116,21 +118,25 @@ def decode(
     places:    per layer, its KV group and its page array.
     gated_dot: implementation of `pallas_kernels.gated_dot`, with `num_tokens`. None: the best one.
     shards:    number of parts of the leaves. Inside `jax.shard_map`, `params` and `pages` are this device's parts.
+    hidden:    input of the first layer of `params`, from another pipeline stage. None: embed the tokens.
+    first_layer: index in the model of the first layer of `params`.
     """
-    x = _embed(LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards), token_ids, positions)
-    ropes = {rope for i in range(spec.num_layers) if (rope := spec.layer_rope(i)) is not None}
+    x = hidden
+    if x is None:
+        x = _embed(LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards), token_ids, positions)
+    layers = range(first_layer, first_layer + len(params["layers"]))
+    ropes = {rope for i in layers if (rope := spec.layer_rope(i)) is not None}
     angles = {rope: _rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
     if places is None:
         metadata, places = (metadata,), [KVPlace(kv_group=0, page_array=i) for i in range(len(pages))]
     new_pages = list(pages)
-    for i, (matrices, place) in enumerate(zip(params["layers"], places, strict=True)):
+    for i, matrices, place in zip(layers, params["layers"], places, strict=True):
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
+        leaves = matrices | layer_vectors(params, i - first_layer)
         x, new_pages[place.page_array] = _layer(
             x,
-            LayerContext(
-                spec, layout, matrices | layer_vectors(params, i), cos, sin, real, num_tokens, gated_dot, shards
-            ),
+            LayerContext(spec, layout, leaves, cos, sin, real, num_tokens, gated_dot, shards),
             new_pages[place.page_array], metadata[place.kv_group], options=spec.attention(i), attend=attend,
         )  # fmt: skip
     return x, tuple(new_pages)
@@ -138,7 +144,7 @@ def decode(
 
 def layer_vectors(params: Params, layer: int) -> Params:
     """The vectors of a layer: its rows of the leaves that are stacked over layers."""
-    return {name: params[name][layer] for name in _LAYER_VECTORS if name in params}
+    return {name: params[name][layer] for name in LAYER_VECTORS if name in params}
 
 
 def embed_tokens(
@@ -239,7 +245,7 @@ def dense_causal_attend(
     return out.astype(q.dtype).reshape(batch * length, -1, v.shape[-1]), pages
 
 
-_LAYER_VECTORS = (
+LAYER_VECTORS = (
     "attn_norm", "attn_norm_bias", "attn_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm", "attn_out_norm_bias",
     "mlp_out_norm_bias", "q_a_norm", "kv_a_norm", "q_a_bias", "kv_a_bias", "o_bias", "up_bias", "down_bias",
 )  # fmt: skip

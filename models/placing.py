@@ -16,12 +16,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.quantization import LeafPlacer, Quantizer, Scheme
+from jpaged.models.quantization import Quantizer, Scheme
 from jpaged.models.sharding import (
     Shards,
     SplitWeight,
-    find_devices,
-    make_mesh,
     pad_leaf,
     padded_shape,
     sharding_on,
@@ -41,6 +39,14 @@ class ShardedQuantizer:
     mesh: Mesh | AbstractMesh  # without devices it can make shapes only
     shards: Shards
     spec: DecoderSpec
+
+    def of_layer(self, layer: int | None) -> "ShardedQuantizer":
+        """The placer itself: all layers are on the same devices."""
+        return self
+
+    def finish(self, tree: Params) -> Params:
+        """The tree itself."""
+        return tree
 
     def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
         """The leaf `name` on the devices: an array, a QuantizedWeight or a SplitWeight. leaf: a numpy or jax array."""
@@ -189,18 +195,6 @@ class ShardedQuantizer:
 
         arrays = {field: pad(a) for field in ARRAYS[:-1] if (a := getattr(weight, field)) is not None}
         return dataclasses.replace(weight, shape=shape, **arrays), axis
-
-
-def quantizer_for(
-    quantizer: Quantizer, shards: Shards, spec: DecoderSpec, mesh: Mesh | AbstractMesh | None = None
-) -> LeafPlacer:
-    """The quantizer of a model on the devices of an engine: `quantizer` itself if nothing is split.
-
-    spec: before `split_spec`. mesh: None: of JAX's devices. Raises ModelLoadError if there are too few devices.
-    """
-    if shards.divisor == 1:
-        return quantizer
-    return ShardedQuantizer(quantizer, mesh or make_mesh(find_devices(shards)), shards, spec)
 
 
 def _cut(weight: QuantizedWeight, axis: int | None, index: tuple[slice, ...]) -> QuantizedWeight:

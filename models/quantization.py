@@ -102,6 +102,14 @@ def quantized_parts(params: Params) -> Iterator[QuantizedWeight]:
 class LeafPlacer(Protocol):
     """Puts leaves on devices: `Quantizer` on one, `placing.ShardedQuantizer` on several. See their methods."""
 
+    def of_layer(self, layer: int | None) -> "LeafPlacer":
+        """The placer of a layer's leaves. None: of the leaves that belong to no layer."""
+        ...
+
+    def finish(self, tree: Params) -> Any:
+        """The weights of an engine, from the tree of all placed leaves."""
+        ...
+
     def __call__(self, name: str, leaf: Any) -> Any:
         """The leaf `name` on the devices."""
         ...
@@ -138,6 +146,14 @@ class Quantizer:
     scheme: Scheme | None = None  # None: leaves of numbers are not rounded
     platform: str = "cpu"
     activations: str = "auto"     # `EngineConfig.quantized_activations`
+
+    def of_layer(self, layer: int | None) -> "Quantizer":
+        """The placer itself: all layers are on the same devices."""
+        return self
+
+    def finish(self, tree: Params) -> Params:
+        """The tree itself."""
+        return tree
 
     def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Float[Array, "*shape"] | QuantizedWeight:
         """The leaf `name` on the default device, quantised if `scheme_of_leaf` says so. leaf: a jax or numpy array.

@@ -123,9 +123,16 @@ def shards_of(config: EngineConfig) -> Shards:
     return Shards(config.tensor_parallel_size, parts, config.enable_expert_parallel)
 
 
-def find_devices(shards: Shards) -> list[jax.Device]:
-    """The devices of an engine. Raises ModelLoadError if there are fewer than it needs."""
-    devices, count = jax.devices(), shards.count
+def find_devices(shards: Shards, stages: int = 1) -> list[jax.Device]:
+    """The devices of an engine, stage after stage. Raises ModelLoadError if there are fewer than it needs."""
+    devices, count = jax.devices(), shards.count * stages
+    if stages > 1 and len(devices) < count:
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        hint = f". To try it on CPU, set the environment variable {flag}" if devices[0].platform == "cpu" else ""
+        raise ModelLoadError(
+            f"pipeline_parallel_size={stages} with tensor_parallel_size={shards.count} needs {count} devices, there "
+            f"are {len(devices)} ({devices[0].device_kind}): use sizes whose product is at most {len(devices)}{hint}"
+        )
     if len(devices) < count:
         hint = ""
         if devices[0].platform == "cpu":

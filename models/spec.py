@@ -133,6 +133,35 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of the layers, with its own devices (`jpaged.models.stages`). Static: a part of compiled programs."""
+
+    index: int = 0
+    count: int = 1                # stages of the model
+    first_layer: int = 0
+    num_layers: int | None = None  # None: all
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage embeds the tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the `lm_head`."""
+        return self.index == self.count - 1
+
+    @property
+    def layers(self) -> range:
+        """Indices of the layers, if there are several stages."""
+        assert self.num_layers is not None
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+
+ALONE = Stage()  # the only stage
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderSpec:
     """A decoder-only transformer. Hashable, because it is a static argument of compiled programs."""
 

@@ -98,7 +98,7 @@ def test_a_bad_layout_and_a_layout_without_params():
 
 @pytest.mark.parametrize(
     "options",
-    [{"pipeline_parallel_size": 1, "quantization": None, "enforce_eager": True}, {"enable_chunked_prefill": True}],
+    [{"num_scheduler_steps": 1, "quantization": None, "enforce_eager": True}, {"enable_chunked_prefill": True}],
 )
 def test_neutral_values_of_unsupported_options_are_accepted(options: dict[str, Any]):
     assert engine_config("model", options) == EngineConfig(model="model")
@@ -106,7 +106,7 @@ def test_neutral_values_of_unsupported_options_are_accepted(options: dict[str, A
 
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
-    [("pipeline_parallel_size", 2, "or 1"), ("speculative_config", {}, "leave it out")],
+    [("num_scheduler_steps", 2, "or 1"), ("speculative_config", {}, "leave it out")],
 )
 def test_other_values_of_unsupported_options_are_refused(name: str, value: Any, instead: str):
     with pytest.raises(RequestError, match=rf"^not supported yet: .*{instead}.* \({name}="):

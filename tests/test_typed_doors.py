@@ -272,7 +272,7 @@ for i, output in enumerate(outputs):
 """
 # Options of such scripts that are refused by name until they are built.
 LATER = {
-    "pipeline_parallel_size": {"model": "x", "tensor_parallel_size": 4, "pipeline_parallel_size": 2},
+    "enable_lora": {"model": "x", "tensor_parallel_size": 4, "enable_lora": True},
 }
 
 

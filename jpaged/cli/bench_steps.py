@@ -38,9 +38,9 @@ class Steps:
         options = {**engine_options(self.engine, self.model_argument), "enable_prefix_caching": False}
         if self.repeats < 1:
             raise RequestError("repeats", self.repeats, "must be at least 1")
-        if options["data_parallel_size"] > 1:
-            value = options["data_parallel_size"]
-            raise RequestError("data_parallel_size", value, "a cost model is of one engine: leave it out")
+        for name, unit in (("data_parallel_size", "engine"), ("pipeline_parallel_size", "pipeline stage")):
+            if options[name] > 1:
+                raise RequestError(name, options[name], f"a cost model is of one {unit}: leave it out")
         check_writable(self.output_json)
         from tqdm import tqdm
 

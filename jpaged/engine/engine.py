@@ -92,6 +92,7 @@ class Engine:
         self._metrics = None if options.disable_log_stats else EngineMetrics(runner.max_model_len, self._phases)
         self.seeds = random.Random(options.seed) if seeds is None else seeds
         self._num_arrived = 0
+        self._idle_turns = 0  # in a row: without a step to dispatch or to collect
         self._replace_state(SchedulerCounters())
         need = self._manager.max_blocks(runner.max_model_len)
         if runner.num_blocks < need:
@@ -167,16 +168,24 @@ class Engine:
         return outputs
 
     def flush(self) -> list[Output]:
-        """Collect the step in flight, and start no other. Returns and raises as `step`."""
+        """Collect the steps in flight, and start no other. Returns and raises as `step`."""
         self.pipeline.raise_failure()
-        try:
-            collected = self.pipeline.turn(None)
-        except BaseException as error:
-            failed = self._fail_running()
-            if not isinstance(error, Exception):
-                raise
-            raise StepError(failed, error) from error
-        return [] if collected is None else self._outputs.process(collected)
+        outputs: list[Output] = []
+        while self.pipeline.has_steps:
+            try:
+                collected = self.pipeline.turn(None)
+            except BaseException as error:
+                failed = self._fail_running()
+                if not isinstance(error, Exception):
+                    raise
+                failure = StepError(failed, error)
+                failure.__cause__ = error
+                if not outputs:
+                    raise failure from error
+                self.pipeline.failure = failure  # the next call raises it: this one has outputs to return
+            else:
+                outputs += [] if collected is None else self._outputs.process(collected)
+        return outputs
 
     def _turn(self) -> CollectedStep | None:
         """Schedule and dispatch a step, and collect the step before it."""
@@ -197,7 +206,11 @@ class Engine:
             self._steps.add(collected)
             if self._metrics is not None:
                 self._metrics.note_step(collected.step.plan, seconds)
-        elif step is None and self._outputs.request_groups:
+        idle = step is None and collected is None
+        self._idle_turns = self._idle_turns + 1 if idle else 0
+        if step is None and self.pipeline.has_steps:
+            self._scheduler.counters.empty_turns += 1
+        if self._idle_turns >= self.runner.num_stages and self._outputs.request_groups:
             raise EngineError(f"{len(self._outputs.request_groups)} requests wait and none can be scheduled")
         return collected
 
@@ -377,7 +390,8 @@ class Engine:
             host_slots=runner.host_slots, transfer_costs=runner.transfer_costs,
         )  # fmt: skip
         limits = SchedulerLimits(
-            runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len
+            runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len,
+            runner.num_stages,
         )
         self._scheduler = Scheduler(self._manager, limits, options.scheduling, counters=counters)
         self.admission = AdmissionControl(self._scheduler, options.scheduling, runner.max_num_seqs)

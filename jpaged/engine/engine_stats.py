@@ -46,6 +46,7 @@ def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCou
         blocks_to_host=events.blocks_to_host,
         blocks_to_device=events.blocks_to_device,
         host_slots=runner.host_slots,
+        empty_turns=events.empty_turns,
         used_host_slots=0 if pool.host_tier is None else pool.host_tier.num_used,
     )
 

@@ -69,6 +69,7 @@ class ScheduleState:
     decoding: bool = False         # the last token is in the device's request table: sampled since the row started
     row_is_new: bool = False       # the device's request table does not know this row's content yet
     rank: tuple[float, int] = (0.0, 0)  # order of the scheduling policy, lowest first; set when it starts to wait
+    micro_batch: int = 0           # steps that advance this request while it decodes: those of this number, by turns
     on_hold: bool = False          # a beam that waits until the other beams have their candidates
     num_scored: int = 0            # prompt tokens whose log-probabilities were scheduled; 0 without prompt_logprobs
     num_lost: int = 0              # computed tokens that the last preemption discarded

@@ -1,5 +1,10 @@
-"""Dispatches each step before it collects the step before: the device goes from one step straight to the next."""
+"""Dispatches a step before it collects an earlier one: the device goes from one step straight to the next.
 
+With one device, the earlier step is the one before. With S pipeline stages it is S steps earlier: S steps are in flight
+between two turns, one in each stage.
+"""
+
+import collections
 import dataclasses
 import logging
 import time
@@ -31,21 +36,27 @@ class _DeviceCall:
 
 
 class StepPipeline(Generic[HandleT]):
-    """Owns the step in flight. There is at most one between two turns of the engine."""
+    """Owns the steps in flight. Between two turns of the engine there are at most as many as pipeline stages."""
 
     def __init__(self, runner: Runner[HandleT], phases: PhaseSeconds):
         """phases: receives the time of each call of the runner."""
         self.runner = runner
         self._phases = phases
         self.failure: Exception | None = None  # of a step that failed after its turn
-        self._in_flight: _StepInFlight[HandleT] | None = None
+        # By turn, oldest first. None: that turn had no step.
+        self._in_flight: collections.deque[_StepInFlight[HandleT] | None] = collections.deque()
         self._last_collect = 0.0
         self._call: _DeviceCall | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether a step is in flight, or a failure was not raised yet."""
-        return self._in_flight is not None or self.failure is not None
+        return self.has_steps or self.failure is not None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step is in flight."""
+        return any(step is not None for step in self._in_flight)
 
     def raise_failure(self) -> None:
         """Raise the failure of the last step, once."""
@@ -54,12 +65,14 @@ class StepPipeline(Generic[HandleT]):
             raise failure
 
     def turn(self, step: ScheduledStep | None) -> CollectedStep | None:
-        """Dispatch a step, if there is one, and collect the step before it. None: there was no step before."""
-        previous, began, phases = self._in_flight, time.monotonic(), self._phases
-        self._in_flight = None
+        """Dispatch a step, if there is one, and collect the one of `num_stages` turns before. None: there was none."""
+        in_flight, began, phases = self._in_flight, time.monotonic(), self._phases
+        previous = in_flight.popleft() if len(in_flight) == self.runner.num_stages else None
+        dispatching = None
         if step is not None:
             self._call = _DeviceCall("dispatch", step.plan, began)
-            self._in_flight = _StepInFlight(step, self.runner.dispatch(step.plan), began)
+            dispatching = _StepInFlight(step, self.runner.dispatch(step.plan), began)
+        in_flight.append(dispatching)
         dispatched = time.monotonic()
         phases.dispatch += dispatched - began
         if previous is None:
@@ -75,16 +88,16 @@ class StepPipeline(Generic[HandleT]):
         return CollectedStep(previous.step, result, result.token_ids.tolist(), began, now)
 
     def step_without_masks(self) -> ScheduledStep | None:
-        """The step in flight, if it waits for masks."""
-        in_flight = self._in_flight
+        """The newest step in flight, if it waits for masks."""
+        in_flight = self._in_flight[-1] if self._in_flight else None
         return None if in_flight is None or not in_flight.step.plan.waits_for_masks else in_flight.step
 
     def sample(self, masks: Sequence[RowMask]) -> None:
-        """Let the step in flight sample. masks: those that it waits for."""
-        in_flight = self._in_flight
+        """Let the newest step in flight sample. masks: those that it waits for."""
+        in_flight = self._in_flight[-1]
         if in_flight is not None:
             self._call = _DeviceCall("sample", in_flight.step.plan, time.monotonic())
-            self._in_flight = dataclasses.replace(in_flight, handle=self.runner.sample(in_flight.handle, masks))
+            self._in_flight[-1] = dataclasses.replace(in_flight, handle=self.runner.sample(in_flight.handle, masks))
             self._call = None
 
     def describe(self) -> str:
@@ -99,15 +112,16 @@ class StepPipeline(Generic[HandleT]):
         )
 
     def drop(self) -> None:
-        """Wait for the step in flight, and discard its result. Forget a failure that was not raised yet.
+        """Wait for the steps in flight, and discard their results. Forget a failure that was not raised yet.
 
         A step must not outlive the engine: with JAX 0.11 a step's end takes the GIL, and aborts a process that is
         ending.
         """
-        dropped, self._in_flight, self.failure = self._in_flight, None, None
-        self._call = None
-        if dropped is not None:
+        dropped, self.failure, self._call = list(self._in_flight), None, None
+        self._in_flight.clear()
+        for step in dropped:
             try:
-                self.runner.collect(dropped.handle)
+                if step is not None:
+                    self.runner.collect(step.handle)
             except Exception as error:  # its requests have ended already
                 logger.debug("a step that was dropped has failed: %s", error)

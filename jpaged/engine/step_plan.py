@@ -197,6 +197,7 @@ class Runner(Protocol[HandleT]):
     windows: tuple[int | None, ...]
     max_num_seqs: int            # rows of the request table
     max_num_batched_tokens: int  # token budget of a plan
+    num_stages: int              # devices, or groups of devices, that compute a step one after another
     max_model_len: int
     vocab_size: int
     max_logprobs: int

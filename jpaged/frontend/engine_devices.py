@@ -21,7 +21,7 @@ def devices_of_engines(config: EngineConfig, *, live: bool) -> list[Devices] | N
     Only engines of one CPU device each share it. Programs of several devices must start in the same order on all of
     them. The threads of two engines start theirs in any order, so sums over devices could wait for each other forever.
     """
-    count, size = config.data_parallel_size, config.tensor_parallel_size
+    count, size = config.data_parallel_size, config.tensor_parallel_size * config.pipeline_parallel_size
     if count == 1:
         return None
     devices = jax.devices()

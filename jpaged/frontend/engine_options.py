@@ -30,7 +30,6 @@ LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays a
 # vLLM's engine options that jpaged does not have yet. Each has its neutral values: those that ask for nothing beyond
 # what jpaged does. A script that sets a neutral value runs; any other value is refused.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "pipeline_parallel_size": (1,),
     "distributed_executor_backend": (None,), "cpu_offload_gb": (0,), "enforce_eager": (False, True),
     "enable_chunked_prefill": (True, None),
     "max_seq_len_to_capture": (), "enable_lora": (False, None),
@@ -127,6 +126,7 @@ def _check_values(config: EngineConfig) -> None:
         known = f"must be {', '.join(ROUTINGS)}"
         raise RequestError("data_parallel_routing", config.data_parallel_routing, known)
     _check_handover(config)
+    _check_stages(config)
     if config.deterministic and config.tensor_parallel_size not in (1, 2, 4, 8):
         known = "must be 1, 2, 4 or 8 with deterministic=True"
         raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)
@@ -150,6 +150,22 @@ def _check_handover(config: EngineConfig) -> None:
         elif config.nnodes > 1:
             known = f"is for engines of one process, and nnodes={config.nnodes}"
         if known is not None:
+            raise RequestError(name, getattr(config, name), known)
+
+
+def _check_stages(config: EngineConfig) -> None:
+    """Raise RequestError for a number of pipeline stages that cannot be, or an option that does not go with them."""
+    count = config.pipeline_parallel_size
+    if count < 1:
+        raise RequestError("pipeline_parallel_size", count, "must be a number of stages, from 1")
+    if count == 1:
+        return
+    if config.nnodes > 1:
+        known = f"all stages are in one process, and nnodes={config.nnodes}: leave one out; tensor_parallel_size can "
+        raise RequestError("pipeline_parallel_size", count, known + "span processes")
+    for name in ("prefill_engines", "kv_handover"):
+        if getattr(config, name):
+            known = f"is not supported with pipeline_parallel_size={count}, whose stages share the KV of a block"
             raise RequestError(name, getattr(config, name), known)
 
 

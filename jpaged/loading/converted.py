@@ -77,7 +77,7 @@ def open_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) ->
     """Check a converted folder with `check_converted` and return its weights, which are loaded later."""
     tree = check_converted(folder, spec, config)
     load = functools.partial(_load, folder / PARAMS, tree.spec)
-    shapes = lambda dtype, quantizer: quantizer.shapes(param_shapes(tree.spec, dtype))  # noqa: E731
+    shapes = lambda dtype, quantizer: quantizer.finish(quantizer.shapes(param_shapes(tree.spec, dtype)))  # noqa: E731
     return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load, shapes)
 
 
@@ -108,10 +108,10 @@ def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype, quantizer: LeafPlace
     target = param_shapes(spec, dtype)
     with tqdm(total=len(jax.tree.leaves(target)), unit="arrays", desc="loading weights", delay=2) as progress:
         tree = load_tree(folder, target, lambda _: progress.update())
-    for leaves in (tree, *tree["layers"]):
+    for layer, leaves in ((None, tree), *enumerate(tree["layers"])):
         for name in leaves.keys() - {"layers"}:
-            leaves[name] = quantizer(name, leaves[name])
-    return tree
+            leaves[name] = quantizer.of_layer(layer)(name, leaves[name])
+    return quantizer.finish(tree)
 
 
 def _show(leaf: jax.ShapeDtypeStruct | None) -> str:

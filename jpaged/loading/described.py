@@ -26,10 +26,10 @@ from jpaged.loading.tokenizer import has_tokenizer, load_tokenizer, valid_token_
 from jpaged.loading.weights import plan_weights, planned_shapes
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.placing import quantizer_for
 from jpaged.models.quantization import LeafPlacer
 from jpaged.models.sharding import described_mesh, shards_of, split_spec
 from jpaged.models.spec import DecoderSpec, param_shapes
+from jpaged.models.stages import placer_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,8 @@ def describe(config: EngineConfig, platform: str | None, mesh: Mesh | None = Non
     dtype = resolve_dtype(config.dtype, stored, spec, platform)
     shards = shards_of(config)
     check_deterministic(config, form, dtype, platform)
-    placer = quantizer_for(quantizer_of(config, platform), shards, spec, mesh or described_mesh(shards.count))
+    meshes = [mesh or described_mesh(shards.count)]
+    placer = placer_for(quantizer_of(config, platform), config, spec, meshes)
     params = shapes(dtype, placer)
     split = split_spec(spec, shards)
     return DescribedModel(f"{config.model} ({architecture})", split, dtype, params, _masked(config, spec, folder), form)
@@ -83,7 +84,7 @@ def _declared(
     reader, family = CheckpointConfig(values), family_of(values)
     spec = for_runner(family.spec(reader), config.runner)
     if method_of(values) is None:
-        return spec, lambda dtype, quantizer: quantizer.shapes(param_shapes(spec, dtype))
+        return spec, lambda dtype, quantizer: quantizer.finish(quantizer.shapes(param_shapes(spec, dtype)))
     checkpoint = DeclaredCheckpoint(folder, values, family, spec)
     plan = plan_weights(family, spec, family.constants(reader), checkpoint)
     return plan.spec, functools.partial(planned_shapes, plan)

@@ -22,7 +22,7 @@ def dummy_weights(spec: DecoderSpec, config: CheckpointConfig) -> StoredWeights:
     dtype = BY_NAME.get(named) if isinstance(named, str) else None
     leaves = jax.tree.leaves(param_shapes(spec, dtype or np.float32))
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    shapes = lambda dtype, quantizer: quantizer.shapes(param_shapes(spec, dtype))  # noqa: E731
+    shapes = lambda dtype, quantizer: quantizer.finish(quantizer.shapes(param_shapes(spec, dtype)))  # noqa: E731
     return StoredWeights(spec, dtype, size, functools.partial(_draw, spec), shapes)
 
 
@@ -32,8 +32,9 @@ def _draw(spec: DecoderSpec, dtype: np.dtype, quantizer: LeafPlacer) -> Params:
     leaves = []
     for number, (path, shape) in enumerate(shapes):
         leaf = _uniform(np.uint32(number), shape.shape, shape.dtype)
-        leaves.append(quantizer(path[-1].key, leaf))
-    return jax.tree.unflatten(tree, leaves)
+        layer = path[1].idx if path[0].key == "layers" else None
+        leaves.append(quantizer.of_layer(layer)(path[-1].key, leaf))
+    return quantizer.finish(jax.tree.unflatten(tree, leaves))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -38,10 +38,10 @@ from jpaged.loading.weights import StoredWeights, check_depth, load_weights, pla
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
-from jpaged.models.placing import quantizer_for
 from jpaged.models.quantization import SCHEMES, Quantizer
 from jpaged.models.sharding import pad_kv_scales, shards_of, split_spec
 from jpaged.models.spec import DecoderSpec, WeightLayout
+from jpaged.models.stages import placer_for
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         shards = shards_of(config)
         check_deterministic(config, weights.format, dtype, jax.default_backend())
         spec = split_spec(weights.spec, shards)
-        quantizer = quantizer_for(quantizer_of(config, jax.default_backend()), shards, weights.spec)
+        quantizer = placer_for(quantizer_of(config, jax.default_backend()), config, weights.spec)
         if check is not None:
             check(spec, weights.shapes(dtype, quantizer))
         started = time.perf_counter()  # after the check, which may compile kernels
@@ -262,7 +262,7 @@ def _from_live(
             f"quantization={config.quantization!r}: live arrays are used without a copy, so they are not quantised: "
             "leave it out, or load a checkpoint"
         )
-    for name, neutral in (("tensor_parallel_size", 1), ("deterministic", False)):
+    for name, neutral in (("tensor_parallel_size", 1), ("pipeline_parallel_size", 1), ("deterministic", False)):
         if (value := getattr(config, name)) != neutral:
             raise ModelLoadError(
                 f"{name}={value!r}: live arrays are used without a copy, on the one device that has them: leave it "

@@ -161,8 +161,8 @@ def planned_shapes(plan: WeightPlan, dtype: np.dtype, quantizer: LeafPlacer) -> 
         if leaf_plan.packed:
             leaf = leaf_plan.leaf
             place, shapes = (t if leaf.layer is None else t["layers"][leaf.layer] for t in (tree, dense))
-            place[leaf.leaf] = _packed_shape(leaf_plan, shapes[leaf.leaf], quantizer)
-    return tree
+            place[leaf.leaf] = _packed_shape(leaf_plan, shapes[leaf.leaf], quantizer.of_layer(leaf.layer))
+    return quantizer.finish(tree)
 
 
 def load_weights(
@@ -178,12 +178,12 @@ def load_weights(
         for leaf_plan, host in _one_ahead(read, plan.leaves):
             leaf = leaf_plan.leaf
             place = tree["layers"][leaf.layer] if leaf.layer is not None else tree
-            place[leaf.leaf] = _on_device(leaf_plan, host, quantizer)
+            place[leaf.leaf] = _on_device(leaf_plan, host, quantizer.of_layer(leaf.layer))
             del host
             if in_file(leaf_plan):
                 _done(checkpoint, leaf_plan.files[0], progress.update)
     tree["layers"] = tuple(tree["layers"])
-    return tree
+    return quantizer.finish(tree)
 
 
 def _one_ahead(read: Callable[[LeafPlan], Any], plans: tuple[LeafPlan, ...]) -> Iterator[tuple[LeafPlan, Any]]:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jpaged.errors import ModelLoadError, first_line
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.quantization import quantized_parts
 from jpaged.models.sharding import local_shapes, local_spec
-from jpaged.models.spec import DecoderSpec, Params, WeightLayout
+from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime import memory
@@ -67,6 +68,7 @@ class ServedModel:
     masked: bool = False  # a mask of the tokenizer's token ids limits what is sampled
     kv_scales: KVScales | None = None  # of the checkpoint, for fp8 pages; None: 1.0
     processors: tuple[LogitsProcessor, ...] = ()
+    stage: Stage = ALONE  # `params` are those of this pipeline stage; `spec` is the whole model's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,10 @@ class Blueprint:
             compile_ahead(_kernels(model))
         limits = memory.decide_limits(model.spec, config, placement.platform)
         custom = sum(len(processor.parameters) for processor in model.processors)
-        limits = dataclasses.replace(limits, custom=custom)
+        limits = dataclasses.replace(limits, custom=custom, samples=model.stage.is_last)
+        if model.stage is not ALONE:
+            limits = dataclasses.replace(limits, kv_groups=limits.kv_groups.of_layers(model.stage.layers))
+            kv_format = kv_format.of_layers(model.stage.layers)
         here = local_spec(model.spec, placement.shards)
         call = _attention_call(here, _dtype(model), limits, kv_format)
         implementation = _implementation(config, call, placement)
@@ -137,14 +142,15 @@ class Blueprint:
     def program_shapes(self) -> list[Shape]:
         """Shapes of the program table."""
         limits, config = self.limits, self.config
-        return bucket_shapes(
+        shapes = bucket_shapes(
             max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=limits.block_size, num_kv_groups=len(limits.kv_groups.windows), smallest=limits.smallest_bucket,
             row_buckets=config.row_buckets, token_buckets=config.token_buckets, pools=self.model.spec.pools,
         )  # fmt: skip
+        return [shape for shape in shapes if self.model.stage.is_last or isinstance(shape, ForwardShape)]
 
     @property
-    def largest_shapes(self) -> tuple[ForwardShape, SampleShape | PoolShape]:
+    def largest_shapes(self) -> tuple[ForwardShape | SampleShape | PoolShape, ...]:
         """The programs with the largest temporaries: most tokens, and most rows with the most complete sampler."""
         shapes = self.program_shapes
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
@@ -153,6 +159,8 @@ class Blueprint:
         forward = max(forwards, key=lambda shape: (shape.tokens, not shape.is_decode))
         if poolers:
             return forward, max(poolers, key=lambda shape: shape.rows)
+        if not samplers:  # a pipeline stage that is not the last
+            return (forward,)
         return forward, max(samplers, key=lambda shape: (shape.rows, shape.variant))
 
     @property
@@ -181,7 +189,7 @@ class Blueprint:
         if free is None:
             kernels = _kernels(self.model)
             # a stored program has no shardings
-            several = self.placement.mesh is not None
+            several = self.placement.mesh is not None or self.model.stage is not ALONE
             store = None if several else ProgramStore.open(cache_folder, self.placement.platform, kernels)
             return dataclasses.replace(self.fit(), store=store)
         build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
@@ -303,6 +311,17 @@ class Blueprint:
         return max(sizes, key=lambda size: size[1])
 
 
+def with_one_pool(builds: Sequence["FittedBuild"]) -> list["FittedBuild"]:
+    """Builds of pipeline stages with the same number of blocks and the same max_model_len: the smallest of theirs."""
+    blocks = min(build.memory_plan.num_blocks for build in builds)
+    length = min(build.limits.max_model_len for build in builds)
+    limits = [dataclasses.replace(build.limits, max_model_len=length) for build in builds]
+    return [
+        dataclasses.replace(build, memory_plan=dataclasses.replace(build.memory_plan, num_blocks=blocks, limits=of_one))
+        for build, of_one in zip(builds, limits, strict=True)
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class FittedBuild:
     """A blueprint with a memory plan: the shape of every array is known. Make it with `Blueprint.fit`."""
@@ -345,7 +364,7 @@ class FittedBuild:
                 return compile_forward(
                     model.params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
                     implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
-                    placement=blueprint.placement, store=self.store,
+                    placement=blueprint.placement, store=self.store, stage=model.stage,
                 )  # fmt: skip
             return compile_output(
                 model.params, blueprint.mask_shape, state, shape, spec=model.spec, layout=model.layout,
@@ -368,7 +387,8 @@ class FittedBuild:
 
 
 def _dtype(model: ServedModel) -> np.dtype:
-    return model.params["embed"].dtype
+    params = model.params
+    return (params["embed"] if "embed" in params else params["layers"][0]["o"]).dtype  # not every stage embeds
 
 
 def _kernels(model: ServedModel) -> tuple[str, ...]:

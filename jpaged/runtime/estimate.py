@@ -23,11 +23,13 @@ TILE_ROWS, KEYS = 16, 128  # of the XLA attention
 
 def estimate_temporaries(blueprint: "Blueprint") -> "tuple[Shape, int]":
     """The program with the most temporaries, and their bytes."""
-    forward, output = blueprint.largest_shapes
+    forward, *outputs = blueprint.largest_shapes
+    assert isinstance(forward, ForwardShape), "the first one"
     hidden = HIDDEN * forward.tokens * blueprint.model.spec.hidden_size * blueprint.dtype.itemsize
     layers = hidden + max(_feed_forward(blueprint, forward), _attention(blueprint, forward))
-    logits = _logits(blueprint, output)
-    return (forward, layers) if layers > logits else (output, logits)
+    sizes: list[tuple[Shape, int]] = [(forward, layers)]
+    sizes += [(shape, _logits(blueprint, shape)) for shape in outputs if not isinstance(shape, ForwardShape)]
+    return max(sizes, key=lambda size: size[1])
 
 
 def _logits(blueprint: "Blueprint", shape: SampleShape | PoolShape) -> int:

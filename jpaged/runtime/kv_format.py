@@ -66,6 +66,13 @@ class KVFormat:
             )
         return cls(FP8, scales)
 
+    def of_layers(self, layers: range) -> "KVFormat":
+        """The format of a pipeline stage: the scales of its layers."""
+        if self.scales is None:
+            return self
+        first, end = layers.start, layers.stop
+        return dataclasses.replace(self, scales=KVScales(self.scales.keys[first:end], self.scales.values[first:end]))
+
     def log(self) -> None:
         """Log a warning if fp8 pages have no scales from the checkpoint."""
         if self.dtype == FP8 and self.scales is None:

@@ -43,6 +43,7 @@ class Limits:
     kv_groups: KVGroups
     smallest_bucket: int  # fewest tokens and rows of a program
     custom: int = 0       # parameters of all custom logits processors
+    samples: bool = True  # False: for a pipeline stage without the `lm_head`
 
     @property
     def state_tokens(self) -> int:
@@ -63,7 +64,7 @@ class Limits:
         """Sizes of the device state over a pool of `num_blocks` blocks."""
         return StateSizes(
             num_blocks, self.block_size, rows=self.max_num_seqs, width=self.width, tokens=self.state_tokens,
-            program_rows=self.program_rows, custom=self.custom,
+            program_rows=self.program_rows, custom=self.custom, samples=self.samples,
         )  # fmt: skip
 
     @property

@@ -23,13 +23,15 @@ from jpaged.metrics import ProgramFigures
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.sharding import find_devices, shards_of
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
+from jpaged.models.stages import stages_of
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime import memory
 from jpaged.runtime.background import BackgroundCompiler
 from jpaged.runtime.block_moves import BlockMover, host_slots
-from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
+from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel, with_one_pool
 from jpaged.runtime.compile_cache import CacheCounter, CompileCounter, persistent_cache
+from jpaged.runtime.front_stages import FrontStages, upload_long_rows
 from jpaged.runtime.jax_settings import DOWNLOADS, pinned
 from jpaged.runtime.out_of_memory import advice, explained
 from jpaged.runtime.output_programs import OutputShape, lm_head_params, uses_extras
@@ -40,7 +42,7 @@ from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.sampler import unpack
 from jpaged.runtime.sleeping import HostWeights
 from jpaged.runtime.state import DeviceState
-from jpaged.runtime.step import block_updates, flat_weights, pack, run_forward
+from jpaged.runtime.step import flat_weights, pack, run_forward
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class ModelRunner:
         params: Params,
         token_mask: jax.Array | None = None,
         *,
+        front: Sequence[tuple[FittedBuild, Params]] = (),
         progress: bool = False,
         background: bool = False,
         owns_params: bool = False,
@@ -77,6 +80,7 @@ class ModelRunner:
 
         params:     weights of the shapes in the blueprint. They are used without a copy.
         token_mask: bool[vocab_size], ids that may be sampled; None = all. Given if the blueprint's model is `masked`.
+        front:      builds and weights of the pipeline stages before the last one, which `build` and `params` are of.
         progress:   show a bar while compiling.
         background: compile most programs after the constructor has returned, where programs are stored.
         owns_params: nothing else uses the weights, so `release` may delete them on the device.
@@ -92,7 +96,13 @@ class ModelRunner:
         early = allocation.submit(build.create_state) if placement.platform == "cpu" else None
         with phase("step programs"):
             self.programs = build.compile_table(progress=progress, first_only=background and build.store is not None)
-        self.host_slots = host_slots(blueprint.config.swap_space, build.memory_plan.block_bytes)
+        builds = [each for each, _ in front]
+        block_bytes = sum(each.memory_plan.block_bytes for each in (*builds, build))
+        self.host_slots = host_slots(blueprint.config.swap_space, block_bytes)
+        self._front = FrontStages(
+            builds, [tree for _, tree in front], build, host_slots=self.host_slots, progress=progress
+        )
+        self.num_stages = len(builds) + 1
         with phase("programs that copy"):
             self._upload_row = build.compile_upload_row()
             handover = blueprint.config.kv_handover or blueprint.config.prefill_engines > 0
@@ -140,21 +150,24 @@ class ModelRunner:
         self._background = self._compile_rest()
 
     @staticmethod
-    def check(spec: DecoderSpec, params: Params, config: EngineConfig) -> None:
+    def check(spec: DecoderSpec, params: Params | tuple[Params, ...], config: EngineConfig) -> None:
         """Raise ModelLoadError if the options or the free memory of JAX's default device cannot serve a model.
 
         `create` raises the same errors, but only after the weights are on the device. This allocates nothing.
         params: the tree of weights, as ShapeDtypeStructs.
         """
-        shards = shards_of(config)
-        placement = Placement.over(find_devices(shards), shards)
-        Blueprint.draw(ServedModel(spec, params), config, placement).check_memory()
+        shards, stages = shards_of(config), stages_of(spec, config.pipeline_parallel_size)
+        devices = find_devices(shards, len(stages))
+        for stage, tree in zip(stages, _by_stage(params), strict=True):
+            here = devices[stage.index * shards.count : (stage.index + 1) * shards.count]
+            model = ServedModel(spec, tree, stage=stage)
+            Blueprint.draw(model, config, Placement.over(here, shards)).check_memory()
 
     @classmethod
     def create(
         cls,
         spec: DecoderSpec,
-        params: Params,
+        params: Params | tuple[Params, ...],
         config: EngineConfig,
         *,
         layout: WeightLayout = WeightLayout(),
@@ -168,7 +181,8 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Size the pool by the device's free memory and make a runner: blueprint -> fitted build -> runner.
 
-        params:        the tree of `spec.param_shapes` (or as `layout` says), on one device. Used without a copy.
+        params:        the tree of `spec.param_shapes` (or as `layout` says), on one device. Used without a copy. With
+                       pipeline_parallel_size: a tuple of trees, one for each stage (`StagedPlacer.finish`).
         tokenizer_ids: bool[vocab_size], ids that may be sampled; None = all.
         kv_scales:     of the checkpoint, for fp8 pages; None: 1.0.
         progress:      show a bar while compiling.
@@ -177,16 +191,22 @@ class ModelRunner:
 
         Raises ModelLoadError for an option that does not fit the model or the memory.
         """
-        placement = Placement.of(params, shards_of(config))
+        stages, trees = stages_of(spec, config.pipeline_parallel_size), _by_stage(params)
+        placement = Placement.of(trees[-1], shards_of(config))
         device = placement.first_device
         token_mask = None
         if tokenizer_ids is not None and not tokenizer_ids.all():
             token_mask = placement.put(np.asarray(tokenizer_ids, np.bool_))
         model = ServedModel(
-            spec, params, layout, masked=token_mask is not None, kv_scales=kv_scales, processors=processors
+            spec, trees[-1], layout, masked=token_mask is not None, kv_scales=kv_scales, processors=processors
         )
-        blueprint = Blueprint.draw(model, config, placement)
-        blueprint.kv_format.log()
+        blueprints = [
+            Blueprint.draw(
+                dataclasses.replace(model, params=tree, stage=stage), config, Placement.of(tree, shards_of(config))
+            )
+            for stage, tree in zip(stages, trees, strict=True)
+        ]
+        blueprints[0].kv_format.log()
         counter = CacheCounter()
         with (
             pinned(),
@@ -194,14 +214,13 @@ class ModelRunner:
             explained(config, memory.total_bytes(device)),
         ):
             with phase("check of the kernels"):
-                if blueprint.has_unchecked_attention:
-                    blueprint = blueprint.with_checked_attention(device)
-                blueprint = blueprint.with_checked_gated_dot(device)
+                blueprints = [_checked(blueprint) for blueprint in blueprints]
             with phase("plan of the memory"):
-                build = blueprint.fit_device(folder)
+                *front, build = with_one_pool([blueprint.fit_device(folder) for blueprint in blueprints])
             return cls(
-                build, params, token_mask, progress=progress, background=background, owns_params=owns_params,
-                cache_counter=counter, before_first_run=before_first_run,
+                build, trees[-1], token_mask, front=tuple(zip(front, trees[:-1], strict=True)), progress=progress,
+                background=background, owns_params=owns_params, cache_counter=counter,
+                before_first_run=before_first_run,
             )  # fmt: skip
 
     def _compile_rest(self) -> BackgroundCompiler | None:
@@ -246,33 +265,28 @@ class ModelRunner:
     def program_figures(self) -> ProgramFigures:
         """Number and cost of the programs in the table."""
         table, cache = self.programs, self._cache_counter
-        programs = table.programs
+        programs = [*self._front.programs, *table.programs]
         seconds = sum(program.seconds for program in programs)
         return ProgramFigures(len(programs), len(table.missing), seconds, cache.hits, cache.misses)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step; returns at once. Raises EngineError if the device fails; the KV pool may be empty then."""
         program = self.programs.forward(plan)
-        width = self.memory_plan.limits.width
-        updates = block_updates(plan, width)
+        width, most = self.memory_plan.limits.width, program.shape.max_updates
         with pinned(), self._counter.watching(), self._recovering(program.shape):
+            state = self._live_state
+            hidden = self._front.forward(plan)
             if len(plan.moves):
-                self._state = self._mover.run(self._live_state, plan.moves)
-            # Block tables that do not fit into the packed plan are uploaded first, one row at a time, longest first.
-            for init in sorted(plan.row_inits, key=lambda i: -len(i.blocks)):
-                if len(updates) <= program.shape.max_updates:
-                    break
-                row = np.zeros(1 + self._live_state.blocks.shape[1], np.int32)
-                row[0] = init.row
-                row[1 + init.blocks[:, 0] * width + init.blocks[:, 1]] = init.blocks[:, 2]
-                self._state = self._upload_row(self._live_state, self._placement.put(row))
-                updates = updates[updates[:, 0] != init.row]
+                state = self._state = self._mover.run(state, plan.moves)
+            self._state, updates = upload_long_rows(state, plan, width, most, self._upload_row, self._placement)
             packed = pack(plan, updates, program.shape)
             for init in plan.row_inits:
                 if init.extras is not None and self._uploader is not None:
                     self._state = self._uploader.start(self._live_state, init)
             # `packed` is a numpy array: the call uploads it in 4 us, `jax.device_put` takes 40 to 75 us
-            self._state, num_tokens = run_forward(program.run, self._weights, self._live_state, packed)
+            self._state, num_tokens = run_forward(
+                program.run, self._weights, self._live_state, packed, *hidden
+            )
             scores = self._score(plan.scored)
             output = None if plan.waits_for_masks else self._sample_or_pool(plan, plan.masks)
         self._start_download((scores, num_tokens if output is None else output))
@@ -334,6 +348,8 @@ class ModelRunner:
         of the old weights is not reused.
         Raises ModelLoadError for a tree that differs, and EngineError if the runner is closed.
         """
+        if self.num_stages > 1:
+            raise EngineError(f"set_params: the engine has {self.num_stages} pipeline stages: make a new one")
         if self._host_weights is not None:
             raise EngineError('the weights sleep: call wake_up(["weights"]) before they are replaced')
         if self._state is None and not self._released:
@@ -357,6 +373,8 @@ class ModelRunner:
             return
         self.wait_until_ready()  # compiling reads the weights' formats
         jax.block_until_ready(self._live_state)
+        self._front.block_until_ready()
+        self._front.release(weights=self._owns_params)
         self._delete_state()
         self._released = True
         if self._owns_params and self._params is not None and self._placement.platform != "cpu":
@@ -370,6 +388,8 @@ class ModelRunner:
         Raises EngineError if the memory is not free. It can be called again then.
         """
         try:
+            with pinned():
+                self._front.restore(weights=weights, kv_cache=kv_cache)
             if weights and self._host_weights is not None:
                 self._params = self._host_weights.put()
                 self._weights = flat_weights(self._params)
@@ -403,6 +423,7 @@ class ModelRunner:
         if self._background is not None:
             self._background.close()
         self._profiler.close()
+        self._front.close()
         self._delete_state()
         self._released = False
         self._params = self._lm_head_params = self._token_mask = self._host_weights = None
@@ -439,7 +460,10 @@ class ModelRunner:
         if masks and self._uploader is not None:
             self._state = self._uploader.set_masks(self._live_state, masks)
         program = self.programs.pooler(count) if self.spec.pools else self.programs.sampler(count, plan.sampler)
-        return self._run_output(program, self._live_state.output_rows)
+        output = self._run_output(program, self._live_state.output_rows)
+        if not self.spec.pools:
+            self._front.note_sampled(plan, output)
+        return output
 
     def _run_output(self, program: Program[OutputShape], rows: np.ndarray | jax.Array) -> jax.Array:
         state = self._live_state
@@ -461,9 +485,13 @@ class ModelRunner:
         nothing = np.zeros(0, np.int32)
         idle = StepPlan(nothing, nothing, 0, nothing.astype(bool), nothing, np.zeros((0, 4), np.int32))
         packed = self._placement.put(pack(idle, np.zeros((0, 3), np.int32), program.shape))
+        hidden: tuple[jax.Array, ...] = ()
+        if self.num_stages > 1:
+            tokens, dtype = program.shape.tokens, self._build.blueprint.dtype
+            hidden = (self._placement.put(np.zeros((tokens, self.spec.hidden_size), dtype)),)
 
         def step(state: DeviceState) -> DeviceState:
-            return run_forward(program.run, self._weights, state, packed)[0]
+            return run_forward(program.run, self._weights, state, packed, *hidden)[0]
 
         block_bytes = self.memory_plan.block_bytes
         self._state, costs = self._mover.measure(self._live_state, block_bytes, step, program.shape.tokens)
@@ -490,9 +518,24 @@ class ModelRunner:
 
     def _recover(self) -> None:
         """Allocate an empty state if the failed step has consumed the donated one."""
+        with pinned():
+            self._front.recover()
         if self._state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
             with pinned():
                 self._state = self._build.create_state()
+
+
+def _by_stage(params: Params | tuple[Params, ...]) -> tuple[Params, ...]:
+    """The trees of the pipeline stages. Without stages there is one."""
+    return params if isinstance(params, tuple) else (params,)
+
+
+def _checked(blueprint: Blueprint) -> Blueprint:
+    """The blueprint with kernels that are right on its device."""
+    device = blueprint.placement.first_device
+    if blueprint.has_unchecked_attention:
+        blueprint = blueprint.with_checked_attention(device)
+    return blueprint.with_checked_gated_dot(device)
 
 
 def _check_params(expected: Params | None, params: Params) -> None:

@@ -114,6 +114,7 @@ class StateSizes:
     tokens: int      # capacity of `hidden`
     program_rows: int  # most rows of a program
     custom: int = 0  # parameters of all custom logits processors
+    samples: bool = True  # False: another pipeline stage has `hidden` and the extras
 
 
 def state_shapes(
@@ -132,13 +133,13 @@ def state_shapes(
 
     rows = sizes.rows
     page = (kv_format or KVFormat(dtype)).page_shapes(spec, sizes.block_size, sizes.num_blocks, of_pages)
-    vocab = 0 if spec.pools else spec.vocab_size
+    vocab = 0 if spec.pools or not sizes.samples else spec.vocab_size
     return DeviceState(
         page_arrays=((page.data, page.scales),) * kv_groups.num_arrays,
         page_v_dim=page.v_dim,
         table=array(np.int32, rows, NUM_FIELDS),
         blocks=array(np.int32, rows, len(kv_groups.windows) * sizes.width),
-        hidden=array(dtype, sizes.tokens, spec.hidden_size),
+        hidden=array(dtype, sizes.tokens if sizes.samples else 0, spec.hidden_size),
         output_rows=array(np.int32, 2, sizes.program_rows),
         sampling=SamplingState(
             counts=array(np.int32, rows, vocab),

@@ -24,7 +24,7 @@ from jpaged.engine.step_plan import StepPlan
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
 from jpaged.models.sharding import WHOLE, Shards
-from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, WeightLayout
+from jpaged.models.spec import ALONE, AttentionOptions, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, SamplingState, formats, row_values
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
@@ -243,6 +243,7 @@ def forward(
     params: Params,
     state: DeviceState,
     packed: Int[Array, " packed"],
+    hidden: Float[Array, "tokens hidden"] | None = None,
     *,
     spec: DecoderSpec,
     kv_groups: KVGroups,
@@ -251,26 +252,33 @@ def forward(
     implementation: str,
     gated_dot: str | None = None,
     shards: Shards = WHOLE,
-) -> tuple[DeviceState, Int[Array, ""]]:
-    """Run the decoder over one plan. Donate `state`.
+    stage: Stage = ALONE,
+) -> tuple[DeviceState, Int[Array, ""] | Float[Array, "tokens hidden"]]:
+    """Run the decoder over one plan, or the layers of one pipeline stage. Donate `state`.
 
+    hidden: from the stage before; None in the first stage.
     Returns the state with the new KV, lengths and hidden states (before the final norm), and the number of tokens. The
-    host waits for that number in steps that sample nothing.
+    host waits for that number in steps that sample nothing. A stage that is not the last returns its hidden states, in
+    place of that number.
     """
     state, batch = build_batch(state, packed, shape)
     output_rows = packed[shape.cuts["output_rows"]].reshape(2, shape.rows)
     num_tokens = jnp.sum(batch.real, dtype=jnp.int32)
-    hidden, pages = decoder.decode(
+    x, pages = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
         PagedAttend(1 if shape.is_decode else shape.tokens, implementation, shards),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None, num_tokens=num_tokens,
-        gated_dot=gated_dot, shards=shards,
+        gated_dot=gated_dot, shards=shards, hidden=hidden, first_layer=stage.first_layer,
     )  # fmt: skip
-    missing = state.output_rows.shape[1] - shape.rows
     state = state.with_pages(pages).replace(
-        table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop"),
-        hidden=jax.lax.dynamic_update_slice(state.hidden, hidden, (0, 0)),
+        table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
+    )
+    if not stage.is_last:
+        return state, x
+    missing = state.output_rows.shape[1] - shape.rows
+    state = state.replace(
+        hidden=jax.lax.dynamic_update_slice(state.hidden, x, (0, 0)),
         output_rows=jnp.pad(output_rows, ((0, 0), (0, missing)), constant_values=-1),
     )
     return state, num_tokens
@@ -285,14 +293,14 @@ def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> Devi
 
 
 def forward_of_arrays(
-    weights: tuple[Array, ...], arrays: StateArrays, packed: Int[Array, " packed"], *, weight_tree: Any,
-    page_v_dim: int | None, **options: Any,
-) -> tuple[StateArrays, Int[Array, ""]]:  # fmt: skip
+    weights: tuple[Array, ...], arrays: StateArrays, packed: Int[Array, " packed"],
+    hidden: Float[Array, "tokens hidden"] | None = None, *, weight_tree: Any, page_v_dim: int | None, **options: Any,
+) -> tuple[StateArrays, Array]:  # fmt: skip
     """`forward` as it is compiled: weights and state are plain tuples. See `run_forward`."""
     params, no_extras = jax.tree.unflatten(weight_tree, weights), cast(SamplingState, None)
     state = DeviceState(*arrays, sampling=no_extras, page_v_dim=page_v_dim)
-    state, num_tokens = forward(params, state, packed, **options)
-    return state_arrays(state), num_tokens
+    state, result = forward(params, state, packed, hidden, **options)
+    return state_arrays(state), result
 
 
 def state_arrays(state: DeviceState) -> StateArrays:
@@ -306,15 +314,18 @@ def flat_weights(params: Params) -> tuple[jax.Array, ...]:
 
 
 def run_forward(
-    run: Callable[..., Any], weights: tuple[jax.Array, ...], state: DeviceState, packed: np.ndarray | jax.Array
-) -> tuple[DeviceState, jax.Array]:
+    run: Callable[..., Any], weights: tuple[jax.Array, ...], state: DeviceState, packed: np.ndarray | jax.Array,
+    *hidden: jax.Array,
+) -> tuple[DeviceState, jax.Array]:  # fmt: skip
     """Run a program of `compile_forward` on a state, which is donated. weights: of `flat_weights`.
+
+    hidden: nothing in the first pipeline stage, one array in others. Returns as `forward`.
 
     A call flattens its arguments and builds the tree of its results, every time. Plain tuples make a call with 169
     arrays 38 us faster than dicts of weights and a `DeviceState`: 141 in place of 179 us.
     """
-    arrays, num_tokens = run(weights, state_arrays(state), packed)
-    return DeviceState(*arrays, sampling=state.sampling, page_v_dim=state.page_v_dim), num_tokens
+    arrays, result = run(weights, state_arrays(state), packed, *hidden)
+    return DeviceState(*arrays, sampling=state.sampling, page_v_dim=state.page_v_dim), result
 
 
 def compile_forward(
@@ -329,6 +340,7 @@ def compile_forward(
     placement: Placement,
     gated_dot: str | None = None,
     store: ProgramStore | None = None,
+    stage: Stage = ALONE,
 ) -> jax.stages.Compiled:
     """Compile a forward program from arrays or ShapeDtypeStructs, for `run_forward`.
 
@@ -337,10 +349,12 @@ def compile_forward(
     call = functools.partial(
         forward_of_arrays, weight_tree=jax.tree.structure(params), page_v_dim=state.page_v_dim, spec=spec,
         kv_groups=kv_groups, layout=layout, shape=shape, implementation=implementation, gated_dot=gated_dot,
-        shards=placement.shards,
+        shards=placement.shards, stage=stage,
     )  # fmt: skip
     packed = placement.shape((shape.packed_size,), np.int32)
-    arguments = (flat_weights(params), state_arrays(state), packed)
+    arguments: tuple[Any, ...] = (flat_weights(params), state_arrays(state), packed)
+    if not stage.is_first:
+        arguments += (placement.shape((shape.tokens, spec.hidden_size), state.hidden.dtype),)
     call = placement.on_each_device(call, arguments, (state_arrays(state), None))
     return compile_program(
         call, arguments, donate=(1,),

@@ -9,14 +9,13 @@ from jpaged.cli.other_engines import without_neutral
 from jpaged.errors import RequestError
 
 ACCEPTED = [
-    ["--pipeline-parallel-size", "1"], ["--pipeline-parallel-size=1"], ["-pp", "1"], ["--enforce-eager"],
-    ["--no-enforce-eager"], ["--pipeline_parallel_size", "1"],
+    ["--num-scheduler-steps", "1"], ["--num-scheduler-steps=1"], ["--enforce-eager"],
+    ["--no-enforce-eager"], ["--num_scheduler_steps", "1"],
     ["--enable-chunked-prefill"], ["--cpu-offload-gb", "0.0"], ["--quantization", "None"],
 ]  # fmt: skip
 REFUSED = [
-    (["--pipeline-parallel-size", "2"], "leave it out, or 1 (pipeline_parallel_size=2)"),
-    (["--pipeline-parallel-size"], "(pipeline_parallel_size=True)"),
-    (["-pp", "8"], "(pipeline_parallel_size=8)"),
+    (["--num-scheduler-steps", "2"], "leave it out, or 1 (num_scheduler_steps=2)"),
+    (["--num-scheduler-steps"], "(num_scheduler_steps=True)"),
     (["--no-enable-chunked-prefill"], "(enable_chunked_prefill=False)"),
     (["--enable-lora"], "(enable_lora=True)"),
     (["--speculative-config", '{"method": "ngram"}'], "(speculative_config={'method': 'ngram'})"),
@@ -55,12 +54,13 @@ def test_words_after_two_dashes_and_other_commands_are_kept():
 
 def test_python_agrees():
     with pytest.raises(RequestError, match=r"^not supported yet"):
-        LLM("nowhere", pipeline_parallel_size=2)
+        LLM("nowhere", num_scheduler_steps=2)
 
 
 def test_short_flags():
     assert cli.parse(["generate", "demo", "-tp", "4"]).engine.tensor_parallel_size == 4
     assert cli.parse(["generate", "demo", "-tp=4"]).engine.tensor_parallel_size == 4
+    assert cli.parse(["serve", "demo", "-pp", "2"]).engine.pipeline_parallel_size == 2
     assert cli.parse(["serve", "demo", "-dp", "2"]).engine.data_parallel_size == 2
 
 

@@ -59,6 +59,7 @@ class FakeRunner:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_model_len: int = 64
+    num_stages: int = 1
     vocab_size: int = 97
     max_logprobs: int = 3
     compiles_after_ready: int = 0

@@ -10,7 +10,7 @@ from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
-from jpaged.engine.request import RequestStatus
+from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.engine.strategies.beam_search import BeamSearch
 from jpaged.errors import RequestError
@@ -85,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
         longrope_switch_len=st.sampled_from([None, None, None, 1, 8, 23]),
         extra_blocks=st.sampled_from([0, 1, 2, 4, 12]),
         rows=st.sampled_from([1, 2, 3, 5, 8]),
+        stages=st.sampled_from([1, 1, 2, 3]),
         extra_budget=st.sampled_from([0, 1, 5, 20]),
         caching=st.sampled_from([True, True, False]),
         host_slots=st.sampled_from([0, 1, 5, 40]),
@@ -96,7 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
         crowd=st.integers(0, 2**32),
     )
     def setup(
-        self, block_size, windows, model_len, longrope_switch_len, extra_blocks, rows, extra_budget, caching,
+        self, block_size, windows, model_len, longrope_switch_len, extra_blocks, rows, stages, extra_budget, caching,
         host_slots, costs, policy, partial, target_ms, failures, crowd,
     ) -> None:  # fmt: skip
         need = max_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
@@ -106,6 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
             windows=windows,
             max_num_seqs=rows,
             max_num_batched_tokens=rows + extra_budget,
+            num_stages=stages,
             max_model_len=model_len,
             longrope_switch_len=longrope_switch_len,
             vocab_size=VOCAB_SIZE,
@@ -124,6 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.salts: dict[str, str] = {}
         self.progress: dict[tuple[str, int], int] = {}
         self.ended: set[str] = set()
+        self.waits: collections.Counter[Request] = collections.Counter()  # turns in a row without a token
         self.reached: collections.Counter[str] = collections.Counter()
         self.crowd(crowd, 5)
 
@@ -265,7 +268,10 @@ class EngineMachine(RuleBasedStateMachine):
             for request, computed, preemptions in decodes:
                 schedule = request.schedule
                 waited = schedule.status is RequestStatus.RUNNING and schedule.num_computed == computed
-                assert not waited or request.metrics.preemptions > preemptions, "a decode waits"
+                waits = waited and request.metrics.preemptions == preemptions
+                self.waits[request] = self.waits[request] + 1 if waits else 0
+                # with stages: until its micro-batch has a turn, and after it was moved to others
+                assert self.waits[request] <= 2 * (self.runner.num_stages - 1), "a decode waits"
         self.sound()
         if oldest is not None and oldest.schedule.status is RequestStatus.PREEMPTED:
             assert outgrows, "the oldest is never preempted"

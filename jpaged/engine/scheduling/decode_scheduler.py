@@ -2,6 +2,9 @@
 
 Nearly all decodes are plain: the token fits into the request's last block, so nothing changes but counters. A request
 is handled one by one only at its next boundary, where it needs a block, frees one, switches its rope, or ends.
+
+With pipeline stages the decoding requests are divided into micro-batches, one for each stage. They take turns: the next
+step of a micro-batch comes when its last one has left the pipeline. A prompt can have a chunk in every turn.
 """
 
 from jpaged.engine.kv_cache.block_table import NEVER
@@ -20,11 +23,14 @@ class DecodeScheduler:
         switch_len = state.limits.longrope_switch_len
         self._switch_len = NEVER if switch_len is None else switch_len
         self._preemption = preemption
+        self._num_stages = state.limits.num_stages
+        self._turn = 0  # micro-batch of the step that is being planned
 
     def schedule(self, selection: StepSelection) -> None:
         """Add all decodes. Running requests that do not decode are collected in `selection.prompts`."""
         decodes, prompts, boundary = selection.decodes, selection.prompts, []
-        for request in self._running.requests:  # the only loop over all rows: keep it short
+        requests = self._running.requests if self._num_stages == 1 else self._next_micro_batch()
+        for request in requests:  # the only loop over all rows: keep it short
             schedule = request.schedule
             computed = schedule.num_computed
             if computed < schedule.next_boundary:
@@ -43,6 +49,7 @@ class DecodeScheduler:
         """The step being planned samples a token for this request."""
         schedule = request.schedule
         schedule.num_in_flight += 1
+        schedule.micro_batch = self._turn
         schedule.on_hold = request.is_beam
         if not request.is_beam:
             self._running.start_decoding(request)
@@ -59,6 +66,27 @@ class DecodeScheduler:
         if kv.rope_len <= self._switch_len:
             boundary = min(boundary, self._switch_len)
         schedule.next_boundary = boundary
+
+    def _next_micro_batch(self) -> list[Request]:
+        """Requests of the next turn, in the policy's order: a micro-batch, and all requests that do not decode.
+
+        A micro-batch that is larger than its share passes the rest on to the next turn. So all become equally large.
+        """
+        self._turn = turn = (self._turn + 1) % self._num_stages
+        running, following = self._running.requests, (turn + 1) % self._num_stages
+        share = -(-sum(request.schedule.decoding for request in running) // self._num_stages)
+        due, count = [], 0
+        for request in running:
+            schedule = request.schedule
+            if schedule.decoding:
+                if schedule.micro_batch != turn:
+                    continue
+                count += 1
+                if count > share:
+                    schedule.micro_batch = following
+                    continue
+            due.append(request)
+        return due
 
     def _schedule_boundary(self, boundary: list[Request], selection: StepSelection) -> None:
         """Add decodes that reached their next boundary, in order. Most of them need a block and nothing else."""

@@ -19,9 +19,11 @@ needs other KV. The request is preempted there, and recomputes all its tokens.
 
 A plan is made before the tokens of the step before it are known. A decode's token is in the device's request table, and
 `num_in_flight` counts the tokens that have not reached the host. Only a beam's token must be known, because the host
-chooses it.
+chooses it. With pipeline stages several steps are in flight, but at most one with a token of the same request
+(`decode_scheduler`).
 """
 
+import collections
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +78,8 @@ class Scheduler:
         self._prompts = PromptScheduler(state, self._preemption, clock)
         self._forks = Forks(state, self._decodes)
         self._builder = PlanBuilder(state, self._decodes, self._forks)
-        self._newest: ScheduledStep | None = None  # the last plan; None if there was nothing to compute
+        # The last steps, newest last: those that may be in flight when tokens arrive.
+        self._newest: collections.deque[ScheduledStep] = collections.deque(maxlen=limits.num_stages)
 
     @property
     def running(self) -> list[Request]:
@@ -136,8 +139,11 @@ class Scheduler:
         while not selection and self._preemption.all_on_hold():
             self._preemption.preempt_last(selection)
             self._prompts.schedule(selection)
-        self._newest = self._builder.build(selection) if selection else None
-        return self._newest
+        if not selection:
+            return None
+        step = self._builder.build(selection)
+        self._newest.append(step)
+        return step
 
     def results(self, step: ScheduledStep) -> Iterator[tuple[int, Request]]:
         """Rows of a collected step whose result counts: (index of the row in the plan, request).
@@ -161,8 +167,8 @@ class Scheduler:
 
     def discard_in_flight(self, request: Request) -> None:
         """Let a request continue from known tokens: a sample that is in flight for it is dropped when it arrives."""
-        if request.schedule.num_in_flight and self._newest is not None:
-            self._newest.discarded.add(request)
+        if request.schedule.num_in_flight:
+            next(step for step in reversed(self._newest) if request in step.requests).discarded.add(request)
             request.schedule.num_in_flight = 0
         self._rows.stop_decoding(request)
 

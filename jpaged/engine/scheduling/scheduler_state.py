@@ -19,6 +19,7 @@ class SchedulerLimits:
     vocab_size: int
     # A longer sequence needs KV computed with the rope of long sequences (longrope); None: the rope never switches.
     longrope_switch_len: int | None = None
+    num_stages: int = 1  # of the pipeline: as many micro-batches of decoding requests take turns
 
     def must_switch_rope(self, request: Request, num_tokens: int) -> bool:
         """Whether a request's KV is of short sequences, and too short for `num_tokens` tokens."""
@@ -40,6 +41,7 @@ class SchedulerCounters:
     blocks_to_device: int = 0
     rejected_requests: int = 0  # request groups refused because of max_queued_requests
     rejected_tokens: int = 0    # request groups refused because of max_queued_tokens
+    empty_turns: int = 0  # turns of the pipeline without a step, while other steps are in flight
     waste_sum: float = 0.0  # sum over steps of the share of slots that store no token
 
     def note_rejection(self, limit: str) -> None:

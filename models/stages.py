@@ -1,0 +1,138 @@
+"""Pipeline parallelism: the layers of a model are divided into stages, and each stage has devices of its own.
+
+The first stage embeds the tokens, the last one applies the `lm_head`. A stage computes its layers and sends the hidden
+states to the next one. `StagedPlacer` loads each leaf straight to the devices of its stage.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.models.decoder import LAYER_VECTORS
+from jpaged.models.placing import ShardedQuantizer
+from jpaged.models.quantization import LeafPlacer, Quantizer, Scheme
+from jpaged.models.sharding import find_devices, make_mesh, shards_of
+from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage
+from pallas_kernels import QuantizedWeight
+
+_OF_FIRST = ("embed", "pos_embed", "project_in", "embed_norm", "embed_norm_bias")  # all others belong to the last stage
+
+
+def stages_of(spec: DecoderSpec, count: int) -> tuple[Stage, ...]:
+    """Divide the layers of a model into `count` stages. The first ones have a layer more, if they differ.
+
+    Raises ModelLoadError if there are more stages than layers.
+    """
+    layers = spec.num_layers
+    if count == 1:
+        return (ALONE,)
+    if count > layers:
+        raise ModelLoadError(f"pipeline_parallel_size={count}: the model has {layers} layers: use {layers} or less")
+    sizes = [layers // count + (index < layers % count) for index in range(count)]
+    return tuple(Stage(index, count, sum(sizes[:index]), sizes[index]) for index in range(count))
+
+
+@dataclasses.dataclass(frozen=True)
+class _PerStage:
+    """A leaf of the whole model, by stage. None: the stage does not have it."""
+
+    parts: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedPlacer:
+    """A LeafPlacer for several stages. `finish` makes the trees of the stages."""
+
+    placers: tuple[ShardedQuantizer, ...]  # by stage
+    stages: tuple[Stage, ...]
+    spec: DecoderSpec
+
+    def of_layer(self, layer: int | None) -> Any:
+        """The placer of a layer's leaves. None: of the other leaves, which become a tree of `finish` only."""
+        return self if layer is None else self.placers[next(s.index for s in self.stages if layer in s.layers)]
+
+    def __call__(self, name: str, leaf: Any) -> Any:
+        """A leaf that belongs to no layer."""
+        return self._place(name, leaf, lambda placer, part: placer(name, part))
+
+    def part(self, name: str, leaf: Any) -> Array:
+        """Not used: only matrices of layers are joined."""
+        raise NotImplementedError(name)
+
+    def packed(self, name: str, weight: QuantizedWeight) -> Any:
+        """A leaf that belongs to no layer, and is quantised in the checkpoint."""
+        return self._place(name, weight, lambda placer, part: placer.packed(name, part))
+
+    def packed_shape(self, name: str, weight: QuantizedWeight) -> Any:
+        """As `packed`, for ShapeDtypeStructs."""
+        return self._place(name, weight, lambda placer, part: placer.packed_shape(name, part))
+
+    def shapes(self, shapes: Params) -> Params:
+        """The tree `param_shapes(spec, dtype)`, for `finish`."""
+        layers = tuple(self.of_layer(i).shapes(leaves) for i, leaves in enumerate(shapes["layers"]))
+
+        def place(name: str, leaf: jax.ShapeDtypeStruct) -> Any:
+            return self._place(name, leaf, lambda placer, part: placer.shape(name, part))
+
+        return {name: layers if name == "layers" else place(name, leaf) for name, leaf in shapes.items()}
+
+    def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf may be a view of a mapped file."""
+        return True
+
+    def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
+        """The scheme of the leaf `name`; None if it keeps its dtype."""
+        return self.placers[0].scheme_of_leaf(name, shape)
+
+    def finish(self, tree: Params) -> tuple[Params, ...]:
+        """The trees of the stages. tree: of the whole model, with leaves that this object has placed."""
+        return tuple(
+            {"layers": tuple(tree["layers"][i] for i in stage.layers)}
+            | {
+                name: part
+                for name, leaf in tree.items()
+                if name != "layers" and (part := leaf.parts[stage.index]) is not None
+            }
+            for stage in self.stages
+        )
+
+    def _place(self, name: str, leaf: Any, place: Callable[[ShardedQuantizer, Any], Any]) -> _PerStage:
+        return _PerStage(tuple(
+            None if (part := self._part_of(stage, name, leaf)) is None else place(placer, part)
+            for stage, placer in zip(self.stages, self.placers, strict=True)
+        ))  # fmt: skip
+
+    def _part_of(self, stage: Stage, name: str, leaf: Any) -> Any:
+        """The part of a leaf that a stage needs; None: nothing."""
+        if name in LAYER_VECTORS:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct((len(stage.layers), *leaf.shape[1:]), leaf.dtype)
+            return leaf[stage.layers.start : stage.layers.stop]
+        tied = name == "embed" and self.spec.tie_embeddings and not self.spec.pools
+        wanted = (stage.is_first and name in _OF_FIRST) or (stage.is_last and (tied or name not in _OF_FIRST))
+        return leaf if wanted else None
+
+
+def placer_for(
+    quantizer: Quantizer, config: EngineConfig, spec: DecoderSpec, meshes: Sequence[Mesh | AbstractMesh] | None = None
+) -> LeafPlacer:
+    """The placer of a model's leaves on the devices of an engine: `quantizer` itself if nothing is split.
+
+    spec: before `split_spec`. meshes: one for each stage; None: of JAX's devices. Raises ModelLoadError if there are
+    too few devices, or too few layers.
+    """
+    shards, count = shards_of(config), config.pipeline_parallel_size
+    if shards.divisor == 1 and count == 1:
+        return quantizer
+    stages = stages_of(spec, count)
+    if meshes is None:
+        devices = find_devices(shards, count)
+        meshes = [make_mesh(devices[i * shards.count : (i + 1) * shards.count]) for i in range(count)]
+    placers = tuple(ShardedQuantizer(quantizer, mesh, shards, spec) for mesh in meshes)
+    return placers[0] if count == 1 else StagedPlacer(placers, stages, spec)
