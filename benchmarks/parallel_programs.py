@@ -67,7 +67,7 @@ def measure(target_name: str, size: int, layers: int) -> dict[str, Any]:
         config = EngineConfig(model=str(path), tensor_parallel_size=size, max_model_len=4096)
         shards = shards_of(config)
         placement = Placement.for_target(target, shards)
-        described = describe(config, target.platform, placement.mesh)
+        described = describe(config, target.platform, [placement.mesh])
     blueprint = Blueprint.draw(ServedModel(described.spec, described.params), config, placement)
     build = blueprint.with_blocks(BLOCKS)
     weights = memory.tree_bytes(described.params)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import jax
 
     from jpaged.loading.described import DescribedModel
+    from jpaged.models.spec import Stage
     from jpaged.runtime.blueprint import Blueprint
     from jpaged.runtime.memory import MemoryPlan
     from jpaged.runtime.placement import Placement
@@ -82,6 +83,8 @@ class EnginePlan:
     format: str | None = None              # quant_method of the checkpoint; None: it is not quantised
     num_devices: int = 1                   # that the model is split over; all bytes are those of one of them
     whole_bytes: int = 0                   # of the weights, those that every device has whole
+    stage: tuple[int, int] = (0, 1)        # index of the fullest pipeline stage, which this plan is of; number of all
+    num_layers: int = 0                    # of that stage
 
     @property
     def weight_parts(self) -> dict[str, int]:
@@ -213,6 +216,7 @@ def plan(
             raise RequestError(f"link_{name}", value, reason)
     from jpaged.loading.described import describe
     from jpaged.models.sharding import find_devices, shards_of
+    from jpaged.models.stages import stages_of
     from jpaged.runtime.memory import start_backend
     from jpaged.runtime.placement import Placement
     from jpaged.runtime.targets import TARGETS, with_memory
@@ -230,19 +234,49 @@ def plan(
     platform = None if kind is None else kind.platform
     if kind is None:
         start_backend(config)
-    if config.pipeline_parallel_size > 1:
-        known = "a plan is of devices that all have a part of every layer: leave it out"
-        raise RequestError("pipeline_parallel_size", config.pipeline_parallel_size, known)
-    shards = shards_of(config)
-    placement = Placement.over(find_devices(shards), shards) if kind is None else Placement.for_target(kind, shards)
-    described = describe(config, platform, placement.mesh)
-    return _plan(config, described, placement, kind, device, tuple(request_lens), roofline_context, progress=progress)
+    shards, count = shards_of(config), config.pipeline_parallel_size
+    if roofline_context is not None and count > 1:
+        raise RequestError("pipeline_parallel_size", count, "times are predicted for one stage: leave --roofline out")
+    if kind is None:
+        devices = find_devices(shards, count)
+        placements = [
+            Placement.over(devices[i * shards.count : (i + 1) * shards.count], shards) for i in range(count)
+        ]
+    else:
+        placements = [Placement.for_target(kind, shards)] * count
+    described = describe(config, platform, [placement.mesh for placement in placements])
+    trees = described.params if isinstance(described.params, tuple) else (described.params,)
+    plans = []
+    for stage, tree, placement in zip(stages_of(described.spec, count), trees, placements, strict=True):
+        of_stage = dataclasses.replace(described, params=tree)
+        plan = _plan(
+            config, of_stage, placement, stage, kind, device, tuple(request_lens), roofline_context, progress=progress
+        )
+        plans.append(plan)
+    return _fullest(plans, config)
+
+
+def _fullest(plans: Sequence[EnginePlan], config: EngineConfig) -> EnginePlan:
+    """The plan of the pipeline stage with the smallest pool, which all have; on a tie, with the fullest devices."""
+
+    def room(plan: EnginePlan) -> tuple[int, int]:
+        """Blocks, and the bytes of everything else."""
+        if plan.memory is None:
+            return -1, -plan.weight_bytes
+        return plan.memory.num_blocks, -plan.weight_bytes - plan.temporaries.num_bytes - plan.memory.table_bytes
+
+    fullest = min(plans, key=room)
+    block_bytes = sum(plan.memory.block_bytes for plan in plans if plan.memory is not None)
+    if fullest.memory is None:
+        return fullest
+    return dataclasses.replace(fullest, host_blocks=int(config.swap_space * 2**30) // block_bytes)
 
 
 def _plan(
     config: EngineConfig,
     described: "DescribedModel",
     placement: "Placement",
+    stage: "Stage",
     target: "Target | None",
     device_name: str | None,
     lengths: tuple[int, ...],
@@ -257,7 +291,8 @@ def _plan(
     device = placement.first_device if target is None else None
     num_devices = placement.shards.count
     params = described.params
-    blueprint = Blueprint.draw(ServedModel(described.spec, params, masked=described.masked), config, placement)
+    model = ServedModel(described.spec, params, masked=described.masked, stage=stage)
+    blueprint = Blueprint.draw(model, config, placement)
     device_bytes, taken = _memory_of(device, target)
     usable = None
     if device_bytes is not None:
@@ -294,11 +329,13 @@ def _plan(
         largest_max_model_len=_largest(blueprint, temporaries, free),
         requests=() if fitted is None else tuple((n, fitted.requests_of(n)) for n in _lengths(lengths, fitted)),
         memory_is_capped=config.kv_cache_memory_bytes is not None,
-        host_blocks=0 if fitted is None else int(config.swap_space * 2**30) // fitted.block_bytes,
+        host_blocks=0,
         roofline=roofline,
         format=described.format,
         num_devices=num_devices,
         whole_bytes=whole_bytes(params) if num_devices > 1 else 0,
+        stage=(stage.index, stage.count),
+        num_layers=len(params["layers"]),
     )
 
 

@@ -94,7 +94,9 @@ class Plan:
 def text_of(plan: Any) -> str:
     """Return the plan as text."""
     each = "" if plan.num_devices == 1 else f"each of {plan.num_devices} devices: "
-    lines = [f"{plan.model}, {plan.dtype}, on {each}{plan.device}", ""]
+    index, count = plan.stage
+    stage = "" if count == 1 else f"stage {index + 1} of {count} ({plan.num_layers} layers), the fullest, "
+    lines = [f"{plan.model}, {plan.dtype}, {stage}on {each}{plan.device}", ""]
     total = sum(row.num_bytes for row in plan.rows)
     if plan.device_bytes is not None and plan.memory is not None:
         total = plan.device_bytes
@@ -191,6 +193,8 @@ def figures_of(plan: Any) -> dict[str, Any]:
         "format": plan.format,
         "least_devices": plan.least_devices,
         "num_devices": plan.num_devices,
+        "pipeline_stage": plan.stage[0],
+        "pipeline_stages": plan.stage[1],
         "whole_bytes": plan.whole_bytes,
         "largest_max_model_len": plan.largest_max_model_len,
         "fits": memory is not None,

@@ -7,7 +7,7 @@ shapes of quantised matrices.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,18 @@ class DescribedModel:
     name: str        # in printed tables
     spec: DecoderSpec
     dtype: np.dtype  # dtype of the weights once loaded; of the activations, if they are quantised
-    params: dict[str, Any]  # the tree of weights once loaded, as ShapeDtypeStructs
+    params: Any             # the tree of weights once loaded, as ShapeDtypeStructs; a tuple of trees, by pipeline stage
     masked: bool     # some token ids may not be sampled
     format: str | None = None  # quant_method of the checkpoint; None: it is not quantised
 
 
-def describe(config: EngineConfig, platform: str | None, mesh: Mesh | None = None) -> DescribedModel:
+def describe(
+    config: EngineConfig, platform: str | None, meshes: Sequence[Mesh | None] | None = None
+) -> DescribedModel:
     """Describe the model that `config.model` names, split as the options say.
 
     platform: platform of the device that the model is for; None: JAX's default.
-    mesh:     devices that the model is split over. None: not known, so that nothing can be compiled for them.
+    meshes:   devices of each pipeline stage. None: not known, so that nothing can be compiled for them.
     Raises ModelLoadError in the same cases as the engine, except for errors in the weights' bytes.
     """
     path = find_config(config.model, config.revision, config.download_dir)
@@ -70,8 +72,9 @@ def describe(config: EngineConfig, platform: str | None, mesh: Mesh | None = Non
     dtype = resolve_dtype(config.dtype, stored, spec, platform)
     shards = shards_of(config)
     check_deterministic(config, form, dtype, platform)
-    meshes = [mesh or described_mesh(shards.count)]
-    placer = placer_for(quantizer_of(config, platform), config, spec, meshes)
+    known = meshes or [None] * config.pipeline_parallel_size
+    each = [mesh or described_mesh(shards.count) for mesh in known]
+    placer = placer_for(quantizer_of(config, platform), config, spec, each)
     params = shapes(dtype, placer)
     split = split_spec(spec, shards)
     return DescribedModel(f"{config.model} ({architecture})", split, dtype, params, _masked(config, spec, folder), form)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jpaged.cli import main
+from jpaged.cli.plan import text_of
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.planning import plan
 from jpaged.runtime.targets import Target
@@ -67,3 +68,24 @@ def test_the_printed_table(config, capsys):
 def test_refused(options, target, error, says, config):
     with pytest.raises(error, match=says):
         plan(config, options, target=target)
+
+
+def test_a_plan_of_stages_is_of_the_fullest(config):
+    """The embedding and the output matrix are on different stages, and each stage has the pages of its layer."""
+    options = SMALL | {"max_model_len": 256, "swap_space": 0.1}
+    one, two = (
+        plan(config, options | {"pipeline_parallel_size": count}, target="h200", device_memory=2**30)
+        for count in (1, 2)
+    )
+    assert (one.stage, two.stage, two.num_layers) == ((0, 1), (1, 2), 1)  # logits are larger than hidden states
+    assert two.memory.block_bytes * 2 == one.memory.block_bytes
+    assert two.memory.num_blocks > 1.9 * one.memory.num_blocks
+    assert two.host_blocks == one.host_blocks
+    assert two.weight_parts["attention"] * 2 == one.weight_parts["attention"]
+    assert ("embedding" in two.weight_parts, "output matrix" in two.weight_parts) == (False, True)
+    assert "stage 2 of 2 (1 layers), the fullest, on " in text_of(two)
+
+
+def test_a_prediction_of_stages_is_refused(config):
+    with pytest.raises(RequestError, match="leave --roofline out"):
+        plan(config, SMALL | {"pipeline_parallel_size": 2}, target="h200", roofline_context=64)
