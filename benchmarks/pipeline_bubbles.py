@@ -6,9 +6,8 @@ Runs a model of 8 layers with random weights on forced CPU devices. With S stage
 micro-batches, and S steps are in flight. A turn without a step is a bubble: every stage is idle for the time of a step
 once. Prints a row for each load, with
 - bubbles: share of turns without a step. With R < S requests S - R of S turns are empty;
-- rows: requests of a step that only decodes, smallest and largest, without the first and last tenth of all steps;
-- time: of the same load on one stage, divided by this one's; the median of interleaved runs. CPU devices share the
-  machine's cores, so this shows what the pipeline costs, not what it gains.
+- rows: requests of a step that only decodes, smallest and largest, without the first and last tenth of all steps.
+No time is measured: CPU devices share the machine's cores.
 """
 
 import argparse
@@ -16,10 +15,8 @@ import dataclasses
 import json
 import os
 import pathlib
-import statistics
 import sys
 import tempfile
-import time
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -49,7 +46,6 @@ class Row:
     bubbles: float
     smallest_rows: int
     largest_rows: int
-    time: float  # seconds of one stage / seconds
 
 
 class Load:
@@ -71,45 +67,37 @@ class Load:
 
         runner.dispatch = noted
 
-    def run(self, requests: int) -> tuple[float, float, list[int]]:
-        """Seconds, the share of empty turns, and rows of each step of decodes."""
+    def run(self, requests: int) -> tuple[float, list[int]]:
+        """The share of empty turns, and the rows of each step of decodes."""
         self.plans.clear()
         self.llm.reset_stats()
         params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         prompts = [{"prompt_token_ids": [5, 6, 7, 8 + i]} for i in range(requests)]
-        began = time.perf_counter()
         self.llm.generate(prompts, params, use_tqdm=False)
-        seconds, stats = time.perf_counter() - began, self.llm.stats()
+        stats = self.llm.stats()
         kept = self.plans[len(self.plans) // 10 : len(self.plans) * 9 // 10]
         rows = [len(plan.rows) for plan in kept if plan.decodes_only]
-        return seconds, stats.empty_turns / (stats.steps + stats.empty_turns), rows
+        return stats.empty_turns / (stats.steps + stats.empty_turns), rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="the first is compared with")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 32])
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=pathlib.Path, help="JSON file of the rows")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(CONFIG))
         loads = {stages: Load(folder, stages) for stages in tqdm(args.stages, desc="engines", file=sys.stderr)}
-        print(f"{'stages':>6} {'requests':>8} {'bubbles':>8} {'rows':>8} {'time':>6}")
+        print(f"{'stages':>6} {'requests':>8} {'bubbles':>8} {'rows':>8}")
         for requests in args.requests:
-            runs = {stages: [loads[stages].run(requests)] for stages in args.stages}
-            for _ in range(args.rounds - 1):
-                for stages in args.stages:
-                    runs[stages].append(loads[stages].run(requests))
-            for stages in args.stages:
-                pairs = zip(runs[args.stages[0]], runs[stages], strict=True)
-                ratio = statistics.median(one[0] / other[0] for one, other in pairs)
-                _, bubbles, of_steps = runs[stages][-1]
-                row = Row(stages, requests, round(bubbles, 4), min(of_steps), max(of_steps), round(ratio, 3))
+            for stages, load in loads.items():
+                bubbles, of_steps = load.run(requests)
+                row = Row(stages, requests, round(bubbles, 4), min(of_steps), max(of_steps))
                 rows.append(row)
                 span = f"{row.smallest_rows}-{row.largest_rows}"
-                print(f"{stages:6} {requests:8} {bubbles:8.1%} {span:>8} {ratio:6.2f}", flush=True)
+                print(f"{stages:6} {requests:8} {bubbles:8.1%} {span:>8}", flush=True)
         for load in loads.values():
             load.llm.close()
     if args.output:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.models.kv_scales import KVScales
-from jpaged.models.spec import DecoderSpec, QKNorm
+from jpaged.models.spec import DecoderSpec, Latent, QKNorm
 
 TENSOR = "tensor"  # name of the mesh axis
 PARTS = 8          # of each sum with `deterministic`: results are equal on 1, 2, 4 and 8 devices
@@ -226,7 +226,7 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
         experts = dataclasses.replace(experts, intermediate_size=of_one, shared_size=shared)
     changed = {"intermediate_size": up(spec.intermediate_size, columns), "experts": experts}
     if spec.latent is not None:
-        return dataclasses.replace(spec, num_heads=up(spec.num_heads), **changed)
+        return dataclasses.replace(spec, num_heads=up(spec.num_heads, _latent_heads(spec.latent, shards)), **changed)
     heads = head_padding(spec, shards)
     made = dataclasses.replace(
         spec, num_heads=heads.kv_heads * heads.q_per_kv, num_kv_heads=heads.kv_heads,
@@ -243,6 +243,11 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
             f"{divisor} equal parts, and {why}, which heads of padding would change: {advice}"
         )
     return made
+
+
+def _latent_heads(latent: Latent, shards: Shards) -> int:
+    """With latent attention the query heads are a multiple of this: a device's part of `q_b` has whole tiles."""
+    return shards.divisor * (shards.tile // math.gcd(latent.nope_dim + latent.rope_dim, shards.tile))
 
 
 def _adds_heads(spec: DecoderSpec, heads: HeadPadding) -> bool:
@@ -321,6 +326,8 @@ def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: S
     if name == "k_norm":
         return (head_padding(spec, shards).kv_heads * spec.head_dim,)
     divisor = shards.units(kind)
+    if spec.latent is not None and kind == "heads":
+        divisor = _latent_heads(spec.latent, shards)
     width = spec.latent.v_dim if spec.latent is not None and name == "o" else 1  # numbers of a head
     size = -(-shape[axis] // (divisor * width)) * divisor * width
     if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
