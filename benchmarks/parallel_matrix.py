@@ -1,10 +1,12 @@
 """Answers of models that are split over several devices, compared with Transformers' and with one device.
 
-    python benchmarks/parallel_matrix.py [--sizes 1 2 4 8] [--stages 1 2] [--variants llama qwen3 ...] [--output FILE]
+    python benchmarks/parallel_matrix.py [--sizes 1 2 4 8] [--stages 1 2] [--contexts 1 2] [--variants llama qwen3 ...]
+        [--output FILE]
 
 Runs the checkpoints of tests/golden on forced CPU devices, in float32: every `tensor_parallel_size` with every
-`pipeline_parallel_size` that 8 devices allow, models with experts also with `enable_expert_parallel`, and each again
-with `deterministic`. Prints a row for each, with
+`pipeline_parallel_size` and `prefill_context_parallel_size` that 8 devices allow. Stages and contexts are not combined
+with each other. Models with experts run also with `enable_expert_parallel`, and each again with `deterministic`. Prints
+a row for each, with
 - tokens: greedy tokens that are Transformers' (a difference counts only where the best two are 1e-5 apart or more);
 - logprobs: the largest difference from Transformers' log-probabilities;
 - bits: with `deterministic`, whether tokens and log-probabilities equal those of one device bit by bit.
@@ -48,6 +50,7 @@ class Run:
     variant: str
     tensor: int
     stages: int
+    context: int
     experts: bool
     deterministic: bool
     tokens_equal: bool | None = None
@@ -61,11 +64,15 @@ def answers(folder: str, variant: Variant, prompts: list[list[int]], **options: 
     """For each prompt and token: log-probabilities by id; the sampled token comes first."""
     sizes: dict[str, Any] = {"row_buckets": (8,), "token_buckets": (64,)}
     sizes |= {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    count = len(prompts)
+    if options["prefill_context_parallel_size"] > 1:  # then each device has some of the last third
+        sizes |= {"max_num_seqs": 32, "token_buckets": (512,), "max_num_batched_tokens": 512}
+        prompts = prompts * 3
     params = jpaged.SamplingParams(temperature=0, max_tokens=variant.num_tokens, ignore_eos=True, logprobs=5)
     with jpaged.LLM(folder, dtype="float32", max_model_len=256, **sizes, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     found = []
-    for output in outputs:
+    for output in outputs[-count:]:
         one = output.outputs[0]
         found.append([
             {token: step[token].logprob} | {other: value.logprob for other, value in step.items()}
@@ -94,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--variants", nargs="+", default=list(FAMILIES), help="names of tests/golden, or all")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file of the rows")
     args = parser.parse_args()
@@ -111,15 +119,16 @@ def main() -> None:
             for deterministic in (False, True):
                 for experts in (False, True) if sparse else (False,):
                     first = None
-                    for stages, size in itertools.product(args.stages, args.sizes):
-                        if stages * size > DEVICES:
+                    for context, stages, size in itertools.product(args.contexts, args.stages, args.sizes):
+                        if context * stages * size > DEVICES or context > 1 < stages:
                             continue
-                        row = Run(variant.name, size, stages, experts, deterministic)
+                        row = Run(variant.name, size, stages, context, experts, deterministic)
                         began = time.perf_counter()
                         try:
                             found = answers(
                                 folder, variant, prompts, tensor_parallel_size=size, pipeline_parallel_size=stages,
-                                enable_expert_parallel=experts, deterministic=deterministic,
+                                prefill_context_parallel_size=context, enable_expert_parallel=experts,
+                                deterministic=deterministic,
                             )  # fmt: skip
                         except ModelLoadError as error:
                             row = dataclasses.replace(row, refused=str(error))
@@ -137,7 +146,7 @@ def main() -> None:
                         kind = f"{' experts' if experts else ''}{' deterministic' if deterministic else ''}"
                         if args.output:
                             args.output.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
-                        name = f"{variant.name:20} tensor {size} stages {stages}{kind}"
+                        name = f"{variant.name:20} tensor {size} stages {stages} context {context}{kind}"
                         print(f"{name}: {result}{bits} ({row.seconds} s)", flush=True)
     bad = [row for row in rows if row.tokens_equal is False or row.equal_bits is False]
     print(f"{len(rows)} rows, {len(bad)} with a difference, {sum(row.refused is not None for row in rows)} refused")

@@ -1,9 +1,11 @@
 """Compiled programs of a model that is split over devices which need not be there: collectives, copies, bytes.
 
-    python benchmarks/parallel_programs.py --target h200 --tensor-parallel-size 8 [--layers 4] [--output FILE]
+    python benchmarks/parallel_programs.py --target h200 --tensor-parallel-size 8 [--pipeline-parallel-size 2]
+        [--prefill-context-parallel-size 2] [--layers 4] [--output FILE]
 
-Compiles the decode and sampling programs of Llama 3.1 70B's shape, from shapes alone. Needs the target's compiler,
-jax[cuda13] or jax[tpu], and no device. Counts the collectives of each program and their bytes, copies of 1 MiB
+Compiles programs of Llama 3.1 70B's shape, from shapes alone: a step of decodes, the largest one with prompts, and
+those that sample; with stages, those of each stage. Needs the target's compiler, jax[cuda13] or jax[tpu], and no
+device. Counts the collectives of each program and their bytes, copies of 1 MiB
 and more, temporaries, and a device's bytes of weights. `--layers 80` is the whole model.
 """
 
@@ -22,13 +24,14 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading.described import describe
 from jpaged.models.sharding import shards_of, whole_bytes
+from jpaged.models.stages import stages_of
 from jpaged.runtime import memory
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.program_text import Program, array_bytes
-from jpaged.runtime.step import ForwardShape
-from jpaged.runtime.targets import TARGETS
+from jpaged.runtime.targets import TARGETS, Target
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
@@ -46,10 +49,10 @@ def collectives(text: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for operation in Program(text).operations():
         if kind := operation.collective:
-            # the start of an asynchronous one shows its operand as well
-            half = operation.is_transfer and operation.shape.startswith("(")
-            anywhere = re.sub(r"\{[^{}]*\}", "", operation.shape)  # without layouts, which say what is not in HBM
-            found.setdefault(kind, []).append(sum(array_bytes(anywhere)) // (2 if half else 1))
+            # the start of an asynchronous one shows its operands first
+            with_operands = operation.is_transfer and operation.shape.startswith("(")
+            sizes = array_bytes(operation.shape, anywhere=True)
+            found.setdefault(kind, []).append(sum(sizes[len(sizes) // 2 :] if with_operands else sizes))
     return found
 
 
@@ -58,28 +61,38 @@ def large_copies(text: str) -> list[tuple[str, int]]:
     return [(op.name, op.num_bytes) for op in Program(text).operations() if op.kind == "copy" and op.num_bytes >= LARGE]
 
 
-def measure(target_name: str, size: int, layers: int) -> dict[str, Any]:
-    """The figures of the decode program and of the samplers."""
+def measure(target_name: str, sizes: dict[str, Any], layers: int) -> list[dict[str, Any]]:
+    """The figures of each stage. sizes: options of the engine."""
     target = TARGETS[target_name]
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "config.json")
         path.write_text(json.dumps(LLAMA_70B | {"num_hidden_layers": layers}))
-        config = EngineConfig(model=str(path), tensor_parallel_size=size, max_model_len=4096)
-        shards = shards_of(config)
-        placement = Placement.for_target(target, shards)
-        described = describe(config, target.platform, [placement.mesh])
-    blueprint = Blueprint.draw(ServedModel(described.spec, described.params), config, placement)
-    build = blueprint.with_blocks(BLOCKS)
-    weights = memory.tree_bytes(described.params)
+        config = EngineConfig(model=str(path), max_model_len=4096, **sizes)
+        placement = Placement.for_target(target, shards_of(config))
+        described = describe(config, target.platform, [placement.mesh] * config.pipeline_parallel_size)
+    stages = stages_of(described.spec, config.pipeline_parallel_size)
+    trees = described.params if isinstance(described.params, tuple) else (described.params,)
+    return [
+        {"target": target.device_kind, **sizes, "stage": stage.index, "layers": len(tree["layers"])}
+        | _of_stage(Blueprint.draw(ServedModel(described.spec, tree, stage=stage), config, placement), target)
+        for stage, tree in zip(stages, trees, strict=True)
+    ]
+
+
+def _of_stage(blueprint: Blueprint, target: Target) -> dict[str, Any]:
+    build, params = blueprint.with_blocks(BLOCKS), blueprint.model.params
     result: dict[str, Any] = {
-        "target": target.device_kind, "devices": size, "layers": layers, "weights_of_a_device": weights,
-        "of_these_on_every_device": whole_bytes(described.params), "attention": blueprint.implementation,
-        "programs": {},
+        "weights_of_a_device": memory.tree_bytes(params), "of_these_on_every_device": whole_bytes(params),
+        "attention": blueprint.implementation, "programs": {},
     }  # fmt: skip
+    most = max(shape.tokens for shape in blueprint.program_shapes if isinstance(shape, ForwardShape))
     for shape in blueprint.program_shapes:
-        decode = isinstance(shape, ForwardShape) and shape.is_decode and shape.rows == ROWS
-        sampler = isinstance(shape, SampleShape) and shape.rows == ROWS and shape.variant is not SamplerVariant.FULL
-        if not (decode or sampler):
+        if isinstance(shape, ForwardShape):
+            wanted = shape.rows == ROWS if shape.is_decode else shape.tokens == most
+        else:
+            wanted = isinstance(shape, SampleShape) and shape.rows == ROWS
+            wanted = wanted and shape.variant is not SamplerVariant.FULL
+        if not wanted:
             continue
         with target.tracing():
             program: Any = build.compile(shape)
@@ -97,15 +110,18 @@ def measure(target_name: str, size: int, layers: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="h200", choices=[name for name in TARGETS if name != "cpu"])
-    parser.add_argument("--tensor-parallel-size", type=int, default=8)
+    for name, default in (("tensor", 8), ("pipeline", 1), ("prefill_context", 1)):
+        flag = f"--{name.replace('_', '-')}-parallel-size"
+        parser.add_argument(flag, dest=f"{name}_parallel_size", type=int, default=default)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file; a run is added to it")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file; the stages are added to it")
     args = parser.parse_args()
-    result = measure(args.target, args.tensor_parallel_size, args.layers)
+    sizes = {name: size for name, size in vars(args).items() if name.endswith("_parallel_size")}
+    result = measure(args.target, sizes, args.layers)
     print(json.dumps(result, indent=1))
     if args.output:
         runs = json.loads(args.output.read_text()) if args.output.exists() else []
-        args.output.write_text(json.dumps([*runs, result], indent=1) + "\n")
+        args.output.write_text(json.dumps([*runs, *result], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -138,14 +138,18 @@ class EngineConfig:
     many steps are in flight, each with some of the requests, so that all stages work at the same time. The first stage
     has a layer more if the layers do not divide."""
 
+    prefill_context_parallel_size: int = 1
+    """Number of devices that the tokens of a prompt are spread over (context parallelism). Each has its whole part of
+    the weights and of the KV cache, so this makes long prompts faster and saves no memory. The engine has this number
+    times tensor_parallel_size devices."""
+
     enable_expert_parallel: bool = False
     """Give each device some of the experts of a mixture of experts, instead of a part of every expert."""
 
     data_parallel_size: int = 1
-    """Number of engines in this process, with one front end. Each has its own devices (tensor_parallel_size times
-    pipeline_parallel_size of them), its own KV cache and scheduler. kv_cache_memory_bytes, swap_space, max_num_seqs and
-    the limits of the queue hold for each engine. On CPU, engines share a device and the weights if there are too few
-    devices."""
+    """Number of engines in this process, with one front end. Each has its own devices, KV cache and scheduler.
+    kv_cache_memory_bytes, swap_space, max_num_seqs and the limits of the queue hold for each engine. On CPU, engines
+    share a device and the weights if there are too few devices."""
 
     data_parallel_routing: str = "prefix_affine"
     """Choice of the engine of a request. prefix_affine: one that has computed the beginning of its prompt, unless it
@@ -240,3 +244,8 @@ class EngineConfig:
     token_buckets: tuple[int, ...] | None = None
     """Token counts that programs with prompt tokens are compiled for. Default: powers of two up to
     max_num_batched_tokens."""
+
+    @property
+    def devices_per_engine(self) -> int:
+        """Number of devices that one engine runs on, in all processes together."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size * self.prefill_context_parallel_size

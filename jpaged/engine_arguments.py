@@ -39,6 +39,7 @@ class EngineArguments(TypedDict, total=False):
     kv_cache_memory_bytes: int | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    prefill_context_parallel_size: int
     enable_expert_parallel: bool
     data_parallel_size: int
     data_parallel_routing: str

@@ -81,7 +81,8 @@ class EnginePlan:
     host_blocks: int                       # blocks that fit into swap_space
     roofline: "Roofline | None" = None     # predicted times of the programs, if asked for
     format: str | None = None              # quant_method of the checkpoint; None: it is not quantised
-    num_devices: int = 1                   # that the model is split over; all bytes are those of one of them
+    num_devices: int = 1                   # of the engine or of one stage; all bytes are those of one device
+    num_parts: int = 1                     # that weights and pages are split into
     whole_bytes: int = 0                   # of the weights, those that every device has whole
     stage: tuple[int, int] = (0, 1)        # index of the fullest pipeline stage, which this plan is of; number of all
     num_layers: int = 0                    # of that stage
@@ -97,7 +98,7 @@ class EnginePlan:
         if self.usable_bytes is None:
             return 1
         room = max(1, self.usable_bytes - self.taken_bytes - self.whole_bytes)
-        return max(1, -(-(self.weight_bytes - self.whole_bytes) * self.num_devices // room))
+        return max(1, -(-(self.weight_bytes - self.whole_bytes) * self.num_parts // room))
 
     @property
     def is_dequantised(self) -> bool:
@@ -114,8 +115,8 @@ class EnginePlan:
         """The table of bytes. On an accelerator the rows add up to its memory, if the engine fits."""
         parts = tuple(Row(part, sum(kinds.values()), self._note(kinds)) for part, kinds in self.weight_kinds.items())
         note = self.dtype
-        if self.num_devices > 1:
-            share = f"{self.whole_bytes / 2**20:,.1f} MiB on every device, the rest split over {self.num_devices}"
+        if self.num_parts > 1:
+            share = f"{self.whole_bytes / 2**20:,.1f} MiB on every device, the rest split over {self.num_parts}"
             note = f"{self.dtype}; {share}"
         rows = [Row("weights", self.weight_bytes, note, parts)]
         how = "measured" if self.temporaries.measured else "ESTIMATED"
@@ -211,8 +212,8 @@ def plan(
         raise RequestError("target", target, "must be a GPU or TPU for --roofline: h200, a100, l4, v5e and so on")
     link = {"bandwidth": link_bandwidth, "latency": link_latency}
     for name, value in link.items():
-        if value is not None and (roofline_context is None or config.tensor_parallel_size == 1):
-            reason = "has an effect with --roofline and --tensor-parallel-size above 1 only: leave it out"
+        if value is not None and (roofline_context is None or config.devices_per_engine == 1):
+            reason = "has an effect with --roofline and several devices only (--tensor-parallel-size): leave it out"
             raise RequestError(f"link_{name}", value, reason)
     from jpaged.loading.described import describe
     from jpaged.models.sharding import find_devices, shards_of
@@ -240,7 +241,8 @@ def plan(
     if kind is None:
         devices = find_devices(shards, count)
         placements = [
-            Placement.over(devices[i * shards.count : (i + 1) * shards.count], shards) for i in range(count)
+            Placement.over(devices[i * shards.num_devices : (i + 1) * shards.num_devices], shards)
+            for i in range(count)
         ]
     else:
         placements = [Placement.for_target(kind, shards)] * count
@@ -289,7 +291,7 @@ def _plan(
     from jpaged.runtime.blueprint import Blueprint, ServedModel
 
     device = placement.first_device if target is None else None
-    num_devices = placement.shards.count
+    shards = placement.shards
     params = described.params
     model = ServedModel(described.spec, params, masked=described.masked, stage=stage)
     blueprint = Blueprint.draw(model, config, placement)
@@ -332,8 +334,9 @@ def _plan(
         host_blocks=0,
         roofline=roofline,
         format=described.format,
-        num_devices=num_devices,
-        whole_bytes=whole_bytes(params) if num_devices > 1 else 0,
+        num_devices=shards.num_devices,
+        num_parts=shards.count,
+        whole_bytes=whole_bytes(params) if shards.count > 1 else 0,
         stage=(stage.index, stage.count),
         num_layers=len(params["layers"]),
     )

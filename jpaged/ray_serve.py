@@ -36,8 +36,8 @@ def build(args: Mapping[str, Any]) -> "Application":
           - device:   cpu, gpu or tpu: the cluster's resource that a replica takes
           - replicas: number of replicas; default 1
           - max_ongoing_requests: requests that a replica runs or queues; further ones wait at Ray. Default 1,024
-    A replica takes tensor_parallel_size * data_parallel_size devices. Each value is what YAML reads it as. Raises
-    RequestError for a flag that `jpaged serve` does not have, or that Ray Serve replaces.
+    A replica takes the devices of all its engines (`EngineConfig.devices_per_engine`). Each value is what YAML reads it
+    as. Raises RequestError for a flag that `jpaged serve` does not have, or that Ray Serve replaces.
     """
     given = {name.lstrip("-").replace("-", "_"): _value(value) for name, value in args.items()}
     replicas, most = _number(given, "replicas", 1), _number(given, "max_ongoing_requests", 1_024)
@@ -58,7 +58,7 @@ def build(args: Mapping[str, Any]) -> "Application":
             await load(flags).state.server.engine.check_health()
 
     engine = command.engine
-    count = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    count = engine.devices_per_engine * engine.data_parallel_size
     resource = DEVICES[device]
     actor: dict[str, Any] = {"num_cpus": 1}
     if resource == "GPU":

@@ -9,6 +9,9 @@ are padded with zeros, which add nothing to a sum; KV heads that are too few are
 
 With `parts` > 1 results have the same bits for every number of devices that divides `parts`. Each sum over split inputs
 is then computed as `parts` products, which are added in one fixed tree.
+
+The mesh has a second axis, "context": its devices have the same weights and pages, and compute different tokens of a
+prompt (`jpaged.runtime.context`).
 """
 
 import dataclasses
@@ -29,8 +32,8 @@ from jpaged.errors import ModelLoadError
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.spec import DecoderSpec, Latent, QKNorm
 
-TENSOR = "tensor"  # name of the mesh axis
-PARTS = 8          # of each sum with `deterministic`: results are equal on 1, 2, 4 and 8 devices
+TENSOR, CONTEXT = "tensor", "context"  # names of the mesh axes
+PARTS = 8  # of each sum with `deterministic`: results are equal on 1, 2, 4 and 8 devices
 
 # Logical axes of each leaf; leaves that are not here are whole on every device. A `*` stands for axes before those that
 # follow: vectors of layers are stacked.
@@ -62,9 +65,15 @@ _OF_EXPERTS = frozenset({"expert_gate_up", "expert_gate_up_bias", "expert_down",
 class Shards:
     """Number of parts that arrays are split into. Static: a part of compiled programs."""
 
-    count: int = 1                 # devices
+    count: int = 1                 # devices that arrays are split over
     parts: int = 1                 # products of each sum over split inputs; a multiple of `count`, or 1
     expert_parallel: bool = False  # each device has some of the experts; else a part of every expert
+    context: int = 1               # devices that the tokens of a prompt are spread over, each with all its split arrays
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of an engine, or of one of its pipeline stages."""
+        return self.count * self.context
 
     @property
     def divisor(self) -> int:
@@ -89,7 +98,7 @@ class Shards:
         return max(1, self.parts // self.count)
 
     def index(self) -> Int[Array, ""] | int:
-        """Index of the device that runs the program."""
+        """Index of this device's part of split arrays."""
         return lax.axis_index(TENSOR) if self.count > 1 else 0
 
     def first(self, size: int) -> Int[Array, ""] | int:
@@ -120,27 +129,28 @@ WHOLE = Shards()
 def shards_of(config: EngineConfig) -> Shards:
     """The shards that the options of an engine ask for."""
     parts = PARTS if config.deterministic else 1
-    return Shards(config.tensor_parallel_size, parts, config.enable_expert_parallel)
+    return Shards(
+        config.tensor_parallel_size, parts, config.enable_expert_parallel, config.prefill_context_parallel_size
+    )
 
 
 def find_devices(shards: Shards, stages: int = 1) -> list[jax.Device]:
     """The devices of an engine, stage after stage. Raises ModelLoadError if there are fewer than it needs."""
-    devices, count = jax.devices(), shards.count * stages
-    if stages > 1 and len(devices) < count:
-        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
-        hint = f". To try it on CPU, set the environment variable {flag}" if devices[0].platform == "cpu" else ""
-        raise ModelLoadError(
-            f"pipeline_parallel_size={stages} with tensor_parallel_size={shards.count} needs {count} devices, there "
-            f"are {len(devices)} ({devices[0].device_kind}): use sizes whose product is at most {len(devices)}{hint}"
-        )
+    devices, count = jax.devices(), shards.num_devices * stages
     if len(devices) < count:
+        sizes = {
+            "pipeline_parallel_size": stages, "tensor_parallel_size": shards.count,
+            "prefill_context_parallel_size": shards.context,
+        }  # fmt: skip
+        given = [name for name, size in sizes.items() if size > 1]
+        use = f"sizes whose product is at most {len(devices)}" if given[1:] else f"{given[0]}={len(devices)} or less"
         hint = ""
         if devices[0].platform == "cpu":
             flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
             hint = f". To try it on CPU, set the environment variable {flag}"
         raise ModelLoadError(
-            f"tensor_parallel_size={count}: there are {len(devices)} devices ({devices[0].device_kind}): use "
-            f"tensor_parallel_size={len(devices)} or less{hint}"
+            f"{' with '.join(f'{name}={sizes[name]}' for name in given)} needs {count} devices, there are "
+            f"{len(devices)} ({devices[0].device_kind}): use {use}{hint}"
         )
     processes = jax.process_count()
     if processes == 1:
@@ -149,8 +159,9 @@ def find_devices(shards: Shards, stages: int = 1) -> list[jax.Device]:
     found = [[device for device in devices if device.process_index == rank][:each] for rank in range(processes)]
     if short := [str(rank) for rank, of_one in enumerate(found) if len(of_one) < each]:
         raise ModelLoadError(
-            f"tensor_parallel_size={count} on {processes} processes needs {each} devices in each, and process "
-            f"{' and '.join(short)} has fewer: use {min(map(len, found)) * processes} or less"
+            f"tensor_parallel_size={shards.count} with prefill_context_parallel_size={shards.context} on {processes} "
+            f"processes needs {each} devices in each, and process {' and '.join(short)} has fewer: use sizes whose "
+            f"product is at most {min(map(len, found)) * processes}"
         )
     return [device for of_one in found for device in of_one]
 
@@ -375,14 +386,14 @@ def pad_kv_scales(scales: KVScales | None, spec: DecoderSpec, shards: Shards) ->
 # -- placing ------------------------------------------------------------------------------------------------------
 
 
-def make_mesh(devices: Sequence[Any]) -> Mesh:
-    """The mesh of one engine: its devices along the axis "tensor"."""
-    return Mesh(np.array(devices), (TENSOR,))
+def make_mesh(devices: Sequence[Any], shards: Shards) -> Mesh:
+    """The mesh of an engine, or of one pipeline stage. Neighbours share the axis "tensor"."""
+    return Mesh(np.array(devices).reshape(shards.context, shards.count), (CONTEXT, TENSOR))
 
 
-def described_mesh(count: int) -> AbstractMesh:
+def described_mesh(shards: Shards) -> AbstractMesh:
     """A mesh without devices, for shapes."""
-    return AbstractMesh((count,), (TENSOR,))
+    return AbstractMesh((shards.context, shards.count), (CONTEXT, TENSOR))
 
 
 def sharding_on(mesh: Mesh | AbstractMesh, axis: int | None) -> jax.sharding.Sharding:

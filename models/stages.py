@@ -128,11 +128,12 @@ def placer_for(
     too few devices, or too few layers.
     """
     shards, count = shards_of(config), config.pipeline_parallel_size
-    if shards.divisor == 1 and count == 1:
+    if shards.divisor == shards.num_devices == count == 1:
         return quantizer
     stages = stages_of(spec, count)
     if meshes is None:
         devices = find_devices(shards, count)
-        meshes = [make_mesh(devices[i * shards.count : (i + 1) * shards.count]) for i in range(count)]
+        each = shards.num_devices
+        meshes = [make_mesh(devices[i * each : (i + 1) * each], shards) for i in range(count)]
     placers = tuple(ShardedQuantizer(quantizer, mesh, shards, spec) for mesh in meshes)
     return placers[0] if count == 1 else StagedPlacer(placers, stages, spec)

@@ -2,6 +2,7 @@
 
 - `KVPages` owns the layout of the pages.
 - `write_kv` and `write_qkv` store keys and values in the pages; `paged_attention` attends over them.
+- `finish_qkv` is `write_qkv` without the pages.
 - `dot` multiplies rows with a matrix of weights: a kernel on CPU.
 - `quantized_dot` multiplies rows with a `QuantizedWeight`: weights in 8 or 4 bits, made by `quantize`.
 - `gated_dot` is both products of a gated feed-forward network, and the activation between them.
@@ -23,7 +24,7 @@ from pallas_kernels.quantized_grouped_dot import quantized_grouped_dot
 from pallas_kernels.row_ops import rms_norm_rows, silu_and_mul
 from pallas_kernels.self_check import KernelCheckError, self_check
 from pallas_kernels.write_kv import write_kv
-from pallas_kernels.write_qkv import write_qkv
+from pallas_kernels.write_qkv import finish_qkv, write_qkv
 from pallas_kernels.write_qkv.reference import apply_rope, norm_and_rope, rms_norm
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "activate",
     "apply_rope",
     "dot",
+    "finish_qkv",
     "gated_dot",
     "grouped_dot",
     "norm_and_rope",

@@ -12,6 +12,7 @@ from jpaged.frontend.engine_options import NOT_YET, is_neutral
 COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "plan")  # those with engine options
 QUANTIZATION = "quantization"  # an option that jpaged has; its value may be the word None, and -q is its short form
 SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
+         "-pcp": "prefill_context_parallel_size",
          "-q": QUANTIZATION}  # fmt: skip
 # Flags of `vllm serve` alone, as NOT_YET.
 SERVE: dict[str, tuple[Any, ...]] = {

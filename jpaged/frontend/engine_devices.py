@@ -21,7 +21,7 @@ def devices_of_engines(config: EngineConfig, *, live: bool) -> list[Devices] | N
     Only engines of one CPU device each share it. Programs of several devices must start in the same order on all of
     them. The threads of two engines start theirs in any order, so sums over devices could wait for each other forever.
     """
-    count, size = config.data_parallel_size, config.tensor_parallel_size * config.pipeline_parallel_size
+    count, size = config.data_parallel_size, config.devices_per_engine
     if count == 1:
         return None
     devices = jax.devices()
@@ -39,12 +39,19 @@ def devices_of_engines(config: EngineConfig, *, live: bool) -> list[Devices] | N
             f"{devices[0].device_kind}: leave it out, or load a checkpoint"
         )
     if len(devices) < count * size:
-        raise ModelLoadError(_too_few(count, size, devices))
+        raise ModelLoadError(_too_few(config, devices))
     return [tuple(devices[first : first + size]) for first in range(0, count * size, size)]
 
 
-def _too_few(count: int, size: int, devices: list[jax.Device]) -> str:
-    found = len(devices)
+def _too_few(config: EngineConfig, devices: list[jax.Device]) -> str:
+    found, count, size = len(devices), config.data_parallel_size, config.devices_per_engine
+    if size != config.tensor_parallel_size:
+        return (
+            f"data_parallel_size={count} with {size} devices for each engine (pipeline_parallel_size="
+            f"{config.pipeline_parallel_size}, tensor_parallel_size={config.tensor_parallel_size}, "
+            f"prefill_context_parallel_size={config.prefill_context_parallel_size}) needs {count * size} devices, "
+            f"there are {found} ({devices[0].device_kind}): use sizes whose product is at most {found}"
+        )
     said = f"data_parallel_size={count} with tensor_parallel_size={size} needs {count * size} devices, there are "
     said += f"{found} ({devices[0].device_kind}): use "
     choices = [f"data_parallel_size={found // size}"] if found >= size else []

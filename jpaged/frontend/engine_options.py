@@ -125,6 +125,9 @@ def _check_values(config: EngineConfig) -> None:
     if config.data_parallel_routing not in ROUTINGS:
         known = f"must be {', '.join(ROUTINGS)}"
         raise RequestError("data_parallel_routing", config.data_parallel_routing, known)
+    if config.prefill_context_parallel_size < 1:
+        known = "must be a number of devices, from 1"
+        raise RequestError("prefill_context_parallel_size", config.prefill_context_parallel_size, known)
     _check_handover(config)
     _check_stages(config)
     if config.deterministic and config.tensor_parallel_size not in (1, 2, 4, 8):
@@ -178,8 +181,10 @@ def _check_nodes(config: EngineConfig) -> None:
     if config.nnodes > 1 and config.data_parallel_size > 1:
         known = f"all engines are in one process, and nnodes={config.nnodes}: leave one out, or start several servers"
         raise RequestError("data_parallel_size", config.data_parallel_size, known)
-    if config.tensor_parallel_size % config.nnodes:
+    if config.devices_per_engine % config.nnodes:
         known = f"must be a multiple of nnodes={config.nnodes}, so that every process has the same number of devices"
+        if config.prefill_context_parallel_size > 1:
+            known = known.replace("must be", f"times {config.prefill_context_parallel_size} for the context must be")
         raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)
     if not 0 < config.master_port < 65535:
         known = "must be a port from 1 to 65534; the next port is used as well"

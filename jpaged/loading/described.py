@@ -73,7 +73,7 @@ def describe(
     shards = shards_of(config)
     check_deterministic(config, form, dtype, platform)
     known = meshes or [None] * config.pipeline_parallel_size
-    each = [mesh or described_mesh(shards.count) for mesh in known]
+    each = [mesh or described_mesh(shards) for mesh in known]
     placer = placer_for(quantizer_of(config, platform), config, spec, each)
     params = shapes(dtype, placer)
     split = split_spec(spec, shards)

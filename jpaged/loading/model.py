@@ -262,7 +262,8 @@ def _from_live(
             f"quantization={config.quantization!r}: live arrays are used without a copy, so they are not quantised: "
             "leave it out, or load a checkpoint"
         )
-    for name, neutral in (("tensor_parallel_size", 1), ("pipeline_parallel_size", 1), ("deterministic", False)):
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+    for name, neutral in (*((size, 1) for size in sizes), ("deterministic", False)):
         if (value := getattr(config, name)) != neutral:
             raise ModelLoadError(
                 f"{name}={value!r}: live arrays are used without a copy, on the one device that has them: leave it "

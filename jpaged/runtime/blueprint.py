@@ -28,6 +28,7 @@ from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime import memory
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.block_moves import host_slots
 from jpaged.runtime.estimate import estimate_temporaries
 from jpaged.runtime.feed_forward import checked_implementation, named_implementation
@@ -48,7 +49,7 @@ from jpaged.runtime.programs import (
 )
 from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
-from jpaged.runtime.step import ForwardShape, compile_forward, upload_row
+from jpaged.runtime.step import compile_forward, upload_row
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import self_check
 from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model
@@ -146,6 +147,7 @@ class Blueprint:
             max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=limits.block_size, num_kv_groups=len(limits.kv_groups.windows), smallest=limits.smallest_bucket,
             row_buckets=config.row_buckets, token_buckets=config.token_buckets, pools=self.model.spec.pools,
+            context=self.placement.shards.context,
         )  # fmt: skip
         return [shape for shape in shapes if self.model.stage.is_last or isinstance(shape, ForwardShape)]
 

@@ -8,8 +8,8 @@ has the ratios.
 from typing import TYPE_CHECKING
 
 from jpaged.models.experts import rows_per_block
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import PoolShape, SampleShape
-from jpaged.runtime.step import ForwardShape
 
 if TYPE_CHECKING:
     from jpaged.runtime.blueprint import Blueprint

@@ -21,6 +21,7 @@ from jaxtyping import Array, Int
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import Params
+from jpaged.runtime.batch import block_updates, pack
 from jpaged.runtime.block_moves import BlockMover
 from jpaged.runtime.blueprint import FittedBuild
 from jpaged.runtime.output_programs import SampleShape
@@ -28,7 +29,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.programs import ProgramTable
 from jpaged.runtime.sleeping import HostWeights
 from jpaged.runtime.state import DeviceState, Field
-from jpaged.runtime.step import block_updates, flat_weights, pack, run_forward
+from jpaged.runtime.step import flat_weights, run_forward
 from jpaged.runtime.stored_programs import compile_program
 
 

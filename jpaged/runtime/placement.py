@@ -53,7 +53,7 @@ class Placement:
         """The weights and pages split over several devices, or whole on one."""
         if len(devices) == 1:
             return dataclasses.replace(cls.single(devices[0]), shards=shards)
-        return cls._on(make_mesh(devices), shards)
+        return cls._on(make_mesh(devices, shards), shards)
 
     @classmethod
     def of(cls, params: Any, shards: Shards) -> "Placement":
@@ -76,7 +76,7 @@ class Placement:
         """A kind of device that need not be present: its compiler's description, or the target without a compiler."""
         if target.missing is not None:
             return cls(target, None, shards=shards)
-        return cls.over(target.devices(shards.count), shards)
+        return cls.over(target.devices(shards.num_devices), shards)
 
     @property
     def first_device(self) -> jax.Device:

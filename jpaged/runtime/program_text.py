@@ -59,6 +59,15 @@ class Operation:
         return kind if kind in COLLECTIVES else ""
 
     @property
+    def group_size(self) -> int | None:
+        """Devices that exchange data with each other in a collective; None: it does not say, or for a permutation."""
+        listed = re.search(r"replica_groups=\{\{([\d,]+)\}", self.rest)
+        counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=", self.rest)
+        if listed:
+            return listed[1].count(",") + 1
+        return int(counted[1]) if counted else None
+
+    @property
     def turns(self) -> int | None:
         """Turns of a loop; None: the program decides."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)

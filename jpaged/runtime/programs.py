@@ -16,8 +16,8 @@ from tqdm import tqdm
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.errors import EngineError
 from jpaged.models.spec import DecoderSpec
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
-from jpaged.runtime.step import ForwardShape
 
 # Largest number of programs with default options. Five of them are not in the table: upload_row, copying blocks in two
 # sizes, and the two of ExtrasUploader. A host tier adds two.
@@ -64,6 +64,7 @@ def bucket_shapes(
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
     pools: bool = False,
+    context: int = 1,
 ) -> list[Shape]:
     """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
 
@@ -71,6 +72,9 @@ def bucket_shapes(
     all other steps. `sample` programs: one per row bucket for each sampler variant, fewer for FULL. One `score`
     program. A model that pools has no decodes: it has a forward program per token bucket, a `pool` program per row
     bucket.
+
+    context: devices that the tokens of a program are spread over, if each has `smallest` tokens or more. Decodes are
+    not spread: reading the weights takes most of their time, and each device must read them all.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
@@ -83,7 +87,11 @@ def bucket_shapes(
     else:
         # Small buckets are dropped first: a chunk of 16 tokens costs about what 32 do, one of 128 half of what 256 do.
         tokens = _powers(2 * smallest, max_tokens)[-(MAX_FORWARD_PROGRAMS - (0 if pools else len(rows))) :]
-    mixed = [ForwardShape(False, n, max_rows, block_size, num_kv_groups) for n in tokens]
+    parts = [1 if n % context or n // context < smallest else context for n in tokens]
+    mixed = [
+        ForwardShape(False, n, max_rows, block_size, num_kv_groups, count)
+        for n, count in zip(tokens, parts, strict=True)
+    ]
     if pools:
         return [*mixed, *(PoolShape(n) for n in rows)]
     decodes = [ForwardShape(True, n, n, block_size, num_kv_groups) for n in rows]

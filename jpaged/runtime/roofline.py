@@ -21,11 +21,11 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime import memory
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.blueprint import FittedBuild
 from jpaged.runtime.output_programs import SampleShape, lm_head_params
 from jpaged.runtime.program_text import Operation, Program, Traffic
 from jpaged.runtime.programs import Shape
-from jpaged.runtime.step import ForwardShape
 from jpaged.runtime.targets import Target
 from pallas_kernels.paged_attention.tiling import Tiling
 
@@ -101,7 +101,7 @@ def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progre
     """
     if target.missing is not None:
         raise ModelLoadError(f"roofline: the compiler for {target.device_kind} is in {target.missing}: install it")
-    num_devices = build.blueprint.placement.shards.count
+    num_devices = build.blueprint.placement.shards.num_devices
     if not target.bandwidth or not target.flops:
         raise ModelLoadError(f"roofline: the rates of {target.device_kind} are not known; name a GPU or TPU as target")
     shapes = build.blueprint.program_shapes
@@ -135,8 +135,8 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
     with tempfile.TemporaryDirectory() as folder, target.tracing():
         program = Program(_with_dumps(build, folder).compile(shape).as_text() or "")
         commands = _commands(pathlib.Path(folder)) if target.platform == "gpu" else None
-    traffic = list(program.traffic())
-    collectives = collective_costs(traffic, build.blueprint.placement.shards.count, target)
+    traffic, num_devices = list(program.traffic()), build.blueprint.placement.shards.num_devices
+    collectives = collective_costs(traffic, num_devices, target)
     counted = list(_of_load(build, shape, load, (one for one in traffic if not one.operation.collective)))
     seconds = sum(one.seconds for one in collectives) + sum(
         max(
@@ -166,22 +166,24 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
 def collective_costs(traffic: Iterable[Traffic], devices: int, target: Target) -> tuple[CollectiveCost, ...]:
     """Costs of the collectives of a program over `devices` devices, by kind. Each takes at least a small kernel's time.
 
-    All programs have one axis of devices, so each collective is over all of them. One that starts early counts as well:
-    it is not predicted how much of it runs next to other operations.
+    A collective is over the devices of its group, or over all. One that starts early counts as well: it is not
+    predicted how much of it runs next to other operations.
     """
-    found = collections.defaultdict(list)
+    found: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
     for one in traffic:
         if kind := one.operation.collective:
-            found[kind].append(one.read * (devices if kind == "all-gather" else 1))
+            size = one.operation.group_size or devices
+            found[kind].append((one.read * (size if kind == "all-gather" else 1), size))
     if not found:
         return ()
     assert target.link is not None
     least, link = KERNEL_SECONDS[target.platform], target.link
     return tuple(
         CollectiveCost(
-            kind, len(sizes), sum(sizes), sum(max(least, collective_seconds(kind, n, devices, link)) for n in sizes)
+            kind, len(each), sum(num_bytes for num_bytes, _ in each),
+            sum(max(least, collective_seconds(kind, num_bytes, size, link)) for num_bytes, size in each),
         )
-        for kind, sizes in found.items()
+        for kind, each in found.items()
     )
 
 
@@ -210,7 +212,8 @@ def _of_load(
         elif isinstance(shape, ForwardShape) and PAGED.match(name):
             if not shape.is_decode and name in _DECODE:
                 continue  # the predicted chunk has no decodes, so the card skips the branch with these kernels
-            layer += name.startswith("write_")
+            # where tokens are spread, `write_qkv` finishes a device's own tokens, and `write_kv` stores all
+            layer += name.startswith("write_") and (shape.token_parts == 1 or name == "write_kv")
             yield one.operation, *_of_kernel(build, shape, load, name, layer)
         else:
             yield one.operation, one.read + one.written, one.flops
@@ -220,15 +223,18 @@ def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, l
     """Bytes and products of a kernel over pages, on one device."""
     spec, item = build.blueprint.local_spec, build.blueprint.dtype.itemsize
     keys, key_bytes = _keys(build, load, layer), _token_bytes(build)
-    queries = shape.tokens * spec.num_heads * spec.head_dim * item
+    tokens = shape.tokens // shape.token_parts
+    queries = tokens * spec.num_heads * spec.head_dim * item
+    if name == "write_kv" and shape.token_parts > 1:
+        return 2 * shape.tokens * key_bytes, 0
     if name.startswith("write_"):
-        return 2 * (queries + shape.tokens * key_bytes), 0
+        return 2 * (queries + tokens * key_bytes), 0
     if name in _DECODE:
         splits = Tiling.by_rule(spec.head_dim, item).splits(load.context, spec.windows[layer], spec.num_kv_heads)
         parts = load.rows * splits * spec.num_heads * (spec.head_dim + 1) * 4 if splits > 1 else 0
         return queries + parts + (load.rows * keys * key_bytes if name == "paged_decode" else 0), 0
     products = 0 if shape.is_decode else 4 * load.rows * (load.context * keys // 2) * spec.num_heads * spec.head_dim
-    return 2 * queries + load.rows * keys * key_bytes, products
+    return 2 * queries + load.rows * keys * key_bytes, products // shape.token_parts
 
 
 def _keys(build: FittedBuild, load: Load, layer: int) -> int:

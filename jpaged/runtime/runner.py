@@ -28,6 +28,7 @@ from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime import memory
 from jpaged.runtime.background import BackgroundCompiler
+from jpaged.runtime.batch import pack
 from jpaged.runtime.block_moves import BlockMover, host_slots
 from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel, with_one_pool
 from jpaged.runtime.compile_cache import CacheCounter, CompileCounter, persistent_cache
@@ -42,7 +43,7 @@ from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.sampler import unpack
 from jpaged.runtime.sleeping import HostWeights
 from jpaged.runtime.state import DeviceState
-from jpaged.runtime.step import flat_weights, pack, run_forward
+from jpaged.runtime.step import flat_weights, run_forward
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class ModelRunner:
         shards, stages = shards_of(config), stages_of(spec, config.pipeline_parallel_size)
         devices = find_devices(shards, len(stages))
         for stage, tree in zip(stages, _by_stage(params), strict=True):
-            here = devices[stage.index * shards.count : (stage.index + 1) * shards.count]
+            here = devices[stage.index * shards.num_devices : (stage.index + 1) * shards.num_devices]
             model = ServedModel(spec, tree, stage=stage)
             Blueprint.draw(model, config, Placement.over(here, shards)).check_memory()
 

@@ -1,4 +1,7 @@
-"""write_qkv: finishes the product of a layer's input with its q, k and v matrices, and stores k and v in the pages."""
+"""write_qkv: finishes the product of a layer's input with its q, k and v matrices, and stores k and v in the pages.
+
+`finish_qkv` stores nothing, and returns k and v.
+"""
 
 import functools
 
@@ -6,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_pages
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv_pages import FLOATS, KVPages
 from pallas_kernels.platforms import Implementation, compiled_on, pick
 from pallas_kernels.write_kv import IMPLEMENTATIONS as WRITES
 from pallas_kernels.write_qkv import cpu, triton, xla
@@ -83,3 +86,37 @@ def write_qkv(
     return write(
         pages, qkv, slot_mapping.astype(jnp.int32), bias, cos, sin, q_norm, k_norm, norm_eps=norm_eps
     )
+
+
+def finish_qkv(
+    pages: KVPages,
+    qkv: Float[Array, "tokens kv_heads q_per_kv_plus_2 head_dim"],
+    *,
+    bias: Float[Array, "kv_heads q_per_kv_plus_2 head_dim"] | None = None,
+    cos: Float[Array, "tokens half"] | None = None,
+    sin: Float[Array, "tokens half"] | None = None,
+    q_norm: Float[Array, " head_dim"] | None = None,
+    k_norm: Float[Array, " head_dim"] | None = None,
+    norm_eps: float = 1e-6,
+    implementation: str | None = None,
+) -> tuple[
+    Float[Array, "tokens q_heads head_dim"],
+    Float[Array, "tokens kv_heads head_dim"],
+    Float[Array, "tokens kv_heads head_dim"],
+]:
+    """q, k and v, with the bits that `write_qkv` returns and stores. `write_kv` stores them.
+
+    For keys and values that other devices need too. Arguments and errors are those of `write_qkv`; `pages` are only
+    looked at. k and v have the dtype of `pages` if that is a float, else qkv's.
+    """
+    fused = implementation == "triton" or (implementation == "cpu" and pages.dtype in FLOATS)
+    if not fused:
+        return xla.finish(qkv, bias, cos, sin, q_norm, k_norm, norm_eps=norm_eps)
+    tokens, kv_heads, _, head_dim = qkv.shape
+    dtype = pages.dtype if pages.dtype in FLOATS else qkv.dtype
+    one_block = KVPages(jnp.zeros((1, 2, kv_heads, tokens, head_dim), dtype))  # the kernel stores into it
+    q, one_block = write_qkv(
+        one_block, qkv, jnp.arange(tokens), bias=bias, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm,
+        norm_eps=norm_eps, implementation=implementation,
+    )  # fmt: skip
+    return q, one_block.data[0, 0].swapaxes(0, 1), one_block.data[0, 1].swapaxes(0, 1)

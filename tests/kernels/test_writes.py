@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 
-from pallas_kernels import KVPages, kv_pages, write_kv, write_qkv
+from pallas_kernels import KVPages, finish_qkv, kv_pages, write_kv, write_qkv
 
 SLOTS = np.array([39, -1, 0, 17, -1, -7], np.int32)  # -1 must not become the last slot
 
@@ -121,6 +121,14 @@ def test_write_qkv_matches_float64(q_per_kv, dim, half, options, dtype, implemen
     np.testing.assert_allclose(values[slots[real], 1], v[real], atol=stored)
     untouched = np.setdiff1d(np.arange(80), slots[real])
     assert not values[untouched].any()
+
+    def in_two_calls(pages, qkv, slots):
+        q, k, v = finish_qkv(pages, qkv, **arrays, implementation=implementation)
+        return q, write_kv(pages, k, v, slots, implementation=implementation)
+
+    again_q, again = jax.jit(in_two_calls)(KVPages.create(10, 8, heads, dim, dtype), qkv, slots)
+    np.testing.assert_array_equal(np.asarray(again_q)[real], np.asarray(q)[real])
+    jax.tree.map(np.testing.assert_array_equal, again, pages)
 
 
 def test_write_qkv_for_tpu_is_the_reference_and_its_write():

@@ -76,7 +76,7 @@ def test_every_leaf_is_padded_to_the_shape_of_the_split_model(count, expert_para
     shards = Shards(count, expert_parallel=expert_parallel)
     spec = dataclasses.replace(SPEC, experts=EXPERTS)
     split = split_spec(spec, shards)
-    placer = ShardedQuantizer(Quantizer(), make_mesh(jax.devices()[:count]), shards, spec)
+    placer = ShardedQuantizer(Quantizer(), make_mesh(jax.devices()[:count], shards), shards, spec)
     shapes = placer.shapes(param_shapes(spec, np.float32))
     wanted = param_shapes(dataclasses.replace(split, vocab_size=252), np.float32)
     of_experts = {name for name in AXES if name.startswith("expert")}
@@ -105,7 +105,7 @@ def test_the_parts_of_all_devices_are_the_leaf(name, scheme):
     spec = dataclasses.replace(SPEC, num_heads=16, num_kv_heads=4, intermediate_size=256, vocab_size=256)
     shards, leaf = Shards(2), leaf_of(name, spec)
     quantizer = Quantizer(SCHEMES[scheme] if scheme else None)
-    placed = ShardedQuantizer(quantizer, make_mesh(jax.devices()[:2]), shards, spec)(name, leaf)
+    placed = ShardedQuantizer(quantizer, make_mesh(jax.devices()[:2], shards), shards, spec)(name, leaf)
     axis = split_axis(name, leaf.ndim, shards, spec)
     if scheme is None:
         assert np.array_equal(placed, leaf)

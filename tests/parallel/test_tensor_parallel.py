@@ -8,9 +8,9 @@ import pytest
 from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.program_text import Program
-from jpaged.runtime.step import ForwardShape
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.test_same_answers import OPTIONS, answers, workload
 from tests.tiny_engine import sampling_programs
@@ -204,7 +204,7 @@ def test_pages_and_weights_are_not_copied(two):
     ("options", "error", "says"),
     [
         ({"tensor_parallel_size": 0}, RequestError, "must be a number of devices, from 1"),
-        ({"tensor_parallel_size": 16}, ModelLoadError, "there are 8 devices .* use tensor_parallel_size=8 or less"),
+        ({"tensor_parallel_size": 16}, ModelLoadError, "there are 8 .* use tensor_parallel_size=8 or less"),
         ({"tensor_parallel_size": 3, "deterministic": True}, RequestError, "must be 1, 2, 4 or 8 with deterministic"),
         ({"deterministic": True, "quantization": "int8"}, ModelLoadError, "weights that are not quantised"),
         ({"deterministic": True, "dtype": "bfloat16"}, ModelLoadError, "add dtype='float32'"),

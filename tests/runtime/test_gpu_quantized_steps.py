@@ -14,11 +14,11 @@ import pytest
 from jpaged import planning
 from jpaged.loading.described import describe
 from jpaged.runtime import memory
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.program_text import Program
-from jpaged.runtime.step import ForwardShape
 from tests.deviceless import H200, marks
 from tests.hollow_checkpoint import write_headers
 from tests.kernels.machine_code import DUMP_PTX, kernels_in, tool

@@ -19,10 +19,11 @@ import pytest
 
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Experts, Rope, WeightLayout, param_shapes
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.block_moves import HOST_BUCKET, BlockMover
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
-from jpaged.runtime.step import ForwardShape, compile_forward, flat_weights, run_forward
+from jpaged.runtime.step import compile_forward, flat_weights, run_forward
 from tests.deviceless import H200, V5E, marks
 
 pytestmark = pytest.mark.codegen

@@ -10,6 +10,7 @@ import pytest
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import DecoderSpec, QKNorm
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import PoolShape, SampleShape, ScoreShape
 from jpaged.runtime.programs import (
     MAX_PROGRAMS,
@@ -18,7 +19,6 @@ from jpaged.runtime.programs import (
     bucket_shapes,
     smallest_bucket,
 )
-from jpaged.runtime.step import ForwardShape
 
 
 def shapes_of(max_num_seqs, max_tokens, **options):

@@ -12,11 +12,11 @@ from jpaged import planning
 from jpaged.collectives import Link, collective_seconds
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.spec import DecoderSpec, Experts, QKNorm, Rope, param_shapes
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.program_text import Program
 from jpaged.runtime.roofline import KERNEL_SECONDS, Load, collective_costs, experts_read, least_bytes, predict
-from jpaged.runtime.step import ForwardShape
 from jpaged.runtime.targets import TARGETS, Target
 from tests.deviceless import H200, V5E, marks
 
@@ -205,7 +205,7 @@ def test_devices_without_rates_or_compiler_are_refused(monkeypatch):
     [({"roofline_context": 0}, "roofline_context=0"), ({"roofline_context": 9}, "must be a GPU or TPU"),
      ({"roofline_context": 9, "target": "cpu"}, "must be a GPU or TPU"),
      ({"link_bandwidth": 1e9, "options": {"tensor_parallel_size": 2}, "target": "l4"}, "with --roofline and"),
-     ({"link_latency": 1e-6, "roofline_context": 9, "target": "l4"}, "--tensor-parallel-size above 1 only"),
+     ({"link_latency": 1e-6, "roofline_context": 9, "target": "l4"}, "several devices only .--tensor-parallel-size."),
      ({"link_bandwidth": 0, "options": {"tensor_parallel_size": 2}, "roofline_context": 9, "target": "l4"},
       "link_bandwidth=0"),
      ({"link_latency": -1, "options": {"tensor_parallel_size": 2}, "roofline_context": 9, "target": "l4"},

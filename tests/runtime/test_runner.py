@@ -16,9 +16,9 @@ from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.runtime import compile_cache
 from jpaged.runtime import runner as runner_module
+from jpaged.runtime.batch import ForwardShape, block_updates
 from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.runner import ModelRunner
-from jpaged.runtime.step import ForwardShape, block_updates
 
 SPEC = DecoderSpec(
     vocab_size=256, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,

@@ -14,9 +14,9 @@ from jpaged.models.families import spec_of
 from jpaged.models.quantization import SCHEMES, Quantizer
 from jpaged.models.spec import param_shapes
 from jpaged.runtime import memory
+from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.step import ForwardShape
 from pallas_kernels import QuantizedWeight
 from tests.deviceless import V5E, marks
 from tests.kernels.test_compiling_tpu import compile_for_v5e

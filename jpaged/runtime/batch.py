@@ -1,0 +1,186 @@
+"""Inputs of a step: the packed plan, which is uploaded, and the `Batch` that the device builds from it.
+
+The host never sends ids of decodes, positions, KV slots or lengths: they come from the request table.
+"""
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jpaged.engine.step_plan import StepPlan
+from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, row_values
+
+# Block-table changes that fit into a packed plan in addition to those that its own tokens can need.
+SPARE_UPDATES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardShape:
+    """Key of a forward program."""
+
+    is_decode: bool  # every row computes one token, which it reads from the table; then tokens == rows
+    tokens: int
+    rows: int
+    block_size: int
+    num_kv_groups: int = 1
+    token_parts: int = 1  # devices that the tokens are spread over (`context`)
+
+    @property
+    def max_updates(self) -> int:
+        """Block-table entries that fit: blocks that the tokens can fill, one per row for a begun block, and a spare."""
+        return self.num_kv_groups * (self.tokens // self.block_size + self.rows) + SPARE_UPDATES
+
+    @functools.cached_property  # reading it takes 8 us otherwise, at every step
+    def cuts(self) -> dict[str, slice]:
+        """Slice of each part in the packed int32 array."""
+        sizes = {"rows": self.rows, "output_rows": 2 * self.rows, "updates": 3 * self.max_updates}
+        if not self.is_decode:
+            sizes |= {
+                "num_decodes": 1,
+                "num_tokens": self.rows,
+                "init_rows": self.rows,
+                "init_values": self.rows * NUM_FIELDS,
+                "prompt_tokens": self.tokens,
+            }
+        ends = np.cumsum(list(sizes.values()))
+        return {name: slice(int(end) - size, int(end)) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+
+    @property
+    def packed_size(self) -> int:
+        """Length of the packed plan, in int32s."""
+        return max(cut.stop for cut in self.cuts.values())
+
+    def __str__(self) -> str:
+        return f"decode {self.rows} rows" if self.is_decode else f"mixed {self.tokens} tokens"
+
+
+def block_updates(plan: StepPlan, width: int) -> np.ndarray:
+    """int32[U, 3], (row, column, block): entries of `DeviceState.blocks` that the plan changes.
+
+    Includes those of restarted rows. width: columns of one KV group.
+    """
+    changed = plan.block_updates
+    if plan.row_inits:
+        inits = (np.insert(init.blocks, 0, init.row, axis=1) for init in plan.row_inits)
+        changed = np.concatenate([changed, *inits])
+    updates = np.empty((len(changed), 3), np.int32)
+    if len(changed):
+        rows, kv_groups, indices, blocks = changed.T
+        updates[:, 0], updates[:, 1], updates[:, 2] = rows, kv_groups * width + indices, blocks
+    return updates
+
+
+def pack(plan: StepPlan, updates: np.ndarray, shape: ForwardShape) -> np.ndarray:
+    """int32[packed_size]: the plan as the forward program reads it. updates: int32[U, 3], U <= shape.max_updates."""
+    packed = np.full(shape.packed_size, -1, np.int32)  # -1 is padding
+    cuts, rows = shape.cuts, len(plan.rows)
+    packed[cuts["rows"]][:rows] = plan.rows
+    _pack_output_rows(plan, packed[cuts["output_rows"]].reshape(2, shape.rows))
+    packed[cuts["updates"]][: updates.size] = updates.ravel()
+    if not shape.is_decode:
+        packed[cuts["num_decodes"]] = plan.num_decodes
+        counts = packed[cuts["num_tokens"]]
+        counts[:] = 0
+        counts[:rows] = plan.num_tokens
+        for i, init in enumerate(plan.row_inits):
+            packed[cuts["init_rows"]][i] = init.row
+            packed[cuts["init_values"]][i * NUM_FIELDS : (i + 1) * NUM_FIELDS] = row_values(init)
+        prompt = packed[cuts["prompt_tokens"]]
+        prompt[:] = 0
+        prompt[plan.num_decodes : plan.num_decodes + len(plan.prompt_tokens)] = plan.prompt_tokens
+    return packed
+
+
+def _pack_output_rows(plan: StepPlan, packed: np.ndarray) -> None:
+    """Write `DeviceState.output_rows`. packed: int32[2, rows], filled with padding."""
+    count = len(plan.rows)
+    if plan.decodes_only:  # each row has one token
+        packed[0, :count] = plan.rows
+        packed[1, :count] = np.arange(count)
+        return
+    last_token = np.cumsum(plan.num_tokens, dtype=np.int32) - 1
+    first_fork = count - len(plan.forked_from)
+    last_token[first_fork:] = last_token[plan.forked_from]
+    count = plan.num_samples
+    packed[0, :count] = plan.rows[plan.samples]
+    packed[1, :count] = last_token[plan.samples]
+
+
+@flax.struct.dataclass
+class KVGroupRows:
+    """KV of the step's rows in one KV group, as `PagedAttend` reads it. Padding tokens have slot -1."""
+
+    block_tables: Leaf     # int32[rows, width]
+    slots: Leaf            # int32[tokens]
+    context_lens: Leaf     # int32[rows]
+    query_start_loc: Leaf  # int32[rows + 1]
+
+
+@flax.struct.dataclass
+class Batch:
+    """Inputs of the decoder, built on the device. Padding rows have no tokens."""
+
+    rows: Leaf     # int32[rows]  row of the table; padding rows point past its end
+    lengths: Leaf  # int32[rows]  tokens after the step; also the position of the sampled token
+    kv_groups: tuple[KVGroupRows, ...]
+    real: Leaf       # bool[tokens]  False: padding
+    token_ids: Leaf  # int32[tokens]
+    positions: Leaf  # int32[tokens]
+    rope_lens: Leaf  # int32[tokens]  max(the row's rope_len, position + 1)
+
+
+def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: ForwardShape) -> tuple[DeviceState, Batch]:
+    """Unpack the plan, apply its changes to the table, and build the inputs of the decoder."""
+    part = {name: packed[cut] for name, cut in shape.cuts.items()}
+    capacity = state.table.shape[0]
+
+    def drop_padding(rows: Array) -> Array:
+        """Let padding (-1) point past the end of the table: a negative index would count from the end."""
+        return jnp.where(rows < 0, capacity, rows)
+
+    updates = part["updates"].reshape(-1, 3)
+    blocks = state.blocks.at[drop_padding(updates[:, 0]), updates[:, 1]].set(updates[:, 2], mode="drop")
+    table = state.table
+    rows = drop_padding(part["rows"])
+    if shape.is_decode:
+        num_tokens = (rows < capacity).astype(jnp.int32)
+    else:
+        values = part["init_values"].reshape(-1, NUM_FIELDS)
+        table = table.at[drop_padding(part["init_rows"])].set(values, mode="drop")
+        num_tokens = part["num_tokens"]
+
+    fields = jnp.take(table, rows, axis=0, mode="clip")
+    block_tables = jnp.take(blocks, rows, axis=0, mode="clip")
+    length = fields[:, Field.LENGTH]
+    query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens, dtype=jnp.int32)])
+    token = jnp.arange(shape.tokens)
+    if shape.is_decode:
+        token_row, real, positions = token, num_tokens > 0, length
+        token_ids = fields[:, Field.LAST_TOKEN]
+    else:
+        token_row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), shape.rows - 1)
+        real = token < query_start_loc[-1]
+        positions = length[token_row] + token - query_start_loc[token_row]
+        from_table = token_row < part["num_decodes"][0]
+        token_ids = jnp.where(from_table, fields[token_row, Field.LAST_TOKEN], part["prompt_tokens"])
+    positions = jnp.where(real, positions, 0)
+    context_lens = jnp.where(num_tokens > 0, length + num_tokens, 0)
+    kv_groups = []
+    for tables in jnp.split(block_tables, shape.num_kv_groups, axis=1):
+        block = tables[token_row, jnp.minimum(positions // shape.block_size, tables.shape[1] - 1)]
+        slots = jnp.where(real, block * shape.block_size + positions % shape.block_size, -1)
+        kv_groups.append(KVGroupRows(tables, slots, context_lens, query_start_loc))
+    batch = Batch(
+        rows=rows,
+        lengths=length + num_tokens,
+        kv_groups=tuple(kv_groups),
+        real=real,
+        token_ids=jnp.where(real, token_ids, 0),
+        positions=positions,
+        rope_lens=jnp.maximum(fields[token_row, Field.ROPE_LEN], positions + 1),
+    )
+    return state.replace(table=table, blocks=blocks), batch
