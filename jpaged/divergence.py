@@ -103,7 +103,7 @@ def _hidden_states(
         attend, places, held, metadata = dense_causal_attend, None, [None] * spec.num_layers, ids[None]
     else:
         attend, places, held, metadata = _attend_rounded, kv_groups.places, pages, (ids[None],) * len(kv_groups.windows)
-    hidden, _ = decode(
+    hidden, *_ = decode(
         spec, params, ids, positions, held, metadata, attend, layout=layout, rope_lens=positions + 1, places=places
     )
     return hidden

@@ -178,6 +178,11 @@ class _Families:
         yield self._counter(
             "jpaged:pipeline_empty_turns", "Turns of the pipeline stages without a step.", figures.stats.empty_turns
         )
+        pairs = {"all": figures.stats.expert_pairs, "busiest": figures.stats.busiest_expert_pairs}
+        yield self._counters(
+            "jpaged:expert_pairs", "Pairs of a token and an expert, on all devices and on each layer's busiest one.",
+            "devices", pairs,
+        )  # fmt: skip
         phases = figures.phases
         seconds = {
             "schedule": phases.schedule, "dispatch": phases.dispatch, "collect": phases.collect,

@@ -187,3 +187,7 @@ class EngineStats:
     host_slots: int = 0        # capacity of the host tier, in blocks
     used_host_slots: int = 0   # blocks in the host tier now
     empty_turns: int = 0       # turns of the pipeline stages without a step: bubbles
+    # With enable_expert_parallel, in pairs of a token and an expert: all of them, and those of each layer's busiest
+    # device. A device's mean share of the first, divided by the second, says how even the load is: 1 is even.
+    expert_pairs: int = 0
+    busiest_expert_pairs: int = 0

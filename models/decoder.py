@@ -105,8 +105,10 @@ def decode(
     shards: Shards = WHOLE,
     hidden: Float[Array, "tokens hidden"] | None = None,
     first_layer: int = 0,
-) -> tuple[Float[Array, "tokens hidden"], tuple[Pages, ...]]:
-    """Hidden states after the last layer, before the final norm, and the pages with the new KV.
+) -> tuple[Float[Array, "tokens hidden"], tuple[Pages, ...], tuple[Int[Array, "tokens per_token"], ...]]:
+    """Hidden states after the last layer, before the final norm; the pages with the new KV; the tokens' experts.
+
+    The last has an array for each layer with experts. Padding has an expert past the last one.
 
     token_ids, positions: ids in [0, vocab_size), and positions in their sequences. The caller checks them.
     pages:     one entry per layer, for `attend`. With `places`: one entry per page array.
@@ -129,17 +131,19 @@ def decode(
     angles = {rope: _rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
     if places is None:
         metadata, places = (metadata,), [KVPlace(kv_group=0, page_array=i) for i in range(len(pages))]
-    new_pages = list(pages)
+    new_pages, choices = list(pages), []
     for i, matrices, place in zip(layers, params["layers"], places, strict=True):
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
         leaves = matrices | layer_vectors(params, i - first_layer)
-        x, new_pages[place.page_array] = _layer(
+        x, new_pages[place.page_array], choice = _layer(
             x,
             LayerContext(spec, layout, leaves, cos, sin, real, num_tokens, gated_dot, shards),
             new_pages[place.page_array], metadata[place.kv_group], options=spec.attention(i), attend=attend,
         )  # fmt: skip
-    return x, tuple(new_pages)
+        if choice is not None:
+            choices.append(choice)
+    return x, tuple(new_pages), tuple(choices)
 
 
 def layer_vectors(params: Params, layer: int) -> Params:
@@ -172,7 +176,7 @@ def decode_layer(
     positions = jnp.tile(jnp.arange(length), batch)
     cos, sin = (None, None) if rope is None else _rope_angles(spec, rope, positions, jnp.full(len(positions), length))
     context = LayerContext(spec, WeightLayout(), leaves, cos, sin, watch=watch)
-    out, _ = _run_layer(
+    out, *_ = _run_layer(
         x.reshape(-1, hidden), context, None, positions.reshape(batch, length), options, dense_causal_attend
     )
     return out.reshape(x.shape)
@@ -277,7 +281,7 @@ def _layer(
     *,
     options: AttentionOptions,
     attend: Attend,
-) -> tuple[Float[Array, "tokens hidden"], Pages]:
+) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
     """`_run_layer`, jitted: one program for all layers of a kind."""
     return _run_layer(x, context, pages, metadata, options, attend)
 
@@ -289,8 +293,11 @@ def _run_layer(
     metadata: Metadata,
     options: AttentionOptions,
     attend: Attend,
-) -> tuple[Float[Array, "tokens hidden"], Pages]:
-    """One layer: attention and the feed-forward network, each with its norms and its residual sum."""
+) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
+    """One layer: attention and the feed-forward network, each with its norms and its residual sum.
+
+    The third result is None in a layer without experts.
+    """
     spec = context.spec
 
     def norm(name: str, x: Array, *positions: NormPosition) -> Array:
@@ -309,12 +316,13 @@ def _run_layer(
     if not spec.shared_norm:
         source = x if spec.parallel_residual else attended
         normed = norm("mlp_norm", source, NormPosition.PRE, NormPosition.SANDWICH)
+    choice = None
     if spec.experts is not None and "router" in context.params:
-        h = sparse_feed_forward(spec.experts, normed, context)
+        h, choice = sparse_feed_forward(spec.experts, normed, context)
     else:
         h = feed_forward(normed, context)
     x = attended + _scaled(spec, norm("mlp_out_norm", h, NormPosition.SANDWICH, NormPosition.OUTPUT))
-    return norm("mlp_norm", x, NormPosition.POST), pages
+    return norm("mlp_norm", x, NormPosition.POST), pages, choice
 
 
 def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:

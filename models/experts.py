@@ -12,7 +12,7 @@ product are the same from 8 rows on, and each token sums its experts' outputs in
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models.layers import gate, gate_and_up
 from jpaged.models.linear import LayerContext, linear, linear_per_expert, products
-from jpaged.models.sharding import TENSOR, SplitWeight, splits_inputs
+from jpaged.models.sharding import TENSOR, Shards, SplitWeight, splits_inputs
 from jpaged.models.spec import Experts, Scoring
 
 
@@ -38,13 +38,22 @@ class ExpertBlocks:
 
 def sparse_feed_forward(
     experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext
-) -> Float[Array, "tokens hidden"]:
-    """The feed-forward network of a layer with experts."""
+) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens per_token"]]:
+    """The feed-forward network of a layer with experts, and each token's experts. Padding has one past the last."""
     weights, choice = route(experts, x, context)
     shards, count = context.shards, context.params["expert_gate_up"].shape[0]  # experts on this device
-    split_experts = shards.expert_parallel and shards.count > 1
     if context.real is not None:
-        choice = jnp.where(context.real[:, None], choice, count * shards.count if split_experts else count)
+        choice = jnp.where(context.real[:, None], choice, count * shards.count if shards.splits_experts else count)
+    return _computed(experts, x, weights, choice, context), choice
+
+
+def _computed(
+    experts: Experts, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens per_token"],
+    choice: Int[Array, "tokens per_token"], context: LayerContext,
+) -> Float[Array, "tokens hidden"]:  # fmt: skip
+    """Sum of the outputs of each token's experts, and of the shared expert."""
+    shards, count = context.shards, context.params["expert_gate_up"].shape[0]
+    split_experts = shards.splits_experts
     if split_experts:
         choice -= shards.first(count)
         choice = jnp.where((choice >= 0) & (choice < count), choice, count)
@@ -184,6 +193,20 @@ def route(
     if experts.renormalise:
         weights /= row_sum(weights)[:, None] + 1e-20
     return weights * experts.scale, choice
+
+
+def busiest_device(
+    choices: Sequence[Int[Array, "tokens per_token"]], num_experts: int, shards: Shards
+) -> Int[Array, ""]:
+    """Pairs of a token and an expert on the device that has most of them in a layer, summed over layers.
+
+    choices: of `decode`. num_experts: on all devices. Divide the number of all pairs by the number of devices and by
+    this, to see how evenly the experts' work is spread: 1 is even.
+    """
+    per_device = -(-num_experts // shards.count)
+    device = jnp.stack(choices) // per_device  # [layers, tokens, per_token]; padding is past the last device
+    pairs = (device[..., None] == jnp.arange(shards.count)).sum((1, 2), dtype=jnp.int32)
+    return pairs.max(1).sum()
 
 
 def rows_per_block(tokens: int, experts: Experts) -> int:

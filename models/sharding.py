@@ -76,6 +76,11 @@ class Shards:
         return self.count * self.context
 
     @property
+    def splits_experts(self) -> bool:
+        """Whether devices have different experts."""
+        return self.expert_parallel and self.count > 1
+
+    @property
     def divisor(self) -> int:
         """Parts of every array that is split, on all devices together."""
         return max(self.count, self.parts)

@@ -123,7 +123,7 @@ def test_recorded_loss_is_the_loss(record, tokenizer):
     model = load_model(EngineConfig(model=str(FOLDER), dtype="float32"))
     ids = np.array(tokenizer(text).input_ids[: noted["tokens"] + 1], np.int32)
     inputs, targets = jnp.asarray(ids[:-1]), jnp.asarray(ids[1:])
-    hidden, _ = decoder.decode(
+    hidden, *_ = decoder.decode(
         model.spec, model.params, inputs, jnp.arange(len(inputs)), [None] * model.spec.num_layers,
         inputs[None], decoder.dense_causal_attend,
     )  # fmt: skip

@@ -44,7 +44,7 @@ def test_they_equal_a_dense_pass_over_the_prompt(runner, wanted):
     @jax.jit
     def dense(ids):
         shape = jnp.zeros((1, len(ids)), jnp.int32)
-        hidden, _ = decoder.decode(
+        hidden, *_ = decoder.decode(
             spec, params, ids, jnp.arange(len(ids)), [None] * spec.num_layers, shape, decoder.dense_causal_attend
         )
         return jax.nn.log_softmax(decoder.lm_head(spec, params, hidden).astype(jnp.float32), axis=-1)

@@ -212,7 +212,7 @@ def demo_logits() -> list[tuple[list[int], np.ndarray]]:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     prompts = [ids for ids in tokenizer(list(BUILT_IN_PROMPTS)).input_ids if len(ids) >= 8]
     tokens = jnp.asarray(np.array([ids[:8] for ids in prompts], np.int32))
-    hidden, _ = decoder.decode(
+    hidden, *_ = decoder.decode(
         model.spec, model.params, tokens.reshape(-1), jnp.tile(jnp.arange(8), len(prompts)),
         [None] * model.spec.num_layers, tokens, decoder.dense_causal_attend,
     )  # fmt: skip

@@ -163,7 +163,7 @@ def token_losses(params: decoder.Params, ids: Int[Array, "batch length_plus_1"])
     """Return the negative log-probabilities, in nats, of all tokens except the first of each sequence."""
     inputs, targets = ids[:, :-1], ids[:, 1:].reshape(-1)
     positions = jnp.tile(jnp.arange(inputs.shape[1]), inputs.shape[0])
-    hidden, _ = decoder.decode(
+    hidden, *_ = decoder.decode(
         SPEC, params, inputs.reshape(-1), positions, [None] * SPEC.num_layers, inputs, blocked_causal_attend
     )
 
@@ -417,7 +417,7 @@ def sample(work: pathlib.Path, num_tokens: int) -> None:
     @jax.jit
     def next_tokens(ids: Int[Array, "batch width"], lengths: Int[Array, " batch"]) -> Int[Array, " batch"]:
         positions = jnp.tile(jnp.arange(width), len(prompts))
-        hidden, _ = decoder.decode(
+        hidden, *_ = decoder.decode(
             SPEC, params, ids.reshape(-1), positions, [None] * SPEC.num_layers, ids, blocked_causal_attend
         )
         last = hidden.reshape(*ids.shape, -1)[jnp.arange(len(prompts)), lengths - 1]

@@ -204,6 +204,8 @@ class Engine:
             seconds = collected.now - collected.began
             self._scheduler.note_seconds(collected.step, seconds)
             self._steps.add(collected)
+            if collected.result.expert_load is not None:
+                self._counters.note_experts(collected.result.expert_load)
             if self._metrics is not None:
                 self._metrics.note_step(collected.step.plan, seconds)
         idle = step is None and collected is None

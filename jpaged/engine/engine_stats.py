@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.step_plan import Runner
+from jpaged.engine.step_plan import ExpertLoad, Runner
 from jpaged.outputs import EngineStats
 
 
@@ -16,10 +16,18 @@ class EngineCounters:
     generated_tokens: int = 0
     finished_requests: int = 0   # request groups
     corrupted_requests: int = 0  # requests whose logits were not finite
+    expert_pairs: int = 0        # sums of `ExpertLoad` over steps
+    busiest_expert_pairs: int = 0
+
+    def note_experts(self, load: ExpertLoad) -> None:
+        """Count the work of the experts in one step."""
+        self.expert_pairs += load.pairs
+        self.busiest_expert_pairs += load.busiest
 
     def reset(self) -> None:
         """Set all counters to 0."""
         self.generated_tokens = self.finished_requests = self.corrupted_requests = 0
+        self.expert_pairs = self.busiest_expert_pairs = 0
 
 
 def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCounters) -> EngineStats:
@@ -47,6 +55,8 @@ def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCou
         blocks_to_device=events.blocks_to_device,
         host_slots=runner.host_slots,
         empty_turns=events.empty_turns,
+        expert_pairs=counters.expert_pairs,
+        busiest_expert_pairs=counters.busiest_expert_pairs,
         used_host_slots=0 if pool.host_tier is None else pool.host_tier.num_used,
     )
 

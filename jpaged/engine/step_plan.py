@@ -171,6 +171,14 @@ class Scores:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Work of the experts in one step, in pairs of a token and an expert, summed over the layers with experts."""
+
+    pairs: int    # on all devices
+    busiest: int  # on the device that has most of them in a layer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
     """Output of one step. Rows are in the order of the plan. The entries of rows that do not sample are undefined."""
 
@@ -183,6 +191,7 @@ class StepResult:
     scores: "Scores | None" = None          #                of the plan's `scored`
     # Only if the model pools: the last token's hidden state after the final norm, or a classifier's scores.
     pooled: np.ndarray | None = None        # float32[R, size]
+    expert_load: ExpertLoad | None = None   #                only if devices have different experts
 
 
 class Runner(Protocol[HandleT]):

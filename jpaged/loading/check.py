@@ -119,7 +119,7 @@ def fixed_token_ids(vocab_size: int) -> list[int]:
 def output_after(model: LoadedModel, token_ids: list[int], layers: int) -> np.ndarray:
     """float32[tokens, hidden]: our hidden states after the first `layers` layers. 0: the input of the first layer."""
     ids = jnp.asarray(token_ids, jnp.int32)
-    hidden, _ = decode(
+    hidden, *_ = decode(
         model.spec,
         model.params | {"layers": model.params["layers"][:layers]},
         ids,

@@ -152,6 +152,14 @@ class Blueprint:
         return [shape for shape in shapes if self.model.stage.is_last or isinstance(shape, ForwardShape)]
 
     @property
+    def pairs_of_token(self) -> int:
+        """Pairs of a token and an expert that the forward programs count for each token; 0: they count none."""
+        spec, layers = self.model.spec, self.model.params["layers"]
+        if spec.experts is None or not self.placement.shards.splits_experts:
+            return 0
+        return spec.experts.per_token * sum("router" in leaves for leaves in layers)
+
+    @property
     def largest_shapes(self) -> tuple[ForwardShape | SampleShape | PoolShape, ...]:
         """The programs with the largest temporaries: most tokens, and most rows with the most complete sampler."""
         shapes = self.program_shapes

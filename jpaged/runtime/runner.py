@@ -17,7 +17,16 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import BlockMove, RowMask, SamplerVariant, Scores, StepPlan, StepResult, TransferCosts
+from jpaged.engine.step_plan import (
+    BlockMove,
+    ExpertLoad,
+    RowMask,
+    SamplerVariant,
+    Scores,
+    StepPlan,
+    StepResult,
+    TransferCosts,
+)
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.metrics import ProgramFigures
 from jpaged.models.kv_scales import KVScales
@@ -54,7 +63,7 @@ class StepHandle:
     """A step that was dispatched. Arrays are still on the device, and may still be computed."""
 
     plan: StepPlan
-    num_tokens: jax.Array          # int32[]  ready when the forward pass is done
+    counted: jax.Array             # see `step.forward`; ready when the forward pass is done
     scores: tuple[jax.Array, ...]  # `Sampled.packed` of the plan's `scored` tokens, in chunks
     # Rows that sample or pool, then padding: `Sampled.packed`, or float32[rows, size] of a model that pools. None if no
     # row does, or not yet.
@@ -122,6 +131,8 @@ class ModelRunner:
         self.max_model_len = limits.max_model_len
         self.vocab_size = spec.vocab_size
         self.num_devices = placement.shards.count
+        # pairs of a token and an expert, in the layers that count them; 0: all devices have the same experts
+        self._pairs_of_token = blueprint.pairs_of_token
         self.hidden_bytes = spec.hidden_size * blueprint.dtype.itemsize  # of a token
         self.max_logprobs = blueprint.num_logprobs
         longrope = spec.rope is not None and spec.rope.scaling == "longrope"
@@ -285,13 +296,14 @@ class ModelRunner:
                 if init.extras is not None and self._uploader is not None:
                     self._state = self._uploader.start(self._live_state, init)
             # `packed` is a numpy array: the call uploads it in 4 us, `jax.device_put` takes 40 to 75 us
-            self._state, num_tokens = run_forward(
+            self._state, counted = run_forward(
                 program.run, self._weights, self._live_state, packed, *hidden
             )
             scores = self._score(plan.scored)
             output = None if plan.waits_for_masks else self._sample_or_pool(plan, plan.masks)
-        self._start_download((scores, num_tokens if output is None else output))
-        return StepHandle(plan, num_tokens, scores, output)
+        needs_counted = output is None or self._pairs_of_token
+        self._start_download((scores, output, counted if needs_counted else None))
+        return StepHandle(plan, counted, scores, output)
 
     def sample(self, handle: StepHandle, masks: Sequence[RowMask]) -> StepHandle:
         """Sample for a step whose plan waits for masks; returns at once. Raises EngineError if the device fails."""
@@ -302,10 +314,19 @@ class ModelRunner:
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and download its result. Raises EngineError if the device fails."""
+        result = self._collect(handle)
+        if not self._pairs_of_token:
+            return result
+        with pinned(DOWNLOADS), self._counter.watching(), self._recovering():
+            tokens, busiest = np.asarray(handle.counted).tolist()
+        return dataclasses.replace(result, expert_load=ExpertLoad(tokens * self._pairs_of_token, busiest))
+
+    def _collect(self, handle: StepHandle) -> StepResult:
+        """The result without `expert_load`."""
         with pinned(DOWNLOADS), self._counter.watching(), self._recovering():
             scores = _joined(handle.scores, handle.plan.scored.shape[1])
             if handle.output is None:
-                np.asarray(handle.num_tokens)
+                np.asarray(handle.counted)
                 return StepResult(np.zeros(len(handle.plan.rows), np.int32), scores=scores)
             host = _spread(np.asarray(handle.output), handle.plan)
         if self.spec.pools:

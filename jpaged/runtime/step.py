@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
-from jpaged.models.sharding import WHOLE, Shards
+from jpaged.models.experts import busiest_device
+from jpaged.models.sharding import CONTEXT, WHOLE, Shards
 from jpaged.models.spec import ALONE, AttentionOptions, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.runtime import context
 from jpaged.runtime.batch import ForwardShape, KVGroupRows, build_batch
@@ -88,13 +89,13 @@ def forward(
     gated_dot: str | None = None,
     shards: Shards = WHOLE,
     stage: Stage = ALONE,
-) -> tuple[DeviceState, Int[Array, ""] | Float[Array, "tokens hidden"]]:
+) -> tuple[DeviceState, Int[Array, "..."] | Float[Array, "tokens hidden"]]:
     """Run the decoder over one plan, or the layers of one pipeline stage. Donate `state`.
 
     hidden: from the stage before; None in the first stage.
     Returns the state with the new KV, lengths and hidden states (before the final norm), and the number of tokens. The
-    host waits for that number in steps that sample nothing. A stage that is not the last returns its hidden states, in
-    place of that number.
+    host waits for that number in steps that sample nothing. If devices have different experts, it is an array with two
+    numbers, and `busiest_device` is the second. A stage that is not the last returns its hidden states in their place.
     """
     state, batch = build_batch(state, packed, shape)
     output_rows = packed[shape.cuts["output_rows"]].reshape(2, shape.rows)
@@ -103,7 +104,7 @@ def forward(
     if count > 1:
         batch = context.own_part(batch, count)
         hidden = None if hidden is None else context.own_hidden(hidden, count)
-    x, pages = decoder.decode(
+    x, pages, choices = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
         PagedAttend(1 if shape.is_decode else shape.tokens // count, implementation, shards, count),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
@@ -113,6 +114,12 @@ def forward(
     state = state.with_pages(pages).replace(
         table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
     )
+    counted = num_tokens
+    if spec.experts is not None and choices and shards.splits_experts:
+        busiest = busiest_device(choices, spec.experts.num, shards)
+        if count > 1:  # as if all tokens were on the device
+            busiest = count * lax.pmax(busiest, CONTEXT)
+        counted = jnp.stack([num_tokens, busiest])
     if count > 1:
         x = context.all_tokens(x)
     if not stage.is_last:
@@ -122,7 +129,7 @@ def forward(
         hidden=jax.lax.dynamic_update_slice(state.hidden, x, (0, 0)),
         output_rows=jnp.pad(output_rows, ((0, 0), (0, missing)), constant_values=-1),
     )
-    return state, num_tokens
+    return state, counted
 
 
 def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:

@@ -50,7 +50,7 @@ def split(spec: DecoderSpec, params: dict[str, Any], turn: bool = False) -> dict
 
 def logits(model: LoadedModel) -> np.ndarray:
     ids = jnp.arange(3, 20)
-    hidden, _ = decode(
+    hidden, *_ = decode(
         model.spec, model.params, ids, jnp.arange(len(ids)), [None] * model.spec.num_layers, ids[None],
         dense_causal_attend, layout=model.layout,
     )  # fmt: skip

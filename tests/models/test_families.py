@@ -40,7 +40,7 @@ _LENGTH = max(PROMPT_LENGTHS) + NUM_TOKENS
 def _log_probabilities(params, ids, positions, rope_lens, *, spec, layout):
     """float32[batch, length, vocab] of sequences padded on the right."""
     shape = jnp.zeros(ids.shape, jnp.int32)
-    hidden, _ = decode(
+    hidden, *_ = decode(
         spec, params, ids.ravel(), positions.ravel(), [None] * spec.num_layers, shape, dense_causal_attend,
         layout=layout, rope_lens=rope_lens.ravel(),
     )  # fmt: skip

@@ -3,11 +3,15 @@
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.models.experts import busiest_device
+from jpaged.models.sharding import Shards
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.program_text import Program
@@ -213,3 +217,39 @@ def test_pages_and_weights_are_not_copied(two):
 def test_bad_options_are_refused_before_weights_are_read(options, error, says, checkpoint):
     with pytest.raises(error, match=says):
         LLM(checkpoint, **options)
+
+
+def test_the_load_of_experts_is_counted(tmp_path):
+    """All pairs: each token of each step, in each layer. The busiest of two devices has more than half of them."""
+    folder = write("qwen3-moe", tmp_path)
+    prompts, params = workload(6, seed=9)
+    options = OPTIONS | {"max_model_len": 256, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with LLM(folder, **options) as llm:
+        spec, runner = llm.spec, llm._engine.runner
+        seen, dispatch = [], runner.dispatch
+
+        def note_tokens(plan):
+            seen.append(plan.total_tokens)
+            return dispatch(plan)
+
+        runner.dispatch = note_tokens
+        llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.stats()
+        llm.reset_stats()
+        assert llm.stats().expert_pairs == llm.stats().busiest_expert_pairs == 0
+    layers = sum(map(spec.is_sparse, range(spec.num_layers)))
+    assert stats.expert_pairs == sum(seen) * spec.experts.per_token * layers
+    assert stats.expert_pairs / 2 < stats.busiest_expert_pairs < stats.expert_pairs
+
+
+@pytest.mark.parametrize(("num_experts", "devices"), [(8, 2), (6, 4), (5, 1)])
+def test_the_busiest_device_against_numpy(num_experts, devices):
+    """Devices have equal numbers of experts; the last ones may have fewer, or none. Padding counts nowhere."""
+    rng = np.random.default_rng(0)
+    choices = rng.integers(0, num_experts, (3, 16, 2))
+    choices[:, 12:] = -(-num_experts // devices) * devices  # padding
+    share, expected = -(-num_experts // devices), 0
+    for layer in choices:
+        owners = layer[layer < num_experts] // share
+        expected += np.bincount(owners, minlength=devices).max()
+    assert int(busiest_device(list(jnp.asarray(choices)), num_experts, Shards(devices))) == expected

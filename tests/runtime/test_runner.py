@@ -65,7 +65,7 @@ def dense_continuation(spec, params):
     @jax.jit
     def logits(ids):
         shape = jnp.zeros((1, len(ids)), jnp.int32)
-        hidden, _ = decoder.decode(
+        hidden, *_ = decoder.decode(
             spec, params, ids, jnp.arange(len(ids)), [None] * spec.num_layers, shape, decoder.dense_causal_attend
         )
         return decoder.lm_head(spec, params, hidden)
