@@ -53,20 +53,26 @@ class Pair:
 
     def __init__(
         self, folder: pathlib.Path, model: str = "demo", *, other_options: bool = False, tensor: int = 2,
-        dtype: str = "float32",
+        dtype: str = "float32", slurm: bool = False,
     ):  # fmt: skip
+        """slurm: start both with one command, and the variables that Slurm sets."""
         self.port, group_port = free_port(), free_port(2)
-        shared = [model, "--dtype", dtype, "--max-model-len", "256", "--max-num-seqs", "8", "--nnodes", "2"]
+        shared = [model, "--dtype", dtype, "--max-model-len", "256", "--max-num-seqs", "8"]
         shared += ["--tensor-parallel-size", str(tensor), "--master-port", str(group_port), "--join-timeout", "60"]
         flags = f"--xla_force_host_platform_device_count={tensor // 2}"
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         self.logs, self.processes = [], []
         for rank in (0, 1):
-            own = ["--port", str(self.port)] if rank == 0 else ["--headless"]
+            own = ["--nnodes", "2", "--node-rank", str(rank)]
+            own += ["--port", str(self.port)] if rank == 0 else ["--headless"]
+            if slurm:
+                own = ["--detect-nodes", "--port", str(self.port)]
+                env |= {"SLURM_STEP_NODELIST": "127.0.0.1,other", "SLURM_STEP_NUM_NODES": "2", "SLURM_NTASKS": "2"}
+                env |= {"SLURM_PROCID": str(rank)}
             if rank == 1 and other_options:
                 own += ["--max-num-batched-tokens", "256"]
             self.logs.append(folder / f"node-{rank}.log")
-            command = [sys.executable, "-m", "jpaged", "serve", *shared, "--node-rank", str(rank), *own]
+            command = [sys.executable, "-m", "jpaged", "serve", *shared, *own]
             with self.logs[rank].open("w") as log:
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=folder))
 

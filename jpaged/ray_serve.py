@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 DEVICES = {"cpu": None, "gpu": "GPU", "tpu": "TPU"}  # name -> the cluster's resource
 # Flags of the server's process, which Ray Serve replaces. Value: where it is set there.
 RAYS_OWN = dict.fromkeys(("host", "port"), "http_options of the Serve config") | dict.fromkeys(
-    ("uds", "metrics_port", "max_connections_per_address", "headless", "nnodes", "node_rank", "ssl_keyfile",
-     "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
+    ("uds", "metrics_port", "max_connections_per_address", "headless", "detect_nodes", "nnodes", "node_rank",
+     "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
     "nothing of Ray Serve: leave it out",
 )  # fmt: skip
 

@@ -1,6 +1,8 @@
 """`jpaged serve`: runs the OpenAI-compatible HTTP server."""
 
 import dataclasses
+import logging
+import os
 import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,12 +12,15 @@ import tyro
 from jpaged.cli.chat_flags import ChatFlags
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.cli.serve_access import ACCESS_DEFAULTS, AccessArguments
+from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from jpaged.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
 
 
 @one_line_help
@@ -75,6 +80,10 @@ class Serve(ChatFlags):
     headless: bool = False
     """Run a process of an engine that has several (--nnodes), without an HTTP server. For every --node-rank but 0."""
 
+    detect_nodes: bool = False
+    """Take --nnodes, --node-rank, --master-addr and --headless from LeaderWorkerSet, Slurm (srun) or a TPU slice. Every
+    node then has the same command. Options of the HTTP server apply to the first node."""
+
     watchdog_seconds: float = 120.0
     """A step that takes longer is logged with what it does, and /health answers 503 until it ends."""
 
@@ -85,13 +94,16 @@ class Serve(ChatFlags):
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM."""
         options = engine_options(self.engine, self.model_argument)
+        headless = self.headless
+        if self.detect_nodes:
+            headless = self._detect(options)
         rank = options.get("node_rank", 0)
-        if self.headless != (rank > 0):
+        if headless != (rank > 0):
             known = "process 0 serves HTTP: leave --headless out"
             if rank:
                 known = "only process 0 serves HTTP: add --headless"
             raise RequestError("node_rank", rank, known)
-        if self.headless:
+        if headless:
             self.chat_formats()  # raises for a bad one
             return self._follow(options)
         from jpaged.serving.connection import ConnectionLimits
@@ -167,6 +179,22 @@ class Serve(ChatFlags):
             return create_app(server, app_options), engine
 
         return load
+
+    def _detect(self, options: dict[str, Any]) -> bool:
+        """Add what the cluster says of this process to the options. Returns whether it is headless."""
+        from jpaged.cli.cluster import detect
+
+        for name in ("nnodes", "node_rank", "master_addr"):
+            if options[name] != getattr(EngineConfig, name):
+                raise RequestError(name, options[name], "comes from the cluster with --detect-nodes: leave one out")
+        if self.headless:
+            raise RequestError("headless", True, "comes from the cluster with --detect-nodes: leave one out")
+        node = detect(os.environ)
+        logger.info(
+            "%s: node %d of %d, the first one is %s", node.cluster, node.node_rank, node.nnodes, node.master_addr
+        )
+        options |= node.options
+        return node.node_rank > 0
 
     def _follow(self, options: dict[str, Any]) -> int:
         """Run without HTTP until process 0 ends. Signals are left to process 0, which drains its requests first."""

@@ -13,11 +13,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 
 def test_two_processes_give_the_answers_of_one_and_drain(tmp_path):
-    """Two devices in each process: four in all. Then SIGTERM to both ends them with status 0."""
+    """Two devices in each process: four in all. One command, as Slurm starts it. Then SIGTERM to both: status 0."""
     prompts = ["Once upon a time", "The little dog", "def main(", "1 2 3 4"]
-    pair = Pair(tmp_path, tensor=4)
+    pair = Pair(tmp_path, tensor=4, slurm=True)
     try:
         pair.wait_until_ready()
+        for rank, log in enumerate(pair.logs):
+            assert f"Slurm: node {rank} of 2, the first one is 127.0.0.1" in log.read_text()
         answers = [pair.complete(prompt, max_tokens=20, logprobs=2)["choices"][0] for prompt in prompts]
         for process in pair.processes:
             process.send_signal(signal.SIGTERM)

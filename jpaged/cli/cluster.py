@@ -1,0 +1,75 @@
+"""`jpaged serve --detect-nodes`: number, rank and first host of the nodes, from what the cluster sets for a process.
+
+The variables are those that JAX's own detection reads (`jax.distributed.initialize`), and LeaderWorkerSet's.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jpaged.errors import RequestError
+
+OPTION = "detect_nodes"
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One process of an engine, as the cluster describes it."""
+
+    cluster: str
+    nnodes: int
+    node_rank: int
+    master_addr: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the engine."""
+        return {"nnodes": self.nnodes, "node_rank": self.node_rank, "master_addr": self.master_addr}
+
+
+def detect(environ: Mapping[str, str]) -> Node:
+    """The node of this process. environ: of the process.
+
+    Raises RequestError if no cluster is found, or if it does not start one process on each node.
+    """
+    if "LWS_GROUP_SIZE" in environ:  # before TPU: the controller sets the variables of TPU pods, too
+        size, rank = _number(environ, "LWS_GROUP_SIZE"), _number(environ, "LWS_WORKER_INDEX")
+        return _checked("LeaderWorkerSet", size, rank, _text(environ, "LWS_LEADER_ADDRESS"))
+    if "TPU_WORKER_HOSTNAMES" in environ:
+        hosts = [host.strip() for host in environ["TPU_WORKER_HOSTNAMES"].split(",")]
+        return _checked("a TPU slice", len(hosts), _number(environ, "TPU_WORKER_ID"), hosts[0])
+    if "SLURM_STEP_NODELIST" in environ:
+        size, nodes = _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
+        if size != nodes:
+            known = f"Slurm starts {size} tasks on {nodes} nodes, and each node needs one: srun --ntasks-per-node 1"
+            raise RequestError(OPTION, True, known)
+        return _checked("Slurm", size, _number(environ, "SLURM_PROCID"), _first_host(environ["SLURM_STEP_NODELIST"]))
+    known = "found no LWS_GROUP_SIZE (LeaderWorkerSet), TPU_WORKER_HOSTNAMES (TPU) or SLURM_STEP_NODELIST (srun): use "
+    raise RequestError(OPTION, True, known + "--nnodes, --node-rank and --master-addr")
+
+
+def _checked(cluster: str, size: int, rank: int, address: str) -> Node:
+    if not 0 <= rank < size or not address:
+        known = f"{cluster} says process {rank} of {size}, the first one at {address!r}: use --nnodes, --node-rank and "
+        raise RequestError(OPTION, True, known + "--master-addr")
+    return Node(cluster, size, rank, address)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if name not in environ:
+        raise RequestError(OPTION, True, f"{name} is not set: use --nnodes, --node-rank and --master-addr")
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    value = _text(environ, name)
+    if not value.isdecimal():
+        raise RequestError(OPTION, True, f"{name}={value!r} is not a number: use --nnodes, --node-rank, --master-addr")
+    return int(value)
+
+
+def _first_host(hosts: str) -> str:
+    """First host of Slurm's list: "a1", "a1,b2", "a[1-4,7],b2" or "a[01-04]-ib"."""
+    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
+    return "".join(part or "" for part in found.groups()) if found else ""
