@@ -89,3 +89,23 @@ def test_a_plan_of_stages_is_of_the_fullest(config):
 def test_a_prediction_of_stages_is_refused(config):
     with pytest.raises(RequestError, match="leave --roofline out"):
         plan(config, SMALL | {"pipeline_parallel_size": 2}, target="h200", roofline_context=64)
+
+
+def test_context_parallelism_saves_no_memory(config):
+    """Four devices for the tokens of prompts: each has the bytes of one. With two parts, each has the bytes of two."""
+    options = SMALL | {"max_model_len": 256}
+    one, four = (
+        plan(config, options | {"prefill_context_parallel_size": size}, target="h200", device_memory=2**30)
+        for size in (1, 4)
+    )
+    assert (four.weight_bytes, four.memory.block_bytes) == (one.weight_bytes, one.memory.block_bytes)
+    assert (one.num_devices, four.num_devices, four.num_parts) == (1, 4, 1)
+    assert "on each of 4 devices: " in text_of(four)
+    assert "the rest split over" not in text_of(four)
+    two = plan(
+        config, options | {"prefill_context_parallel_size": 4, "tensor_parallel_size": 2}, target="h200",
+        device_memory=2**30,
+    )  # fmt: skip
+    assert (two.num_devices, two.num_parts) == (8, 2)
+    assert two.memory.block_bytes * 2 == one.memory.block_bytes
+    assert "the rest split over 2" in text_of(two)
