@@ -114,7 +114,7 @@ ENTRY %main (x: f32[64,1024], y: bf16[2,3]) -> f32[64,1024] {
 
 
 def test_collectives_of_a_text():
-    """An all-reduce in a loop counts once a turn; the ends of those that start early do not count. Groups are 4 of 8."""
+    """An all-reduce in a loop counts once a turn; the ends of those that start early do not count. Groups: 4 of 8."""
     costs = collective_costs(list(Program(EXCHANGES).traffic()), 8, H200)
     array = 64 * 1024 * 4
     counted = {one.kind: (one.count, one.num_bytes) for one in costs}
