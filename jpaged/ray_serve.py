@@ -13,7 +13,9 @@ import yaml
 
 from jpaged.cli import parse
 from jpaged.cli.config_file import words_of
+from jpaged.cli.flags import engine_options
 from jpaged.cli.serve import Serve
+from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 
 if TYPE_CHECKING:
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 DEVICES = {"cpu": None, "gpu": "GPU", "tpu": "TPU"}  # name -> the cluster's resource
-# Flags of the server's process, which Ray Serve replaces. Value: where it is set there.
-RAYS_OWN = dict.fromkeys(("host", "port"), "http_options of the Serve config") | dict.fromkeys(
+# Flags of the server's process, which Ray Serve replaces. Value: what to do.
+RAYS_OWN = dict.fromkeys(("host", "port"), "is Ray's: set it in http_options of the Serve config") | dict.fromkeys(
     ("uds", "metrics_port", "max_connections_per_address", "headless", "detect_nodes", "nnodes", "node_rank",
      "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
-    "nothing of Ray Serve: leave it out",
+    "belongs to the process of jpaged serve, and a replica has none: leave it out",
 )  # fmt: skip
 
 
@@ -57,9 +59,7 @@ def build(args: Mapping[str, Any]) -> "Application":
             """Raise EngineError when the engine is not healthy: Ray Serve then replaces the replica."""
             await load(flags).state.server.engine.check_health()
 
-    engine = command.engine
-    count = engine.devices_per_engine * engine.data_parallel_size
-    resource = DEVICES[device]
+    count, resource = devices_of(command), DEVICES[device]
     actor: dict[str, Any] = {"num_cpus": 1}
     if resource == "GPU":
         actor["num_gpus"] = count
@@ -70,6 +70,12 @@ def build(args: Mapping[str, Any]) -> "Application":
         ray_actor_options=actor, graceful_shutdown_timeout_s=command.shutdown_timeout,
     )  # fmt: skip
     return deployment.bind()
+
+
+def devices_of(command: Serve) -> int:
+    """Return the number of devices that a replica takes: those of all its engines."""
+    config = EngineConfig(**engine_options(command.engine, command.model_argument))
+    return config.devices_per_engine * config.data_parallel_size
 
 
 @functools.cache
@@ -85,7 +91,7 @@ def flags_of(given: Mapping[str, Any]) -> tuple[str, ...]:
     """
     for name, instead in RAYS_OWN.items():
         if name in given:
-            raise RequestError(name, given[name], f"belongs to the process of jpaged serve. In its place: {instead}")
+            raise RequestError(name, given[name], f"{instead}")
     return tuple(word for name, value in given.items() for word in words_of(name.replace("_", "-"), value))
 
 

@@ -70,8 +70,15 @@ def test_the_ray_config_has_flags_of_the_server():
     assert engine_options(serve.engine, serve.model_argument)["model"] == given["model"]
 
 
+def test_a_replica_takes_the_devices_of_its_engines():
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "prefill_context_parallel_size": 4}
+    flags = {"model": "demo", "data_parallel_size": 5} | sizes
+    assert ray_serve.devices_of(ray_serve.command_of(ray_serve.flags_of(flags))) == 120
+    assert ray_serve.devices_of(ray_serve.command_of(ray_serve.flags_of({"model": "demo"}))) == 1
+
+
 def test_bad_arguments_of_the_ray_application(capsys):
-    with pytest.raises(RequestError, match=r"http_options of the Serve config \(port=8001\)"):
+    with pytest.raises(RequestError, match=r"set it in http_options of the Serve config \(port=8001\)"):
         ray_serve.flags_of({"model": "demo", "port": 8001})
     for device in ({}, {"device": "H200"}):
         with pytest.raises(RequestError, match="must be cpu, gpu, tpu"):
