@@ -189,5 +189,6 @@ class EngineStats:
     empty_turns: int = 0       # turns of the pipeline stages without a step: bubbles
     # With enable_expert_parallel, in pairs of a token and an expert: all of them, and those of each layer's busiest
     # device. A device's mean share of the first, divided by the second, says how even the load is: 1 is even.
+    # Layers of earlier pipeline stages do not count.
     expert_pairs: int = 0
     busiest_expert_pairs: int = 0

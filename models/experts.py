@@ -195,18 +195,13 @@ def route(
     return weights * experts.scale, choice
 
 
-def busiest_device(
+def pairs_of_devices(
     choices: Sequence[Int[Array, "tokens per_token"]], num_experts: int, shards: Shards
-) -> Int[Array, ""]:
-    """Pairs of a token and an expert on the device that has most of them in a layer, summed over layers.
-
-    choices: of `decode`. num_experts: on all devices. Divide the number of all pairs by the number of devices and by
-    this, to see how evenly the experts' work is spread: 1 is even.
-    """
+) -> Int[Array, "layers devices"]:
+    """Pairs of a token and an expert by layer and device. choices: of `decode`. num_experts: on all devices."""
     per_device = -(-num_experts // shards.count)
     device = jnp.stack(choices) // per_device  # [layers, tokens, per_token]; padding is past the last device
-    pairs = (device[..., None] == jnp.arange(shards.count)).sum((1, 2), dtype=jnp.int32)
-    return pairs.max(1).sum()
+    return (device[..., None] == jnp.arange(shards.count)).sum((1, 2), dtype=jnp.int32)
 
 
 def rows_per_block(tokens: int, experts: Experts) -> int:

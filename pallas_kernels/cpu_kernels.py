@@ -24,8 +24,8 @@ from pallas_kernels.quantized_grouped_dot.cpu import KERNEL as QUANTIZED_GROUPED
 from pallas_kernels.quantized_grouped_dot.cpu import kernel as quantized_grouped_dot
 from pallas_kernels.row_ops.cpu import KERNEL as ROW_OPS
 from pallas_kernels.row_ops.cpu import kernel as row_ops
-from pallas_kernels.write_qkv.cpu import KERNEL as WRITE_QKV
-from pallas_kernels.write_qkv.cpu import kernel as write_qkv
+from pallas_kernels.write_kv.cpu import KERNEL as WRITE_QKV
+from pallas_kernels.write_kv.cpu import kernel as write_qkv
 
 _KERNELS = {
     DOT: dot, GROUPED_DOT: grouped_dot, PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot,

@@ -172,7 +172,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Work of the experts in one step, in pairs of a token and an expert, summed over the layers with experts."""
+    """Work of the experts in one step, in pairs of a token and an expert. Sums over the last stage's layers."""
 
     pairs: int    # on all devices
     busiest: int  # on the device that has most of them in a layer

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
-from jpaged.errors import EngineError
+from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
@@ -74,7 +74,8 @@ def bucket_shapes(
     bucket.
 
     context: devices that the tokens of a program are spread over, if each has `smallest` tokens or more. Decodes are
-    not spread: reading the weights takes most of their time, and each device must read them all.
+    not spread: reading the weights takes most of their time, and each device must read them all. Raises ModelLoadError
+    if no program can be spread.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
@@ -88,6 +89,12 @@ def bucket_shapes(
         # Small buckets are dropped first: a chunk of 16 tokens costs about what 32 do, one of 128 half of what 256 do.
         tokens = _powers(2 * smallest, max_tokens)[-(MAX_FORWARD_PROGRAMS - (0 if pools else len(rows))) :]
     parts = [1 if n % context or n // context < smallest else context for n in tokens]
+    if context not in parts:
+        raise ModelLoadError(
+            f"prefill_context_parallel_size={context}: no program can be split into {context} parts of {smallest} "
+            f"tokens or more (token_buckets {', '.join(map(str, tokens))}): use a power of two, or token_buckets and "
+            f"max_num_batched_tokens with a multiple of {context * smallest}"
+        )
     mixed = [
         ForwardShape(False, n, max_rows, block_size, num_kv_groups, count)
         for n, count in zip(tokens, parts, strict=True)

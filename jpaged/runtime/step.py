@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
-from jpaged.models.experts import busiest_device
+from jpaged.models.experts import pairs_of_devices
 from jpaged.models.sharding import CONTEXT, WHOLE, Shards
 from jpaged.models.spec import ALONE, AttentionOptions, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.runtime import context
@@ -95,7 +95,8 @@ def forward(
     hidden: from the stage before; None in the first stage.
     Returns the state with the new KV, lengths and hidden states (before the final norm), and the number of tokens. The
     host waits for that number in steps that sample nothing. If devices have different experts, it is an array with two
-    numbers, and `busiest_device` is the second. A stage that is not the last returns its hidden states in their place.
+    numbers. The second is the pairs of a token and an expert on each layer's busiest device, summed over layers. A
+    stage that is not the last returns its hidden states in their place.
     """
     state, batch = build_batch(state, packed, shape)
     output_rows = packed[shape.cuts["output_rows"]].reshape(2, shape.rows)
@@ -116,10 +117,10 @@ def forward(
     )
     counted = num_tokens
     if spec.experts is not None and choices and shards.splits_experts:
-        busiest = busiest_device(choices, spec.experts.num, shards)
-        if count > 1:  # as if all tokens were on the device
-            busiest = count * lax.pmax(busiest, CONTEXT)
-        counted = jnp.stack([num_tokens, busiest])
+        pairs = pairs_of_devices(choices, spec.experts.num, shards)
+        if count > 1:  # of the tokens of all devices that have the same experts
+            pairs = lax.psum(pairs, CONTEXT)
+        counted = jnp.stack([num_tokens, pairs.max(1).sum()])
     if count > 1:
         x = context.all_tokens(x)
     if not stage.is_last:

@@ -6,12 +6,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.checks import expect_floats, expect_integers, expect_pages
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.platforms import Implementation, compiled_on, pick, refuse_cpu
-from pallas_kernels.write_kv import mosaic_tpu, triton
+from pallas_kernels.write_kv import cpu, mosaic_tpu, triton
 
 # `Implementation.refuse` takes (device, pages)
 IMPLEMENTATIONS = {
     "xla": Implementation(KVPages.scatter),
-    "cpu": Implementation(KVPages.scatter, lambda device, pages: refuse_cpu(device)),
+    "cpu": Implementation(cpu.write_kv, lambda device, pages: refuse_cpu(device)),
     "triton": Implementation(compiled_on("cuda", triton.write_kv), triton.refuse),
     "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.write_kv), mosaic_tpu.refuse),
 }
@@ -39,9 +39,9 @@ def write_kv(
                     Latent pages take v=None, because the values are the first numbers of the keys.
     slot_mapping:   int32, block * block_size + offset. Slots are distinct and below num_blocks * block_size; a negative
                     slot is padding. The values are not checked: a slot that is too large is dropped silently.
-    implementation: "xla", "cpu" (for CPU: XLA operations here, a native kernel in `write_qkv`), "triton" (a kernel for
-                    NVIDIA), "mosaic_tpu" (a kernel for TPU), or None for the best one. On CPU the last two run in
-                    interpret mode.
+    implementation: "xla", "cpu" (a native kernel), "triton" (a kernel for NVIDIA), "mosaic_tpu" (a kernel for TPU), or
+                    None for the best one. "cpu" takes XLA operations for latent and 8-bit pages. On CPU the last two
+                    run in interpret mode.
 
     Under jit with donated pages the write is in place, without a copy of the pages.
     """

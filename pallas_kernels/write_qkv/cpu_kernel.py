@@ -37,7 +37,7 @@ from pallas_kernels.native.memory import (
     store_float32,
     store_int64,
 )
-from pallas_kernels.write_qkv.cpu import BIAS, EPS, FLAGS, KIND, NORM, PAGE_KIND, ROPE
+from pallas_kernels.write_kv.cpu import BIAS, EPS, FLAGS, KIND, NORM, PAGE_KIND, ROPE
 
 LANES, ONE = vectors.LANES, vectors.ONE
 UNIT = 8  # tokens

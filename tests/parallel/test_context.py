@@ -139,12 +139,16 @@ def test_preemption_and_swap_give_the_same_bits(checkpoint, one):
 def test_other_options_give_the_bits_without_context_parallelism(name, options, tmp_path):
     write_checkpoint(next(v for v in VARIANTS if v.name == name), 0, tmp_path)
     prompts, params = workload(8, seed=3)
-    found, options = [], CACHED | {"token_buckets": (512,), "max_num_batched_tokens": 512} | options
+    found, loads, options = [], [], CACHED | {"token_buckets": (512,), "max_num_batched_tokens": 512} | options
     for size in (1, 2):
         with LLM(str(tmp_path), **options, prefill_context_parallel_size=size) as llm:
             assert {getattr(p.shape, "token_parts", 1) for p in llm._engine.runner.programs.programs} == {1, size}
             found.append(answers(llm.generate(prompts, params, use_tqdm=False)))
+            stats = llm.stats()
+            loads.append((stats.expert_pairs, stats.busiest_expert_pairs))
     assert found[0] == found[1]
+    assert loads[0] == loads[1]
+    assert bool(loads[0][0]) == ("enable_expert_parallel" in options)
 
 
 def test_a_layer_exchanges_its_keys_and_values_and_nothing_else(four):
@@ -175,14 +179,28 @@ def test_no_program_copies_the_pages(four):
             assert operation.kind != "copy" or operation.num_bytes < size, operation.name
 
 
+def test_pages_of_16_bits_are_not_converted(checkpoint):
+    """XLA's scatter on CPU would convert all pages to float32 and back, with JAX 0.10."""
+    options = CACHED | FOUR | {"dtype": "bfloat16", "prefill_context_parallel_size": 2, "token_buckets": (128,)}
+    with LLM(checkpoint, **options | {"max_num_batched_tokens": 128}) as llm:
+        pages = llm._engine.runner._state.page_arrays[0][0]
+        texts = {str(p.shape): p.run.as_text() for p in llm._engine.runner.programs.programs}
+    assert pages.dtype == jnp.bfloat16
+    shape = ",".join(map(str, pages.shape))
+    assert f"bf16[{shape}]" in texts["mixed 128 tokens"]
+    assert all(f"f32[{shape}]" not in text for text in texts.values())
+
+
 def test_each_device_computes_its_part_of_the_tokens(four):
-    """No kernel, and no product, has more than a quarter of the program's 256 tokens."""
+    """No kernel but the write into the pages, and no product, has more than a quarter of the program's 256 tokens."""
     (program,) = (p for p in four._engine.runner.programs.programs if str(p.shape) == "mixed 256 tokens")
-    pages = four._engine.runner._state.page_arrays[0][0].shape
-    kernels = [op for op in Program(program.run.as_text()).operations() if op.kind in ("custom-call", "dot")]
-    results = [size for op in kernels for size in re.findall(r"\w\d+\[([\d,]+)\]", op.shape)]
-    sizes = [tuple(map(int, result.split(","))) for result in results]
-    assert {size[0] for size in sizes if size != pages and size[1:]} == {1, 64}  # 1: see `finish_qkv`
+    pages, sizes = four._engine.runner._state.page_arrays[0][0].shape, set()
+    for operation in Program(program.run.as_text()).operations():
+        if operation.kind in ("custom-call", "dot"):
+            results = re.findall(r"\w\d+\[([\d,]+)\]", operation.shape)
+            shapes = [tuple(map(int, result.split(","))) for result in results]
+            sizes |= set() if pages in shapes else {shape[0] for shape in shapes if shape[1:]}
+    assert sizes == {1, 64}  # 1: see `finish_qkv`
 
 
 @pytest.mark.parametrize(
@@ -208,6 +226,13 @@ def test_each_device_computes_its_part_of_the_tokens(four):
 def test_bad_sizes_are_refused_before_weights_are_read(options, error, says):
     with pytest.raises(error, match=says):
         LLM("nowhere", **options) if "data_parallel_size" in options else LLM("demo", **options)
+
+
+def test_a_size_that_splits_no_program_is_refused():
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "block_size": 16}
+    with pytest.raises(ModelLoadError, match=r"split into 3 parts of 8 tokens or more .*with a multiple of 24"):
+        bucket_shapes(**sizes, context=3)
+    assert bucket_shapes(**sizes, context=3, token_buckets=(480,), pools=True)[0].token_parts == 3
 
 
 def test_programs_are_split_if_each_part_is_large_enough():

@@ -10,7 +10,7 @@ import pytest
 from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
-from jpaged.models.experts import busiest_device
+from jpaged.models.experts import pairs_of_devices
 from jpaged.models.sharding import Shards
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import SampleShape
@@ -243,13 +243,11 @@ def test_the_load_of_experts_is_counted(tmp_path):
 
 
 @pytest.mark.parametrize(("num_experts", "devices"), [(8, 2), (6, 4), (5, 1)])
-def test_the_busiest_device_against_numpy(num_experts, devices):
+def test_the_pairs_of_devices_against_numpy(num_experts, devices):
     """Devices have equal numbers of experts; the last ones may have fewer, or none. Padding counts nowhere."""
     rng = np.random.default_rng(0)
+    share = -(-num_experts // devices)
     choices = rng.integers(0, num_experts, (3, 16, 2))
-    choices[:, 12:] = -(-num_experts // devices) * devices  # padding
-    share, expected = -(-num_experts // devices), 0
-    for layer in choices:
-        owners = layer[layer < num_experts] // share
-        expected += np.bincount(owners, minlength=devices).max()
-    assert int(busiest_device(list(jnp.asarray(choices)), num_experts, Shards(devices))) == expected
+    choices[:, 12:] = share * devices  # padding
+    expected = [np.bincount(layer[layer < num_experts] // share, minlength=devices) for layer in choices]
+    np.testing.assert_array_equal(pairs_of_devices(list(jnp.asarray(choices)), num_experts, Shards(devices)), expected)

@@ -1,0 +1,101 @@
+"""write_kv for CPUs, and the call of the kernel in `write_qkv/cpu_kernel.py` that write_qkv shares.
+
+The kernel is called through XLA's foreign function interface.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_pages import FLOATS, KVPages
+from pallas_kernels.native import library
+from pallas_kernels.native.kinds import KINDS
+
+# indices of the int32 options; EPS has the bits of a float32
+KIND, PAGE_KIND, FLAGS, EPS = range(4)
+BIAS, NORM, ROPE = 1, 2, 4  # bits of FLAGS
+KERNEL = "pallas_kernels.write_qkv.cpu_kernel"
+
+
+def kernel() -> library.Native:
+    """The kernel in this process. Compiled or loaded at the first call."""
+    return library.native(KERNEL, _check)
+
+
+def write_kv(
+    pages: KVPages,
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
+    slot_mapping: Int[Array, " tokens"],
+) -> KVPages:
+    """See `pallas_kernels.write_kv`. Latent pages, pages of 8 bits, and processors without the kernel, take a scatter.
+
+    A scatter into 16-bit pages converts all of them to float32 and back in JAX 0.10.
+    """
+    name = kernel().name
+    if name is None or v is None or pages.dtype not in FLOATS:
+        return pages.scatter(k, v, slot_mapping)
+    with_queries = jnp.stack([k, k, v], axis=2)  # the kernel needs a query head; what it returns for it is not used
+    return call_kernel(name, pages, with_queries, slot_mapping, None, None, None, None, None, norm_eps=0.0)[1]
+
+
+def _check(name: str) -> None:
+    """Compare the kernel with float64. Raises ValueError. Called while a program is traced.
+
+    In numpy: XLA's operations, one by one, take 2.5 s to compile.
+    """
+    rng = np.random.default_rng(0)
+    slots = rng.permutation(32)[:11].astype(np.int32)
+    slots[4] = -1  # padding
+    with jax.ensure_compile_time_eval():
+        for dtype, limit in ((jnp.float32, 1e-5), (jnp.bfloat16, 4e-2)):
+            qkv, bias = (rng.standard_normal(shape).astype(dtype) for shape in ((11, 2, 5, 48), (2, 5, 48)))
+            angles, weights = rng.uniform(0, 6, (11, 16)).astype(np.float32), np.full(48, 1.5, dtype)
+            pages = KVPages(jnp.zeros((4, 2, 2, 8, 48), dtype))
+            arrays = (qkv, slots, bias, np.cos(angles), np.sin(angles), weights, weights)
+            q, pages = call_kernel(name, pages, *map(jnp.asarray, arrays), norm_eps=1e-6)
+            expected = _in_float64(qkv, bias, angles, 1.5)
+            stored = np.zeros((32, 2, 2, 48))  # slot, KV head, key or value
+            stored[slots[slots >= 0]] = expected[slots >= 0, :, 3:]
+            expected[4] = 0
+            data = np.asarray(pages.data, np.float64).transpose(0, 3, 2, 1, 4).reshape(stored.shape)
+            pairs = ((np.asarray(q, np.float64), expected[:, :, :3].reshape(q.shape)), (data, stored))
+            error = max(float((np.abs(own - wanted) / np.maximum(1, np.abs(wanted))).max()) for own, wanted in pairs)
+            if not error <= limit:  # also if it is NaN
+                raise ValueError(f"queries, keys and values of {jnp.dtype(dtype)} differ from float64 by {error:.2g}")
+
+
+def _in_float64(qkv: np.ndarray, bias: np.ndarray, angles: np.ndarray, weight: float) -> np.ndarray:
+    """Bias, and for queries and keys norm and rotation of the first 2 * half numbers. Shape of qkv."""
+    out = qkv.astype(np.float64) + bias.astype(np.float64)
+    x, half = out[:, :, :-1], angles.shape[1]
+    x *= weight / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    cos, sin = (f(angles.astype(np.float64))[:, None, None] for f in (np.cos, np.sin))
+    first, second = x[..., :half].copy(), x[..., half : 2 * half].copy()
+    x[..., :half], x[..., half : 2 * half] = first * cos - second * sin, second * cos + first * sin
+    return out
+
+
+def call_kernel(
+    name: str, pages: KVPages, qkv: Any, slot_mapping: Any, bias: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any,
+    *, norm_eps: float,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:  # fmt: skip
+    """The kernel as an operation. name: of `kernel`. Other arguments and results are those of `write_qkv`."""
+    tokens, kv_heads, lanes, head_dim = qkv.shape
+    options = np.zeros(4, np.int32)
+    options[KIND], options[PAGE_KIND] = KINDS[qkv.dtype], KINDS[pages.dtype]
+    options[FLAGS] = BIAS * (bias is not None) + NORM * (q_norm is not None) + ROPE * (cos is not None)
+    options[EPS : EPS + 1] = np.array([norm_eps], np.float32).view(np.int32)
+    shapes = [
+        jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), head_dim), qkv.dtype),
+        jax.ShapeDtypeStruct(pages.data.shape, pages.dtype),
+    ]
+    call = jax.ffi.ffi_call(name, shapes, input_output_aliases={8: 1})
+    arrays = [(bias, jnp.float32), (cos, jnp.float32), (sin, jnp.float32), (q_norm, qkv.dtype), (k_norm, qkv.dtype)]
+    given = [np.zeros((1, 1), np.float32) if array is None else array.astype(dtype) for array, dtype in arrays]
+    q, data = call(options, qkv, slot_mapping, *given, pages.data)
+    return q, dataclasses.replace(pages, data=data)
