@@ -130,7 +130,7 @@ class ModelRunner:
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.max_model_len = limits.max_model_len
         self.vocab_size = spec.vocab_size
-        self.num_devices = placement.shards.count
+        self.num_devices = placement.shards.num_devices
         # pairs of a token and an expert, in the layers that count them; 0: all devices have the same experts
         self._pairs_of_token = blueprint.pairs_of_token
         self.hidden_bytes = spec.hidden_size * blueprint.dtype.itemsize  # of a token

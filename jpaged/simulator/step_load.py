@@ -22,7 +22,7 @@ class EngineShape:
     row_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
     block_bytes: int | None = None  # size of the keys and values of a block, on one device; None: unknown
-    num_devices: int = 1            # that the model is split over
+    num_devices: int = 1            # that the engine runs on
     num_layers: int | None = None   # None: unknown
     hidden_bytes: int | None = None  # size of a token's hidden state; None: unknown
 
