@@ -80,7 +80,7 @@ def main() -> None:
     print(f"experts and router: {', '.join(shown)}")
 
     def served(params: Any, x: Any) -> Any:
-        return moe.sparse_feed_forward(experts, x, LayerContext(spec, WeightLayout(), params))
+        return moe.sparse_feed_forward(experts, x, LayerContext(spec, WeightLayout(), params))[0]
 
     for tokens in args.tokens:
         x = normal(tokens, args.hidden) * 30

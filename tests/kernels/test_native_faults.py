@@ -25,7 +25,7 @@ from pallas_kernels.quantized_dot import quantize
 from pallas_kernels.quantized_grouped_dot import cpu as quantized_grouped_cpu
 from pallas_kernels.row_ops import cpu as row_cpu
 from pallas_kernels.row_ops import silu_and_mul
-from pallas_kernels.write_qkv import cpu as write_cpu
+from pallas_kernels.write_kv import cpu as write_cpu
 from tests.kernels.oracle import Shape, make_case
 
 KERNELS = {
@@ -405,15 +405,17 @@ def test_a_kernel_that_xla_refuses_is_not_used(monkeypatch, caplog, tmp_path):
     assert jnp.arange(3).sum() == 3  # the platform still works
 
 
-@pytest.mark.parametrize("module", [dot_cpu, grouped_cpu, write_cpu])
-def test_wrong_results_of_a_new_kernel_are_seen(module, monkeypatch):
-    name, call = library.native(module.KERNEL, module._check).name, module._call
+@pytest.mark.parametrize(
+    ("module", "function"), [(dot_cpu, "_call"), (grouped_cpu, "_call"), (write_cpu, "call_kernel")]
+)
+def test_wrong_results_of_a_new_kernel_are_seen(module, function, monkeypatch):
+    name, call = library.native(module.KERNEL, module._check).name, getattr(module, function)
 
     def wrong(*arguments, **options):
         results = call(*arguments, **options)
         return jax.tree.map(lambda array: array.at[0].add(0.5), results)
 
     module._check(name)
-    monkeypatch.setattr(module, "_call", wrong)
+    monkeypatch.setattr(module, function, wrong)
     with pytest.raises(ValueError, match="of float32 differ from float64 by"):
         module._check(name)

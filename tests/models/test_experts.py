@@ -74,7 +74,9 @@ def test_against_a_loop(num: int, per_token: int, tokens: int, renormalise: bool
     matrices = layer(experts)
     x = np.random.default_rng(1).standard_normal((tokens, HIDDEN))
     feed = jax.jit(lambda m, x: moe.sparse_feed_forward(experts, x, context(experts, m)))
-    got = feed(matrices, jnp.asarray(x, jnp.float32))
+    got, choice = feed(matrices, jnp.asarray(x, jnp.float32))
+    assert choice.shape == (tokens, per_token)
+    assert 0 <= int(choice.min()) <= int(choice.max()) < num
     np.testing.assert_allclose(got, one_by_one(experts, matrices, x), rtol=1e-3, atol=1e-3)
 
 
@@ -87,7 +89,8 @@ def test_padding_goes_to_no_expert() -> None:
     want = one_by_one(experts, matrices, x[real].astype(np.float64))
     x[~real] = np.nan
     feed = jax.jit(lambda m, x, real: moe.sparse_feed_forward(experts, x, context(experts, m, real)))
-    got = feed(matrices, jnp.asarray(x), jnp.asarray(real))
+    got, choice = feed(matrices, jnp.asarray(x), jnp.asarray(real))
+    np.testing.assert_array_equal((np.asarray(choice) == 4).all(1), ~real)
     np.testing.assert_allclose(np.asarray(got)[real], want, rtol=1e-3, atol=1e-3)
     no_blocks = moe.blocks_by_expert(jnp.full((16, 2), 4), 4, 8)
     assert int(no_blocks.num_blocks_used) == 0
