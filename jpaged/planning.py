@@ -239,11 +239,7 @@ def plan(
     if roofline_context is not None and count > 1:
         raise RequestError("pipeline_parallel_size", count, "times are predicted for one stage: leave --roofline out")
     if kind is None:
-        devices = find_devices(shards, count)
-        placements = [
-            Placement.over(devices[i * shards.num_devices : (i + 1) * shards.num_devices], shards)
-            for i in range(count)
-        ]
+        placements = [Placement.over(devices, shards) for devices in find_devices(shards, count)]
     else:
         placements = [Placement.for_target(kind, shards)] * count
     described = describe(config, platform, [placement.mesh for placement in placements])

@@ -89,9 +89,9 @@ def flags_of(given: Mapping[str, Any]) -> tuple[str, ...]:
 
     Raises RequestError for a flag that Ray Serve replaces.
     """
-    for name, instead in RAYS_OWN.items():
+    for name, known in RAYS_OWN.items():
         if name in given:
-            raise RequestError(name, given[name], f"{instead}")
+            raise RequestError(name, given[name], known)
     return tuple(word for name, value in given.items() for word in words_of(name.replace("_", "-"), value))
 
 

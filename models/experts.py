@@ -53,8 +53,7 @@ def _computed(
 ) -> Float[Array, "tokens hidden"]:  # fmt: skip
     """Sum of the outputs of each token's experts, and of the shared expert."""
     shards, count = context.shards, context.params["expert_gate_up"].shape[0]
-    split_experts = shards.splits_experts
-    if split_experts:
+    if shards.splits_experts:
         choice -= shards.first(count)
         choice = jnp.where((choice >= 0) & (choice < count), choice, count)
     blocks = blocks_by_expert(choice, count, rows_per_block(x.shape[0], experts))
@@ -65,7 +64,7 @@ def _computed(
     if shards.parts > 1 and shards.expert_parallel:
         # one device has each choice's output and all others zeros, so this sum is exact
         chosen = jnp.stack([_of_choice(outs[0], blocks, i) for i in range(experts.per_token)])
-        chosen = lax.psum(chosen, TENSOR) if split_experts else chosen
+        chosen = lax.psum(chosen, TENSOR) if shards.splits_experts else chosen
         y = _weighted(weights, chosen)
         return y if not experts.shared_size else y + _shared_expert(experts, x, context)
     totals = [

@@ -133,12 +133,19 @@ class ShardedQuantizer:
         return {device: index or (slice(None),) * len(shape) for device, index in indices.items()}
 
     def _on_each_device(self, name: str, shape: tuple[int, ...], make: Callable[[tuple[slice, ...]], Any]) -> Any:
-        """Make the part of each device there, and join the parts. make: called with the part's slices of the leaf."""
-        made = []
+        """Make the part of each device there, and join the parts. make: called with the part's slices of the leaf.
+
+        Devices with the same part get copies of it.
+        """
+        made: dict[tuple[tuple[int, int, int], ...], Any] = {}
+        parts = []
         for device, index in self._indices(name, shape).items():
-            with jax.default_device(device):
-                made.append(jax.block_until_ready(make(index)))
-        return jax.tree.map(functools.partial(self._join, name), *made)
+            bounds = tuple(one.indices(size) for one, size in zip(index, shape, strict=True))
+            if bounds not in made:
+                with jax.default_device(device):
+                    made[bounds] = jax.block_until_ready(make(index))
+            parts.append(jax.device_put(made[bounds], device))
+        return jax.tree.map(functools.partial(self._join, name), *parts)
 
     def _join(self, name: str, *parts: Array) -> Array:
         shape, sharding = self._joined(name, parts[0].shape)

@@ -139,36 +139,35 @@ def shards_of(config: EngineConfig) -> Shards:
     )
 
 
-def find_devices(shards: Shards, stages: int = 1) -> list[jax.Device]:
-    """The devices of an engine, stage after stage. Raises ModelLoadError if there are fewer than it needs."""
-    devices, count = jax.devices(), shards.num_devices * stages
+def find_devices(shards: Shards, stages: int = 1) -> list[list[jax.Device]]:
+    """The devices of each pipeline stage of an engine. Raises ModelLoadError if there are fewer than it needs."""
+    devices, size = jax.devices(), shards.num_devices
+    count = size * stages
+    sizes = {
+        "pipeline_parallel_size": stages, "tensor_parallel_size": shards.count,
+        "prefill_context_parallel_size": shards.context,
+    }  # fmt: skip
+    given = [name for name, number in sizes.items() if number > 1]
+    asked = " with ".join(f"{name}={sizes[name]}" for name in given)
     if len(devices) < count:
-        sizes = {
-            "pipeline_parallel_size": stages, "tensor_parallel_size": shards.count,
-            "prefill_context_parallel_size": shards.context,
-        }  # fmt: skip
-        given = [name for name, size in sizes.items() if size > 1]
         use = f"sizes whose product is at most {len(devices)}" if given[1:] else f"{given[0]}={len(devices)} or less"
         hint = ""
         if devices[0].platform == "cpu":
             flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
             hint = f". To try it on CPU, set the environment variable {flag}"
         raise ModelLoadError(
-            f"{' with '.join(f'{name}={sizes[name]}' for name in given)} needs {count} devices, there are "
-            f"{len(devices)} ({devices[0].device_kind}): use {use}{hint}"
+            f"{asked} needs {count} devices, there are {len(devices)} ({devices[0].device_kind}): use {use}{hint}"
         )
     processes = jax.process_count()
-    if processes == 1:
-        return devices[:count]
     each = count // processes
     found = [[device for device in devices if device.process_index == rank][:each] for rank in range(processes)]
     if short := [str(rank) for rank, of_one in enumerate(found) if len(of_one) < each]:
         raise ModelLoadError(
-            f"tensor_parallel_size={shards.count} with prefill_context_parallel_size={shards.context} on {processes} "
-            f"processes needs {each} devices in each, and process {' and '.join(short)} has fewer: use sizes whose "
-            f"product is at most {min(map(len, found)) * processes}"
+            f"{asked} on {processes} processes needs {each} devices in each, and process {' and '.join(short)} has "
+            f"fewer: use sizes whose product is at most {min(map(len, found)) * processes}"
         )
-    return [device for of_one in found for device in of_one]
+    chosen = [device for of_one in found for device in of_one]
+    return [chosen[first : first + size] for first in range(0, count, size)]
 
 
 @jax.tree_util.register_dataclass

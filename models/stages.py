@@ -132,8 +132,6 @@ def placer_for(
         return quantizer
     stages = stages_of(spec, count)
     if meshes is None:
-        devices = find_devices(shards, count)
-        each = shards.num_devices
-        meshes = [make_mesh(devices[i * each : (i + 1) * each], shards) for i in range(count)]
+        meshes = [make_mesh(devices, shards) for devices in find_devices(shards, count)]
     placers = tuple(ShardedQuantizer(quantizer, mesh, shards, spec) for mesh in meshes)
     return placers[0] if count == 1 else StagedPlacer(placers, stages, spec)

@@ -10,8 +10,6 @@ from typing import Any
 
 from jpaged.errors import RequestError
 
-OPTION = "detect_nodes"
-
 
 @dataclasses.dataclass(frozen=True)
 class Node:
@@ -43,29 +41,32 @@ def detect(environ: Mapping[str, str]) -> Node:
         size, nodes = _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
         if size != nodes:
             known = f"Slurm starts {size} tasks on {nodes} nodes, and each node needs one: srun --ntasks-per-node 1"
-            raise RequestError(OPTION, True, known)
+            raise RequestError("detect_nodes", True, known)
         return _checked("Slurm", size, _number(environ, "SLURM_PROCID"), _first_host(environ["SLURM_STEP_NODELIST"]))
-    known = "found no LWS_GROUP_SIZE (LeaderWorkerSet), TPU_WORKER_HOSTNAMES (TPU) or SLURM_STEP_NODELIST (srun): use "
-    raise RequestError(OPTION, True, known + "--nnodes, --node-rank and --master-addr")
+    known = "found no LWS_GROUP_SIZE (LeaderWorkerSet), TPU_WORKER_HOSTNAMES (TPU) or SLURM_STEP_NODELIST (srun)"
+    raise _refused(known)
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError("detect_nodes", True, f"{why}: use --nnodes, --node-rank and --master-addr")
 
 
 def _checked(cluster: str, size: int, rank: int, address: str) -> Node:
     if not 0 <= rank < size or not address:
-        known = f"{cluster} says process {rank} of {size}, the first one at {address!r}: use --nnodes, --node-rank and "
-        raise RequestError(OPTION, True, known + "--master-addr")
+        raise _refused(f"{cluster} says process {rank} of {size}, the first one at {address!r}")
     return Node(cluster, size, rank, address)
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     if name not in environ:
-        raise RequestError(OPTION, True, f"{name} is not set: use --nnodes, --node-rank and --master-addr")
+        raise _refused(f"{name} is not set")
     return environ[name]
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     value = _text(environ, name)
     if not value.isdecimal():
-        raise RequestError(OPTION, True, f"{name}={value!r} is not a number: use --nnodes, --node-rank, --master-addr")
+        raise _refused(f"{name}={value!r} is not a number")
     return int(value)
 
 

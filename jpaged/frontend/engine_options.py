@@ -182,9 +182,10 @@ def _check_nodes(config: EngineConfig) -> None:
         known = f"all engines are in one process, and nnodes={config.nnodes}: leave one out, or start several servers"
         raise RequestError("data_parallel_size", config.data_parallel_size, known)
     if config.devices_per_engine % config.nnodes:
-        known = f"must be a multiple of nnodes={config.nnodes}, so that every process has the same number of devices"
-        if config.prefill_context_parallel_size > 1:
-            known = known.replace("must be", f"times {config.prefill_context_parallel_size} for the context must be")
+        context = config.prefill_context_parallel_size
+        factor = f"times {context} for the context " if context > 1 else ""
+        known = f"{factor}must be a multiple of nnodes={config.nnodes}, so that every process has the same number of "
+        known += "devices"
         raise RequestError("tensor_parallel_size", config.tensor_parallel_size, known)
     if not 0 < config.master_port < 65535:
         known = "must be a port from 1 to 65534; the next port is used as well"

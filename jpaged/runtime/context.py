@@ -11,7 +11,7 @@ these are 2 x 1,024 numbers a token in place of 2 x 4,096 (and an all-reduce sen
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from jpaged.models.sharding import CONTEXT
 from jpaged.runtime.batch import Batch, KVGroupRows
@@ -22,9 +22,6 @@ def own_part(batch: Batch, count: int) -> Batch:
     size = batch.token_ids.shape[0] // count
     first = lax.axis_index(CONTEXT) * size
 
-    def cut(array: Array) -> Array:
-        return lax.dynamic_slice_in_dim(array, first, size)
-
     def rows(of_all: KVGroupRows) -> KVGroupRows:
         starts = of_all.query_start_loc
         later = jnp.maximum(starts[1:] - (first + size), 0)  # tokens of each row that later devices compute
@@ -33,15 +30,16 @@ def own_part(batch: Batch, count: int) -> Batch:
         return of_all.replace(query_start_loc=begins, context_lens=context_lens)
 
     return batch.replace(
-        kv_groups=tuple(map(rows, batch.kv_groups)), real=cut(batch.real), token_ids=cut(batch.token_ids),
-        positions=cut(batch.positions), rope_lens=cut(batch.rope_lens),
+        kv_groups=tuple(map(rows, batch.kv_groups)), real=own_tokens(batch.real, count),
+        token_ids=own_tokens(batch.token_ids, count), positions=own_tokens(batch.positions, count),
+        rope_lens=own_tokens(batch.rope_lens, count),
     )  # fmt: skip
 
 
-def own_hidden(hidden: Float[Array, "tokens hidden"], count: int) -> Float[Array, "part hidden"]:
-    """This device's part of the hidden states of all tokens."""
-    size = hidden.shape[0] // count
-    return lax.dynamic_slice_in_dim(hidden, lax.axis_index(CONTEXT) * size, size)
+def own_tokens(array: Shaped[Array, "tokens *rest"], count: int) -> Shaped[Array, "part *rest"]:
+    """This device's part of an array of all tokens."""
+    size = array.shape[0] // count
+    return lax.dynamic_slice_in_dim(array, lax.axis_index(CONTEXT) * size, size)
 
 
 def all_tokens(part: Float[Array, "part *rest"]) -> Float[Array, "tokens *rest"]:

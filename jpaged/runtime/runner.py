@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ from jpaged.engine.step_plan import (
     StepResult,
     TransferCosts,
 )
-from jpaged.errors import EngineError, ModelLoadError
+from jpaged.errors import EngineError
 from jpaged.metrics import ProgramFigures
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.sharding import find_devices, shards_of
@@ -43,6 +43,7 @@ from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel, with_o
 from jpaged.runtime.compile_cache import CacheCounter, CompileCounter, persistent_cache
 from jpaged.runtime.front_stages import FrontStages, upload_long_rows
 from jpaged.runtime.jax_settings import DOWNLOADS, pinned
+from jpaged.runtime.new_params import check_params
 from jpaged.runtime.out_of_memory import advice, explained
 from jpaged.runtime.output_programs import OutputShape, lm_head_params, uses_extras
 from jpaged.runtime.placement import Placement
@@ -170,8 +171,7 @@ class ModelRunner:
         """
         shards, stages = shards_of(config), stages_of(spec, config.pipeline_parallel_size)
         devices = find_devices(shards, len(stages))
-        for stage, tree in zip(stages, _by_stage(params), strict=True):
-            here = devices[stage.index * shards.num_devices : (stage.index + 1) * shards.num_devices]
+        for stage, tree, here in zip(stages, _by_stage(params), devices, strict=True):
             model = ServedModel(spec, tree, stage=stage)
             Blueprint.draw(model, config, Placement.over(here, shards)).check_memory()
 
@@ -376,7 +376,7 @@ class ModelRunner:
             raise EngineError('the weights sleep: call wake_up(["weights"]) before they are replaced')
         if self._state is None and not self._released:
             raise EngineError(CLOSED)
-        _check_params(self._params, params)
+        check_params(self._params, params)
         self._params, self._lm_head_params = params, lm_head_params(self.spec, params)
         self._weights = flat_weights(params)
         self._owns_params = False
@@ -558,39 +558,6 @@ def _checked(blueprint: Blueprint) -> Blueprint:
     if blueprint.has_unchecked_attention:
         blueprint = blueprint.with_checked_attention(device)
     return blueprint.with_checked_gated_dot(device)
-
-
-def _check_params(expected: Params | None, params: Params) -> None:
-    """Raise ModelLoadError unless each leaf has the shape, dtype, placement and layout of the leaf of `expected`."""
-    if not isinstance(params, Mapping):
-        raise ModelLoadError(f"params is a {type(params).__name__}: must be the tree that the engine started with")
-    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
-    given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    for name in sorted(wanted.keys() ^ given.keys()):
-        state = "missing" if name in wanted else "not a parameter of the model"
-        raise ModelLoadError(f"params{name} is {state}: pass the same tree that the engine started with")
-    if (structure := jax.tree.structure(params)) != jax.tree.structure(expected):
-        raise ModelLoadError(f"params has another structure, {structure}: must be {jax.tree.structure(expected)}")
-    for name, leaf in given.items():
-        want = _description(wanted[name])
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-            raise ModelLoadError(f"params{name} is a {type(leaf).__name__}: must be a concrete jax.Array, {want}")
-        if leaf.is_deleted():
-            raise ModelLoadError(f"params{name} has been deleted: must be {want}")
-        if (found := _description(leaf)) != want:
-            raise ModelLoadError(f"params{name} is {found}: must be {want}")
-        if leaf.format.layout != wanted[name].format.layout:
-            raise ModelLoadError(
-                f"params{name} has the layout {leaf.format.layout}: must be {wanted[name].format.layout}, like the "
-                "weights that the programs were compiled for"
-            )
-
-
-def _description(leaf: jax.Array) -> str:
-    """Dtype, shape, devices and memory of an array: "float32[4, 8] on TFRT_CPU_0, device memory"."""
-    devices = ", ".join(sorted(map(str, leaf.devices())))
-    memory_kind = leaf.sharding.memory_kind or "default"
-    return f"{leaf.dtype}{list(leaf.shape)} on {devices}, {memory_kind} memory"
 
 
 def _joined(chunks: Sequence[jax.Array], count: int) -> Scores | None:

@@ -54,15 +54,13 @@ class PagedAttend:
             "bias": projection.bias, "cos": projection.cos, "sin": projection.sin, "q_norm": projection.q_norm,
             "k_norm": projection.k_norm, "norm_eps": projection.norm_eps, "implementation": write,
         }  # fmt: skip
-        if self.token_parts > 1:
-            q, k, v = projection.finish() if isinstance(product, tuple) else finish_qkv(pages, product, **arrays)
-            k, v = context.all_keys_and_values(k, v)
-            pages = write_kv(pages, k, v, metadata.slots, implementation=write)
-        elif isinstance(product, tuple):
-            q, k, v = projection.finish()
-            pages = write_kv(pages, k, v, metadata.slots, implementation=write)
-        else:
+        if self.token_parts == 1 and not isinstance(product, tuple):
             q, pages = write_qkv(pages, product, metadata.slots, **arrays)
+        else:
+            q, k, v = projection.finish() if isinstance(product, tuple) else finish_qkv(pages, product, **arrays)
+            if self.token_parts > 1:
+                k, v = context.all_keys_and_values(k, v)
+            pages = write_kv(pages, k, v, metadata.slots, implementation=write)
         slopes = None
         if options.alibi_slopes is not None:
             every, heads = jnp.array(options.alibi_slopes, jnp.float32), q.shape[1]
@@ -104,7 +102,7 @@ def forward(
     count = shape.token_parts
     if count > 1:
         batch = context.own_part(batch, count)
-        hidden = None if hidden is None else context.own_hidden(hidden, count)
+        hidden = None if hidden is None else context.own_tokens(hidden, count)
     x, pages, choices = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
         PagedAttend(1 if shape.is_decode else shape.tokens // count, implementation, shards, count),
@@ -115,12 +113,6 @@ def forward(
     state = state.with_pages(pages).replace(
         table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
     )
-    counted = num_tokens
-    if spec.experts is not None and choices and shards.splits_experts:
-        pairs = pairs_of_devices(choices, spec.experts.num, shards)
-        if count > 1:  # of the tokens of all devices that have the same experts
-            pairs = lax.psum(pairs, CONTEXT)
-        counted = jnp.stack([num_tokens, pairs.max(1).sum()])
     if count > 1:
         x = context.all_tokens(x)
     if not stage.is_last:
@@ -130,7 +122,12 @@ def forward(
         hidden=jax.lax.dynamic_update_slice(state.hidden, x, (0, 0)),
         output_rows=jnp.pad(output_rows, ((0, 0), (0, missing)), constant_values=-1),
     )
-    return state, counted
+    if spec.experts is None or not choices or not shards.splits_experts:
+        return state, num_tokens
+    pairs = pairs_of_devices(choices, spec.experts.num, shards)
+    if count > 1:  # of the tokens of all devices that have the same experts
+        pairs = lax.psum(pairs, CONTEXT)
+    return state, jnp.stack([num_tokens, pairs.max(1).sum()])
 
 
 def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:

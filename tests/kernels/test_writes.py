@@ -286,5 +286,10 @@ def test_write_qkv_names_wrong_arguments(change, message):
         "pages": KVPages.create(2, 8, 2, 4, jnp.float32), "qkv": np.zeros((3, 2, 4, 4), np.float32),
         "slot_mapping": np.zeros(3, np.int32),
     }  # fmt: skip
+    given = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in (arguments | change).items()}
     with pytest.raises(ValueError, match=message):
-        write_qkv(**{k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in (arguments | change).items()})
+        write_qkv(**given)
+    if "slot_mapping" not in change:
+        del given["slot_mapping"]
+        with pytest.raises(ValueError, match=message):
+            finish_qkv(**given)

@@ -16,6 +16,7 @@ from jpaged.runtime.batch import Batch, ForwardShape, KVGroupRows
 from jpaged.runtime.program_text import Program
 from jpaged.runtime.programs import bucket_shapes
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
+from tests.parallel.sameness import check_a_batch_and_the_prefix_cache, check_each_request_alone
 from tests.test_same_answers import OPTIONS, answers, workload
 
 CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}
@@ -77,21 +78,12 @@ def test_each_device_has_its_tokens_and_their_rows(seed):
 
 
 def test_a_batch_on_four_devices_has_the_bits_of_one(one, four):
-    """Greedy, top_k, top_p, min_p, seeds and log-probabilities; 24 requests on 8 rows; then from the prefix cache."""
-    prompts, params = workload(24, seed=1)
-    first = answers(one.generate(prompts, params, use_tqdm=False))
-    assert answers(four.generate(prompts, params, use_tqdm=False)) == first
-    hits = four.stats().prefix_hit_tokens
-    assert answers(four.generate(prompts, params, use_tqdm=False)) == first
-    assert four.stats().prefix_hit_tokens > hits
-    assert four.stats().compiles_after_ready == 0
+    check_a_batch_and_the_prefix_cache(one, four)
 
 
 @pytest.mark.codegen
 def test_each_request_alone_has_the_bits_of_the_batch(four):
-    prompts, params = workload(12, seed=5)
-    together = answers(four.generate(prompts, params, use_tqdm=False))
-    assert together == [answers(four.generate(p, s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)]
+    check_each_request_alone(four)
 
 
 def test_beams_penalties_and_prompt_logprobs_have_the_bits_of_one(one, four):

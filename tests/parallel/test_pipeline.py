@@ -8,6 +8,7 @@ from jpaged.errors import EngineError, ModelLoadError, RequestError
 from jpaged.models.spec import Stage
 from jpaged.models.stages import stages_of
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
+from tests.parallel.sameness import check_a_batch_and_the_prefix_cache, check_each_request_alone
 from tests.test_same_answers import OPTIONS, answers, workload
 
 CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}
@@ -26,21 +27,12 @@ def two(checkpoint):
 
 
 def test_a_batch_on_two_stages_gives_the_bits_of_one(one, two):
-    """Greedy, top_k, top_p, min_p, seeds and log-probabilities; 24 requests on 8 rows; then from the prefix cache."""
-    prompts, params = workload(24, seed=1)
-    first = answers(one.generate(prompts, params, use_tqdm=False))
-    assert answers(two.generate(prompts, params, use_tqdm=False)) == first
-    hits = two.stats().prefix_hit_tokens
-    assert answers(two.generate(prompts, params, use_tqdm=False)) == first
-    assert two.stats().prefix_hit_tokens > hits
-    assert two.stats().compiles_after_ready == 0
+    check_a_batch_and_the_prefix_cache(one, two)
 
 
 @pytest.mark.codegen
 def test_each_request_alone_has_the_bits_of_the_batch(two):
-    prompts, params = workload(12, seed=5)
-    together = answers(two.generate(prompts, params, use_tqdm=False))
-    assert together == [answers(two.generate(p, s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)]
+    check_each_request_alone(two)
 
 
 def test_all_stages_have_a_step(two, monkeypatch):

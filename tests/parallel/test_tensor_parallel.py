@@ -16,6 +16,7 @@ from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.program_text import Program
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
+from tests.parallel.sameness import check_each_request_alone
 from tests.test_same_answers import OPTIONS, answers, workload
 from tests.tiny_engine import sampling_programs
 
@@ -61,9 +62,7 @@ def test_a_batch_on_two_devices_gives_the_answers_of_one(one, two):
 
 @pytest.mark.codegen
 def test_each_request_alone_has_the_bits_of_the_batch(two):
-    prompts, params = workload(12, seed=5)
-    together = answers(two.generate(prompts, params, use_tqdm=False))
-    assert together == [answers(two.generate(p, s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)]
+    check_each_request_alone(two)
 
 
 def test_preemption_and_swap_give_the_same_bits(checkpoint, two):
