@@ -1,6 +1,7 @@
 """Pause, sleep and the watchdog of AsyncLLM, on the runner in plain Python: it loses all KV when the engine sleeps."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -203,6 +204,35 @@ def test_a_full_queue_refuses_while_a_step_runs(runner, monkeypatch):
     try:
         assert asyncio.run(asyncio.wait_for(main(), 20)) < 0.2  # measured: 1 ms
     finally:
+        engine.close()
+
+
+def test_a_step_that_fills_the_queue_refuses_no_request_that_came_before(runner, monkeypatch):
+    """Long prompts are computed one after the other. The second one waits, and fills the queue, when the step ends."""
+    options = EngineOptions(scheduling=SchedulingOptions(max_queued_requests=1))
+    monkeypatch.setattr("jpaged.async_llm.build_engine", built(runner, options))
+    steps, collect = threading.Semaphore(0), runner.collect
+    monkeypatch.setattr(runner, "collect", lambda handle: steps.acquire() and collect(handle))
+    engine, prompts = AsyncLLM("model"), [[i] * 80 for i in range(4)]
+
+    async def main() -> None:
+        tasks = []
+        for i in range(3):  # the third comes while the step runs that leaves the second waiting
+            tasks.append(asyncio.create_task(last(engine, prompts[i], SHORT)))
+            await asyncio.sleep(0.05)  # it is submitted, and the thread waits in a step
+            if i:
+                steps.release()
+            await until(lambda i=i: (engine.stats().num_running, engine.stats().num_waiting) == (1, i))
+        with pytest.raises(CapacityError, match="max_queued_requests is 1"):
+            await last(engine, prompts[3], SHORT)
+        steps.release(1000)
+        for task, prompt in zip(tasks, prompts, strict=False):
+            assert (await task).token_ids == alone(prompt, 4, 97)
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 20))
+    finally:
+        steps.release(1000)
         engine.close()
 
 

@@ -377,15 +377,12 @@ class EngineThread:
         return True
 
     def _admit(self, add: _Add) -> None:
-        """Add a request, or hold it while the engine is paused. Refuse it if the queue is full."""
-        request_group = add.request_group
-        try:
-            self._engine.admission.check_length(self._queue_length(), len(request_group.prompt_token_ids))
-        except CapacityError as error:
-            self._post([(request_group.request_id, error)])
-            return
+        """Add a request, or hold it while the engine is paused.
+
+        The queue is not checked again. `add` has counted the request, and another engine may have had room for it.
+        """
         if self._paused:
-            self._held[request_group.request_id] = add
+            self._held[add.request_group.request_id] = add
         else:
             self._add(add)
 

@@ -326,9 +326,15 @@ def test_the_queue_is_full_when_those_of_all_engines_are(make):
 
     async def main():
         def placed(count):
-            """A step may have had no tokens left for a prompt. Its queue looks full until the step after the next."""
-            stats, room = engine.stats(), any(thread.has_room(40) for thread in engine._engine_thread.threads)
-            return stats.num_running + stats.num_waiting == count and room == (count < 2 * rows + 2)
+            """All requests have arrived, and on both engines those that wait found no row free.
+
+            A step may have no tokens left for a prompt, which then waits although a row is free, and fills the queue.
+            The next request would be refused. The queue looks full until the step after the next.
+            """
+            each, room = [engine.stats(i) for i in (0, 1)], any(t.has_room(40) for t in engine._engine_thread.threads)
+            settled = all(stats.num_waiting == 0 or stats.num_running == rows for stats in each)
+            arrived = sum(stats.num_running + stats.num_waiting for stats in each)
+            return settled and arrived == count and room == (count < 2 * rows + 2)
 
         tasks = []
         for count in range(1, 2 * rows + 3):
