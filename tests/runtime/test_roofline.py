@@ -62,6 +62,7 @@ def test_a_layer_adds_its_weights_its_kv_and_twelve_kernels(target):
         assert {cost.commands for cost in three.programs} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [pytest.param(H200, marks=marks(H200))])
 def test_one_kernel_for_gate_up_and_activation_is_a_kernel_less(target):
     """The products are counted, and the bytes of a chunk are fewer by two writes and two reads of half the products."""
