@@ -460,6 +460,7 @@ def main() -> None:
     """Check, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare with the reference")
+    parser.add_argument("--measure", action="store_true", help="only measure")
     parser.add_argument("--tiny", action="store_true", help="small shapes: a rehearsal without a card")
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: the best one for this device")
     parser.add_argument("--repeats", type=int, default=7)
@@ -498,9 +499,11 @@ def main() -> None:
             file.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
     print(f"{device.device_kind}, JAX {jax.__version__}, Python {platform.python_version()}: {implementation!r}")
-    print("difference from the reference:", flush=True)
-    checks = check(implementation, args.tiny) | gated_products.check(args.tiny)
-    if device.platform == "gpu" and args.implementation is None:
+    checks: dict[str, Any] = {}
+    if not args.measure:
+        print("difference from the reference:", flush=True)
+        checks = check(implementation, args.tiny) | gated_products.check(args.tiny)
+    if device.platform == "gpu" and args.implementation is None and not args.measure:
         print("difference of 'mosaic_prefill' from the reference:", flush=True)
         checks |= {f"mosaic_prefill, {shape}": found for shape, found in check("mosaic_prefill", args.tiny).items()}
     keep(checks=checks)

@@ -16,10 +16,12 @@ run that was cut off goes on where it ended.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import functools
 import json
+import os
 import pathlib
 import statistics
 import time
@@ -36,6 +38,7 @@ from jpaged.frontend.engine_options import engine_config
 from jpaged.models.spec import DecoderSpec, Params, QKNorm, Rope, param_shapes
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
+from jpaged.runtime.memory import free_device_bytes
 from jpaged.runtime.output_programs import SampleShape, lm_head_params
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.roofline import Load, least_bytes
@@ -87,16 +90,36 @@ class Steps:
         placement = Placement.single(jax.devices()[0])
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         blueprint = Blueprint.draw(ServedModel(spec, param_shapes(spec, dtype)), config, placement)
+        free = free_device_bytes(jax.devices()[0], config)  # too small a pool would make block tables narrow
         size = blueprint.limits.block_size
         self.blocks = [load.rows * -(-(load.context + 2 * turns) // size) for load in loads]
-        self.build: FittedBuild = blueprint.fit().with_blocks(max(self.blocks))
+        self.build: FittedBuild = blueprint.fit(free_bytes=free).with_blocks(max(self.blocks))
+        if (longest := max(load.context for load in loads) + 2 * turns) > self.build.limits.max_model_len:
+            found = f"requests of {longest:,} tokens, and the engine's longest has {self.build.limits.max_model_len:,}"
+            raise SystemExit(f"{found}: this device has too little memory")
         self.params = random_params(param_shapes(spec, dtype))
         self._compile = functools.cache(self.build.compile)
+        shapes = {shape for load in loads[:-1] for v in VARIANTS for shape in self.decode_shapes(load, v)}
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(self._compile, [*shapes, self.chunk_shape]))
 
     @property
     def spec(self) -> DecoderSpec:
         """The model's spec."""
         return self.build.blueprint.model.spec
+
+    def decode_shapes(self, load: Load, variant: SamplerVariant) -> tuple[ForwardShape, SampleShape]:
+        """The smallest programs that take the rows."""
+        shapes = self.build.blueprint.program_shapes
+        forwards = [s for s in shapes if isinstance(s, ForwardShape) and s.is_decode and s.rows >= load.rows]
+        samplers = [s for s in shapes if isinstance(s, SampleShape) and s.variant is variant and s.rows >= load.rows]
+        return min(forwards, key=lambda s: s.rows), min(samplers, key=lambda s: s.rows)
+
+    @property
+    def chunk_shape(self) -> ForwardShape:
+        """The largest mixed step."""
+        mixed = [s for s in self.build.blueprint.program_shapes if isinstance(s, ForwardShape) and not s.is_decode]
+        return max(mixed, key=lambda s: s.tokens)
 
     def state(self, load: Load, temperature: float, tokens: int) -> DeviceState:
         """Requests whose first tokens are in the pages: context less `tokens`. KV and hidden states are random."""
@@ -118,10 +141,7 @@ class Steps:
 
     def decode(self, load: Load, variant: SamplerVariant, repeats: int) -> Result:
         """Steps of decodes that run one after the other: each reads the token that the one before sampled."""
-        shapes = self.build.blueprint.program_shapes
-        forwards = [s for s in shapes if isinstance(s, ForwardShape) and s.is_decode and s.rows >= load.rows]
-        samplers = [s for s in shapes if isinstance(s, SampleShape) and s.variant is variant and s.rows >= load.rows]
-        forward, sampler = min(forwards, key=lambda s: s.rows), min(samplers, key=lambda s: s.rows)
+        forward, sampler = self.decode_shapes(load, variant)
         run, sample = self._compile(forward), self._compile(sampler)
         packed = np.full(forward.packed_size, -1, np.int32)
         packed[forward.cuts["rows"]][: load.rows] = np.arange(load.rows)
@@ -139,8 +159,7 @@ class Steps:
 
     def chunk(self, load: Load, repeats: int) -> Result:
         """The largest mixed step: the last tokens of one prompt, again and again."""
-        mixed = [s for s in self.build.blueprint.program_shapes if isinstance(s, ForwardShape) and not s.is_decode]
-        shape = max(mixed, key=lambda s: s.tokens)
+        shape = self.chunk_shape
         run = self._compile(shape)
         packed = np.full(shape.packed_size, -1, np.int32)
         packed[shape.cuts["rows"]][0], packed[shape.cuts["num_decodes"]] = 0, 0

@@ -25,6 +25,7 @@ from jpaged.models.sharding import TENSOR, WHOLE, Shards, SplitWeight, splits_in
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from pallas_kernels import QuantizedWeight, dot, grouped_dot, quantized_dot, quantized_grouped_dot
 from pallas_kernels.dot.cpu import refuse as refuse_cpu_dot
+from pallas_kernels.platforms import takes_native
 
 
 @functools.partial(
@@ -180,7 +181,7 @@ def has_native_products(spec: DecoderSpec, dtype: DTypeLike) -> bool:
     hidden = spec.hidden_size
     for inputs in {hidden, spec.embed_size or hidden, spec.intermediate_size, spec.num_heads * spec.head_dim}:
         row = jax.ShapeDtypeStruct((1, inputs), dtype)
-        if refuse_cpu_dot(jax.devices("cpu")[0], row, row, dtype) is not None:
+        if not takes_native(refuse_cpu_dot, row, row, dtype):
             return False
     return True
 

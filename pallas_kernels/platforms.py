@@ -143,6 +143,14 @@ def is_hopper() -> bool:
     return (nvidia_capability(default_device()) or (0, 0))[0] == 9
 
 
+def takes_native(refuse: Callable[..., str | None], *call: Any) -> bool:
+    """Whether the call is traced for CPU and a native kernel takes it. refuse: as `Implementation.refuse`.
+
+    Asks no kernel where the call is traced for another device: the first question compiles the kernel, in up to 25 s.
+    """
+    return traced_platform() == "cpu" and refuse(jax.devices("cpu")[0], *call) is None
+
+
 def refuse_cpu(device: Any) -> str | None:
     """Reason why native kernels cannot run on a device; None if its processor can run some."""
     return None if device.platform == "cpu" else f"it is for CPU, not for {device.device_kind}"

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats
 from pallas_kernels.dot import cpu
-from pallas_kernels.platforms import Implementation, pick
+from pallas_kernels.platforms import Implementation, pick, takes_native
 
 
 def _xla(
@@ -50,6 +49,6 @@ def dot(
     if implementation is not None:
         return pick(IMPLEMENTATIONS, implementation, x, weight, dtype)(*call, dtype=dtype)
     branches = {"default": lambda *arrays: _xla(*arrays, dtype=dtype)}
-    if not (x.size and weight.size) or cpu.refuse(jax.devices("cpu")[0], x, weight, dtype) is not None:
+    if not (x.size and weight.size) or not takes_native(cpu.refuse, x, weight, dtype):
         return branches["default"](*call)
     return lax.platform_dependent(*call, cpu=lambda *arrays: cpu.dot(*arrays, dtype=dtype), **branches)

@@ -10,7 +10,15 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_blocks, expect_floats
 from pallas_kernels.grouped_dot import cpu, mosaic_tpu, reference, triton, xla
-from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, refuse_tpu, refuse_triton
+from pallas_kernels.platforms import (
+    Implementation,
+    compiled_on,
+    default_device,
+    pick,
+    refuse_tpu,
+    refuse_triton,
+    takes_native,
+)
 
 
 def _of_all_rows(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +80,7 @@ def grouped_dot(
         return pick(IMPLEMENTATIONS, implementation, x)(*call)
     device = default_device()
     on_nvidia = "xla" if device.platform == "gpu" and refuse_triton(device) else "triton"
-    on_cpu = "xla_loop" if cpu.refuse(jax.devices("cpu")[0], x) else "cpu"
+    on_cpu = "cpu" if takes_native(cpu.refuse, x) else "xla_loop"
     by_platform = {"cpu": on_cpu, "cuda": on_nvidia, "tpu": "mosaic_tpu"}
     calls = {platform: IMPLEMENTATIONS[name].call for platform, name in by_platform.items()}
     return jax.lax.platform_dependent(*call, **calls, default=IMPLEMENTATIONS["xla"].call)

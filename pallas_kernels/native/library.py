@@ -148,7 +148,8 @@ def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
         _register(name, code)
         if is_new:
             if check is not None:
-                check(name)
+                with jax.default_device(jax.devices("cpu")[0]):  # the default may be a card
+                    check(name)
             disk.write(path, code)
     return Native(name, None, is_new)
 

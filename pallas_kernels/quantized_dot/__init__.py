@@ -5,7 +5,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -17,6 +16,7 @@ from pallas_kernels.platforms import (
     default_device,
     is_hopper,
     pick,
+    takes_native,
     traced_platform,
 )
 from pallas_kernels.quantized_dot import cpu, mosaic_tpu, reference, triton, xla
@@ -99,7 +99,7 @@ def quantized_dot(
     if not (x.size and weight.num_outputs):
         return default(*call)
     kernels = {}
-    if cpu.refuse(jax.devices("cpu")[0], x, weight, dtype) is None:
+    if takes_native(cpu.refuse, x, weight, dtype):
         kernels["cpu"] = functools.partial(cpu.quantized_dot, dtype=dtype)
     # tracing a kernel takes 0.1 s: only where the device is meant
     traced = traced_platform()

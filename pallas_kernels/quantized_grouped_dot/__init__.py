@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_blocks, expect_floats
-from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, traced_platform
+from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, takes_native, traced_platform
 from pallas_kernels.quantized_dot.weight import QuantizedWeight, refuse_activations, refuse_matrices
 from pallas_kernels.quantized_grouped_dot import cpu, mosaic_tpu, reference, triton, xla
 
@@ -84,7 +84,7 @@ def quantized_grouped_dot(
     if implementation is not None:
         return pick(IMPLEMENTATIONS, implementation, x, weight)(*call)
     names = {}
-    if cpu.refuse(jax.devices("cpu")[0], x, weight) is None:
+    if takes_native(cpu.refuse, x, weight):
         names["cpu"] = "cpu"
     # tracing the kernel takes 0.1 s: only where the device is meant
     if traced_platform() == "gpu" and triton.refuse(default_device(), x, weight) is None:

@@ -6,9 +6,13 @@ This finds operations that interpret mode accepts and that Triton or Mosaic refu
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from pallas_kernels import dot, grouped_dot, quantize, quantized_dot
+from pallas_kernels.native import library
+from pallas_kernels.row_ops import rms_norm_rows, silu_and_mul
 from tests.kernels import lowered
 
 DEVICES = {
@@ -21,6 +25,22 @@ def lower_for(platform, call, arguments):
     """The StableHLO of `call` for an accelerator."""
     with use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=DEVICES[platform])):
         return jax.jit(call).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform", DEVICES)
+def test_a_program_for_an_accelerator_asks_no_native_kernel(platform, monkeypatch):
+    """On an H200, a start compiled kernels for the host's processor, which took seconds and failed."""
+
+    def native(kernel, check=None):
+        raise AssertionError(f"{kernel} was asked for")
+
+    monkeypatch.setattr(library, "native", native)
+    rows, matrix = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16), jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)
+    weight = quantize(jnp.ones((128, 64), jnp.bfloat16), 8)  # in the layout of CPU
+    lower_for(platform, lambda x, w: dot(x, w, 8), (rows, matrix))
+    lower_for(platform, lambda x: quantized_dot(x, weight, 8), (rows,))
+    lower_for(platform, lambda x: silu_and_mul(rms_norm_rows(x, jnp.ones(64), 1e-6, 8), 8), (rows,))
+    lower_for(platform, lambda x: grouped_dot(x[None], x[None], jnp.zeros(1, jnp.int32), jnp.int32(1)), (rows,))
 
 
 # A mixed step has the kernels of both.
