@@ -41,6 +41,7 @@ from timing import seconds, sentence, too_large, within_limit
 
 from pallas_kernels import KernelCheckError, KVPages, paged_attention, self_check, write_kv, write_qkv
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation
+from pallas_kernels.self_check import CASES
 from pallas_kernels.write_kv import matching_write
 
 CHECKS = [  # query heads, KV heads, head_dim, block size, dtype, dtype of the pages, window
@@ -419,13 +420,14 @@ def measure_gated(tiny: bool, repeats: int, card: dict[str, float], end: float) 
 def check(implementation: str, tiny: bool) -> dict[str, Any]:
     """Print and return the largest differences from the reference, or what went wrong. Prints the limit as well."""
     found: dict[str, Any] = {}
+    cases = ("decode",) if implementation == "mosaic_gpu" else tuple(CASES)
     for heads, kv_heads, dim, block, dtype, kv_dtype, window in CHECKS[-1:] if tiny else CHECKS:
         shape = f"{heads:3}/{kv_heads} heads of {dim:3}, blocks of {block:3}, {dtype:8} pages {kv_dtype:13}"
         shape += f" window {window}"
         try:
             found[shape] = self_check(
                 q_heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=block, dtype=dtype, kv_dtype=kv_dtype,
-                sliding_window=window, implementation=implementation,
+                sliding_window=window, implementation=implementation, cases=cases,
             )  # fmt: skip
             text = within_limit(found[shape], dtype)
         except KernelCheckError as error:
@@ -504,8 +506,9 @@ def main() -> None:
         print("difference from the reference:", flush=True)
         checks = check(implementation, args.tiny) | gated_products.check(args.tiny)
     if device.platform == "gpu" and args.implementation is None and not args.measure:
-        print("difference of 'mosaic_prefill' from the reference:", flush=True)
-        checks |= {f"mosaic_prefill, {shape}": found for shape, found in check("mosaic_prefill", args.tiny).items()}
+        for name in ("mosaic_prefill", "mosaic_gpu"):
+            print(f"difference of {name!r} from the reference:", flush=True)
+            checks |= {f"{name}, {shape}": found for shape, found in check(name, args.tiny).items()}
     keep(checks=checks)
     if not args.check:
         card = measure_card(args.tiny, args.repeats)

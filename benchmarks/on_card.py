@@ -11,6 +11,7 @@ stage has a time limit and a log in the folder, and a stage that fails stops no 
 import argparse
 import concurrent.futures
 import dataclasses
+import json
 import os
 import pathlib
 import subprocess
@@ -19,6 +20,14 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 PYTHON = (sys.executable, "-u")
+
+
+QWEN = {  # Qwen3 0.6B
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,31 +48,43 @@ class Stage:
         return found | ({"XLA_FLAGS": self.flags} if self.flags else {})
 
 
-def families(*variants: str) -> Stage:
+FAMILIES = (
+    ("llama", "bloom", "olmo3"), ("qwen3-moe", "gemma3"), ("deepseek-v3", "falcon-7b"), ("gpt-oss", "mistral-window"),
+    ("gemma2", "phi3", "opt-125m"),
+)  # fmt: skip
+
+
+def families(out: pathlib.Path, number: int) -> Stage:
     """Models of tests/golden in float32, against Transformers' answers. XLA's products are not tuned: it takes time."""
-    rest = ("--sizes", "1", "--stages", "1", "--contexts", "1", "--variants", *variants)
-    return Stage((*PYTHON, str(HERE / "parallel_matrix.py"), *rest), 200, 0.05, "--xla_gpu_autotune_level=0")
+    rest = ("--sizes", "1", "--stages", "1", "--contexts", "1", "--output", str(out / f"families-{number}.json"))
+    command = (*PYTHON, str(HERE / "parallel_matrix.py"), *rest, "--variants", *FAMILIES[number])
+    return Stage(command, 200, 0.05, "--xla_gpu_autotune_level=0")
 
 
-CHECKS = {
-    "kernels": Stage((*PYTHON, str(HERE / "kernels.py"), "--check"), 200, 0.08),
-    "quantized": Stage((*PYTHON, str(HERE / "quantized_kernels.py"), "--check"), 200, 0.08),
-    "demo": Stage((*PYTHON, "-m", "jpaged", "generate", "--model", "demo"), 200, 0.06),
-    "same": Stage((*PYTHON, str(HERE / "same_on_card.py")), 200, 0.06),
-    "families-1": families("llama", "bloom", "olmo3"),
-    "families-2": families("qwen3-moe", "gemma3"),
-    "families-3": families("deepseek-v3", "falcon-7b"),
-    "families-4": families("gpt-oss", "mistral-window"),
-    "families-5": families("gemma2", "phi3", "opt-125m"),
-}
+def checks(out: pathlib.Path) -> dict[str, Stage]:
+    """Stages that share the card."""
+    quantized = (str(HERE / "quantized_kernels.py"), "--check", "--out", str(out / "quantized_checks.json"))
+    return {
+        "kernels": Stage((*PYTHON, str(HERE / "kernels.py"), "--check", "--out", str(out)), 300, 0.08),
+        "quantized": Stage((*PYTHON, *quantized), 200, 0.08),
+        "demo": Stage((*PYTHON, "-m", "jpaged", "generate", "--model", "demo"), 200, 0.06),
+        "same": Stage((*PYTHON, str(HERE / "same_on_card.py")), 200, 0.06),
+        **{f"families-{number}": families(out, number) for number in range(len(FAMILIES))},
+    }
 
 
 def figures(out: pathlib.Path) -> dict[str, Stage]:
     """Stages that need the card for themselves."""
-    steps = (*PYTHON, str(HERE / "steps.py"), "--out", str(out / "steps.jsonl"))
+    steps = (*PYTHON, str(HERE / "steps.py"), "--out", str(out / "steps.jsonl"), "--trace", str(out / "traces"))
+    model = out / "qwen3-0.6b"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(QWEN))
     return {
         "steps-qwen": Stage((*steps, "--only", "qwen3-0.6b"), 400),
         "steps-llama": Stage((*steps, "--only", "llama-3.1-8b"), 400),
+        "throughput": Stage((*PYTHON, "-m", "jpaged", "bench", "throughput", "--model", str(model), "--load-format",
+                             "dummy", "--num-prompts", "1000", "--input-len", "512", "--output-len", "128",
+                             "--max-model-len", "4096", "--output-json", str(out / "throughput.json")), 200),
         "attention": Stage((*PYTHON, str(HERE / "kernels.py"), "--measure", "--out", str(out)), 480),
         "products": Stage((*PYTHON, str(HERE / "quantized_kernels.py"), "--measure", "--out",
                            str(out / "quantized_kernels.json")), 240),
@@ -104,12 +125,12 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    late = figures(args.out)
-    if unknown := set(args.only or ()) - {*CHECKS, *late}:
-        parser.error(f"--only {' '.join(sorted(unknown))}: the stages are {', '.join((*CHECKS, *late))}")
-    chosen = args.only or [*CHECKS, *late]
-    with concurrent.futures.ThreadPoolExecutor(len(CHECKS)) as pool:
-        list(pool.map(lambda name: run(name, CHECKS[name], args.out), [name for name in chosen if name in CHECKS]))
+    first, late = checks(args.out), figures(args.out)
+    if unknown := set(args.only or ()) - {*first, *late}:
+        parser.error(f"--only {' '.join(sorted(unknown))}: the stages are {', '.join((*first, *late))}")
+    chosen = args.only or [*first, *late]
+    with concurrent.futures.ThreadPoolExecutor(len(first)) as pool:
+        list(pool.map(lambda name: run(name, first[name], args.out), [name for name in chosen if name in first]))
     for name in (name for name in chosen if name in late):
         left = end - time.monotonic()
         if left < 20:

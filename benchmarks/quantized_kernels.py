@@ -37,8 +37,9 @@ from pallas_kernels.grouped_dot import grouped_dot
 from pallas_kernels.quantized_dot.weight import to_rows
 from tests.kernels.quantized_cases import Case
 
-# |out - reference| / |reference|. Hopper adds products of fp8 with 14 bits, and XLA rounds weights to bfloat16.
-LIMITS = {"float": 1e-5, "int8": 1e-5, "fp8": 2e-3}
+# |out - reference| / |reference|. A card's division is not rounded exactly, so numbers that lie halfway between two
+# codes of x may get either: with the same rows, a scale that is one bit larger changes int8 by 1e-3, and fp8 by 8e-3.
+LIMITS = {"float": 1e-5, "int8": 2e-3, "fp8": 1e-2}
 ROUNDED = 4e-3  # where weights or results are rounded to bfloat16
 KINDS = {
     "int8": Case("int8", 0),

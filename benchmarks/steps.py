@@ -61,7 +61,8 @@ TINY = DecoderSpec(
 )  # fmt: skip
 DECODES = (Load(1, 1024), Load(1, 32_768), Load(8, 4096), Load(64, 2048), Load(256, 1024))
 CHUNK = Load(1, 8192)  # the last tokens of it are the chunk
-VARIANTS = (SamplerVariant.GREEDY, SamplerVariant.RANDOM)
+VARIANTS = {"greedy": SamplerVariant.GREEDY, "random": SamplerVariant.RANDOM}
+TRACED = ("greedy-1-1024", "greedy-64-2048", "random-64-2048", "chunk-8192", "greedy-3-40")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,12 @@ class Result:
 class Steps:
     """A model with random weights on the device, and programs that are compiled as they are needed."""
 
-    def __init__(self, spec: DecoderSpec, loads: list[Load], turns: int, tiny: bool):
-        self.turns = turns
+    def __init__(
+        self, spec: DecoderSpec, decodes: list[Load], chunk: Load, variants: list[SamplerVariant], turns: int,
+        tiny: bool, traces: pathlib.Path | None,
+    ):  # fmt: skip
+        loads = [*decodes, chunk]
+        self.turns, self.traces = turns, traces
         options: dict[str, Any] = {"max_num_seqs": max(load.rows for load in loads)}
         if tiny:
             options |= {"max_num_batched_tokens": 32}
@@ -99,7 +104,7 @@ class Steps:
             raise SystemExit(f"{found}: this device has too little memory")
         self.params = random_params(param_shapes(spec, dtype))
         self._compile = functools.cache(self.build.compile)
-        shapes = {shape for load in loads[:-1] for v in VARIANTS for shape in self.decode_shapes(load, v)}
+        shapes = {shape for load in decodes for v in variants for shape in self.decode_shapes(load, v)}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self._compile, [*shapes, self.chunk_shape]))
 
@@ -153,7 +158,8 @@ class Steps:
             table, _, output = sample(head, None, state.table, None, state.hidden, state.output_rows)
             return dataclasses.replace(state, table=table), output
 
-        seconds = self._time(self.state(load, float(variant is SamplerVariant.RANDOM), 1), step, repeats)
+        name = f"{variant.name.lower()}-{load.rows}-{load.context}"
+        seconds = self._time(name, self.state(load, float(variant is SamplerVariant.RANDOM), 1), step, repeats)
         read = least_bytes(self.build, forward, load) + least_bytes(self.build, sampler, load)
         return Result("", f"decode, {variant.name.lower()}", load.rows, load.context, read, 0.0, seconds)
 
@@ -173,7 +179,7 @@ class Steps:
             state, tokens = run_forward(run, weights, dataclasses.replace(state, table=table.copy()), packed)
             return state, tokens
 
-        seconds = self._time(state, step, repeats)
+        seconds = self._time(f"chunk-{load.context}", state, step, repeats)
         matrices = sum(leaf.size for leaf in jax.tree.leaves(self.params["layers"]))
         seen = shape.tokens * (load.context - shape.tokens / 2)
         attention = 4.0 * seen * self.spec.num_layers * self.spec.num_heads * self.spec.head_dim
@@ -182,9 +188,9 @@ class Steps:
         return Result("", f"chunk of {shape.tokens:,}", 1, load.context, read, flops, seconds)
 
     def _time(
-        self, state: DeviceState, step: Callable[[DeviceState], tuple[DeviceState, Any]], repeats: int
+        self, name: str, state: DeviceState, step: Callable[[DeviceState], tuple[DeviceState, Any]], repeats: int
     ) -> list[float]:
-        """Seconds of a step, in runs of `turns` steps."""
+        """Seconds of a step, in runs of `turns` steps. With --trace, three more steps are recorded afterwards."""
         times, lengths, output = [], np.asarray(state.table), None
         for _ in range(repeats + 1):
             table = self.build.blueprint.placement.put(lengths)  # the requests have grown
@@ -195,6 +201,11 @@ class Steps:
                 state, output = step(state)
             jax.block_until_ready((state, output))
             times.append((time.perf_counter() - begin) / self.turns)
+        if self.traces is not None and name in TRACED:
+            with jax.profiler.trace(self.traces / name):
+                for _ in range(3):
+                    state, output = step(state)
+                jax.block_until_ready((state, output))
         return times[1:]
 
 
@@ -287,6 +298,8 @@ def main() -> None:
     parser.add_argument("--only", choices=MODELS, help="one model; default: all")
     parser.add_argument("--turns", type=int, default=30, help="steps of a repeat (default: 30)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--trace", type=pathlib.Path, metavar="FOLDER", help="also record three steps of some cases")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: both")
     parser.add_argument("--tiny", action="store_true", help="a small model: a rehearsal without figures")
     args = parser.parse_args()
     if args.report:
@@ -318,10 +331,12 @@ def main() -> None:
     models = {"tiny": TINY} if args.tiny else MODELS if args.only is None else {args.only: MODELS[args.only]}
     decodes, chunk = ((Load(3, 40), Load(8, 100)), Load(1, 100)) if args.tiny else (DECODES, CHUNK)
     for name, spec in models.items():
-        steps = Steps(spec, [*decodes, chunk], 2 if args.tiny else args.turns, args.tiny)
+        traces = args.trace / name if args.trace else None
+        variants = [VARIANTS[name] for name in args.variants]
+        steps = Steps(spec, list(decodes), chunk, variants, 2 if args.tiny else args.turns, args.tiny, traces)
         jobs: list[tuple[str, Load, Callable[[], Result]]]
         jobs = [(f"decode, {v.name.lower()}", load, functools.partial(steps.decode, load, v, args.repeats))
-                for load in decodes for v in VARIANTS]  # fmt: skip
+                for load in decodes for v in variants]  # fmt: skip
         tokens = steps.build.limits.max_num_batched_tokens
         jobs.append((f"chunk of {tokens:,}", chunk, functools.partial(steps.chunk, chunk, args.repeats)))
         for step, load, measure in tqdm(jobs, desc=name):

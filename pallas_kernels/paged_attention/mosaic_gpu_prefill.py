@@ -19,6 +19,7 @@ as many, and registers for them. The box is also written in the swizzled order t
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -112,6 +113,7 @@ class _Shared(NamedTuple):
     """References to a block's shared memory."""
 
     queries: Ref   # [2, 64, head_dim], and later the outputs
+    boxes: Ref     # [2, 8, head_dim / 64, 8, 64]: the same bytes, as copies of 8 tokens see them
     outputs: Ref   # the same bytes, not swizzled: for units with tokens that are not stored
     keys: Ref      # [stages, keys, head_dim]
     values: Ref
@@ -200,6 +202,7 @@ def prefill(
 
     swizzle = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     rows = plgpu.SMEM((2, UNIT_ROWS, head_dim), q.dtype, transforms=swizzle)
+    boxes = plgpu.SMEM((2, UNIT_ROWS // 8, head_dim // 64, 8, 64), q.dtype, transforms=swizzle[1:])
     tile = plgpu.SMEM((problem.stages, problem.keys, head_dim), q.dtype, transforms=swizzle)
     weights = plgpu.SMEM((2, UNIT_ROWS, problem.keys), q.dtype, transforms=swizzle)
     here = plgpu.Barrier(num_arrivals=problem.keys // problem.piece, num_barriers=problem.stages)
@@ -213,11 +216,11 @@ def prefill(
         num_threads=3,
         thread_name="warp_group",
         scratch_types=(
-            plgpu.RefUnion(rows, plgpu.SMEM((2, UNIT_ROWS, head_dim), q.dtype)),
+            plgpu.RefUnion(rows, boxes, plgpu.SMEM((2, UNIT_ROWS, head_dim), q.dtype)),
             tile,
             tile,
             *((weights,) if problem.interpreted else ()),
-            plgpu.Barrier(num_arrivals=problem.heads, num_barriers=2),
+            plgpu.Barrier(num_arrivals=UNIT_ROWS // 8 * head_dim // 64, num_barriers=2),
             here,
             here,
             free,
@@ -239,9 +242,9 @@ def _kernel(*refs: Ref, problem: _Problem) -> None:
     """One tile of a row's tokens and the query heads of one head block."""
     num_given = len(_Given._fields)
     given, out_ref = _Given(*refs[:num_given]), refs[num_given]
-    (queries, outputs), keys, values, *rest = refs[num_given + 1 :]
+    (queries, boxes, outputs), keys, values, *rest = refs[num_given + 1 :]
     weights, barriers = (rest[0], rest[1:]) if problem.interpreted else (None, rest)
-    shared = _Shared(queries, outputs, keys, values, weights, *barriers)
+    shared = _Shared(queries, boxes, outputs, keys, values, weights, *barriers)
     warp_group = lax.axis_index("warp_group")
 
     # Each warp group reads its tile itself: values from before the change of its number of registers are spilled.
@@ -338,18 +341,14 @@ def _attend(
 ) -> None:
     """One unit."""
     head_block = lax.axis_index("heads")
-    heads, tokens = problem.heads, problem.tokens
+    tokens = problem.tokens
     # a row's last unit ends with the row
     first = jnp.minimum(span.tile_first + warp_group * tokens, jnp.maximum(span.count - tokens, 0))
     # near the end of q a unit of a short row begins before the row, as it must not end after q
     index = jnp.minimum(span.token + first, given.q.shape[0] - tokens)
     queries = shared.queries.at[warp_group]
-    for i in range(heads):
-        plgpu.copy_gmem_to_smem(
-            given.q.at[pl.ds(index, tokens), head_block * heads + i],
-            queries.at[pl.ds(i * tokens, tokens)],
-            shared.queries_here.at[warp_group],
-        )
+    for box, part in _boxes(problem, shared, given.q, index, warp_group):
+        plgpu.copy_gmem_to_smem(part, box, shared.queries_here.at[warp_group])
     # position of each query: row r is token r % tokens of head r // tokens
     token = plgpu.broadcasted_iota(jnp.int32, (UNIT_ROWS,), 0, layout=_ROWS) & (tokens - 1)
     query = lax.optimization_barrier(span.length - span.count + index - span.token + token)
@@ -485,10 +484,8 @@ def _store(
         rows = shared.queries.at[warp_group]
         rows[...] = out
         plgpu.commit_smem()
-        for i in range(heads):
-            plgpu.copy_smem_to_gmem(
-                rows.at[pl.ds(i * tokens, tokens)], out_ref.at[pl.ds(index, tokens), head + i]
-            )
+        for box, part in _boxes(problem, shared, out_ref, index, warp_group):
+            plgpu.copy_smem_to_gmem(box, part)
 
     @pl.when(~whole)
     def _store_tokens() -> None:
@@ -506,6 +503,26 @@ def _store(
         lax.fori_loop(begin, end, store, None)
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def _boxes(
+    problem: _Problem, shared: _Shared, array: Ref, index: Array, warp_group: Array
+) -> Iterator[tuple[Ref, Ref]]:
+    """The pieces of a unit in shared memory, each with its 8 tokens and 64 columns of `array`: q or the output.
+
+    A copy to or from *tiled* shared memory tiles the whole array, too: token i is token i % 8 of tile i // 8. A box
+    that begins inside a tile ends with the tile, and units begin at any token. A box of one piece needs no tiles. The
+    interpreter knows neither tiles nor memory with two views.
+    """
+    head = lax.axis_index("heads") * problem.heads
+    for row in range(0, UNIT_ROWS, 8):
+        i, token = divmod(row, problem.tokens)
+        for column in range(0, problem.head_dim, 64):
+            if problem.interpreted:
+                box = shared.queries.at[warp_group, pl.ds(row, 8), pl.ds(column, 64)]
+            else:
+                box = shared.boxes.at[warp_group, row // 8, column // 64]
+            yield box, array.at[pl.ds(index + token, 8), head + i, pl.ds(column, 64)]
 
 
 def _iota(shape: tuple[int, ...], dimension: int) -> Array:

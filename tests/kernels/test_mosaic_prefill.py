@@ -1,7 +1,8 @@
 """The prefill for Hopper through Mosaic GPU: in Pallas' GPU interpreter against float64, lowered, and compiled.
 
 The interpreter runs the copies, the barriers and the turns of the three warp groups. It has no products with registers:
-there the second product reads its weights from shared memory. Only that product differs on a card.
+there the second product reads its weights from shared memory. It ignores the layouts of shared memory, too: on a card
+copies into tiled memory were wrong that were right here.
 """
 
 import dataclasses
@@ -166,6 +167,15 @@ def test_lowers(name):
     assert text.count("custom_call @mosaic_gpu") == 1
     assert "paged_prefill_mosaic" in text
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 2  # decode and its merge
+
+
+def test_copies_of_queries_and_outputs_have_no_tiles():
+    """Units begin at any token. A copy that tiles the array by 8 tokens would end at a multiple of 8.
+
+    The interpreter does not know the difference. Mosaic GPU accepts such a copy if the number of tokens is a multiple.
+    """
+    call, (q, *rest) = lowered.attention("llama-3-8b", 32, "mosaic_prefill", lowered.HOPPER)
+    lower_for("cuda", call, (lowered.array((20, *q.shape[1:]), q.dtype), *rest))
 
 
 def counted(loop, *names):
