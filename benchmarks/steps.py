@@ -25,7 +25,7 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -82,11 +82,7 @@ class Result:
 class Steps:
     """A model with random weights on the device, and programs that are compiled as they are needed."""
 
-    def __init__(
-        self, spec: DecoderSpec, decodes: list[Load], chunk: Load, variants: list[SamplerVariant], turns: int,
-        tiny: bool, traces: pathlib.Path | None,
-    ):  # fmt: skip
-        loads = [*decodes, chunk]
+    def __init__(self, spec: DecoderSpec, loads: list[Load], turns: int, tiny: bool, traces: pathlib.Path | None):
         self.turns, self.traces = turns, traces
         options: dict[str, Any] = {"max_num_seqs": max(load.rows for load in loads)}
         if tiny:
@@ -104,7 +100,10 @@ class Steps:
             raise SystemExit(f"{found}: this device has too little memory")
         self.params = random_params(param_shapes(spec, dtype))
         self._compile = functools.cache(self.build.compile)
-        shapes = {shape for load in decodes for v in variants for shape in self.decode_shapes(load, v)}
+
+    def compile(self, decodes: Sequence[Load], variants: Sequence[SamplerVariant]) -> None:
+        """Compile the programs of these decodes and of the chunk, at the same time."""
+        shapes = {shape for load in decodes for variant in variants for shape in self.decode_shapes(load, variant)}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self._compile, [*shapes, self.chunk_shape]))
 
@@ -333,15 +332,16 @@ def main() -> None:
     for name, spec in models.items():
         traces = args.trace / name if args.trace else None
         variants = [VARIANTS[name] for name in args.variants]
-        steps = Steps(spec, list(decodes), chunk, variants, 2 if args.tiny else args.turns, args.tiny, traces)
+        steps = Steps(spec, [*decodes, chunk], 2 if args.tiny else args.turns, args.tiny, traces)
         jobs: list[tuple[str, Load, Callable[[], Result]]]
         jobs = [(f"decode, {v.name.lower()}", load, functools.partial(steps.decode, load, v, args.repeats))
                 for load in decodes for v in variants]  # fmt: skip
         tokens = steps.build.limits.max_num_batched_tokens
         jobs.append((f"chunk of {tokens:,}", chunk, functools.partial(steps.chunk, chunk, args.repeats)))
+        jobs = [job for job in jobs if (name, job[0], job[1].rows, job[1].context) not in done]
+        if jobs:
+            steps.compile(decodes, variants)
         for step, load, measure in tqdm(jobs, desc=name):
-            if (name, step, load.rows, load.context) in done:
-                continue
             try:
                 result = dataclasses.replace(measure(), model=name)
             except Exception as error:  # compilers and drivers raise many types; the other cases are measured

@@ -236,6 +236,43 @@ def test_a_step_that_fills_the_queue_refuses_no_request_that_came_before(runner,
         engine.close()
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_has_its_place_before_it_is_added(runner, monkeypatch, leaves):
+    """Its prompt may be computed elsewhere first, or its programs compiled. Others take no place from it meanwhile."""
+    options = EngineOptions(scheduling=SchedulingOptions(max_queued_requests=1))
+    monkeypatch.setattr("jpaged.async_llm.build_engine", built(runner, options))
+    engine, early = AsyncLLM("model"), [70, 71]
+
+    async def main() -> None:
+        ready, wait = asyncio.Event(), engine._wait_for_programs
+
+        async def compiled(group: Any, thread: Any) -> None:
+            if group.prompt_token_ids == early:
+                await ready.wait()
+            await wait(group, thread)
+
+        monkeypatch.setattr(engine, "_wait_for_programs", compiled)
+        first = asyncio.create_task(last(engine, early, SHORT))
+        await asyncio.sleep(0.05)
+        tasks = await started(engine, 4)  # all rows
+        with pytest.raises(CapacityError, match="max_queued_requests is 1"):
+            await last(engine, [60, 61], SHORT)
+        if leaves:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            tasks.append(asyncio.create_task(last(engine, [60, 61], SHORT)))
+        else:
+            ready.set()
+            assert (await first).token_ids == alone(early, 4, 97)
+        await asyncio.gather(*tasks)
+        assert engine.stats().num_waiting == 0
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 20))
+    finally:
+        engine.close()
+
+
 def test_held_requests_count_as_queued(runner, monkeypatch):
     options = EngineOptions(scheduling=SchedulingOptions(max_queued_requests=2))
     monkeypatch.setattr("jpaged.async_llm.build_engine", built(runner, options))

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
@@ -96,7 +96,8 @@ class EngineThread:
         self._pausing: list[_Pause] = []            # wait until no request runs
         self._held: dict[str, _Add] = {}            # requests that came while the engine is paused, by id
         self._queue = QueueLength(-engine.runner.max_num_seqs)  # after the last step or command
-        self._arriving = QueueLength()              # requests among the commands
+        self._arriving = QueueLength()              # requests that have a place in the queue, and are not in it yet
+        self._routed: set[str] = set()              # ids of those that are not among the commands either
         self._last_step = time.monotonic()
         self._last_check = -math.inf
         self._next_check: float | None = None  # when to check the integrity; None: no step since the last check
@@ -114,11 +115,17 @@ class EngineThread:
         """Names of the prompt's beginnings, for `routed`. One engine needs none."""
         return ()
 
-    def routed(
-        self, request_group: RequestGroup, prefixes: Sequence[int]
-    ) -> contextlib.AbstractContextManager["EngineThread"]:
-        """A context with the thread that the request goes to: this one."""
-        return contextlib.nullcontext(self)
+    @contextlib.contextmanager
+    def routed(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator["EngineThread"]:
+        """A context with the thread that the request goes to: this one. The request has a place in its queue.
+
+        Left without `add`, it frees the place. Raises as `add`.
+        """
+        self.take_place(request_group)
+        try:
+            yield self
+        finally:
+            self.free_place(request_group)
 
     @property
     def num_requests(self) -> int:
@@ -126,16 +133,36 @@ class EngineThread:
         return len(self._live) + self._arriving.queued
 
     def add(self, request_group: RequestGroup, stream: OutputStream) -> None:
-        """Add a request group; its outputs go to `stream`.
+        """Add a request group; its outputs go to `stream`. It uses the place that the request has taken, if it has one.
 
         Raises EngineError when the engine is closed or ended, and CapacityError if the queue is full.
         """
-        tokens = len(request_group.prompt_token_ids)
         with self._wake:
-            self.check_room(tokens)
-            self._arriving = QueueLength(self._arriving.queued + 1, self._arriving.num_tokens + tokens)
+            if request_group.request_id in self._routed:
+                self.check_open()
+                self._routed.remove(request_group.request_id)
+            else:
+                self._take_place(request_group)
             self._commands.append(_Add(request_group, stream))
             self._wake.notify()
+
+    def take_place(self, request_group: RequestGroup) -> None:
+        """Take a place in the queue for a request that is added later. Raises as `add`."""
+        with self._wake:
+            self._take_place(request_group)
+            self._routed.add(request_group.request_id)
+
+    def free_place(self, request_group: RequestGroup) -> None:
+        """Free the place of a request that was not added. Does nothing for one that was."""
+        with self._wake:
+            if request_group.request_id in self._routed:
+                self._routed.remove(request_group.request_id)
+                self._arriving = self._arriving.plus(-1, -len(request_group.prompt_token_ids))
+
+    def _take_place(self, request_group: RequestGroup) -> None:
+        tokens = len(request_group.prompt_token_ids)
+        self.check_room(tokens)
+        self._arriving = self._arriving.plus(1, tokens)
 
     def check_room(self, num_tokens: int = 0) -> None:
         """Raise CapacityError if the queue has no room for a prompt of `num_tokens` tokens. EngineError as `add`.
@@ -398,12 +425,12 @@ class EngineThread:
             return QueueLength()
         length, held = self._engine.admission.queue_length(), self._held.values()
         tokens = sum(len(add.request_group.prompt_token_ids) for add in held)
-        return QueueLength(length.queued + len(held), length.num_tokens + tokens)
+        return length.plus(len(held), tokens)
 
     def _length_with_arriving(self) -> QueueLength:
         """The length of the queue after the last step, and the requests that came since."""
-        queue, arriving = self._queue, self._arriving
-        return QueueLength(queue.queued + arriving.queued, queue.num_tokens + arriving.num_tokens)
+        arriving = self._arriving
+        return self._queue.plus(arriving.queued, arriving.num_tokens)
 
     def _publish_queue(self) -> None:
         """Let other threads see the length of the queue."""
@@ -414,8 +441,7 @@ class EngineThread:
         """A request is no longer among the commands."""
         queue = self._queue_length()
         with self._wake:
-            tokens = self._arriving.num_tokens - len(add.request_group.prompt_token_ids)
-            self._arriving = QueueLength(self._arriving.queued - 1, tokens)
+            self._arriving = self._arriving.plus(-1, -len(add.request_group.prompt_token_ids))
             self._queue = queue
 
     def _pause(self, pause: _Pause) -> None:

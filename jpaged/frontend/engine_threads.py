@@ -43,7 +43,6 @@ class EngineThreads:
         self._router = ROUTERS[routing]()            # of the engines that generate
         self._prefill_router = ROUTERS[routing]()
         self._lock = threading.Lock()         # guards the router and the two lists of numbers below
-        self._routed = [0] * len(engines)     # requests that are routed and not yet added, by engine
         self._when_fatal: list[Callable[[EngineError], None]] = []
         self._num_running = len(engines)      # engines that have not ended by themselves
         self.threads = tuple(
@@ -62,9 +61,10 @@ class EngineThreads:
 
     @contextlib.contextmanager
     def routed(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator[EngineThread]:
-        """Choose the engine of a request, and yield its thread. Inside the context the request counts as its load.
+        """Choose the engine of a request, and yield its thread. The request has a place in its queue.
 
-        Raises EngineError if all engines have ended.
+        Left without `add`, it frees the place. Raises EngineError if all engines have ended, and CapacityError if
+        all queues are full.
         """
         generating = range(self.num_prefill, len(self.threads))
         with self._routed_among(generating, self._router, request_group, prefixes) as thread:
@@ -82,13 +82,12 @@ class EngineThreads:
         self, among: range, router: Router, request_group: RequestGroup, prefixes: Sequence[int]
     ) -> Iterator[EngineThread]:  # fmt: skip
         with self._lock:
-            index = router.choose(prefixes, self._loads(len(request_group.prompt_token_ids), among))
-            self._routed[index] += 1
+            thread = self.threads[router.choose(prefixes, self._loads(len(request_group.prompt_token_ids), among))]
+            thread.take_place(request_group)
         try:
-            yield self.threads[index]
+            yield thread
         finally:
-            with self._lock:
-                self._routed[index] -= 1
+            thread.free_place(request_group)
 
     def _loads(self, num_tokens: int, among: range) -> list[float]:
         """The load of each engine; infinite for one that must not be chosen.
@@ -101,7 +100,7 @@ class EngineThreads:
         chosen = [index for index in chosen if self.threads[index].is_preferred] or chosen
         loads = [math.inf] * len(self.threads)
         for index in chosen:
-            loads[index] = self.threads[index].num_requests + self._routed[index]
+            loads[index] = self.threads[index].num_requests
         return loads
 
     def check_room(self, num_tokens: int = 0) -> None:

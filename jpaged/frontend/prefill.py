@@ -41,7 +41,7 @@ async def prefill(
     prompt = {"prompt_token_ids": list(token_ids), "cache_salt": request_group.cache_salt or None}
     twin = await asyncio.to_thread(inputs.process, request_id, prompt, ONE_TOKEN, priority=priority)
     try:
-        with threads.routed_prefill(request_group, prefixes) as thread:
+        with threads.routed_prefill(twin, prefixes) as thread:
             stream = OutputStream(asyncio.get_running_loop(), deltas=False)
             thread.add(twin, stream)
         try:

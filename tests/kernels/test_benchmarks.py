@@ -61,6 +61,16 @@ def test_steps_are_measured_once(tmp_path):
         assert "Traceback" not in raised.value.stderr
 
 
+def test_products_of_quantised_weights_are_checked_and_measured(tmp_path):
+    printed = run("quantized_kernels", "--out", tmp_path / "products.json")
+    record = json.loads((tmp_path / "products.json").read_text())
+    assert len(record["checks"]) == 12 + 4 + 1
+    assert all(found["ok"] for found in record["checks"])
+    assert len(record["times"]) == 1 + 6
+    assert all(isinstance(times["seconds"]["1"], list) for times in record["times"].values())
+    assert printed.count("Tflop/s") == 7
+
+
 @pytest.mark.soak  # 160 s of compiling
 def test_the_benchmark_checks_and_measures(tmp_path):
     printed = run("kernels", "--implementation", "triton", "--out", tmp_path)

@@ -24,6 +24,10 @@ class QueueLength:
     queued: int = 0      # request groups that wait, less the free rows. Negative: rows stay free
     num_tokens: int = 0  # of their prompts
 
+    def plus(self, queued: int, num_tokens: int) -> "QueueLength":
+        """The length with `queued` more requests, whose prompts have `num_tokens` tokens. Negative numbers: fewer."""
+        return QueueLength(self.queued + queued, self.num_tokens + num_tokens)
+
     def check(self, options: SchedulingOptions, num_tokens: int) -> None:
         """Raise QueueFull if a request with a prompt of `num_tokens` tokens exceeds a limit of the queue."""
         if self.queued < 0:
