@@ -237,8 +237,8 @@ def test_a_step_that_fills_the_queue_refuses_no_request_that_came_before(runner,
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_request_has_its_place_before_it_is_added(runner, monkeypatch, leaves):
-    """Its prompt may be computed elsewhere first, or its programs compiled. Others take no place from it meanwhile."""
+def test_a_request_counts_as_queued_before_it_is_added(runner, monkeypatch, leaves):
+    """Its prompt may be computed on another engine first, or its programs compiled."""
     options = EngineOptions(scheduling=SchedulingOptions(max_queued_requests=1))
     monkeypatch.setattr("jpaged.async_llm.build_engine", built(runner, options))
     engine, early = AsyncLLM("model"), [70, 71]

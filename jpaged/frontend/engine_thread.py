@@ -96,8 +96,8 @@ class EngineThread:
         self._pausing: list[_Pause] = []            # wait until no request runs
         self._held: dict[str, _Add] = {}            # requests that came while the engine is paused, by id
         self._queue = QueueLength(-engine.runner.max_num_seqs)  # after the last step or command
-        self._arriving = QueueLength()              # requests that have a place in the queue, and are not in it yet
-        self._routed: set[str] = set()              # ids of those that are not among the commands either
+        self._arriving = QueueLength()              # requests that count as queued, and are not queued yet
+        self._reserved: set[str] = set()            # ids of those that are not among the commands either
         self._last_step = time.monotonic()
         self._last_check = -math.inf
         self._next_check: float | None = None  # when to check the integrity; None: no step since the last check
@@ -117,15 +117,15 @@ class EngineThread:
 
     @contextlib.contextmanager
     def routed(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator["EngineThread"]:
-        """A context with the thread that the request goes to: this one. The request has a place in its queue.
+        """A context with the thread that the request goes to: this one. The request counts as queued.
 
-        Left without `add`, it frees the place. Raises as `add`.
+        The context ends that if `add` was not called. Raises as `add`.
         """
-        self.take_place(request_group)
+        self.reserve(request_group)
         try:
             yield self
         finally:
-            self.free_place(request_group)
+            self.release(request_group)
 
     @property
     def num_requests(self) -> int:
@@ -133,33 +133,33 @@ class EngineThread:
         return len(self._live) + self._arriving.queued
 
     def add(self, request_group: RequestGroup, stream: OutputStream) -> None:
-        """Add a request group; its outputs go to `stream`. It uses the place that the request has taken, if it has one.
+        """Add a request group; its outputs go to `stream`. A reservation of the request is used up.
 
         Raises EngineError when the engine is closed or ended, and CapacityError if the queue is full.
         """
         with self._wake:
-            if request_group.request_id in self._routed:
+            if request_group.request_id in self._reserved:
                 self.check_open()
-                self._routed.remove(request_group.request_id)
+                self._reserved.remove(request_group.request_id)
             else:
-                self._take_place(request_group)
+                self._reserve(request_group)
             self._commands.append(_Add(request_group, stream))
             self._wake.notify()
 
-    def take_place(self, request_group: RequestGroup) -> None:
-        """Take a place in the queue for a request that is added later. Raises as `add`."""
+    def reserve(self, request_group: RequestGroup) -> None:
+        """Count a request as queued before it is added. Raises as `add`."""
         with self._wake:
-            self._take_place(request_group)
-            self._routed.add(request_group.request_id)
+            self._reserve(request_group)
+            self._reserved.add(request_group.request_id)
 
-    def free_place(self, request_group: RequestGroup) -> None:
-        """Free the place of a request that was not added. Does nothing for one that was."""
+    def release(self, request_group: RequestGroup) -> None:
+        """End the reservation of a request that was not added. Does nothing for one that was."""
         with self._wake:
-            if request_group.request_id in self._routed:
-                self._routed.remove(request_group.request_id)
+            if request_group.request_id in self._reserved:
+                self._reserved.remove(request_group.request_id)
                 self._arriving = self._arriving.plus(-1, -len(request_group.prompt_token_ids))
 
-    def _take_place(self, request_group: RequestGroup) -> None:
+    def _reserve(self, request_group: RequestGroup) -> None:
         tokens = len(request_group.prompt_token_ids)
         self.check_room(tokens)
         self._arriving = self._arriving.plus(1, tokens)

@@ -61,10 +61,10 @@ class EngineThreads:
 
     @contextlib.contextmanager
     def routed(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator[EngineThread]:
-        """Choose the engine of a request, and yield its thread. The request has a place in its queue.
+        """Choose the engine of a request, and yield its thread. The request counts as queued there.
 
-        Left without `add`, it frees the place. Raises EngineError if all engines have ended, and CapacityError if
-        all queues are full.
+        The context ends that if `add` was not called. Raises EngineError if all engines have ended, and CapacityError
+        if all queues are full.
         """
         generating = range(self.num_prefill, len(self.threads))
         with self._routed_among(generating, self._router, request_group, prefixes) as thread:
@@ -83,11 +83,11 @@ class EngineThreads:
     ) -> Iterator[EngineThread]:  # fmt: skip
         with self._lock:
             thread = self.threads[router.choose(prefixes, self._loads(len(request_group.prompt_token_ids), among))]
-            thread.take_place(request_group)
+            thread.reserve(request_group)
         try:
             yield thread
         finally:
-            thread.free_place(request_group)
+            thread.release(request_group)
 
     def _loads(self, num_tokens: int, among: range) -> list[float]:
         """The load of each engine; infinite for one that must not be chosen.
