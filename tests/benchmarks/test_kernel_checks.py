@@ -23,7 +23,7 @@ def refuses(**shape: Any) -> dict[str, float]:
 
 def test_a_check_prints_its_limit_and_its_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(kernels, "CHECKS", [(2, 1, 16, 16, "float32", "float32", None)])
-    monkeypatch.setattr(kernels, "self_check", lambda **shape: self_check(**shape, cases="decode"))
+    monkeypatch.setattr(kernels, "self_check", lambda **shape: self_check(**shape | {"cases": "decode"}))
     found = kernels.check("xla", tiny=False)
     [differences] = found.values()
     assert not kernels.wrong(found)
@@ -35,6 +35,12 @@ def test_a_check_prints_its_limit_and_its_result(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernels, "self_check", refuses)
     assert not kernels.wrong(kernels.check("xla", tiny=False))
     assert "cannot take this" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "cases"), [("triton", ("decode", "chunks", "mixed")), ("mosaic_gpu", ("decode",))])
+def test_a_kernel_for_decodes_is_checked_with_decodes(monkeypatch: pytest.MonkeyPatch, name: str, cases: Any):
+    monkeypatch.setattr(kernels, "self_check", lambda **shape: dict.fromkeys(shape["cases"], 0.0))
+    assert {tuple(found) for found in kernels.check(name, tiny=False).values()} == {cases}
 
 
 def test_a_check_of_gated_dot_prints_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
