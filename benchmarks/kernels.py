@@ -461,8 +461,9 @@ def print_times(results: dict[str, Any], moved: Callable[[str], float], unit: st
 def main() -> None:
     """Check, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only compare with the reference")
-    parser.add_argument("--measure", action="store_true", help="only measure")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="only compare with the reference")
+    only.add_argument("--measure", action="store_true", help="only measure")
     parser.add_argument("--tiny", action="store_true", help="small shapes: a rehearsal without a card")
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: the best one for this device")
     parser.add_argument("--repeats", type=int, default=7)
@@ -505,8 +506,7 @@ def main() -> None:
     if not args.measure:
         print("difference from the reference:", flush=True)
         checks = check(implementation, args.tiny) | gated_products.check(args.tiny)
-    if device.platform == "gpu" and args.implementation is None and not args.measure:
-        for name in ("mosaic_prefill", "mosaic_gpu"):
+        for name in ("mosaic_prefill", "mosaic_gpu") if device.platform == "gpu" and not args.implementation else ():
             print(f"difference of {name!r} from the reference:", flush=True)
             checks |= {f"{name}, {shape}": found for shape, found in check(name, args.tiny).items()}
     keep(checks=checks)

@@ -2,10 +2,10 @@
 
     python benchmarks/on_card.py --out FOLDER                      # all of it, about 25 minutes
     python benchmarks/on_card.py --out FOLDER --only kernels demo  # some of the stages
-    python benchmarks/on_card.py --out FOLDER --minutes 6          # start nothing that could end later
+    python benchmarks/on_card.py --out FOLDER --minutes 6          # cut figures off after 6 minutes
 
 Checks run at the same time, each in a process with a part of the card's memory. Figures run one after the other. Every
-stage has a time limit and a log in the folder, and a stage that fails stops no other. The last lines are a table.
+stage has a time limit and a log in the folder, and a stage that fails stops no other. The output is a line for each.
 """
 
 import argparse
@@ -95,8 +95,8 @@ def figures(out: pathlib.Path) -> dict[str, Stage]:
     }  # fmt: skip
 
 
-def run(name: str, stage: Stage, out: pathlib.Path) -> str:
-    """Run a stage. Returns a line of the table."""
+def run(name: str, stage: Stage, out: pathlib.Path) -> None:
+    """Run a stage, and print its line."""
     began = time.monotonic()
     log = out / f"{name}.log"
     with log.open("w") as file:
@@ -110,9 +110,7 @@ def run(name: str, stage: Stage, out: pathlib.Path) -> str:
             process.wait()
             ended = "cut off"
     lines = [line for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
-    line = f"{name:14} {ended:8} {time.monotonic() - began:5.0f} s  {lines[-1][:120] if lines else ''}"
-    print(line, flush=True)
-    return line
+    print(f"{name:14} {ended:8} {time.monotonic() - began:5.0f} s  {lines[-1][:120] if lines else ''}", flush=True)
 
 
 def main() -> None:
@@ -120,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of logs and results")
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="some stages; default: all")
-    parser.add_argument("--minutes", type=float, default=60, help="start no figures after this time (default: 60)")
+    parser.add_argument("--minutes", type=float, default=60, help="cut figures off after this time (default: 60)")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     args.out = args.out.resolve()

@@ -28,12 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from kernels import chained
 from timing import seconds, sentence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from pallas_kernels import QuantizedWeight, quantized_dot, quantized_grouped_dot
-from pallas_kernels.grouped_dot import grouped_dot
+from pallas_kernels import QuantizedWeight, grouped_dot, quantized_dot, quantized_grouped_dot
 from pallas_kernels.quantized_dot.weight import to_rows
 from tests.kernels.quantized_cases import Case
 
@@ -144,20 +144,10 @@ def random_weight(case: Case, key: jax.Array) -> QuantizedWeight:
     return jax.jit(lambda: jax.tree.map(fill, case.shapes()))()
 
 
-def chained(dot: Callable[[jax.Array, Any], jax.Array], turns: int) -> Callable[..., jax.Array]:
-    """A jitted loop, `turns` times over all matrices. x of a call depends on the result of the one before."""
-
-    @jax.jit
-    def run(x: jax.Array, weights: tuple) -> jax.Array:
-        def turn(_: jax.Array, x: jax.Array) -> jax.Array:
-            for weight in weights:
-                out = lax.optimization_barrier(dot(x, weight))
-                x = x + out[:, : x.shape[1]] * jnp.asarray(1e-6, x.dtype)
-            return x
-
-        return lax.fori_loop(0, turns, turn, x)
-
-    return run
+def next_x(dot: Callable[[jax.Array, Any], jax.Array], x: jax.Array, weight: Any) -> jax.Array:
+    """x of the next call, which depends on the result of this one."""
+    out = lax.optimization_barrier(dot(x, weight))
+    return x + out[:, : x.shape[1]] * jnp.asarray(1e-6, x.dtype)
 
 
 def measure(tiny: bool, repeats: int, end: float) -> dict[str, Any]:
@@ -187,8 +177,9 @@ def measure(tiny: bool, repeats: int, end: float) -> dict[str, Any]:
             x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
             one = max(moved / 3e12, 2 * rows * inputs * outputs / 3e14)
             turns = 1 if tiny else max(1, round(0.01 / one / layers))
+            step = functools.partial(next_x, dot)
             try:
-                times[str(rows)] = seconds(chained(dot, turns), (x, weights), turns * layers, repeats)
+                times[str(rows)] = seconds(chained(step, turns), (x, weights), turns * layers, repeats)
                 middle = statistics.median(times[str(rows)])
                 text = f"{middle * 1e6:9.1f} us {moved / middle / 1e9:8,.0f} GB/s of weights"
                 text += f" {2 * rows * inputs * outputs / middle / 1e12:8.1f} Tflop/s"
@@ -202,8 +193,9 @@ def measure(tiny: bool, repeats: int, end: float) -> dict[str, Any]:
 def main() -> None:
     """Check, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only compare with the reference")
-    parser.add_argument("--measure", action="store_true", help="only measure")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="only compare with the reference")
+    only.add_argument("--measure", action="store_true", help="only measure")
     parser.add_argument("--tiny", action="store_true", help="small matrices: a rehearsal without a card")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=4.0, help="start no measurement after this time (default: 4)")

@@ -102,10 +102,13 @@ class Steps:
         self._compile = functools.cache(self.build.compile)
 
     def compile(self, decodes: Sequence[Load], variants: Sequence[SamplerVariant]) -> None:
-        """Compile the programs of these decodes and of the chunk, at the same time."""
+        """Compile the programs of these decodes and of the chunk, at the same time.
+
+        A program that does not compile raises its error when it is measured, so that the other cases are measured.
+        """
         shapes = {shape for load in decodes for variant in variants for shape in self.decode_shapes(load, variant)}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(self._compile, [*shapes, self.chunk_shape]))
+            concurrent.futures.wait([pool.submit(self._compile, shape) for shape in (*shapes, self.chunk_shape)])
 
     @property
     def spec(self) -> DecoderSpec:

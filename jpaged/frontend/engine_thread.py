@@ -121,11 +121,16 @@ class EngineThread:
 
         The context ends that if `add` was not called. Raises as `add`.
         """
-        self.reserve(request_group)
+        with self._wake:
+            self._reserve(request_group)
+            self._reserved.add(request_group.request_id)
         try:
             yield self
         finally:
-            self.release(request_group)
+            with self._wake:
+                if request_group.request_id in self._reserved:
+                    self._reserved.remove(request_group.request_id)
+                    self._arriving = self._arriving.plus(-1, -len(request_group.prompt_token_ids))
 
     @property
     def num_requests(self) -> int:
@@ -145,19 +150,6 @@ class EngineThread:
                 self._reserve(request_group)
             self._commands.append(_Add(request_group, stream))
             self._wake.notify()
-
-    def reserve(self, request_group: RequestGroup) -> None:
-        """Count a request as queued before it is added. Raises as `add`."""
-        with self._wake:
-            self._reserve(request_group)
-            self._reserved.add(request_group.request_id)
-
-    def release(self, request_group: RequestGroup) -> None:
-        """End the reservation of a request that was not added. Does nothing for one that was."""
-        with self._wake:
-            if request_group.request_id in self._reserved:
-                self._reserved.remove(request_group.request_id)
-                self._arriving = self._arriving.plus(-1, -len(request_group.prompt_token_ids))
 
     def _reserve(self, request_group: RequestGroup) -> None:
         tokens = len(request_group.prompt_token_ids)

@@ -81,13 +81,11 @@ class EngineThreads:
     def _routed_among(
         self, among: range, router: Router, request_group: RequestGroup, prefixes: Sequence[int]
     ) -> Iterator[EngineThread]:  # fmt: skip
-        with self._lock:
-            thread = self.threads[router.choose(prefixes, self._loads(len(request_group.prompt_token_ids), among))]
-            thread.reserve(request_group)
-        try:
+        with contextlib.ExitStack() as stack:
+            with self._lock:
+                loads = self._loads(len(request_group.prompt_token_ids), among)
+                thread = stack.enter_context(self.threads[router.choose(prefixes, loads)].routed(request_group, ()))
             yield thread
-        finally:
-            thread.release(request_group)
 
     def _loads(self, num_tokens: int, among: range) -> list[float]:
         """The load of each engine; infinite for one that must not be chosen.
