@@ -1,6 +1,6 @@
 """`EngineArguments`: the engine options that `LLM`, `AsyncLLM` and `generate` take as keywords, for type checkers.
 
-A type checker refuses a misspelt option. tests/test_typed_doors.py compares the names and types with `EngineConfig`,
+A type checker refuses a misspelt option. tests/llm/test_typed_doors.py compares the names and types with `EngineConfig`,
 whose docstrings say what each option does.
 """
 

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import importlib.metadata
 import os
+import pathlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ import platformdirs
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.array_types import CheckArrays
+from tests.support.array_types import CheckArrays
 
 # Compiled programs are kept between test runs: most of a run's time is compiling. An environment variable, so that
 # workers and the child processes of tests share one folder.
@@ -46,6 +47,12 @@ settings.register_profile(
 settings.load_profile("default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of tests/recording. Name tests on the command line as well, or workers do not know them."""
+    parser.addoption("--costs", metavar="FOLDER", help="write the cost of each test to files in FOLDER")
+    parser.addoption("--reach", metavar="FOLDER", help="write the lines that each test reaches to files in FOLDER")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep every compiled program on disk, also those that take a moment to compile. Let JAX see 8 CPU devices."""
     import jax
@@ -53,12 +60,20 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_num_cpu_devices", 8)  # of tests/parallel; all others use the first
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if "PYTEST_XDIST_WORKER" not in os.environ and config.getoption("numprocesses", None):
+        return  # this process hands out tests, and runs none
+    from tests.recording.costs import CostsPlugin
+    from tests.recording.reach import ReachPlugin
+
+    for name, plugin in (("--costs", CostsPlugin), ("--reach", ReachPlugin)):
+        if config.getoption(name):
+            config.pluginmanager.register(plugin(pathlib.Path(config.getoption(name))))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _share_programs() -> Iterator[None]:
     """Share compiled programs among the engines of this process."""
-    from tests.shared_programs import shared_programs
+    from tests.support.shared_programs import shared_programs
 
     with shared_programs():
         yield
@@ -67,7 +82,7 @@ def _share_programs() -> Iterator[None]:
 @pytest.fixture
 def own_programs() -> Iterator[None]:
     """Compile all programs of the engines that this test creates."""
-    from tests.shared_programs import own_programs
+    from tests.support.shared_programs import own_programs
 
     with own_programs():
         yield

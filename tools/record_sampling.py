@@ -2,7 +2,7 @@
 
     python tools/record_sampling.py      # needs the extra `reference` (torch)
 
-The processors are applied in vLLM's order (tests/sampling_oracle.py), in float64. There are three differences:
+The processors are applied in vLLM's order (tests/sampling/sampling_oracle.py), in float64. There are three differences:
 - Transformers' NoBadWords also searches the prompt. It gets the output only, as in vLLM.
 - Transformers' top_p may keep only some of several equal logits, in sort order. It is recorded without ties.
 - Transformers has no frequency and presence penalties, so they are not recorded.

@@ -8,7 +8,7 @@ import subprocess
 
 import jax
 
-from tests.deviceless import H200
+from tests.support.deviceless import H200
 
 # of a multiprocessor of compute capability 9.0, as in runtime/targets.py
 REGISTERS, SHARED_BYTES = 65_536, 233_472

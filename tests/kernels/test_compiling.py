@@ -9,9 +9,9 @@ import re
 import pytest
 
 from jpaged.runtime.targets import TARGETS
-from tests.deviceless import H200, marks
 from tests.kernels import lowered
 from tests.kernels.machine_code import compile_for, kernels_of, tool
+from tests.support.deviceless import H200, marks
 
 pytestmark = marks(H200)
 with_disassembler = pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")

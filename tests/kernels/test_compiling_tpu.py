@@ -10,8 +10,8 @@ import pytest
 
 from pallas_kernels import paged_attention, write_kv
 from pallas_kernels.kv_pages import KVPages
-from tests.deviceless import V5E, marks, page
 from tests.kernels import lowered
+from tests.support.deviceless import V5E, marks, page
 
 pytestmark = marks(V5E)
 BOTH_KINDS = pytest.mark.parametrize("max_query_len", [1, 32], ids=["decode", "mixed"])

@@ -16,10 +16,10 @@ from pallas_kernels import quantized_dot
 from pallas_kernels.quantized_dot import reference, triton, triton_codes, xla
 from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.weight import to_rows
-from tests.deviceless import H200, marks
 from tests.kernels.machine_code import DUMP_PTX, compile_for, kernels_of, tool
 from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
 from tests.kernels.test_lowering import lower_for
+from tests.support.deviceless import H200, marks
 
 CPU = jax.devices("cpu")[0]
 

@@ -12,10 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.runtime.targets import TARGETS
 from pallas_kernels.quantized_dot import mosaic_gpu
 from pallas_kernels.quantized_dot.weight import to_rows
-from tests.deviceless import H200
 from tests.kernels.machine_code import compile_for, mosaic_kernel, tool
 from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
 from tests.kernels.test_quantized_dot_gpu import call_of, card, deviceless
+from tests.support.deviceless import H200
 
 has_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "force_gpu_interpret_mode"), reason="JAX 0.10 has no interpreter for these kernels"

@@ -14,11 +14,11 @@ from pallas_kernels import quantized_dot
 from pallas_kernels.quantized_dot import mosaic_tpu, xla
 from pallas_kernels.quantized_dot.mosaic_tpu import Tiling
 from pallas_kernels.quantized_dot.weight import to_lanes, to_rows
-from tests.deviceless import V5E, marks
 from tests.kernels.quantized_cases import Case
 from tests.kernels.test_compiling_tpu import compile_for_v5e
 from tests.kernels.test_lowering import lower_for
 from tests.kernels.test_quantized_dot_gpu import x_of
+from tests.support.deviceless import V5E, marks
 
 CPU = jax.devices("cpu")[0]
 

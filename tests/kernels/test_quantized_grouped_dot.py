@@ -14,10 +14,10 @@ from pallas_kernels import quantized_grouped_dot
 from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.weight import to_rows
 from pallas_kernels.quantized_grouped_dot import triton
-from tests.deviceless import H200, marks
 from tests.kernels.machine_code import compile_for, kernels_of, tool
 from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
 from tests.kernels.test_lowering import lower_for
+from tests.support.deviceless import H200, marks
 
 pytestmark = pytest.mark.codegen
 BLOCKS = (np.array([2, 2, 0, 3, 1], np.int32), np.int32(4))  # matrix of each block, and the number of used blocks

@@ -24,12 +24,12 @@ from jpaged.loading import load_model
 from jpaged.loading.convert import convert, export
 from jpaged.loading.converted import Manifest
 from jpaged.loading.folder import complete_or_gone
-from tests.dense_leaves import dense
 from tests.golden.checkpoints import BY_NAME, NUM_TOKENS, Variant, tensor_shapes, write_checkpoint, write_safetensors
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER
 from tests.loading.gguf_files import write_gguf
 from tests.loading.test_load_model import assert_same, change_config, tensors_of, write_shards
-from tests.tiny_engine import sampling_programs
+from tests.support.dense_leaves import dense
+from tests.support.tiny_engine import sampling_programs
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 SMALL_FILES = {"generation_config.json": '{"eos_token_id": 2}', "tokenizer_config.json": "{}", "merges.txt": "a b\n"}

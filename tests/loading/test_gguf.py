@@ -23,11 +23,11 @@ from jpaged.loading import load_model
 from jpaged.loading.checkpoint import Checkpoint
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jpaged.loading.gguf_file import GgufFile
-from tests.dense_leaves import dense
 from tests.golden.checkpoints import BY_NAME, Variant, prompts, write_checkpoint
 from tests.loading.ggml_blocks import BLOCKS, random_blocks, values_of
 from tests.loading.gguf_files import add_metadata, add_tokenizer, converted, finish, interleaved, write_gguf
-from tests.tiny_engine import sampling_programs
+from tests.support.dense_leaves import dense
+from tests.support.tiny_engine import sampling_programs
 
 LLAMA = BY_NAME["llama"].config
 # GGUF files have no query scaling: it is head_dim.

@@ -28,11 +28,11 @@ from jpaged.routing import ROUTERS
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
+from tests.end_to_end.test_same_answers import OPTIONS, answers, workload
 from tests.engine.fake_runner import FakeRunner, alone
+from tests.llm.test_async_llm import SlowRunner, collect, until
 from tests.serving.conftest import running
-from tests.test_async_llm import SlowRunner, collect, until
-from tests.test_same_answers import OPTIONS, answers, workload
-from tests.tiny_engine import sampling_programs
+from tests.support.tiny_engine import sampling_programs
 
 CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

@@ -18,7 +18,7 @@ from jpaged.runtime.output_programs import SampleShape, ScoreShape
 from jpaged.runtime.programs import Program, ProgramTable
 from jpaged.runtime.runner import ModelRunner
 from tests.runtime.test_programs import make_plan, shapes_of
-from tests.tiny_engine import SPECS, bits, make_engine, make_runner, run
+from tests.support.tiny_engine import SPECS, bits, make_engine, make_runner, run
 
 NOTHING = jax.jit(lambda: 0).lower().compile()
 REQUESTS = [

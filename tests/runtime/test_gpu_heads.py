@@ -19,8 +19,8 @@ from jpaged.runtime.program_text import Program
 from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import StateSizes, state_shapes
 from jpaged.runtime.vocab_search import smallest_bound
-from tests.deviceless import H200, marks
 from tests.kernels.machine_code import compile_for
+from tests.support.deviceless import H200, marks
 
 pytestmark = [pytest.mark.codegen, *marks(H200)]
 

@@ -19,10 +19,10 @@ from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.program_text import Program
-from tests.deviceless import H200, marks
-from tests.hollow_checkpoint import write_headers
 from tests.kernels.machine_code import DUMP_PTX, kernels_in, tool
 from tests.runtime.test_plan import LLAMA, LLAMA_PARTS, QWEN_MOE
+from tests.support.deviceless import H200, marks
+from tests.support.hollow_checkpoint import write_headers
 
 pytestmark = [pytest.mark.codegen, *marks(H200)]
 

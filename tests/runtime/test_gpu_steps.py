@@ -10,7 +10,7 @@ from jpaged.models.spec import DecoderSpec, QKNorm, Rope, param_shapes
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
-from tests.deviceless import H200, marks
+from tests.support.deviceless import H200, marks
 
 pytestmark = [pytest.mark.codegen, *marks(H200)]
 

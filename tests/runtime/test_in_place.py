@@ -24,7 +24,7 @@ from jpaged.runtime.block_moves import HOST_BUCKET, BlockMover
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
 from jpaged.runtime.step import compile_forward, flat_weights, run_forward
-from tests.deviceless import H200, V5E, marks
+from tests.support.deviceless import H200, V5E, marks
 
 pytestmark = pytest.mark.codegen
 

@@ -16,7 +16,7 @@ from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.estimate import estimate_temporaries
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, state_shapes
-from tests.deviceless import H200, V5E, marks
+from tests.support.deviceless import H200, V5E, marks
 
 pytestmark = pytest.mark.codegen
 

@@ -18,7 +18,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.program_text import Program
 from jpaged.runtime.roofline import KERNEL_SECONDS, Load, collective_costs, experts_read, least_bytes, predict
 from jpaged.runtime.targets import TARGETS, Target
-from tests.deviceless import H200, V5E, marks
+from tests.support.deviceless import H200, V5E, marks
 
 # A layer of Qwen3 0.6B's shape, and a small vocabulary.
 SPEC = DecoderSpec(

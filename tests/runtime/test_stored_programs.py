@@ -23,7 +23,7 @@ from jpaged.runtime.compile_cache import CacheCounter, persistent_cache
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.stored_programs import ProgramStore, compile_program
 from pallas_kernels import cpu_kernels
-from tests.tiny_engine import SPECS, bits, make_engine, make_runner, run
+from tests.support.tiny_engine import SPECS, bits, make_engine, make_runner, run
 
 PACKAGES = pathlib.Path(stored_programs.pallas_kernels.__path__[0])
 KERNELS = cpu_kernels.kernels_of_model(quantized=False, experts=False)
@@ -226,7 +226,7 @@ def test_every_native_kernel_is_known():
 ON_ANOTHER_DEVICE = """
 import sys, jax
 jax.config.update("jax_num_cpu_devices", 2)
-from tests.tiny_engine import *
+from tests.support.tiny_engine import *
 from jpaged import SamplingParams
 with jax.default_device(jax.devices()[int(sys.argv[2])]):
     runner = make_runner(SPECS["full"], compilation_cache_dir=sys.argv[1])

@@ -11,7 +11,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.program_text import Program
 from jpaged.runtime.sampler import SamplerOptions
 from jpaged.runtime.state import StateSizes, state_shapes
-from tests.deviceless import V5E, marks
+from tests.support.deviceless import V5E, marks
 
 pytestmark = [pytest.mark.codegen, *marks(V5E)]
 

@@ -18,9 +18,9 @@ from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from pallas_kernels import QuantizedWeight
-from tests.deviceless import V5E, marks
 from tests.kernels.test_compiling_tpu import compile_for_v5e
 from tests.runtime.test_plan import LLAMA, QWEN_MOE
+from tests.support.deviceless import V5E, marks
 
 pytestmark = [pytest.mark.codegen, *marks(V5E)]
 

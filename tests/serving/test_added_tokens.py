@@ -20,7 +20,7 @@ from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
-from tests import added_tokens, tiny_engine
+from tests.support import added_tokens, tiny_engine
 
 TEMPLATE = (
     "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"

@@ -20,7 +20,7 @@ from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.snapshot import EngineSnapshot
 from tests.engine.fake_runner import FakeRunner
-from tests.test_async_llm import SlowRunner
+from tests.llm.test_async_llm import SlowRunner
 
 from .conftest import running
 from .test_disconnect import wait_for

@@ -13,7 +13,7 @@ from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.golden.checkpoints import BY_NAME, GOLDEN, write_checkpoint
 from tests.serving.conftest import running
-from tests.tiny_engine import sampling_programs
+from tests.support.tiny_engine import sampling_programs
 
 from .test_openai_client import events, post, strict, strict_chunk
 

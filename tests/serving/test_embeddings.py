@@ -14,7 +14,7 @@ from jpaged.serving.generation import Server
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER, SEED
 from tests.serving.conftest import running
-from tests.tiny_engine import sampling_programs
+from tests.support.tiny_engine import sampling_programs
 
 OPTIONS = {"dtype": "float32", "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
 

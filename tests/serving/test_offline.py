@@ -51,7 +51,7 @@ SERVE = """
 import sys
 from jpaged.cli import main
 from jpaged.engine.step_plan import SamplerVariant
-from tests.tiny_engine import sampling_programs
+from tests.support.tiny_engine import sampling_programs
 
 with sampling_programs(SamplerVariant.GREEDY):
     sys.exit(main(sys.argv[1:]))

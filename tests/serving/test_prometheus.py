@@ -18,7 +18,7 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.serving.routes_metrics import metrics_app
-from tests.test_async_llm import SlowRunner
+from tests.llm.test_async_llm import SlowRunner
 from tools.make_dashboard import TARGET, dashboard
 
 from .conftest import running

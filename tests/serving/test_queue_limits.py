@@ -12,7 +12,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
-from tests.tiny_engine import sampling_programs
+from tests.support.tiny_engine import sampling_programs
 
 from .conftest import running
 from .test_disconnect import wait_for

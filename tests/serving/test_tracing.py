@@ -16,7 +16,7 @@ from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.serving.tracing import RequestTracer, traced
 from tests.engine.fake_runner import FakeRunner
-from tests.test_async_llm import SlowRunner
+from tests.llm.test_async_llm import SlowRunner
 
 from .conftest import running
 from .served_runner import async_engine

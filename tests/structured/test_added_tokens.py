@@ -12,9 +12,9 @@ from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher, ReasoningPref
 from jpaged.engine.step_plan import mask_words
 from jpaged.errors import RequestError
 from jpaged.params.structured_outputs import StructuredOutputsParams
-from tests import added_tokens
 from tests.structured import sampling
 from tests.structured.conftest import SECONDS
+from tests.support import added_tokens
 
 SCHEMA = {
     "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False

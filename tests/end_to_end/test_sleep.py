@@ -1,0 +1,123 @@
+"""`sleep` and `wake_up` with compiled programs: memory is freed, answers stay the same, and nothing compiles."""
+
+import asyncio
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import EngineError, RequestError, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.runtime.sleeping import HostWeights
+from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.support.tiny_engine import sampling_programs
+
+SIZES = {
+    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 32, "row_buckets": (8,),
+    "token_buckets": (32,), "kv_cache_memory_bytes": 2_000_000,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(BY_NAME["llama"], 0, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with sampling_programs(SamplerVariant.GREEDY), jpaged.LLM(checkpoint, **SIZES) as made:
+        made.wait_until_ready()
+        yield made
+
+
+def device_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def answers(llm) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def test_answers_are_the_same_and_nothing_compiles(llm):
+    before, awake = answers(llm), device_bytes()
+    for _ in range(2):
+        llm.sleep(level=1)
+        assert awake - device_bytes() >= 1_900_000  # the KV pool
+        with pytest.raises(EngineError, match=r"call wake_up\(\) first"):
+            answers(llm)
+        llm.wake_up(tags=["weights"])
+        with pytest.raises(EngineError, match="kv_cache"):
+            answers(llm)
+        llm.wake_up()
+        assert device_bytes() == awake
+        assert answers(llm) == before
+    assert llm.stats().compiles_after_ready == 0
+    with pytest.raises(RequestError, match="level"):
+        llm.sleep(level=2)
+
+
+def test_level_0_frees_nothing(llm):
+    awake = device_bytes()
+    llm.sleep(level=0)
+    assert (device_bytes(), llm.is_sleeping()) == (awake, True)
+    llm.wake_up()
+    assert answers(llm)
+
+
+def test_requests_that_run_recompute_their_kv(checkpoint):
+    """The engine sleeps in the middle of an answer. The answer is the same as without a break."""
+
+    async def main() -> tuple[list[int], list[int], int]:
+        async def answer() -> list[int]:
+            async for output in engine.generate(PROMPTS[0], GREEDY):
+                if len(output.outputs[0].token_ids) >= 4:
+                    begun.set()
+            return output.outputs[0].token_ids
+
+        begun = asyncio.Event()
+        whole = await answer()
+        begun.clear()
+        running = asyncio.create_task(answer())
+        await begun.wait()
+        await engine.sleep(mode="keep")
+        await engine.wake_up()
+        return whole, await running, engine.stats().compiles_after_ready
+
+    with sampling_programs(SamplerVariant.GREEDY):
+        engine = jpaged.AsyncLLM(checkpoint, **SIZES)
+    try:
+        engine.wait_until_ready()
+        whole, broken, compiled = asyncio.run(main())
+    finally:
+        engine.close()
+    assert (broken, len(broken), compiled) == (whole, 16, 0)
+
+
+def test_weights_go_to_the_host_and_back():
+    """On GPU and TPU, where the device has its own memory, a runner moves its weights like this."""
+    shared = jax.numpy.arange(12, dtype="bfloat16").reshape(3, 4)
+    tree = {"a": shared, "b": [jax.numpy.ones(5, "int8"), shared]}
+    host = HostWeights.take(tree)
+    assert shared.is_deleted()
+    back = host.put()
+    assert back["a"] is back["b"][1]
+    np.testing.assert_array_equal(np.asarray(back["a"], "float32"), np.arange(12).reshape(3, 4))
+    assert (back["a"].dtype, back["b"][0].dtype) == (shared.dtype, np.int8)
+    assert back["a"].sharding == shared.sharding
+
+
+def test_a_profile_is_written_into_the_folder(llm, tmp_path):
+    llm.start_profile(tmp_path)
+    with pytest.raises(EngineError, match="cannot start"):
+        llm.start_profile(tmp_path)
+    answers(llm)
+    llm.stop_profile()
+    with pytest.raises(EngineError, match="no profile"):
+        llm.stop_profile()
+    assert [path.suffix for path in pathlib.Path(tmp_path).rglob("*.xplane.pb")] == [".pb"]

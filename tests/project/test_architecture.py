@@ -1,0 +1,252 @@
+"""Imports between packages run one way, and the source contains nothing that it must not contain.
+
+serving, cli -> llm -> engine and runtime (runtime -> engine.step_plan only) -> models -> pallas_kernels; loading ->
+models; simulator -> engine. Modules that import nothing of jpaged (errors, config, outputs, ...) may be imported from
+everywhere above the kernels.
+"""
+
+import ast
+import builtins
+import pathlib
+import re
+import subprocess
+import symtable
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SHIPPED = ("jpaged", "models", "serving", "pallas_kernels")  # folders, links not followed
+ALL = (*SHIPPED, "benchmarks", "tools", "examples", "tests")
+
+# Each part may import these, itself, and the shared modules below.
+ALLOWED = {
+    "pallas_kernels": set(),
+    "jpaged.models": {"pallas_kernels"},
+    "jpaged.load_client": set(),
+    "jpaged.loading": {"jpaged.models", "pallas_kernels"},  # `loading.check` is an entry point: nothing imports it
+    "jpaged.engine": set(),
+    "jpaged.simulator": {"jpaged.engine"},
+    "jpaged.entrypoints": {"jpaged.cli"},
+    "jpaged.ray_serve": {"jpaged.cli"},
+    "jpaged.runtime": {"jpaged.engine.step_plan", "jpaged.models", "pallas_kernels"},
+    "jpaged.frontend.build": {
+        "jpaged.frontend", "jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models",
+    },
+    "jpaged.frontend": {"jpaged.engine"},
+    "jpaged.diagnosis": {"jpaged.runtime", "pallas_kernels"},
+    "jpaged.planning": {"jpaged.frontend.engine_options", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
+    "jpaged.divergence": {"jpaged.loading", "jpaged.models", "jpaged.runtime", "pallas_kernels"},  # 8-bit pages
+    "jpaged.quantizing": {"jpaged.loading", "jpaged.models", "pallas_kernels"},
+    "jpaged.llm": {"jpaged.frontend", "jpaged.engine"},
+    "jpaged.async_llm": {"jpaged.frontend", "jpaged.engine"},
+    "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli", "jpaged.frontend"},
+    "jpaged.cli": {
+        "jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading", "jpaged.planning",
+        "jpaged.load_client", "jpaged.diagnosis", "jpaged.frontend", "jpaged.simulator", "jpaged.divergence",
+        "jpaged.quantizing",
+    },
+}
+# Leaves: plain data and helpers (jpaged.answers is a package of them) that import no part.
+SHARED = {
+    "jpaged.answers",
+    "jpaged.chat",
+    "jpaged.child_process",
+    "jpaged.collectives",
+    "jpaged.config",
+    "jpaged.engine_arguments",
+    "jpaged.errors",
+    "jpaged.kv_groups",
+    "jpaged.metric_families",
+    "jpaged.metrics",
+    "jpaged.outputs",
+    "jpaged.params",
+    "jpaged.phases",
+    "jpaged.pooling_params",
+    "jpaged.routing",
+    "jpaged.sampling_params",
+    "jpaged.snapshot",
+    "jpaged.text",
+    "jpaged.version",
+}
+PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}
+# Importable names that a file in serving/ would hide from `python serving/app.py`, which puts its folder first.
+CLIENT_PACKAGES = {"openai", "httpx", "requests", "litellm", "langchain", "instructor", "aiohttp", "anthropic"}
+
+
+def python_files(*folders: str) -> Iterator[pathlib.Path]:
+    """Yield the Python files of folders, each once: symbolic links are not followed."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if not any(parent.is_symlink() for parent in (path, *path.parents) if parent.is_relative_to(ROOT)):
+                yield path
+
+
+def name_of(path: pathlib.Path) -> str:
+    """Return the name that a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] in ("models", "serving"):
+        parts = ("jpaged", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: pathlib.Path) -> list[str]:
+    """Return all imports of a file, also inside functions and for type checking. `from a import b` gives a.b."""
+    package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def part_of(name: str) -> str | None:
+    return next((part for part in ALLOWED if within(name, part)), None)
+
+
+def shared(name: str) -> bool:
+    return any(within(name, one) for one in SHARED)
+
+
+def ours(name: str) -> bool:
+    return within(name, "jpaged") or within(name, "pallas_kernels")
+
+
+def test_imports_run_one_way():
+    wrong = []
+    for path in python_files(*SHIPPED):
+        part = part_of(name_of(path))
+        if part is None:
+            continue
+        allowed = {part, *ALLOWED[part]} | (SHARED if part != "pallas_kernels" else set())
+        for name in filter(ours, imports_of(path)):
+            front = name.count(".") == 1 and name[7:8].isupper() and "jpaged" in allowed  # from jpaged import LLM
+            if not front and not any(within(name, target) for target in allowed - {"jpaged"}):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_an_entry_point():
+    for path in python_files(*SHIPPED):
+        for name in imports_of(path):
+            assert not within(name, "jpaged.loading.check"), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_shared_modules_import_no_part():
+    for path in python_files("jpaged"):
+        if shared(name_of(path)):
+            parts = {part_of(name) for name in imports_of(path)} - {None}
+            assert not parts, f"{path.relative_to(ROOT)} imports {parts}"
+
+
+def test_every_module_has_its_place():
+    """A new module is either in a part, or shared, or needs an entry above."""
+    for path in python_files("jpaged"):
+        name = name_of(path)
+        assert name in {"jpaged", "jpaged.__main__"} or shared(name) or part_of(name), name
+
+
+def test_host_side_imports_no_jax():
+    for path in python_files("jpaged/engine", "jpaged/simulator"):
+        for name in imports_of(path):
+            assert name.split(".")[0] not in ("jax", "jaxlib", "flax"), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_nobody_imports_bare_models_or_serving():
+    for path in python_files(*ALL):
+        for name in imports_of(path):
+            bare = within(name, "models") or within(name, "serving")
+            assert not bare, f"{path.relative_to(ROOT)} imports {name}: write jpaged.{name}"
+
+
+def test_no_torch_outside_the_recorders():
+    """Shipped code never imports torch; tests do so only where they skip without it, benchmarks as a peer.
+
+    jpaged/loading/check.py compares with torch where it is, and runs without it.
+    """
+    for path in python_files(*ALL):
+        compared = path in (ROOT / "benchmarks/torch_peers.py", ROOT / "jpaged/loading/check.py")
+        if compared or path.parent == ROOT / "benchmarks/peers":
+            continue
+        if path.parent == ROOT / "tools" and path.name.startswith("record_"):
+            continue
+        for name in imports_of(path):
+            if within(name, "torch"):
+                assert path.is_relative_to(ROOT / "tests"), f"{path.relative_to(ROOT)} imports torch"
+                assert "skip" in path.read_text(encoding="utf-8"), f"{path.relative_to(ROOT)} must skip"
+
+
+def test_private_jax_only_in_one_file():
+    for path in python_files(*SHIPPED):
+        if path.relative_to(ROOT).as_posix() in PRIVATE_JAX_ALLOWED:
+            continue
+        for name in imports_of(path):
+            private = within(name, "jax._src") or within(name, "jaxlib")
+            assert not private, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_serving_file_names_hide_nothing():
+    for path in python_files("serving"):
+        name = path.relative_to(ROOT / "serving").parts[0].removesuffix(".py")
+        assert name not in sys.stdlib_module_names, path.name
+        assert name not in CLIENT_PACKAGES, path.name
+
+
+def test_links_are_in_place():
+    for folder, names in {"jpaged": ("models", "serving"), ".editable": ("jpaged", "pallas_kernels")}.items():
+        for name in names:
+            link = ROOT / folder / name
+            assert link.is_symlink(), f"{folder}/{name} must be a symbolic link to ../{name}"
+            assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("part", ["jpaged", "jpaged.engine.step_plan", "jpaged.simulator.simulation", "jpaged.cli"])
+def test_importing_starts_no_device(part):
+    """`import jpaged` is quick and leaves the device alone; jax is imported when an engine is made."""
+    code = f"import {part}, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/glossary.md"])
+def test_every_path_on_a_page_exists(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:jpaged|models|serving|pallas_kernels|tests|docs)/[\w./]+)`", text))
+    assert len(paths) > 10
+    assert not sorted(path for path in paths if not (ROOT / path).exists())
+
+
+def _undefined(path: pathlib.Path) -> Iterator[str]:
+    """Names that a module reads and neither defines nor imports. Names inside strings are not read."""
+    top = symtable.symtable(path.read_text(), str(path), "exec")
+    known = {*dir(builtins), "__file__", "__name__", "__doc__", "__path__", "__package__", "__spec__"}
+    known |= {each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported()}
+    scopes = [top]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        for each in scope.get_symbols():
+            is_global = scope is top or each.is_global()
+            if is_global and each.is_referenced() and each.get_name() not in known:
+                yield f"{path.relative_to(ROOT)}:{scope.get_lineno()}: {each.get_name()}"
+
+
+def test_every_name_is_defined():
+    """ruff's F821 and ty's unresolved-reference are off, because jaxtyping's shapes look like names to them."""
+    found = [name for folder in ALL for path in (ROOT / folder).rglob("*.py") for name in _undefined(path)]
+    assert not found
+
+
+def test_an_undefined_name_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text("import a\nb = a\n\ndef f(c: 'x y') -> d:\n    e = c\n    return [g for h in e if b and h]\n")
+    assert sorted(name.partition(": ")[2] for name in _undefined(path)) == ["d", "g"]

@@ -1,0 +1,119 @@
+"""What each test costs, for `python -m pytest --costs FOLDER` and tools/test_costs.py.
+
+Each worker writes a line of JSON per test: seconds, CPU seconds, engines started, compile keys, and child processes.
+A compile key names one compiled program. JAX logs it when it looks for the program in the compile cache. Engines of one
+process share programs (tests/support/shared_programs.py), so a program of an engine has a key of its own here: a test asks for
+the same keys whatever ran before it. Compile keys of child processes are not counted.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+_KEY = re.compile(r"(?i)persistent compilation cache (?:hit|miss) for '.*' with key '(.*)'")
+_LOGGER = "jax._src.compiler"  # a name, not an import: without this logger no key is seen, and a test says so
+
+
+class Recorder(logging.Handler):
+    """Counts of the test that runs now."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.keys: set[str] = set()
+        self.engines = self.children = 0
+        self._shared = threading.local()  # .depth: programs that this thread compiles for shared_programs
+
+    def reset(self) -> None:
+        """Forget the counts of the test before."""
+        self.keys, self.engines, self.children = set(), 0, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Read a compile key from a line of JAX's log."""
+        found = _KEY.match(record.getMessage())
+        if found and not getattr(self._shared, "depth", 0):
+            self.keys.add(found[1])
+
+    @contextlib.contextmanager
+    def shared_program(self, key: Any) -> Iterator[None]:
+        """Count a program of an engine once, under a key that does not depend on whether it is compiled in the block."""
+        self.keys.add("engine-" + hashlib.sha256(repr(key).encode()).hexdigest())
+        self._shared.depth = getattr(self._shared, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._shared.depth -= 1
+
+
+recorder = Recorder()
+
+
+def _counted(function: Any, name: str) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        setattr(recorder, name, getattr(recorder, name) + 1)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class CostsPlugin:
+    """Writes a line for each test to a file of this process in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl").open("a")
+        self._stack = contextlib.ExitStack()
+
+    def pytest_sessionstart(self) -> None:
+        """Start counting."""
+        from jpaged.runtime.runner import ModelRunner
+
+        create = ModelRunner.__dict__["create"].__func__
+        for target, name, value in (
+            (ModelRunner, "create", classmethod(_counted(create, "engines"))),
+            (subprocess.Popen, "__init__", _counted(subprocess.Popen.__init__, "children")),
+            (BaseProcess, "start", _counted(BaseProcess.start, "children")),
+        ):
+            self._stack.enter_context(mock.patch.object(target, name, value))
+        logger = logging.getLogger(_LOGGER)
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        logger.addHandler(recorder)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Measure a test with its fixtures."""
+        recorder.reset()
+        start, before = time.perf_counter(), os.times()
+        result = yield
+        after = os.times()
+        line = {
+            "test": item.nodeid,
+            "marks": sorted({mark.name for mark in item.iter_markers()} & {"slow", "codegen", "soak", "deviceless"}),
+            "seconds": round(time.perf_counter() - start, 4),
+            "cpu_seconds": round(sum(after[:4]) - sum(before[:4]), 2),
+            "engines": recorder.engines,
+            "children": recorder.children,
+            "keys": sorted(recorder.keys),
+            "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        }
+        self._file.write(json.dumps(line) + "\n")
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        """Write what is left."""
+        self._file.close()
+        self._stack.close()

@@ -1,0 +1,75 @@
+"""Lines of the project that a process reaches, by `sys.monitoring`. Needs Python 3.12.
+
+Child processes of tests load this file alone, so it imports nothing of the tests.
+"""
+
+import os
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any, TextIO
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("jpaged", "models", "serving", "pallas_kernels", "benchmarks", "tools", "examples")
+FOLDER = "JPAGED_TEST_REACH"  # variable that tells child processes where to write
+_TOOL = 4  # a free number of sys.monitoring
+
+
+class Reach:
+    """Collects the lines that run. `reached` has those since the last `restart`, by file.
+
+    out: a file that also gets each line at once.
+    """
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self.reached: dict[str, set[int]] = {}
+        self._out = out
+        self._files: dict[str, str | None] = {}
+
+    def start(self) -> None:
+        """Start to collect."""
+        monitoring = sys.monitoring
+        monitoring.use_tool_id(_TOOL, "reach")
+        monitoring.register_callback(_TOOL, monitoring.events.PY_START, self._function)
+        monitoring.register_callback(_TOOL, monitoring.events.LINE, self._line)
+        monitoring.set_events(_TOOL, monitoring.events.PY_START)
+
+    def restart(self) -> None:
+        """Forget the lines. Each is reported again when it runs."""
+        self.reached = {}
+        sys.monitoring.restart_events()
+
+    def _function(self, code: CodeType, _offset: int) -> Any:
+        if self._file(code.co_filename) is not None:
+            sys.monitoring.set_local_events(_TOOL, code, sys.monitoring.events.LINE)
+        return sys.monitoring.DISABLE
+
+    def _line(self, code: CodeType, line: int) -> Any:
+        file = self._file(code.co_filename)
+        if file is not None:
+            lines = self.reached.setdefault(file, set())
+            if self._out is not None and line not in lines:
+                self._out.write(f"{file}:{line}\n")
+            lines.add(line)
+        return sys.monitoring.DISABLE
+
+    def _file(self, name: str) -> str | None:
+        """Path of a file of the project, relative to the checkout; None for other files."""
+        if name not in self._files:
+            self._files[name] = None
+            path = Path(name)
+            if path.is_absolute() and path.exists() and path.resolve().is_relative_to(ROOT):
+                relative = path.resolve().relative_to(ROOT)
+                if relative.parts[0] in PRODUCT:
+                    self._files[name] = relative.as_posix()
+        return self._files[name]
+
+
+def start_child() -> None:
+    """Collect the lines of a process that a test has started. They are written at once, because tests kill some."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    folder = os.environ.get(FOLDER)
+    if folder and test and sys.version_info >= (3, 12):
+        out = Path(folder, f"child-{os.getpid()}-{os.urandom(4).hex()}.lines").open("w", buffering=1)  # noqa: SIM115
+        out.write(f"{test}\n")
+        Reach(out).start()
