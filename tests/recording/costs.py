@@ -1,4 +1,4 @@
-"""What each test costs, for `python -m pytest --costs FOLDER` and tools/test_costs.py.
+"""What each test costs, for `python -m pytest tests --costs FOLDER` and tools/test_costs.py.
 
 Each worker writes a line of JSON per test: seconds, CPU seconds, engines started, compile keys, and child processes.
 A compile key names one compiled program. JAX logs it when it looks for the program in the compile cache. Engines of one
@@ -49,7 +49,7 @@ class Recorder(logging.Handler):
 
     @contextlib.contextmanager
     def shared_program(self, key: Any) -> Iterator[None]:
-        """Count a program of an engine once, under a key that does not depend on whether it is compiled in the block."""
+        """Count a program of an engine. Its key is the same whether the block compiles the program or finds it."""
         self.keys.add("engine-" + hashlib.sha256(repr(key).encode()).hexdigest())
         self._shared.depth = getattr(self._shared, "depth", 0) + 1
         try:

@@ -1,8 +1,8 @@
 """Lines of the project that each test reaches, for `python -m pytest tests --reach FOLDER`. Needs Python 3.12.
 
-tools/mutations.py and .ci/slow_tests.py read them. Each worker writes a file of lines of JSON, one per test: the test, and
-`{file: [line, ...]}`. Child processes of tests find tests/recording/child through PYTHONPATH, and the test's name in
-pytest's variable PYTEST_CURRENT_TEST.
+tools/mutations.py and .ci/slow_tests.py read them. Each worker writes a file of lines of JSON, one per test: the test,
+and `{file: [line, ...]}`. Child processes of tests find tests/recording/child through PYTHONPATH, and the test's name
+in pytest's variable PYTEST_CURRENT_TEST.
 
 `sys.monitoring` reports a line once per test, so a run takes about as long as without it. A test that finds a program
 compiled does not trace it, and does not reach the lines of the model again. Readers therefore take the lines of all
