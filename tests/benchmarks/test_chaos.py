@@ -17,6 +17,8 @@ import chaos_clock
 from chaos_load import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Case, Outcome, draw_cases, send
 from chaos_server import ServerProcess, Span
 
+pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HELLO = {
     COMPLETIONS: {"choices": [{"index": 0, "text": "hello"}]},

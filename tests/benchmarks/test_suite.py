@@ -16,6 +16,8 @@ from suite import plans, report, session
 from suite.compare import Statement, compare
 from suite.configurations import CONFIGURATIONS, Installation
 
+pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it
+
 JPAGED = CONFIGURATIONS[0]
 MACHINE = {"processor": "A", "features": "avx2", "cpus": 2, "memory_gib": 8.0, "system": "Linux 6"}
 

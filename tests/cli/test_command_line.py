@@ -235,6 +235,7 @@ def test_unknown_words_are_refused(args, says, capsys):
     assert says in printed.err + printed.out
 
 
+@pytest.mark.slow
 def test_missing_model_is_one_line():
     done = run("generate", "/nowhere/model", "hi")
     assert done.returncode == 2

@@ -35,6 +35,7 @@ def refused(capsys, *args: str) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_generate(tmp_path):
     path = tmp_path / "answers.json"
     prompts = ["def read_json(path):", "import os\n", "[bold]x[/bold] = [1, 2]"]
@@ -114,6 +115,7 @@ def test_bench_throughput(tmp_path, dataset, jpaged):
         assert (figures["prompt_tokens"], figures["output_tokens"]) == (200, 100)
 
 
+@pytest.mark.slow
 def test_bench_startup(tmp_path, jpaged):
     path = tmp_path / "figures.json"
     said = jpaged("bench", "startup", "demo", "--output-json", str(path))

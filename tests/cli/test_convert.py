@@ -28,6 +28,7 @@ def run_here(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return said.out
 
 
+@pytest.mark.slow
 def test_convert_use_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, back = str(tmp_path / "demo.jpaged"), str(tmp_path / "back")
     done = run("convert", "demo", out)

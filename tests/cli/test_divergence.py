@@ -35,6 +35,7 @@ def log_probabilities(model: LoadedModel, window: list[int]) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
+@pytest.mark.slow
 def test_the_same_as_in_float64(models):
     model, other = models
     vocabulary = model.spec.vocab_size

@@ -170,6 +170,7 @@ def test_folded_scales(norm):
         assert errors[1] < 0.7 * errors[0], name
 
 
+@pytest.mark.slow
 def test_calibrated_models(model, text, tmp_path):
     """GPTQ's predictions of other text are closer to the source's than with rounding to nearest. AWQ folds scales."""
     words = ["--scheme", "w4a16", "--group-size", "32"]

@@ -28,6 +28,7 @@ def sampling_params(wanted):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_all_searches_at_once_give_transformers_answers(variant, tmp_path):
     searches = [case for case in cases() if case.variant == variant]

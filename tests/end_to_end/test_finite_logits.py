@@ -53,6 +53,7 @@ def run(runner: Any, requests: dict[str, tuple[list[int], SamplingParams]]) -> d
     return finals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [{"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 0, "logprobs": 2}, {"beam_width": 2}],

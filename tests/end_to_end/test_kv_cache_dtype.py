@@ -59,6 +59,7 @@ def requests(count):
 W8A8, W4A8 = SCHEMES["int8"], Scheme("int4", 16, "float")  # on CPU both round activations to 8 bits
 
 
+@pytest.mark.slow
 @pytest.mark.codegen
 @pytest.mark.parametrize(
     ("scheme", "kind", "spec"),
@@ -121,6 +122,7 @@ def test_forks_copy_the_scales():
         runner.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ratio"), [("int8", 0.5156), ("fp8", 0.5)])
 def test_a_plan_counts_the_bytes_of_a_block(kind, ratio):
     """int8: one bfloat16 scale for 64 numbers is 1/64 of the bytes of bfloat16 pages."""

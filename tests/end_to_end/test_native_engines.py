@@ -54,6 +54,7 @@ def test_two_engines_in_threads_of_one_process_give_the_answers_of_each_alone(ru
     assert answers == dict(enumerate(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_steps_leave_no_memory(runners):
     """A leak of 1 KB a step would show. `tests/kernels/test_native_faults.py` counts single allocations."""

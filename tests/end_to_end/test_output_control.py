@@ -85,6 +85,7 @@ def test_jump_forward_does_not_change_answers(llm: LLM):
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ '<think>\n' }}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "budget", [pytest.param(0, marks=pytest.mark.slow), 5, pytest.param(None, marks=pytest.mark.slow)]
 )
@@ -255,6 +256,7 @@ def test_a_bad_word_may_be_a_line_break(llm: LLM):
     assert line_break not in single.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_processed_logprobs_are_those_of_the_sampled_distribution():
     with pytest.raises(ModelLoadError, match="logprobs_mode='all': must be one of raw_logprobs, processed_logprobs"):
         LLM("demo", logprobs_mode="all", **SIZES)

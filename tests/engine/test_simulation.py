@@ -344,7 +344,16 @@ class EngineMachine(RuleBasedStateMachine):
                 event(name)  # `--hypothesis-show-statistics` prints in how many examples
 
 
-TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=40)
+class TestEngine(EngineMachine.TestCase):
+    """15 examples. The gate runs TestEngineLonger too."""
+
+    settings = settings(max_examples=15, stateful_step_count=40)
+
+
+@pytest.mark.slow
+class TestEngineLonger(EngineMachine.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40)
+
+
 # hypothesis shrinks a failing example for up to 300 s: the usual timeout would end the process before it is printed
 pytestmark = pytest.mark.timeout(900)

@@ -126,6 +126,7 @@ def test_generate_with_config_and_params(llm: LLM, params: Any):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_sigint")
 def test_after_ctrl_c_answers_are_those_of_a_fresh_engine(llm: LLM):
     prompts, sampling = workload(12, seed=3)

@@ -142,6 +142,7 @@ def test_other_names_of_dtypes():
     assert engine_config("demo", {"dtype": "float"}).dtype == "float32"
 
 
+@pytest.mark.slow
 def test_dummy_weights_and_overrides(tmp_path):
     """Only config.json is needed; its values are replaced; no weights are read."""
     source = find_model("demo")

@@ -118,6 +118,7 @@ def test_without_torch_the_message_says_so(llama: Path, capsys) -> None:
     assert "torch is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_program(llama: Path, tmp_path: Path) -> None:
     answers = own_answers(llama, tmp_path / "answers.json")
     command = [sys.executable, "-m", "jpaged.loading.check", str(llama), "--answers", str(answers)]

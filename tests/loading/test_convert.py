@@ -279,6 +279,7 @@ assert found["layers"][0]["gate_up"].addressable_shards[0].data.size * 4 == whol
 """
 
 
+@pytest.mark.slow
 def test_a_sharded_target_is_read_into_shards(llama: Path, tmp_path: Path) -> None:
     convert(str(llama), tmp_path / "out")
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}

@@ -75,9 +75,8 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-llama3", "qwen2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma", "llama-llama3", "qwen2"])
 def test_answers_are_the_same(name: str, tmp_path: Path) -> None:
     folder, file = write_both(BY_NAME[name], tmp_path)
     params = SamplingParams(max_tokens=8, temperature=0, logprobs=2)  # logprobs need the FULL program

@@ -57,6 +57,7 @@ def find(hub: Hub, home: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_only_needed_files_are_fetched_and_the_cache_serves_without_network(hub: Hub, tmp_path: Path) -> None:
     wanted = "1_Pooling config.json generation_config.json model.safetensors tokenizer.json"
     first = find(hub, tmp_path)

@@ -118,15 +118,9 @@ def test_used_rows_come_first_in_each_block() -> None:
     assert counts.sum() == (choice < 7).sum()
 
 
-@pytest.mark.parametrize(
-    ("num", "scoring"),
-    [
-        (7, Scoring.SIGMOID),
-        *(pytest.param(60, scoring, marks=pytest.mark.slow) for scoring in Scoring),
-        pytest.param(7, Scoring.SOFTMAX, marks=pytest.mark.slow),
-        *(pytest.param(128, scoring, marks=pytest.mark.slow) for scoring in Scoring),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scoring", list(Scoring))
+@pytest.mark.parametrize("num", [7, 60, 128])
 def test_bits_do_not_depend_on_the_number_of_tokens(num: int, scoring: Scoring) -> None:
     experts = Experts(num, 4, INTER, (True,), scoring=scoring, renormalise=True)
     matrices = layer(experts)

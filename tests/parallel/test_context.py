@@ -77,10 +77,12 @@ def test_each_device_has_its_tokens_and_their_rows(seed):
             assert lens[device, row] == (positions[device, mine[-1]] + 1 if len(mine) else 0)
 
 
+@pytest.mark.slow
 def test_a_batch_on_four_devices_has_the_bits_of_one(one, four):
     check_a_batch_and_the_prefix_cache(one, four)
 
 
+@pytest.mark.slow
 @pytest.mark.codegen
 def test_each_request_alone_has_the_bits_of_the_batch(four):
     check_each_request_alone(four)
@@ -112,6 +114,7 @@ def test_preemption_and_swap_give_the_same_bits(checkpoint, one):
         assert small.stats().used_blocks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -170,6 +173,7 @@ def test_no_program_copies_the_pages(four):
             assert operation.kind != "copy" or operation.num_bytes < size, operation.name
 
 
+@pytest.mark.slow
 def test_pages_of_16_bits_are_not_converted(checkpoint):
     """XLA's scatter on CPU would convert all pages to float32 and back, with JAX 0.10."""
     options = CACHED | FOUR | {"dtype": "bfloat16", "prefill_context_parallel_size": 2, "token_buckets": (128,)}

@@ -133,6 +133,7 @@ def test_another_process_computes_the_kv(pair, checkpoint, tmp_path):
     assert answers([found]) == wanted
 
 
+@pytest.mark.slow
 def test_a_prefill_engine_computes_prompts_for_another_one(checkpoint, pair):
     prompts, params = requests(12, seed=5)
     wanted = answers(pair[0].generate(prompts, params, use_tqdm=False))

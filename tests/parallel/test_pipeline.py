@@ -58,6 +58,7 @@ def test_all_stages_have_a_step(two, monkeypatch):
     assert set(rows[middle]) == {4}
 
 
+@pytest.mark.slow
 def test_preemption_and_swap_give_the_same_bits(checkpoint, one):
     prompts, params = workload(16, seed=2)
     calm = answers(one.generate(prompts, params, use_tqdm=False))
@@ -88,6 +89,7 @@ def test_beams_grammars_penalties_and_prompt_logprobs(one, two):
     assert outputs[1][-1].prompt_logprobs == outputs[0][-1].prompt_logprobs
 
 
+@pytest.mark.slow
 def test_a_json_schema_on_two_stages_of_two_devices():
     """Masks of a grammar, and forced tokens that are jumped over, on the demo model, which has a tokenizer."""
     schema = {"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]}
@@ -152,6 +154,7 @@ def test_windows_and_tied_embeddings_on_three_stages(tmp_path):
     assert found[1] == found[0]
 
 
+@pytest.mark.slow
 def test_two_engines_of_two_stages(checkpoint, one):
     prompts, params = workload(12, seed=7)
     with LLM(checkpoint, **CACHED, pipeline_parallel_size=2, data_parallel_size=2) as llm:

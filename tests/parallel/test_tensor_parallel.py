@@ -65,6 +65,7 @@ def test_each_request_alone_has_the_bits_of_the_batch(two):
     check_each_request_alone(two)
 
 
+@pytest.mark.slow
 def test_preemption_and_swap_give_the_same_bits(checkpoint, two):
     prompts, params = workload(16, seed=2)
     calm = answers(two.generate(prompts, params, use_tqdm=False))
@@ -95,6 +96,7 @@ def test_beams_grammars_penalties_and_prompt_logprobs(one, two):
         assert max(abs(a[token].logprob - b[token].logprob) for token in a) < 1e-5
 
 
+@pytest.mark.slow
 def test_one_token_of_a_json_schema_is_the_same_on_two_devices():
     """Masks of a grammar, on the demo model, which has a tokenizer."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -107,6 +109,7 @@ def test_one_token_of_a_json_schema_is_the_same_on_two_devices():
     assert texts[0].lstrip().startswith("{")
 
 
+@pytest.mark.slow
 @pytest.mark.codegen
 def test_deterministic_bits_do_not_depend_on_the_number_of_devices(checkpoint):
     prompts, params = workload(10, seed=4, longest=60)
@@ -139,6 +142,7 @@ def test_families_with_parts_of_their_own(name, experts, tmp_path):
         assert found[True, 8] == found[True, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_quantised_weights_are_split(scheme, checkpoint):
     """Each device rounds its own part, and parts of `o` and `down` have own scales: answers are near, not equal."""
@@ -218,6 +222,7 @@ def test_bad_options_are_refused_before_weights_are_read(options, error, says, c
         LLM(checkpoint, **options)
 
 
+@pytest.mark.slow
 def test_the_load_of_experts_is_counted(tmp_path):
     """All pairs: each token of each step, in each layer. The busiest of two devices has more than half of them."""
     folder = write("qwen3-moe", tmp_path)

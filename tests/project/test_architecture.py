@@ -7,6 +7,7 @@ everywhere above the kernels.
 
 import ast
 import builtins
+import functools
 import pathlib
 import re
 import subprocess
@@ -75,12 +76,15 @@ PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}
 CLIENT_PACKAGES = {"openai", "httpx", "requests", "litellm", "langchain", "instructor", "aiohttp", "anthropic"}
 
 
-def python_files(*folders: str) -> Iterator[pathlib.Path]:
-    """Yield the Python files of folders, each once: symbolic links are not followed."""
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if not any(parent.is_symlink() for parent in (path, *path.parents) if parent.is_relative_to(ROOT)):
-                yield path
+@functools.cache
+def python_files(*folders: str) -> list[pathlib.Path]:
+    """Return the Python files of folders, each once: symbolic links are not followed."""
+    return [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(parent.is_symlink() for parent in (path, *path.parents) if parent.is_relative_to(ROOT))
+    ]
 
 
 def name_of(path: pathlib.Path) -> str:
@@ -91,6 +95,7 @@ def name_of(path: pathlib.Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports_of(path: pathlib.Path) -> list[str]:
     """Return all imports of a file, also inside functions and for type checking. `from a import b` gives a.b."""
     package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]

@@ -110,6 +110,7 @@ def test_wheel_has_all_files_whatever_became_of_the_links(tree, change: Callable
     assert "jpaged/serving/page/index.html" in found
 
 
+@pytest.mark.slow
 def test_wheel_from_the_source_distribution_has_all_files(tree, tmp_path):
     done = build(tree, "sdist")
     assert done.returncode == 0, done.stderr

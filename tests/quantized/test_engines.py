@@ -328,6 +328,7 @@ NATIVE = [
 CLOSE = 0.08
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", NATIVE)
 def test_activations_in_8_bits_are_close(write: Writer, tmp_path: Path) -> None:
     """The default on CPU: the native kernel, which rounds activations."""

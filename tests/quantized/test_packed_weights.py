@@ -169,6 +169,7 @@ OPTIONS = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64,
 OPTIONS |= {"token_buckets": (64,), "dtype": "float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kinds"),
     [

@@ -30,6 +30,7 @@ SMALL |= {"token_buckets": (64,), "enable_prefix_caching": False}
 PROMPTS = [f"def f{i}(x):\n    return {i} +" * (1 + i % 3) for i in range(32)]
 
 
+@pytest.mark.slow
 @pytest.mark.codegen
 @pytest.mark.parametrize("quantization", ["int4"])  # test_kv_cache_dtype.py has both kinds, with a tiny model
 def test_the_same_bits_alone_and_in_a_batch_of_32(quantization):
@@ -43,6 +44,7 @@ def test_the_same_bits_alone_and_in_a_batch_of_32(quantization):
         assert output.outputs[0].logprobs == together[i].outputs[0].logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "ratio"), [("int8", 0.507), ("int4", 0.329)])
 def test_a_plan_counts_the_bytes_that_a_load_takes(quantization, ratio):
     loaded = load_model(EngineConfig(model="demo", dtype="bfloat16", quantization=quantization))
@@ -53,6 +55,7 @@ def test_a_plan_counts_the_bytes_that_a_load_takes(quantization, ratio):
     assert planned.weight_parts.keys() == whole.weight_parts.keys()
 
 
+@pytest.mark.slow
 def test_leaves_keep_their_meaning():
     """Every quantised leaf has the shape of the leaf before, and is close to it."""
     exact = load_model(EngineConfig(model="demo")).params
@@ -70,9 +73,8 @@ def test_leaves_keep_their_meaning():
                 assert np.sqrt(((a - b) ** 2).mean() / (a**2).mean()) < limit
 
 
-@pytest.mark.parametrize(
-    ("quantization", "limit"), [pytest.param("int8", 1.003, marks=pytest.mark.slow), ("int4", 1.03)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "limit"), [("int8", 1.003), ("int4", 1.03)])
 def test_perplexity(quantization, limit, tmp_path, capsys, monkeypatch):
     """On 6,000 tokens. On all 28,899: 1.0011 and 1.022."""
     text = tmp_path / "held_out.txt"

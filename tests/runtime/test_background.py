@@ -111,6 +111,7 @@ def answers(runner):
     return [bits(outputs[str(number)]) for number in range(len(REQUESTS))]
 
 
+@pytest.mark.slow
 @pytest.mark.codegen
 @pytest.mark.usefixtures("own_programs")
 def test_answers_do_not_depend_on_which_programs_exist(tmp_path):
@@ -173,6 +174,7 @@ def test_close_ends_a_compile_at_once(tmp_path, monkeypatch):
         runner.wait_until_ready()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_programs")
 def test_without_child_processes_the_engine_compiles(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("sys.executable", "/nowhere/python")

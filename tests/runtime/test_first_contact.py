@@ -128,6 +128,7 @@ def test_what_to_lower_when_memory_is_missing(message, device_bytes, sentence):
         raise error
 
 
+@pytest.mark.slow
 def test_an_engine_whose_pool_cannot_be_allocated(monkeypatch):
     def fail(self):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99999999999 bytes")

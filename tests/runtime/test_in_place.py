@@ -111,6 +111,7 @@ def large_moves(text, least_bytes):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_experts_are_not_copied(target, shape):
     """No copy of all experts of a layer; on accelerators no copy of a single one. Two kernels per layer multiply."""
@@ -136,6 +137,7 @@ def test_no_copy_is_as_large_as_the_kv_or_weights_of_a_layer(target, shape):
     assert memory.alias_size_in_bytes >= SPEC.num_layers * pool_bytes(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_pages_of_several_kv_groups_are_not_copied(target, shape):
     program = compiled(target, shape, layers=len(MIXED), windows=MIXED)
@@ -212,6 +214,7 @@ def test_large_moves_finds_a_copy():
     assert large_moves(program.as_text(), 4 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "shape"), ONE_ON_CPU)
 def test_ten_times_the_pool_adds_no_work(target, shape):
     small, large = compiled(target, shape), compiled(target, shape, 10 * BLOCKS)

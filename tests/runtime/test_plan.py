@@ -253,14 +253,12 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
-    pytest.param({"kv_cache_memory_bytes": 32 * 2**20}, marks=pytest.mark.slow),
-    pytest.param({"kv_cache_memory_bytes": 2**20}, marks=pytest.mark.slow),
-    pytest.param(
-        {"kv_cache_memory_bytes": 2**21, "max_model_len": 48, "block_size": 8, "mask_unknown_tokens": False},
-        marks=pytest.mark.slow,
-    ),
-    pytest.param({}, marks=pytest.mark.slow),
+    {"kv_cache_memory_bytes": 32 * 2**20},
+    {"kv_cache_memory_bytes": 2**20},
+    {"kv_cache_memory_bytes": 2**21, "max_model_len": 48, "block_size": 8, "mask_unknown_tokens": False},
+    {},
     {"dtype": "auto", "max_model_len": 256},  # those of other tests: the programs are cached
 ])  # fmt: skip
 def test_an_engine_agrees_with_its_plan(options, caplog):

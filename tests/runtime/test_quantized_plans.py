@@ -169,6 +169,7 @@ def test_a_config_alone_counts_what_the_headers_count(name, platform, tmp_path):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_deepseek_v3_does_not_fit_one_card(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(targets, "_installed", lambda module: False)
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))

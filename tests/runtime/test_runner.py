@@ -275,6 +275,7 @@ def test_impossible_options_are_refused(params, options, message):
         ModelRunner.create(SPEC, params, dataclasses.replace(CONFIG, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_programs")
 def test_a_callers_jax_settings_change_nothing(params, dense_greedy):
     """With a trainer's settings the tokens are the same, and the settings stay as they were."""

@@ -62,6 +62,7 @@ def answers(store):
     return [bits(outputs[str(number)]) for number in range(len(REQUESTS))], aliased, pages
 
 
+@pytest.mark.slow
 @pytest.mark.codegen
 @pytest.mark.usefixtures("own_programs")
 def test_a_stored_program_is_the_traced_one(tmp_path, tracing):
@@ -204,6 +205,7 @@ def test_a_program_that_cannot_be_stored_is_traced(tmp_path, caplog):
     assert files(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_custom_logits_processors_are_not_stored(tmp_path):
     """A stored program is found by the sources of jpaged. The caller's function is not among them."""
     processors = logits_processors({"same": lambda logits: logits})

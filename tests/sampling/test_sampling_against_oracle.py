@@ -323,6 +323,7 @@ def with_logits(alone: list[Row], mixed: list[Row]) -> list[tuple[Row, DeviceRow
     return list(zip(alone + mixed, device_distribution(alone + mixed, 1, modes), strict=True))
 
 
+@pytest.mark.slow
 def test_every_value_has_an_effect(alone: list[Row]):
     """Without the value, the oracle's distribution differs in at least three rows."""
     choices = choices_alone()

@@ -82,6 +82,7 @@ def written(client: openai.OpenAI, **asked: object) -> tuple[str, str]:
     return answer.text, answer.finish_reason
 
 
+@pytest.mark.slow
 def test_forced_calls(name, client):
     """Required, named and streamed. `skip_special_tokens` does not hide the tags from the parser."""
     biased = {"logit_bias": {str(added_tokens.ids(name, BEGIN[name])[0]): 50}}  # Llama 3's tag is optional

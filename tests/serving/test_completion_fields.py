@@ -193,6 +193,7 @@ def test_a_long_echo_does_not_stop_other_requests(url, engine):
     assert answer["logprobs"]["top_logprobs"][-1]["b"] == -0.5
 
 
+@pytest.mark.slow
 def test_echo_is_what_the_model_says_of_its_prompt(tmp_path):
     """Log-probabilities equal those of `LLM`, and those that Transformers recorded for the same tokens."""
     write_checkpoint(BY_NAME["qwen3"], 0, tmp_path)

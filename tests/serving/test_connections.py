@@ -226,6 +226,7 @@ def test_the_end_of_a_connection_behind_unread_bytes_is_seen(url, engine):
     wait_for(lambda: not engine.running)
 
 
+@pytest.mark.slow
 def test_a_connection_is_idle_after_an_early_error(strict):
     with connected(strict) as raw:
         raw.sendall(POST + b"Content-Length: 10\r\n\r\n")

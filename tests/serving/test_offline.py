@@ -127,6 +127,7 @@ def test_the_hook_refuses_and_notes_a_connection(tmp_path):
     assert attempts.read_text() == "socket.connect 192.0.2.1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads sockets from /proc")
 def test_a_server_without_a_network_serves_and_tries_to_leave_nowhere(tmp_path):
     attempts = tmp_path / "attempts.txt"

@@ -52,6 +52,7 @@ def at_once(url: str, bodies: list[dict]) -> list[httpx.Response]:
         return list(pool.map(ask, bodies))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limit", [{"max_queued_requests": 1}, pytest.param({"max_queued_tokens": 5}, marks=pytest.mark.slow)]
 )

@@ -159,6 +159,7 @@ def test_a_server_in_the_background_keeps_ignoring_ctrl_c(start):
     assert "closed True" in process.stdout.read()
 
 
+@pytest.mark.slow
 def test_requests_that_outlast_the_timeout_are_ended(start):
     process, url = start(1)
     body = {"prompt": "a", "max_tokens": 4000, "stream": True}
@@ -230,6 +231,7 @@ def test_a_unix_socket_serves_and_is_removed(start, tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_for_another_one_of_its_connection_is_not_begun(start):
     """It got 500 and a traceback."""
     process, url = start(1)
@@ -251,6 +253,7 @@ def test_a_request_that_waits_for_another_one_of_its_connection_is_not_begun(sta
 STUCK = ("tokenising", "rendering", "compiling")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stuck", [STUCK, *(pytest.param((one,), marks=pytest.mark.slow) for one in STUCK)])
 def test_a_stuck_server_ends_within_its_timeout(start, stuck):
     process, url = start(1, *stuck)
@@ -276,6 +279,7 @@ def test_a_stuck_server_ends_within_its_timeout(start, stuck):
         assert "in close" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the child process in /proc")
 def test_a_body_that_is_never_checked_does_not_delay_the_end(start):
     """The child process that checks large bodies is stopped, as by a check without end."""

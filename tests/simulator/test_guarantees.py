@@ -16,6 +16,8 @@ from jpaged.simulator.results import SimulationResult
 from jpaged.simulator.simulation import SimulationOptions, simulate
 from jpaged.simulator.step_load import EngineShape
 
+pytestmark = pytest.mark.slow  # whole loads, in seconds each; tests/engine has the mechanisms
+
 COST = CostModel(fixed=5e-3, per_token=2e-5, per_kv_token=1e-7)
 BLOCK, ROWS, MOST = 16, 48, 1024
 PRIORITIES = ((0, 2.0), (1, 1.0), (3, 1.0))
@@ -210,7 +212,6 @@ def test_waste_of_mixed_lengths_is_under_four_percent():
     assert 0 < result.kv_waste < 0.04
 
 
-@pytest.mark.slow
 def test_memory_does_not_grow_with_the_run():
     """Compare Python's allocated memory blocks after 4,000 and after 20,000 requests."""
     held = []

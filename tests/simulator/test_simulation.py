@@ -244,6 +244,7 @@ def test_two_replicas_share_the_work():
         assert both.output_tokens == alone.output_tokens
 
 
+@pytest.mark.slow
 def test_prefixes_go_where_they_are_cached():
     """The prefixes do not fit into one pool. Only with affine routing does each replica keep a share of them."""
     shape = dataclasses.replace(SHAPE, num_blocks=128)

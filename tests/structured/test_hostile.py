@@ -163,6 +163,7 @@ def test_an_expensive_grammar_ends(demo: Model, name: str):
         assert "\n" not in error.accepted
 
 
+@pytest.mark.slow
 def test_endless_compiles_end_and_do_not_delay_other_requests():
     """Each endless compile ends with its own error, and an ordinary grammar is ready before them."""
     compiler, _ = small_compiler(grammar_compile_timeout=3.0)

@@ -11,6 +11,8 @@ import check_prose
 from check_prose import Allowed, Finding, apply_allowed, check_source
 from prose_rules import RULES
 
+pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it
+
 
 def found(source: str, path: str = "jpaged/example.py") -> list[tuple[int, str, str]]:
     """(line, rule, text) of every finding."""

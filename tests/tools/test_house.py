@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
 import house
 
+pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it
+
 
 def product(**files: str) -> house.Section:
     """The product's figures of files in jpaged/, by name without suffix."""
