@@ -33,7 +33,11 @@ import platformdirs
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.array_types import CheckArrays
+# Failed assertions of helper modules show their values, as those of test modules do.
+folders = (path.name for path in pathlib.Path(__file__).parent.iterdir() if path.is_dir())
+pytest.register_assert_rewrite(*(f"tests.{name}" for name in folders))
+
+from tests.support.array_types import CheckArrays  # noqa: E402
 
 # Compiled programs are kept between test runs: most of a run's time is compiling. An environment variable, so that
 # workers and the child processes of tests share one folder.

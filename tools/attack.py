@@ -218,16 +218,15 @@ def run_streams(port: int, count: int, wanted: list[tuple[str, str | None]], sto
 
 def hostile_bodies() -> Iterator[tuple[str, str, bytes]]:
     """Yield (name, path, body): those of the tests."""
-    from tests.serving import test_frozen_loop as bodies
-    from tests.serving.test_hostile_requests import FIELDS, TOOLS
+    from tests.serving import hostile_bodies as bodies
 
-    for name, (begin, rest, _) in (bodies.FAST | bodies._many()).items():
+    for name, (begin, rest, _) in (bodies.FAST | bodies.many_bodies()).items():
         body = begin + rest()
         yield name, bodies.path_of(body), body
-    for fields in FIELDS:
+    for fields in bodies.REFUSED_FIELDS:
         name = ", ".join(fields)
         yield name, COMPLETIONS, json.dumps({"prompt": PROMPT, "max_tokens": 8} | fields).encode()
-    for number, tool in enumerate(TOOLS):
+    for number, tool in enumerate(bodies.REFUSED_TOOLS):
         chat = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "tool_choice": "required"}
         yield f"tool {number}", CHAT, json.dumps(chat | {"max_tokens": 8}).encode()
     words = "a line of code, and another one;\n"

@@ -10,7 +10,7 @@ from jpaged.cli.flags import field_docs
 from jpaged.cli.plan import Plan, _roofline_lines
 from jpaged.runtime import targets
 from jpaged.runtime.roofline import CollectiveCost, ProgramCost, Roofline
-from tests.runtime.test_plan import LLAMA, LLAMA_WEIGHTS
+from tests.support.published_configs import LLAMA, LLAMA_WEIGHTS
 
 
 @pytest.fixture

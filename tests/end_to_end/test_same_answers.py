@@ -1,6 +1,5 @@
 """The same answers under any load: alone, in a batch, preempted, from a cached prefix. On CPU, bit for bit."""
 
-import random
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +8,9 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
+from tests.support.random_requests import OPTIONS, answers, workload
 
 pytestmark = pytest.mark.codegen
-
-OPTIONS = {
-    "dtype": "float32",
-    "row_buckets": (8,),
-    "token_buckets": (64,),
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "enable_prefix_caching": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -33,26 +24,6 @@ def checkpoint(tmp_path_factory):
 def llm(checkpoint):
     with LLM(checkpoint, **OPTIONS) as llm:
         yield llm
-
-
-def workload(count, seed, longest=120):
-    """Random prompts. Half of the requests are greedy, half are seeded, with various sampling parameters."""
-    rng = random.Random(seed)
-    prompts, params = [], []
-    for i in range(count):
-        length = rng.choice([1, 2, 15, 16, 17, rng.randint(3, longest)])
-        prompts.append({"prompt_token_ids": [rng.randrange(3, 300) for _ in range(length)]})
-        sampling = {"temperature": 0} if i % 2 else {"temperature": rng.uniform(0.5, 1.5), "seed": i}
-        if i % 4 == 0:
-            sampling |= rng.choice([{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.95, "top_k": 40}])
-        if i % 7 == 0:
-            sampling["logprobs"] = 3
-        params.append(SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True, **sampling))
-    return prompts, params
-
-
-def answers(outputs):
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].finish_reason) for o in outputs]
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])

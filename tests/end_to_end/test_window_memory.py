@@ -6,7 +6,7 @@ import pytest
 from jpaged import LLM, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, Rope
-from tests.runtime.test_runner import dense_continuation, random_params
+from tests.support.random_decoder import dense_continuation, random_params
 from tests.support.tiny_engine import sampling_programs
 
 pytestmark = pytest.mark.slow

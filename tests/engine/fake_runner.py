@@ -363,3 +363,11 @@ def alone(
     for _ in range(count):
         tokens.append(next_token(tokens, vocab_size, seed, windows))
     return tokens[len(token_ids) :]
+
+
+class PoolingRunner(FakeRunner):
+    """Pools the vector (next token of the model, 1), so that every token of the prompt matters."""
+
+    def _result(self, plan, tokens):
+        assert plan.num_decodes == 0
+        return StepResult(np.zeros(0, np.int32), pooled=np.stack([tokens, np.ones_like(tokens)], 1).astype(np.float32))

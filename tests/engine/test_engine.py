@@ -8,28 +8,9 @@ import pytest
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import CapacityError, EngineError, RequestError
-from jpaged.outputs import RequestOutput
 from jpaged.params.sampling import SamplingParams
 from tests.engine.fake_runner import FakeRunner, alone
-
-
-def greedy(max_tokens: int | None = 8, **fields) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
-
-
-def run(engine: Engine) -> dict[str, RequestOutput]:
-    """Step until no request is left. Checks integrity after every step."""
-    finals = {}
-    while engine.has_work:
-        for output in engine.step():
-            finals[output.request_id] = output
-        engine.check_integrity()
-    assert engine.stats().used_blocks == 0
-    return finals
-
-
-def prompt_of(length: int, start: int = 0) -> list[int]:
-    return [(7 * (start + i) + 3) % 97 for i in range(length)]
+from tests.engine.greedy_requests import greedy, prompt_of, run
 
 
 def test_one_request_gives_the_models_tokens():

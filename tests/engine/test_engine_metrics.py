@@ -11,9 +11,8 @@ from jpaged.errors import CapacityError
 from jpaged.metrics import Histogram, RequestHistograms, token_count_bounds
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
-from tests.engine.fake_runner import FakeRunner
-from tests.engine.test_engine import greedy, prompt_of, run
-from tests.engine.test_pooling import PoolingRunner
+from tests.engine.fake_runner import FakeRunner, PoolingRunner
+from tests.engine.greedy_requests import greedy, prompt_of, run
 
 
 def figures(engine: Engine):

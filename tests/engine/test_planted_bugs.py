@@ -23,8 +23,8 @@ from jpaged.engine.scheduling.prompt_scheduler import PromptScheduler
 from jpaged.engine.scheduling.running_requests import RunningRequests
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
-from tests.engine.test_block_pool import PoolMachine
-from tests.engine.test_simulation import COUNTERS, EngineMachine
+from tests.engine.engine_machine import COUNTERS, EngineMachine
+from tests.engine.pool_machine import PoolMachine
 
 SEARCH = settings(
     max_examples=200, stateful_step_count=20, derandomize=True, database=None, deadline=None,

@@ -7,19 +7,10 @@ import pytest
 
 from jpaged import ClassificationOutput, EmbeddingOutput, PoolingParams, RequestError, SamplingParams
 from jpaged.engine.engine import Engine, EngineOptions, StepError
-from jpaged.engine.step_plan import StepResult
 from jpaged.engine.strategies.pooling import Activation, Pooling, activation_of, labels_of
-from tests.engine.fake_runner import FakeRunner, next_token
+from tests.engine.fake_runner import FakeRunner, PoolingRunner, next_token
 
 EMBEDS = Pooling(2)
-
-
-class PoolingRunner(FakeRunner):
-    """Pools the vector (next token of the model, 1), so that every token of the prompt matters."""
-
-    def _result(self, plan, tokens):
-        assert plan.num_decodes == 0
-        return StepResult(np.zeros(0, np.int32), pooled=np.stack([tokens, np.ones_like(tokens)], 1).astype(np.float32))
 
 
 def raw(prompt, vocab_size=97):

@@ -159,3 +159,30 @@ def expected(shape: Shape, case):
                 total = total + np.exp(options["sinks"][head] - top)
             out[tokens, head] = weights / total @ values
     return out
+
+
+def slot_values(pages):
+    """float64[num_blocks * block_size, 2, kv_heads, head_dim]: contents of all slots, in numpy."""
+    data = np.asarray(pages.data.astype(jnp.float32), np.float64)
+    if pages.scales is not None:
+        scales = np.asarray(pages.scales.astype(jnp.float32), np.float64)
+        data = data * (scales[..., None] if scales.ndim == 4 else scales[None, :, :, None, None])
+    return data.transpose(0, 3, 1, 2, 4).reshape(-1, *np.delete(data.shape, (0, 3)))
+
+
+def numpy_qkv(qkv, *, bias=None, cos=None, sin=None, q_norm=None, k_norm=None, eps=1e-6):
+    """Expected q, k, v in float64."""
+    x = np.asarray(qkv, np.float64) + (0 if bias is None else bias)
+    q, k, v = x[:, :, :-2], x[:, :, -2:-1], x[:, :, -1]
+
+    def norm_and_rope(x, weight):
+        if weight is not None:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+        if cos is not None:
+            half = cos.shape[1]
+            c, s = cos[:, None, None], sin[:, None, None]
+            a, b = x[..., :half], x[..., half : 2 * half]
+            x = np.concatenate([a * c - b * s, b * c + a * s, x[..., 2 * half :]], -1)
+        return x
+
+    return norm_and_rope(q, q_norm).reshape(len(x), -1, x.shape[-1]), norm_and_rope(k, k_norm)[:, :, 0], v

@@ -1,4 +1,4 @@
-"""Quantised weights of every kind, drawn or as shapes, for tests of the products on NVIDIA."""
+"""Quantised weights of every kind, drawn or as shapes, for tests of matmuls on GPU and TPU."""
 
 import dataclasses
 import functools
@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import QuantizedWeight
-from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, to_rows
+from pallas_kernels import QuantizedWeight, quantized_dot
+from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, to_lanes, to_rows
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+BLOCKS = (np.array([2, 2, 0, 3, 1], np.int32), np.int32(4))  # matrix of each block, and the number of used blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +101,25 @@ def rounded_to_fp8(x, groups: int) -> np.ndarray:
     step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 2.0**-6))), -6) - 3)
     codes = np.minimum(np.abs(np.round(scaled / step) * step), 448) * np.sign(scaled)
     return (codes * (most.astype(np.float64) / 448)).reshape(x.shape)
+
+
+def x_of(rows, case, seed=0):
+    """Return random x[rows, in] of the case's dtype."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((rows, case.inputs)), case.dtype)
+
+
+def call_of(case, rows, name=None):
+    """Return a matmul and the shapes of its arguments. The result has x's dtype."""
+    leaves, tree = jax.tree.flatten(case.shapes())
+    call = lambda x, *arrays: quantized_dot(x, jax.tree.unflatten(tree, arrays), rows, implementation=name)  # noqa: E731
+    return call, (jax.ShapeDtypeStruct((rows, case.inputs), jnp.dtype(case.dtype)), *leaves)
+
+
+def in_tpu_layout(plain):
+    """Return weights in the layout that the TPU kernel takes."""
+    return to_lanes(plain) if plain.kind == "int4" or (plain.kind == "int8" and plain.groups > 1) else to_rows(plain)
+
+
+def x_blocks_of(rows, case, blocks=5):
+    """Return random x[blocks, rows, in] of the case's dtype."""
+    return jnp.asarray(np.random.default_rng(3).standard_normal((blocks, rows, case.inputs)), case.dtype)

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from pallas_kernels import KernelCheckError, KVPages, paged_attention, self_chec
 from pallas_kernels.native import library
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 from pallas_kernels.platforms import Implementation, choose, default_device
+from tests.kernels.fake_devices import device_like
 from tests.kernels.oracle import Shape, make_case
 
 # import_module, because the package has functions of the same names
@@ -90,13 +90,6 @@ def test_self_check_detects_a_kernel_that_ignores_an_option(monkeypatch, option,
             implementation=f"no {argument}", dtype=jnp.float32, head_dim=16, q_heads=4, cases="decode", **{option: True}
         )
     self_check(implementation="xla_loop", dtype=jnp.float32, head_dim=16, q_heads=4, cases="decode", **{option: True})
-
-
-def device_like(platform, capability=None):
-    device = types.SimpleNamespace(platform=platform, device_kind="a device")
-    if capability:
-        device.compute_capability = capability
-    return device
 
 
 @pytest.mark.parametrize(("capability", "write"), [("8.0", "xla"), ("8.9", "triton"), ("7.5", "xla")])

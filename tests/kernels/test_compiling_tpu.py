@@ -11,23 +11,10 @@ import pytest
 from pallas_kernels import paged_attention, write_kv
 from pallas_kernels.kv_pages import KVPages
 from tests.kernels import lowered
-from tests.support.deviceless import V5E, marks, page
+from tests.support.deviceless import V5E, compile_for_v5e, marks, page
 
 pytestmark = marks(V5E)
 BOTH_KINDS = pytest.mark.parametrize("max_query_len", [1, 32], ids=["decode", "mixed"])
-
-
-def placed(x):
-    """ShapeDtypeStructs on a v5e. Pages have the layout of KVPages."""
-    if isinstance(x, KVPages):
-        return jax.tree.map(lambda array: page(array, V5E), x)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=V5E.sharding())
-
-
-def compile_for_v5e(call, arguments, place=placed, **options):
-    arguments = jax.tree.map(place, arguments, is_leaf=lambda x: isinstance(x, KVPages))
-    with V5E.tracing():
-        return jax.jit(call, **options).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
 @BOTH_KINDS

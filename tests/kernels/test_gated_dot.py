@@ -13,7 +13,7 @@ import scipy.special
 from pallas_kernels import gated_dot
 from pallas_kernels.gated_dot import IMPLEMENTATIONS, choose_implementation, tiling, triton
 from pallas_kernels.gated_dot.tiling import Tiling
-from tests.kernels.test_lowering import lower_for
+from tests.kernels.lowering import lower_for
 
 pytestmark = pytest.mark.codegen
 

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import dot, grouped_dot
 from pallas_kernels.grouped_dot import IMPLEMENTATIONS, cpu
-from tests.kernels.test_lowering import lower_for
+from tests.kernels.lowering import lower_for
 
 pytestmark = pytest.mark.codegen
 

@@ -8,23 +8,12 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import dot, grouped_dot, quantize, quantized_dot
 from pallas_kernels.native import library
 from pallas_kernels.row_ops import rms_norm_rows, silu_and_mul
 from tests.kernels import lowered
-
-DEVICES = {
-    "cuda": AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu"),
-    "tpu": AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu"),
-}
-
-
-def lower_for(platform, call, arguments):
-    """The StableHLO of `call` for an accelerator."""
-    with use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=DEVICES[platform])):
-        return jax.jit(call).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+from tests.kernels.lowering import DEVICES, lower_for
 
 
 @pytest.mark.parametrize("platform", DEVICES)

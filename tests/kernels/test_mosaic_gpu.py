@@ -12,9 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import KVPages, paged_attention, self_check
 from pallas_kernels.paged_attention.tiling import Tiling
 from tests.kernels import lowered
+from tests.kernels.lowering import lower_for
 from tests.kernels.machine_code import compile_for
 from tests.kernels.oracle import DECODES, TOLERANCE, Shape, attend, expected, make_case
-from tests.kernels.test_lowering import lower_for
 from tests.support.deviceless import H200
 
 has_interpreter = pytest.mark.skipif(

@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention import mosaic_gpu_prefill, triton
 from tests.kernels import lowered
+from tests.kernels.lowering import lower_for
 from tests.kernels.machine_code import mosaic_kernel, tool
 from tests.kernels.oracle import TOLERANCE, Shape, expected, make_case
-from tests.kernels.test_lowering import lower_for
 from tests.support.deviceless import H200
 
 has_interpreter = pytest.mark.skipif(

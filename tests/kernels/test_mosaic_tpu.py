@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import KVPages, write_kv
 from pallas_kernels.paged_attention import mosaic_tpu
 from pallas_kernels.write_kv import mosaic_tpu as mosaic_tpu_write
+from tests.kernels.fake_devices import device_like
 from tests.kernels.oracle import TOLERANCE, Shape, attend, expected, make_case
-from tests.kernels.test_choice import device_like
 
 pytestmark = pytest.mark.codegen
 

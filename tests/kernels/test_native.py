@@ -23,6 +23,14 @@ import pytest
 from pallas_kernels import cpu_kernels, paged_attention, private_folder
 from pallas_kernels.native import disk, library, processors
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
+from tests.kernels.native_calls import (
+    LARGE,
+    LARGE_OPTIONS,
+    LARGE_SHAPE,
+    large_call,
+    write_call,
+    write_calls_of_eight_devices,
+)
 from tests.kernels.oracle import Shape, attend, make_case
 
 HEADER = pathlib.Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
@@ -100,7 +108,7 @@ def test_offsets_are_those_of_the_header():
 # --- the same bits ---------------------------------------------------------------------------------------------------
 
 SAME = {
-    "bf16": Shape(heads=8, head_dim=64, dtype="bfloat16", tokens=320, rows=8),
+    "bf16": LARGE_SHAPE,
     "window-softcap": Shape(heads=6, tokens=320, rows=8, window=50, softcap=2.0),
     "mqa-20-sinks-alibi": Shape(heads=20, kv_heads=1, head_dim=40, tokens=320, rows=8, sinks=True, slopes=True),
     "int8-block-8": Shape(kv_dtype="int8", block_size=8, width=40, num_blocks=128, tokens=320, rows=8),
@@ -137,53 +145,17 @@ def test_bits_of_a_query_depend_on_its_own_row_only(name):
         np.testing.assert_array_equal(attend(shape, case, "cpu")[:count], whole[first : first + count])
 
 
-LARGE = ((1, 300), (100, 120), (1, 200), (150, 300), (1, 16))  # tokens and keys: enough work for several threads
-LARGE_OPTIONS: dict = {"scale": 64**-0.5, "max_query_len": 320, "implementation": "cpu"}
-
-
-def large_call() -> np.ndarray:
-    """Results of a call with enough work for several threads."""
-    return attend(SAME["bf16"], make_case(SAME["bf16"], LARGE), "cpu")
-
-
-def _write_call(path: str) -> None:
-    np.save(path, large_call())
-
-
-def _write_calls_of_eight_devices(path: str) -> None:
-    """Calls on all devices at once, from a thread for each. The devices share one pool of threads."""
-    shape, devices = SAME["bf16"], jax.devices()
-    assert len(devices) == 8
-    case = make_case(shape, LARGE)
-    call = jax.jit(lambda *args: paged_attention(*args, **LARGE_OPTIONS))
-    results: list[np.ndarray] = []
-
-    def repeat(device: jax.Device) -> None:
-        arguments = jax.device_put(tuple(case.values()), device)
-        tokens = sum(count for count, _ in LARGE)
-        results.extend(np.asarray(call(*arguments), np.float32)[:tokens] for _ in range(25))
-
-    threads = [threading.Thread(target=repeat, args=(device,)) for device in devices]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 200
-    assert all(np.array_equal(result, results[0]) for result in results)
-    np.save(path, results[0])
-
-
 @pytest.mark.parametrize(
     ("environment", "function"),
     [
-        pytest.param({"NPROC": "1"}, _write_call, id="one thread", marks=pytest.mark.slow),
+        pytest.param({"NPROC": "1"}, write_call, id="one thread", marks=pytest.mark.slow),
         pytest.param(
-            {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, _write_calls_of_eight_devices, id="eight devices"
+            {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, write_calls_of_eight_devices, id="eight devices"
         ),
     ],
 )
 def test_bits_are_the_same_with_one_thread_and_on_eight_devices(tmp_path, environment, function):
-    code = f"import sys; from tests.kernels.test_native import {function.__name__}; {function.__name__}(sys.argv[1])"
+    code = f"import sys; from tests.kernels.native_calls import {function.__name__}; {function.__name__}(sys.argv[1])"
     if "XLA_FLAGS" in environment:
         environment = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {environment['XLA_FLAGS']}"}
     command, root = [sys.executable, "-c", code, str(tmp_path / "out.npy")], pathlib.Path(__file__).resolve().parents[2]
@@ -193,7 +165,7 @@ def test_bits_are_the_same_with_one_thread_and_on_eight_devices(tmp_path, enviro
 
 @pytest.mark.slow
 def test_bits_are_the_same_in_a_spawned_child(tmp_path):
-    child = multiprocessing.get_context("spawn").Process(target=_write_call, args=(str(tmp_path / "child.npy"),))
+    child = multiprocessing.get_context("spawn").Process(target=write_call, args=(str(tmp_path / "child.npy"),))
     child.start()
     child.join(120)
     np.testing.assert_array_equal(np.load(tmp_path / "child.npy"), large_call())
@@ -218,7 +190,7 @@ def test_calls_leave_no_memory():
     def resident() -> int:
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    case = make_case(SAME["bf16"], LARGE)
+    case = make_case(LARGE_SHAPE, LARGE)
     call = jax.jit(lambda *args: paged_attention(*args, **LARGE_OPTIONS))
     growth = []
     for _ in range(5):  # the heap may still settle: 9 MB in 1,000 calls, then nothing
@@ -232,7 +204,7 @@ def test_calls_leave_no_memory():
 
 
 def test_padding_tokens_are_zero():
-    shape = SAME["bf16"]
+    shape = LARGE_SHAPE
     case = make_case(shape, ((3, 20),))
     out = jax.jit(lambda *args: paged_attention(*args, scale=0.125, max_query_len=320, implementation="cpu"))(
         *case.values()

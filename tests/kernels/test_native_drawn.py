@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from pallas_kernels import KVPages, dot, grouped_dot, paged_attention, write_qkv
 from pallas_kernels.native import library
 from pallas_kernels.paged_attention import cpu
-from tests.kernels.oracle import TOLERANCE, Shape, expected, make_case
-from tests.kernels.test_writes import numpy_qkv, slot_values
+from tests.kernels.oracle import TOLERANCE, Shape, expected, make_case, numpy_qkv, slot_values
 
 pytestmark = pytest.mark.skipif(library.native(cpu.KERNEL).name is None, reason="native kernels cannot run here")
 

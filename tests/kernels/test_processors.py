@@ -13,7 +13,7 @@ from pallas_kernels.dot import cpu as dot
 from pallas_kernels.native import disk, library
 from pallas_kernels.paged_attention import cpu as attention
 from pallas_kernels.quantized_dot import cpu as products
-from tests.kernels.test_quantized_dot import SHAPES, arrays
+from tests.kernels.integer_matmul import SHAPES, arrays
 
 AVX2 = {"fma", "avx2", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl"}

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QuantizedWeight, quantize, quantized_dot
+from pallas_kernels import quantize, quantized_dot
 from pallas_kernels.quantized_dot import cpu
+from tests.kernels.integer_matmul import SHAPES, arrays, oracle
 
 CPU = jax.devices("cpu")[0]
 
@@ -20,27 +21,6 @@ def _native():
     reason = cpu.refuse(CPU, jnp.zeros((8, 64)), quantize(jnp.ones((8, 64)), 8), jnp.float32)
     if reason is not None:
         pytest.skip(reason)
-
-
-def arrays(rows, inputs, outputs, bits, group_size=None, dtype="float32"):
-    rng = np.random.default_rng(rows + inputs)
-    x, numbers = rng.standard_normal((rows, inputs)), rng.standard_normal((outputs, inputs))
-    return jnp.asarray(x, dtype), quantize(jnp.asarray(numbers, dtype), bits, group_size)
-
-
-def oracle(x, weight: QuantizedWeight):
-    """The product with rows of x rounded to 8 bits, in float64. Reads the weights through `dequantize`."""
-    x = np.asarray(x, np.float32)
-    largest = np.abs(x).max(1, keepdims=True)
-    codes = np.round(x * (np.float32(127) / largest)).astype(np.int64)
-    weight = np.asarray(dataclasses.replace(weight, dtype=np.dtype(np.float32)).dequantize(), np.float64)
-    return (codes @ weight.T) * (largest.astype(np.float64) / 127)
-
-
-SHAPES = [
-    (1, 64, 1, 8, None), (8, 48, 5, 8, None), (9, 704, 67, 4, 64), (33, 96, 128, 4, 16), (70, 1536, 300, 8, 128),
-    (16, 2048, 33, 4, 128), (1, 2048, 40, 4, None),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

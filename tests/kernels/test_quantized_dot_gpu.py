@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +15,13 @@ from pallas_kernels import quantized_dot
 from pallas_kernels.quantized_dot import reference, triton, triton_codes, xla
 from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.weight import to_rows
+from tests.kernels.fake_devices import device_like, gpu
+from tests.kernels.lowering import lower_for
 from tests.kernels.machine_code import DUMP_PTX, compile_for, kernels_of, tool
-from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
-from tests.kernels.test_lowering import lower_for
-from tests.support.deviceless import H200, marks
+from tests.kernels.quantized_cases import Case, call_of, numbers_of, rounded_to_fp8, x_of
+from tests.support.deviceless import H200, deviceless
 
 CPU = jax.devices("cpu")[0]
-
-
-def deviceless(test):
-    return functools.reduce(lambda made, mark: mark(made), marks(H200), test)
 
 
 SMALL = Tiling(16, 32, 64)  # small tiles have edges in small shapes
@@ -42,10 +38,6 @@ NUMBERS = [
     (5, 2, Case("int8", 384, activations="int8")),
     (17, 1, Case("int4", 64, 32, zeros=True, activations="int8")),
 ]
-
-
-def x_of(rows, case, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((rows, case.inputs)), case.dtype)
 
 
 def kernel(case, splits=1, dtype=jnp.float32):
@@ -202,28 +194,24 @@ def test_instructions_make_small_integers(high, zero):
     np.testing.assert_array_equal(found.view(np.int8), nibbles.astype(np.int8) - zeros.astype(np.int8))
 
 
-def card(capability="9.0", platform="gpu"):
-    return types.SimpleNamespace(platform=platform, device_kind="a card", compute_capability=capability)
-
-
 @pytest.mark.parametrize(
     ("case", "dtype", "device", "message"),
     [
-        (Case("int4", 128, 64), "float32", card(), "x of float32: it multiplies bfloat16 and float16"),
-        (Case("int4", 96, 32), "bfloat16", card(), "96 inputs of 4 bits: must be a multiple of 64"),
-        (Case("int8", 96, 24), "bfloat16", card(), "groups of 24 inputs: must be 16, 32, a multiple of 64"),
-        (Case("int8", 96, 16, activations="int8"), "bfloat16", card(), "groups of 16 inputs: must be 32"),
-        (Case("fp8", 128, activations="int8"), "bfloat16", card(), "with weights of fp8: must be int8 or int4"),
-        (Case("int8", 64, zeros=True, activations="int8"), "bfloat16", card(), "zero points of 8 bits"),
-        (Case("fp8", 128), "bfloat16", card("8.6"), r"float8 needs compute capability 8\.9"),
-        (Case("fp8", 128, activations="fp8"), "bfloat16", card("8.6"), "8.9 .* use activations=float and XLA"),
-        (Case("fp8", 96, 16, activations="fp8"), "bfloat16", card(), "groups of 16 inputs: must be 32"),
-        (Case("int4", 128, activations="fp8"), "bfloat16", card(), "activations=fp8 with weights of int4: must be"),
-        (Case("fp8", 128, activations="fp8"), "float32", card("8.9"), None),
-        (Case("int4", 128), "bfloat16", card("7.5"), r"compute capability 8\.0"),
-        (Case("int4", 128), "bfloat16", card("", "tpu"), "for NVIDIA"),
-        (Case("int4", 1 << 20, outputs=4096), "bfloat16", card(), "2147483648 bytes of codes: must be less"),
-        (Case("int4", 128, 64), "bfloat16", card(), None),
+        (Case("int4", 128, 64), "float32", gpu(), "x of float32: it multiplies bfloat16 and float16"),
+        (Case("int4", 96, 32), "bfloat16", gpu(), "96 inputs of 4 bits: must be a multiple of 64"),
+        (Case("int8", 96, 24), "bfloat16", gpu(), "groups of 24 inputs: must be 16, 32, a multiple of 64"),
+        (Case("int8", 96, 16, activations="int8"), "bfloat16", gpu(), "groups of 16 inputs: must be 32"),
+        (Case("fp8", 128, activations="int8"), "bfloat16", gpu(), "with weights of fp8: must be int8 or int4"),
+        (Case("int8", 64, zeros=True, activations="int8"), "bfloat16", gpu(), "zero points of 8 bits"),
+        (Case("fp8", 128), "bfloat16", gpu("8.6"), r"float8 needs compute capability 8\.9"),
+        (Case("fp8", 128, activations="fp8"), "bfloat16", gpu("8.6"), "8.9 .* use activations=float and XLA"),
+        (Case("fp8", 96, 16, activations="fp8"), "bfloat16", gpu(), "groups of 16 inputs: must be 32"),
+        (Case("int4", 128, activations="fp8"), "bfloat16", gpu(), "activations=fp8 with weights of int4: must be"),
+        (Case("fp8", 128, activations="fp8"), "float32", gpu("8.9"), None),
+        (Case("int4", 128), "bfloat16", gpu("7.5"), r"compute capability 8\.0"),
+        (Case("int4", 128), "bfloat16", device_like("tpu"), "for NVIDIA"),
+        (Case("int4", 1 << 20, outputs=4096), "bfloat16", gpu(), "2147483648 bytes of codes: must be less"),
+        (Case("int4", 128, 64), "bfloat16", gpu(), None),
     ],
 )  # fmt: skip
 def test_refuses(case, dtype, device, message):
@@ -242,13 +230,6 @@ def test_splits_keep_a_card_busy_and_do_not_depend_on_the_rows(outputs, inputs, 
     made = {Tiling.by_rule(rows, inputs, outputs, multiprocessors=132) for rows in (1, 2, 15, 16)}
     (tiling,) = made
     assert (-(-outputs // tiling.outputs) * tiling.splits, tiling.splits) == (programs, splits)
-
-
-def call_of(case, rows, name=None):
-    """A product, and its arguments. The result has x's dtype."""
-    leaves, tree = jax.tree.flatten(case.shapes())
-    call = lambda x, *arrays: quantized_dot(x, jax.tree.unflatten(tree, arrays), rows, implementation=name)  # noqa: E731
-    return call, (jax.ShapeDtypeStruct((rows, case.inputs), jnp.dtype(case.dtype)), *leaves)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +256,7 @@ DECODE = [
 ]
 
 
-@deviceless
+@deviceless(H200)
 @pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(("most", "case"), DECODE, ids=str)
 def test_machine_code(most, case, tmp_path):
@@ -295,7 +276,7 @@ def test_machine_code(most, case, tmp_path):
     assert len(loop) < most
 
 
-@deviceless
+@deviceless(H200)
 @pytest.mark.parametrize(
     ("rows", "parts", "case"),
     [(16, 4, Case("int4", 14336, 128, zeros=True, outputs=4096)), (2048, 0, Case("int8", 14336, outputs=4096))],
@@ -307,7 +288,7 @@ def test_no_copy_of_the_matrix_is_made(rows, parts, case):
     assert not re.search(r"(f16|bf16|f32)\[4096,14336\]", program.as_text())
 
 
-@deviceless
+@deviceless(H200)
 @pytest.mark.parametrize("rows", [16, 2048])
 def test_fp8_has_products_of_its_own_on_ada(rows, tmp_path):
     case = Case("fp8", 4096, 128, outputs=4096, scales="float32", activations="fp8")
@@ -320,7 +301,7 @@ def test_fp8_has_products_of_its_own_on_ada(rows, tmp_path):
     assert not re.search(r"(f16|bf16|f32)\[4096,4096\]", program.as_text())
 
 
-@deviceless
+@deviceless(H200)
 def test_an_older_card():
     program = compile_for(TARGETS["l4"], *call_of(Case("int4", 4096, 128, zeros=True, outputs=4096), 16))
     assert 'name = "quantized_dot"' in program.as_text()

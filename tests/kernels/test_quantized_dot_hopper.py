@@ -12,10 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.runtime.targets import TARGETS
 from pallas_kernels.quantized_dot import mosaic_gpu
 from pallas_kernels.quantized_dot.weight import to_rows
+from tests.kernels.fake_devices import gpu
 from tests.kernels.machine_code import compile_for, mosaic_kernel, tool
-from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
-from tests.kernels.test_quantized_dot_gpu import call_of, card, deviceless
-from tests.support.deviceless import H200
+from tests.kernels.quantized_cases import Case, call_of, numbers_of, rounded_to_fp8
+from tests.support.deviceless import H200, deviceless
 
 has_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "force_gpu_interpret_mode"), reason="JAX 0.10 has no interpreter for these kernels"
@@ -76,13 +76,13 @@ def test_bits_of_a_row_do_not_depend_on_the_others():
 @pytest.mark.parametrize(
     ("case", "device", "message"),
     [
-        (Case("fp8", 256, 128, outputs=128), card(), "with activations=fp8, not rows, float"),
-        (Case("int8", 256, outputs=128, activations="fp8"), card(), "activations=fp8 with weights of int8"),
-        (Case("fp8", 256, outputs=576, activations="fp8"), card(), "576 outputs and 256 inputs: must be multiples"),
-        (Case("fp8", 256, 64, outputs=128, activations="fp8"), card(), "groups of 64 inputs: must be a multiple"),
-        (BLOCKS, card("8.9"), "for NVIDIA's Hopper"),
-        (BLOCKS, card("10.0"), "for NVIDIA's Hopper"),
-        (BLOCKS, card(), None),
+        (Case("fp8", 256, 128, outputs=128), gpu(), "with activations=fp8, not rows, float"),
+        (Case("int8", 256, outputs=128, activations="fp8"), gpu(), "activations=fp8 with weights of int8"),
+        (Case("fp8", 256, outputs=576, activations="fp8"), gpu(), "576 outputs and 256 inputs: must be multiples"),
+        (Case("fp8", 256, 64, outputs=128, activations="fp8"), gpu(), "groups of 64 inputs: must be a multiple"),
+        (BLOCKS, gpu("8.9"), "for NVIDIA's Hopper"),
+        (BLOCKS, gpu("10.0"), "for NVIDIA's Hopper"),
+        (BLOCKS, gpu(), None),
     ],
 )
 def test_refuses(case, device, message, monkeypatch):
@@ -97,7 +97,7 @@ def large(group):
     return Case("fp8", 4096, group, outputs=4096, scales="float32", activations="fp8")
 
 
-@deviceless
+@deviceless(H200)
 @pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("group", [128, None])
 def test_machine_code(group, tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_machine_code(group, tmp_path, monkeypatch):
     assert count("UTMALDG")[0] % 6 == 0  # codes, two of x, and their scales
 
 
-@deviceless
+@deviceless(H200)
 @pytest.mark.parametrize(
     ("target", "rows", "name"),
     [(H200, 2048, "quantized_dot_mosaic"), (H200, 64, "quantized_dot"), (TARGETS["l4"], 2048, "quantized_dot")],

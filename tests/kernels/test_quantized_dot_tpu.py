@@ -13,23 +13,11 @@ import pytest
 from pallas_kernels import quantized_dot
 from pallas_kernels.quantized_dot import mosaic_tpu, xla
 from pallas_kernels.quantized_dot.mosaic_tpu import Tiling
-from pallas_kernels.quantized_dot.weight import to_lanes, to_rows
-from tests.kernels.quantized_cases import Case
-from tests.kernels.test_compiling_tpu import compile_for_v5e
-from tests.kernels.test_lowering import lower_for
-from tests.kernels.test_quantized_dot_gpu import x_of
-from tests.support.deviceless import V5E, marks
+from tests.kernels.lowering import lower_for
+from tests.kernels.quantized_cases import Case, in_tpu_layout, x_of
+from tests.support.deviceless import V5E, compile_for_v5e, deviceless
 
 CPU = jax.devices("cpu")[0]
-
-
-def deviceless(test):
-    return functools.reduce(lambda made, mark: mark(made), marks(V5E), test)
-
-
-def placed(plain):
-    """In the layout that the kernel takes."""
-    return to_lanes(plain) if plain.kind == "int4" or (plain.kind == "int8" and plain.groups > 1) else to_rows(plain)
 
 
 def numbers(plain):
@@ -88,7 +76,7 @@ NUMBERS = [
 @pytest.mark.parametrize(("rows", "tiling", "case"), NUMBERS, ids=str)
 def test_matches_float64(rows, tiling, case):
     x, plain = x_of(rows, case), case.drawn()
-    weight = placed(plain)
+    weight = in_tpu_layout(plain)
     assert mosaic_tpu.refuse(CPU, x, weight, jnp.float32) is None
     got = np.asarray(kernel(tiling)(x, weight, jnp.int32(rows)))
     expected = oracle(x, plain)
@@ -102,7 +90,7 @@ def test_matches_float64(rows, tiling, case):
 ])  # fmt: skip
 @pytest.mark.codegen
 def test_bits_of_a_row_do_not_depend_on_the_others(case):
-    x, weight, call = x_of(64, case), placed(case.drawn()), kernel(Tiling(32, 128, case.inputs))
+    x, weight, call = x_of(64, case), in_tpu_layout(case.drawn()), kernel(Tiling(32, 128, case.inputs))
     whole = np.asarray(call(x, weight, jnp.int32(64)))
     company = np.asarray(call(x.at[:60].set(jnp.nan), weight, jnp.int32(64)))
     np.testing.assert_array_equal(company[60:], whole[60:])
@@ -144,7 +132,7 @@ def test_refuses(case, dtype, platform, message):
 
 def shapes_of(case):
     plain = case.weight(lambda shape, dtype, *_: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
-    return jax.eval_shape(placed, plain)
+    return jax.eval_shape(in_tpu_layout, plain)
 
 
 def call_of(case, rows):
@@ -179,7 +167,7 @@ def test_the_rule_keeps_fast_memory_and_finds_large_blocks():
 MATRICES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # of a layer of Llama 3.1 8B
 
 
-@deviceless
+@deviceless(V5E)
 # most: bytes of the weights, as a part of those of bfloat16
 @pytest.mark.parametrize(("most", "case", "rows"), [
     *((0.32, Case("int4", i, 128, outputs=o), 16) for o, i in MATRICES),
@@ -202,4 +190,3 @@ def test_no_copy_of_the_matrix_is_made(most, case, rows):
     assert program.cost_analysis()["bytes accessed"] <= most * plain + 5 * x_bytes + 3 * 2 * rows * case.outputs
     assert memory.temp_size_in_bytes <= x_bytes + 4096
     assert not re.search(rf"(bf16|f32)\[({case.outputs},{case.inputs}|{case.inputs},{case.outputs})\]", text)
-

@@ -14,18 +14,12 @@ from pallas_kernels import quantized_grouped_dot
 from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.weight import to_rows
 from pallas_kernels.quantized_grouped_dot import triton
+from tests.kernels.lowering import lower_for
 from tests.kernels.machine_code import compile_for, kernels_of, tool
-from tests.kernels.quantized_cases import Case, numbers_of, rounded_to_fp8
-from tests.kernels.test_lowering import lower_for
-from tests.support.deviceless import H200, marks
+from tests.kernels.quantized_cases import BLOCKS, Case, numbers_of, rounded_to_fp8, x_blocks_of
+from tests.support.deviceless import H200, deviceless
 
 pytestmark = pytest.mark.codegen
-BLOCKS = (np.array([2, 2, 0, 3, 1], np.int32), np.int32(4))  # matrix of each block, and the number of used blocks
-
-
-def deviceless(test):
-    return functools.reduce(lambda made, mark: mark(made), marks(H200), test)
-
 
 KINDS = [
     # rows of a block; outputs and inputs that are not multiples of the tiles
@@ -44,10 +38,6 @@ KINDS = [
 ]  # fmt: skip
 
 
-def x_of(rows, case, blocks=5):
-    return jnp.asarray(np.random.default_rng(3).standard_normal((blocks, rows, case.inputs)), case.dtype)
-
-
 def kernel(case):
     """The kernel in interpret mode, with small tiles: two of rows for more than 16."""
     tiling = Tiling(16, 32, 128 if case.group in (None, 128) else 64)
@@ -58,7 +48,7 @@ def kernel(case):
 def test_matches_float64(rows, case):
     """Unused blocks change nothing. Matrices come in any order, and one is in no block."""
     matrices, used = BLOCKS
-    x, plain = x_of(rows, case), case.drawn()
+    x, plain = x_blocks_of(rows, case), case.drawn()
     rows = rounded_to_fp8(x, plain.groups) if case.activations == "fp8" else np.asarray(x).astype(np.float64)
     expected = np.einsum("bri,boi->bro", rows, numbers_of(plain)[matrices])[:used]
     calls = {name: functools.partial(quantized_grouped_dot, implementation=name) for name in (None, "reference")}
@@ -74,7 +64,7 @@ def test_matches_float64(rows, case):
 def test_bits_of_a_row_do_not_depend_on_the_other_rows():
     """Rows with NaN in the same block and in others, other matrices for the other blocks, and another place."""
     case = Case("int4", 192, 64, zeros=True, matrices=4)
-    x, weight, call = x_of(8, case), to_rows(case.drawn()), jax.jit(kernel(case))
+    x, weight, call = x_blocks_of(8, case), to_rows(case.drawn()), jax.jit(kernel(case))
     whole = np.asarray(call(x, weight, *BLOCKS))
     company = jnp.full_like(x, jnp.nan).at[1, 3:5].set(x[1, 3:5])
     moved = np.asarray(call(company[::-1], weight, np.array([0, 1, 3, 2, 2], np.int32), np.int32(5)))
@@ -84,7 +74,7 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows():
 
 def test_an_order_of_inputs_and_activations_that_are_not_rounded():
     case = Case("int8", 64, 32, matrices=4)
-    x, plain, call = x_of(8, case), case.drawn(), jax.jit(quantized_grouped_dot)
+    x, plain, call = x_blocks_of(8, case), case.drawn(), jax.jit(quantized_grouped_dot)
     order = np.random.default_rng(0).permutation(64).astype(np.int32)
     weight = dataclasses.replace(to_rows(plain), order=order, activations="int8")
     np.testing.assert_array_equal(call(x, weight, *BLOCKS)[:4], call(x[..., order], to_rows(plain), *BLOCKS)[:4])
@@ -114,7 +104,8 @@ def test_an_order_of_inputs_and_activations_that_are_not_rounded():
 def test_wrong_arguments_are_named(change, message):
     case = Case("int4", 64, 32, matrices=4)
     matrices, used = map(jnp.asarray, BLOCKS)
-    given = {"x": x_of(8, case), "weight": to_rows(case.drawn()), "matrix_of_block": matrices, "num_blocks_used": used}
+    x, weight = x_blocks_of(8, case), to_rows(case.drawn())
+    given = {"x": x, "weight": weight, "matrix_of_block": matrices, "num_blocks_used": used}
     with pytest.raises(ValueError, match=message):
         quantized_grouped_dot(**given | change)
 
@@ -146,7 +137,7 @@ EXPERTS = [
 ]  # fmt: skip
 
 
-@deviceless
+@deviceless(H200)
 @pytest.mark.skipif(tool("nvdisasm") is None, reason="needs nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(("most", "case"), EXPERTS, ids=str)
 def test_machine_code(most, case, tmp_path):
@@ -167,7 +158,7 @@ def test_machine_code(most, case, tmp_path):
     assert len(loop) < most
 
 
-@deviceless
+@deviceless(H200)
 @pytest.mark.parametrize(
     ("rows", "case"), [(8, EXPERTS[0][1]), (32, EXPERTS[5][1]), (64, EXPERTS[3][1]), (64, EXPERTS[4][1])], ids=str
 )
@@ -179,7 +170,7 @@ def test_no_copy_of_a_matrix_is_made(rows, case):
     assert not re.search(rf"(f16|bf16|f32)\[[\d,]*{case.outputs},{case.inputs}\]", program.as_text())
 
 
-@deviceless
+@deviceless(H200)
 def test_an_older_card():
     program = compile_for(TARGETS["l4"], *call_of(EXPERTS[1][1], 64, 64))
     assert 'name = "quantized_grouped_dot"' in program.as_text()

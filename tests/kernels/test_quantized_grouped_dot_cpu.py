@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import quantize, quantized_dot, quantized_grouped_dot
 from pallas_kernels.quantized_dot.weight import quantize_plain, to_tiles
 from pallas_kernels.quantized_grouped_dot import cpu
-from tests.kernels.test_quantized_dot import oracle
+from tests.kernels.integer_matmul import oracle
 
 CPU = jax.devices("cpu")[0]
 

@@ -11,11 +11,10 @@ import pytest
 from pallas_kernels import quantized_grouped_dot
 from pallas_kernels.quantized_dot.weight import to_rows
 from pallas_kernels.quantized_grouped_dot import mosaic_tpu
-from tests.kernels.quantized_cases import Case, numbers_of
-from tests.kernels.test_compiling_tpu import compile_for_v5e
-from tests.kernels.test_quantized_dot_tpu import CPU, deviceless, placed
-from tests.kernels.test_quantized_grouped_dot import BLOCKS, x_of
+from tests.kernels.quantized_cases import BLOCKS, Case, in_tpu_layout, numbers_of, x_blocks_of
+from tests.support.deviceless import V5E, compile_for_v5e, deviceless
 
+CPU = jax.devices("cpu")[0]
 KINDS = [
     (8, Case("int4", 256, 64, zeros=True, matrices=4, outputs=128)),
     pytest.param(24, Case("int4", 256, 128, matrices=4, outputs=256), marks=pytest.mark.slow),
@@ -30,8 +29,8 @@ KINDS = [
 def test_matches_float64(rows, case):
     """Unused blocks change nothing. Matrices come in any order, and one is in no block."""
     matrices, used = BLOCKS
-    x, plain = x_of(rows, case), case.drawn()
-    weight = placed(plain)
+    x, plain = x_blocks_of(rows, case), case.drawn()
+    weight = in_tpu_layout(plain)
     assert mosaic_tpu.refuse(CPU, x, weight) is None
     expected = np.einsum("bri,boi->bro", np.asarray(x).astype(np.float64), numbers_of(plain)[matrices])[:used]
     kernel = functools.partial(mosaic_tpu.quantized_grouped_dot, interpret=True)
@@ -45,7 +44,7 @@ def test_matches_float64(rows, case):
 @pytest.mark.codegen
 def test_bits_of_a_row_do_not_depend_on_the_other_rows():
     case = Case("int4", 256, 64, zeros=True, matrices=4, outputs=128)
-    x, weight = x_of(8, case), placed(case.drawn())
+    x, weight = x_blocks_of(8, case), in_tpu_layout(case.drawn())
     call = jax.jit(functools.partial(mosaic_tpu.quantized_grouped_dot, interpret=True))
     whole = np.asarray(call(x, weight, *BLOCKS))
     company = jnp.full_like(x, jnp.nan).at[1, 3:5].set(x[1, 3:5])
@@ -55,15 +54,15 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows():
 
 def test_refused():
     x, device = jnp.ones((2, 8, 256), jnp.bfloat16), CPU
-    small = placed(Case("int4", 256, 64, zeros=True, matrices=4, outputs=96).drawn())
+    small = in_tpu_layout(Case("int4", 256, 64, zeros=True, matrices=4, outputs=96).drawn())
     assert "96 outputs of a matrix: must be a multiple of 128" in mosaic_tpu.refuse(device, x, small)
-    weight = placed(Case("int4", 256, 16, zeros=True, matrices=4, outputs=128).drawn())
+    weight = in_tpu_layout(Case("int4", 256, 16, zeros=True, matrices=4, outputs=128).drawn())
     assert "256 rows in a block: must be at most 128" in mosaic_tpu.refuse(device, jnp.ones((2, 256, 256)), weight)
     assert "lanes" in mosaic_tpu.refuse(device, x, to_rows(Case("int4", 256, 64, matrices=4, outputs=128).drawn()))
     assert "float32" in mosaic_tpu.refuse(device, x.astype(jnp.float32), weight)
 
 
-@deviceless
+@deviceless(V5E)
 @pytest.mark.parametrize(("rows", "case"), [
     (16, Case("int4", 2048, 64, zeros=True, matrices=8, outputs=1536)),   # gate and up of Qwen3 30B A3B
     (64, Case("int4", 768, 128, matrices=8, outputs=2048)),               # down
@@ -72,7 +71,7 @@ def test_refused():
 def test_compiles_for_v5e(rows, case):
     """The codes are read in their bits: no array of numbers as large as a matrix is made."""
     x = jax.ShapeDtypeStruct((10, rows, case.inputs), jnp.bfloat16)  # less than a matrix, and so is the result
-    weight = jax.eval_shape(lambda: placed(case.drawn()))
+    weight = jax.eval_shape(lambda: in_tpu_layout(case.drawn()))
     scalars = jax.ShapeDtypeStruct((10,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     compiled = compile_for_v5e(quantized_grouped_dot, (x, weight, *scalars))
     text = compiled.as_text()
@@ -81,5 +80,3 @@ def test_compiles_for_v5e(rows, case):
     for shape in re.findall(r"= (?:bf16|f32)\[([\d,]+)\]", text):
         assert np.prod([int(size) for size in shape.split(",")]) < numbers
     assert compiled.memory_analysis().temp_size_in_bytes < numbers // 2
-
-

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -19,20 +19,11 @@ from jpaged.engine.request import Request
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
-from tests.engine.fake_runner import FakeHandle, FakeRunner, alone
+from tests.engine.fake_runner import FakeRunner, alone
+from tests.support.slow_runner import SlowRunner, collect, until, until_idle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 ENDLESS = SamplingParams(temperature=0, max_tokens=None)
-
-
-class SlowRunner(FakeRunner):
-    """Takes 2 ms for each step, so that a test can act during a request."""
-
-    seconds = 0.002
-
-    def collect(self, handle: FakeHandle) -> Any:
-        time.sleep(self.seconds)
-        return super().collect(handle)
 
 
 @pytest.fixture
@@ -49,20 +40,6 @@ def engine(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asyn
     engine = AsyncLLM("model")
     yield engine
     engine.close()
-
-
-async def collect(engine: AsyncLLM, *args: Any) -> list[RequestOutput]:
-    return [output async for output in engine.generate(*args)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):  # 5 s was too short once, next to another test of 8 devices on 2 cores
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-
-
-async def until_idle(engine: AsyncLLM) -> None:
-    await until(lambda: not (engine.stats().num_running or engine.stats().num_waiting or engine.stats().used_blocks))
 
 
 def test_outputs_grow_to_the_answer(engine: AsyncLLM):

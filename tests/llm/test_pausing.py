@@ -16,7 +16,7 @@ from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
 from tests.engine.fake_runner import FakeRunner, alone
-from tests.llm.test_async_llm import SlowRunner, until, until_idle
+from tests.support.slow_runner import SlowRunner, until, until_idle
 
 LONG = SamplingParams(temperature=0, max_tokens=60)
 SHORT = SamplingParams(temperature=0, max_tokens=4)

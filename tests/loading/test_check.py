@@ -14,7 +14,7 @@ from jpaged.loading import load_model
 from jpaged.loading.check import Answers, fixed_token_ids, last_logits, main, output_after
 from tests.golden.checkpoints import BY_NAME, VARIANTS, write_checkpoint, write_safetensors
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER
-from tests.loading.test_load_model import change_config, tensors_of
+from tests.support.checkpoint_files import change_config, tensors_of
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 FIRST = "the first difference is in "

@@ -27,7 +27,7 @@ from jpaged.loading.folder import complete_or_gone
 from tests.golden.checkpoints import BY_NAME, NUM_TOKENS, Variant, tensor_shapes, write_checkpoint, write_safetensors
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER
 from tests.loading.gguf_files import write_gguf
-from tests.loading.test_load_model import assert_same, change_config, tensors_of, write_shards
+from tests.support.checkpoint_files import assert_same, change_config, tensors_of, write_shards
 from tests.support.dense_leaves import dense
 from tests.support.tiny_engine import sampling_programs
 

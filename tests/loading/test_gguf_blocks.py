@@ -100,8 +100,6 @@ def test_other_types_are_not_kept() -> None:
         assert quantized_shape(kind, (1, 256)) is None
 
 
-
-
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])
 def test_a_llama_and_its_rows_of_queries_and_keys(kind: str, tmp_path: Path) -> None:
     block, _ = gguf.GGML_QUANT_SIZES[Type[kind]]

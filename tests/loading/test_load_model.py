@@ -19,47 +19,20 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading import dtypes, load_model
-from jpaged.loading.checkpoint import Checkpoint
 from jpaged.models.families import family_of
 from jpaged.models.spec import param_shapes
 from tests.golden.checkpoints import BY_NAME, VARIANTS, tensor_shapes, write_checkpoint, write_safetensors
+from tests.support.checkpoint_files import assert_same, change_config, tensors_of, write_shards
 
 
 def load(folder: Path, **options: Any):
     return load_model(EngineConfig(**{"model": str(folder), "dtype": "float32", **options}))
 
 
-def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    with Checkpoint(folder) as checkpoint:
-        return {name: np.array(checkpoint.array(name)) for name in checkpoint.names}
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def assert_same(a: Any, b: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     write_checkpoint(BY_NAME["llama"], 0, tmp_path / "llama")
     return tmp_path / "llama"
-
-
-def write_shards(folder: Path) -> list[str]:
-    """Split model.safetensors into two shards with an index. Returns the names of the shards."""
-    tensors = list(tensors_of(folder).items())
-    half = len(tensors) // 2
-    parts = {"model-00001-of-00002.safetensors": tensors[:half], "model-00002-of-00002.safetensors": tensors[half:]}
-    for name, part in parts.items():
-        write_safetensors(folder / name, dict(part))
-    weight_map = {tensor: name for name, part in parts.items() for tensor, _ in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "model.safetensors").unlink()
-    return list(parts)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.is_packed], ids=lambda v: v.name)

@@ -9,7 +9,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
 from tests.golden.checkpoints import GOLDEN, NUM_TOKENS, Variant, first_of_each_family, write_checkpoint
-from tests.models.test_families import answer_log_probabilities
+from tests.support.dense_model import answer_log_probabilities
 
 RECORDED = json.loads((GOLDEN / "bfloat16.json").read_text())
 

@@ -14,7 +14,7 @@ from jpaged.models import experts as moe
 from jpaged.models.linear import LayerContext, linear_per_head
 from jpaged.models.spec import DecoderSpec, Experts, Params, Scoring, WeightLayout
 from tests.golden.checkpoints import BY_NAME, write_checkpoint, write_safetensors
-from tests.loading.test_load_model import tensors_of
+from tests.support.checkpoint_files import tensors_of
 
 pytestmark = pytest.mark.codegen
 

@@ -5,20 +5,16 @@ greedy decoding then gives the recorded answer. tests/end_to_end/test_golden_eng
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.loading import LoadedModel, load_model
-from jpaged.models.decoder import decode, dense_causal_attend, lm_head
-from jpaged.models.spec import Activation, Norm, NormPosition, Rope, Scoring, WeightLayout
+from jpaged.loading import load_model
+from jpaged.models.spec import Activation, Norm, NormPosition, Rope, Scoring
 from tests.golden.checkpoints import (
     BY_NAME,
     NUM_TOKENS,
@@ -28,55 +24,9 @@ from tests.golden.checkpoints import (
     first_of_each_family,
     write_checkpoint,
 )
+from tests.support.dense_model import answer_log_probabilities, padded_log_probabilities
 
 TOLERANCE = 1e-4  # on natural logarithms
-_LENGTH = max(PROMPT_LENGTHS) + NUM_TOKENS
-
-
-# A program runs once or twice here: compiling it without optimisation takes half of the time.
-@functools.partial(
-    jax.jit, static_argnames=("spec", "layout"), compiler_options={"xla_backend_optimization_level": 0}
-)
-def _log_probabilities(params, ids, positions, rope_lens, *, spec, layout):
-    """float32[batch, length, vocab] of sequences padded on the right."""
-    shape = jnp.zeros(ids.shape, jnp.int32)
-    hidden, *_ = decode(
-        spec, params, ids.ravel(), positions.ravel(), [None] * spec.num_layers, shape, dense_causal_attend,
-        layout=layout, rope_lens=rope_lens.ravel(),
-    )  # fmt: skip
-    return jax.nn.log_softmax(lm_head(spec, params, hidden, layout=layout)).reshape(*ids.shape, -1)
-
-
-def log_probabilities(spec, params, ids: np.ndarray) -> np.ndarray:
-    """float32[batch, length, vocab] of token ids int[batch, length]. params: in the default layout."""
-    positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
-    return np.asarray(
-        _log_probabilities(params, ids, positions, positions + 1, spec=spec, layout=WeightLayout())
-    )
-
-
-def answer_log_probabilities(model: LoadedModel, answers: list[dict]) -> list[np.ndarray]:
-    """For each answer float32[NUM_TOKENS, vocab]: log-probabilities of the vocabulary before each of its tokens."""
-    ids = np.zeros((len(answers), _LENGTH), np.int32)
-    positions = np.broadcast_to(np.arange(_LENGTH, dtype=np.int32), ids.shape)
-    starts = np.array([len(answer["prompt"]) for answer in answers])
-    for row, answer in zip(ids, answers, strict=True):
-        sequence = answer["prompt"] + answer["tokens"]
-        row[: len(sequence)] = sequence
-
-    def run(rope_lens):
-        return np.asarray(
-            _log_probabilities(model.params, ids, positions, rope_lens, spec=model.spec, layout=model.layout)
-        )
-
-    rope = model.spec.rope
-    if rope is not None and rope.scaling == "longrope":
-        # Transformers recomputes a sequence when it outgrows the trained length
-        grown = positions[..., None] >= rope.original_max_position
-        logprobs = np.where(grown, run(np.full_like(ids, _LENGTH)), run(np.ones_like(ids)))
-    else:
-        logprobs = run(np.maximum(starts[:, None], positions + 1))
-    return [row[start - 1 : start - 1 + NUM_TOKENS] for row, start in zip(logprobs, starts, strict=True)]
 
 
 # One variant per family by default, and DeepSeek-V3 in the format of its release. All of them in .ci/run.
@@ -191,7 +141,7 @@ def test_live_against_transformers(variant: Variant, tmp_path: Path) -> None:
         wanted = reference(torch.tensor(ids[None])).logits[0].log_softmax(-1).numpy()
     positions = np.arange(len(ids))
     rope_lens = np.full(len(ids), len(ids))
-    got = _log_probabilities(
+    got = padded_log_probabilities(
         model.params, ids[None].astype(np.int32), positions[None], rope_lens[None], spec=model.spec, layout=model.layout
     )
     # twice the tolerance: with this seed, tokens and experts may be close to a tie

@@ -1,6 +1,6 @@
 """Checks of two engines, or of an engine and itself, that tests of several kinds of parallelism share."""
 
-from tests.end_to_end.test_same_answers import answers, workload
+from tests.support.random_requests import answers, workload
 
 
 def check_a_batch_and_the_prefix_cache(one, several):

@@ -15,9 +15,9 @@ from jpaged.runtime import context
 from jpaged.runtime.batch import Batch, ForwardShape, KVGroupRows
 from jpaged.runtime.program_text import Program
 from jpaged.runtime.programs import bucket_shapes
-from tests.end_to_end.test_same_answers import OPTIONS, answers, workload
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.parallel.sameness import check_a_batch_and_the_prefix_cache, check_each_request_alone
+from tests.support.random_requests import OPTIONS, answers, workload
 
 CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}
 # The tiny models of these tests need 64 tokens on a device (`smallest_bucket`). Programs of 64 tokens are not split.

@@ -28,10 +28,10 @@ from jpaged.routing import ROUTERS
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
-from tests.end_to_end.test_same_answers import OPTIONS, answers, workload
 from tests.engine.fake_runner import FakeRunner, alone
-from tests.llm.test_async_llm import SlowRunner, collect, until
-from tests.serving.conftest import running
+from tests.support.http_server import running
+from tests.support.random_requests import OPTIONS, answers, workload
+from tests.support.slow_runner import SlowRunner, collect, until
 from tests.support.tiny_engine import sampling_programs
 
 CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}

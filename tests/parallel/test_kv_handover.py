@@ -12,9 +12,9 @@ import pytest
 from jpaged import LLM, AsyncLLM, SamplingParams
 from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.errors import EngineError, RequestError
-from tests.end_to_end.test_same_answers import OPTIONS, answers, workload
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
-from tests.llm.test_async_llm import collect
+from tests.support.random_requests import OPTIONS, answers, workload
+from tests.support.slow_runner import collect
 
 HANDOVER = OPTIONS | {"enable_prefix_caching": True, "kv_handover": True}
 

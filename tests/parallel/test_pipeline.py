@@ -7,9 +7,9 @@ from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.errors import EngineError, ModelLoadError, RequestError
 from jpaged.models.spec import Stage
 from jpaged.models.stages import stages_of
-from tests.end_to_end.test_same_answers import OPTIONS, answers, workload
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.parallel.sameness import check_a_batch_and_the_prefix_cache, check_each_request_alone
+from tests.support.random_requests import OPTIONS, answers, workload
 
 CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}
 

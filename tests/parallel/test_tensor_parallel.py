@@ -15,9 +15,9 @@ from jpaged.models.sharding import Shards
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.program_text import Program
-from tests.end_to_end.test_same_answers import OPTIONS, answers, workload
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.parallel.sameness import check_each_request_alone
+from tests.support.random_requests import OPTIONS, answers, workload
 from tests.support.tiny_engine import sampling_programs
 
 CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}

@@ -5,9 +5,7 @@ models; simulator -> engine. Modules that import nothing of jpaged (errors, conf
 everywhere above the kernels.
 """
 
-import ast
 import builtins
-import functools
 import pathlib
 import re
 import subprocess
@@ -17,8 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-SHIPPED = ("jpaged", "models", "serving", "pallas_kernels")  # folders, links not followed
+from tests.project.source_tree import ROOT, SHIPPED, imports_of, name_of, python_files
+
 ALL = (*SHIPPED, "benchmarks", "tools", "examples", "tests")
 
 # Each part may import these, itself, and the shared modules below.
@@ -74,40 +72,6 @@ SHARED = {
 PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}
 # Importable names that a file in serving/ would hide from `python serving/app.py`, which puts its folder first.
 CLIENT_PACKAGES = {"openai", "httpx", "requests", "litellm", "langchain", "instructor", "aiohttp", "anthropic"}
-
-
-@functools.cache
-def python_files(*folders: str) -> list[pathlib.Path]:
-    """Return the Python files of folders, each once: symbolic links are not followed."""
-    return [
-        path
-        for folder in folders
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if not any(parent.is_symlink() for parent in (path, *path.parents) if parent.is_relative_to(ROOT))
-    ]
-
-
-def name_of(path: pathlib.Path) -> str:
-    """Return the name that a file is imported by."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    if parts[0] in ("models", "serving"):
-        parts = ("jpaged", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@functools.cache
-def imports_of(path: pathlib.Path) -> list[str]:
-    """Return all imports of a file, also inside functions and for type checking. `from a import b` gives a.b."""
-    package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
-    names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = [*package[: len(package) - node.level + 1]] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names += [f"{module}.{alias.name}" for alias in node.names]
-    return names
 
 
 def within(name: str, package: str) -> bool:
@@ -171,6 +135,15 @@ def test_nobody_imports_bare_models_or_serving():
         for name in imports_of(path):
             bare = within(name, "models") or within(name, "serving")
             assert not bare, f"{path.relative_to(ROOT)} imports {name}: write jpaged.{name}"
+
+
+def test_helpers_of_tests_are_in_their_own_modules():
+    """Nothing imports a module of tests or a conftest. pytest alone imports those."""
+    for path in python_files(*ALL):
+        for name in imports_of(path):
+            parts = name.split(".")
+            tests = parts[0] == "tests" and any(part == "conftest" or part.startswith("test_") for part in parts)
+            assert not tests, f"{path.relative_to(ROOT)} imports {name}: move it to a helper module"
 
 
 def test_no_torch_outside_the_recorders():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.project.test_architecture import ROOT, SHIPPED, imports_of, python_files
+from tests.project.source_tree import ROOT, SHIPPED, imports_of, python_files
 
 # Modules that run code from data, start processes, load libraries, or open connections.
 MODULES = {

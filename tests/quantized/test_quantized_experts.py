@@ -16,8 +16,8 @@ from jpaged.runtime.memory import tree_bytes
 from pallas_kernels.quantized_dot import quantize
 from pallas_kernels.quantized_grouped_dot import cpu
 from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint
-from tests.models.test_families import log_probabilities
 from tests.support.dense_leaves import dense
+from tests.support.dense_model import log_probabilities
 from tests.support.tiny_engine import sampling_programs
 
 OPTIONS = {

@@ -17,7 +17,7 @@ from jpaged.runtime.compile_worker import CompileWorker
 from jpaged.runtime.output_programs import SampleShape, ScoreShape
 from jpaged.runtime.programs import Program, ProgramTable
 from jpaged.runtime.runner import ModelRunner
-from tests.runtime.test_programs import make_plan, shapes_of
+from tests.runtime.plans import make_plan, shapes_of
 from tests.support.tiny_engine import SPECS, bits, make_engine, make_runner, run
 
 NOTHING = jax.jit(lambda: 0).lower().compile()

@@ -20,9 +20,9 @@ from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.program_text import Program
 from tests.kernels.machine_code import DUMP_PTX, kernels_in, tool
-from tests.runtime.test_plan import LLAMA, LLAMA_PARTS, QWEN_MOE
 from tests.support.deviceless import H200, marks
 from tests.support.hollow_checkpoint import write_headers
+from tests.support.published_configs import LLAMA, LLAMA_PARTS, QWEN_MOE
 
 pytestmark = [pytest.mark.codegen, *marks(H200)]
 

@@ -5,10 +5,9 @@ import os
 import time
 
 import jax
-import numpy as np
 import pytest
 
-from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, QKNorm
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import PoolShape, SampleShape, ScoreShape
@@ -16,13 +15,9 @@ from jpaged.runtime.programs import (
     MAX_PROGRAMS,
     MAX_STEP_PROGRAMS,
     ProgramTable,
-    bucket_shapes,
     smallest_bucket,
 )
-
-
-def shapes_of(max_num_seqs, max_tokens, **options):
-    return bucket_shapes(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, block_size=16, **options)
+from tests.runtime.plans import make_plan, shapes_of
 
 
 def rows_of(shape):
@@ -33,18 +28,6 @@ def rows_of(shape):
 def table(*sizes, **options):
     nothing = jax.jit(lambda: 0).lower().compile()
     return ProgramTable.compile(shapes_of(*sizes, **options), lambda shape: nothing, progress=False)
-
-
-def make_plan(decodes, chunk):
-    rows = decodes + (1 if chunk else 0)
-    return StepPlan(
-        rows=np.arange(rows, dtype=np.int32),
-        num_tokens=np.asarray([1] * decodes + ([chunk] if chunk else []), np.int32),
-        num_decodes=decodes,
-        samples=np.ones(rows, bool),
-        prompt_tokens=np.zeros(chunk, np.int32),
-        block_updates=np.zeros((0, 4), np.int32),
-    )
 
 
 @pytest.mark.parametrize(

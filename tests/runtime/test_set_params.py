@@ -10,7 +10,7 @@ from jpaged import SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.runtime.runner import ModelRunner
-from tests.runtime.test_runner import CONFIG, SPEC, random_params
+from tests.support.random_decoder import CONFIG, SPEC, random_params
 
 # Two prompts begin with the same 20 tokens, so that the second engine call has a prefix hit. Blocks have 16 tokens.
 PROMPTS = [[*range(20), *range(40, 40 + length)] for length in (3, 9)] + [[7, 8, 9]]

@@ -18,9 +18,8 @@ from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from pallas_kernels import QuantizedWeight
-from tests.kernels.test_compiling_tpu import compile_for_v5e
-from tests.runtime.test_plan import LLAMA, QWEN_MOE
-from tests.support.deviceless import V5E, marks
+from tests.support.deviceless import V5E, compile_for_v5e, marks
+from tests.support.published_configs import LLAMA, QWEN_MOE
 
 pytestmark = [pytest.mark.codegen, *marks(V5E)]
 

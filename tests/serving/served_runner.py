@@ -13,8 +13,7 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.engine.fake_runner import FakeRunner
-
-from .conftest import running
+from tests.support.http_server import running
 
 
 def async_engine(runner: FakeRunner, options: EngineOptions | None = None) -> AsyncLLM:

@@ -17,9 +17,7 @@ from jpaged.serving.auth import OPEN_PATHS
 from jpaged.serving.browser_guards import LOOPBACK_HOSTS, host_name
 from jpaged.serving.generation import Server
 from jpaged.serving.routes_ui import Page
-
-from .test_disconnect import wait_for
-from .test_errors import error_of
+from tests.serving.http_client import error_of, wait_for
 
 OPEN = OPEN_PATHS | Page.read().paths
 WEB = httpx.Client(verify=False, timeout=20)  # without certificates, which take 0.1 s to load for each client
@@ -52,7 +50,6 @@ def walk(routes: list[BaseRoute], prefix: str = "") -> Iterator[tuple[str, str]]
 def app_routes(host) -> list[tuple[str, str]]:
     app: Starlette = host[0].app
     return list(walk(app.routes))
-
 
 
 def test_every_route_requires_its_key(host, engine, locked):

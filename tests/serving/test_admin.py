@@ -20,11 +20,9 @@ from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.snapshot import EngineSnapshot
 from tests.engine.fake_runner import FakeRunner
-from tests.llm.test_async_llm import SlowRunner
-
-from .conftest import running
-from .test_disconnect import wait_for
-from .test_errors import error_of
+from tests.serving.http_client import error_of, wait_for
+from tests.support.http_server import running
+from tests.support.slow_runner import SlowRunner
 
 PREFIX = [41, 42, 43, 44, 45, 46, 47, 48]
 ADMIN = {"Authorization": "Bearer look"}

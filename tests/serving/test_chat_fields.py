@@ -3,52 +3,20 @@
 import json
 
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletionChunk
 
-from jpaged.chat.turn import ChatFormats
-from jpaged.serving.application import create_app
-from jpaged.serving.generation import Server
-
-from .test_openai_client import CHAT, events, post, strict
-from .test_tools import OFFERED
+from tests.serving.chat_requests import chat, chunks, refused
+from tests.serving.http_client import CHAT, strict
+from tests.serving.tool_definitions import OFFERED
 
 FUNCTIONS = [tool["function"] for tool in OFFERED]
-PATH = "/v1/chat/completions"
+
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-@pytest.fixture
-def url(engine, host) -> str:
-    """A server whose model has a template for tools, and reasoning between tags."""
-    engine.tokenizer.chat_template = "{{ messages }}{{ tools }}<tool_call>"
-    formats = ChatFormats.named(reasoning_parser="qwen3")
-    host[0].app = create_app(Server(engine=engine, model_names=("echo",), chat=formats))
-    return host[1]
-
-
-def chat(url: str, **fields) -> dict:
-    answer = post(url, PATH, CHAT | fields)
-    assert answer.status_code == 200, answer.text
-    ChatCompletion.model_validate_json(answer.text, strict=True)
-    return answer.json()
-
-
-def chunks(url: str, **fields) -> list[dict]:
-    found = events(post(url, PATH, CHAT | fields | {"stream": True}))
-    for event in found:
-        ChatCompletionChunk.model_validate_json(event, strict=True)
-    return [json.loads(event) for event in found]
-
-
-def refused(url: str, **fields) -> str:
-    answer = post(url, PATH, CHAT | fields)
-    assert answer.status_code == 400, answer.text
-    return answer.json()["error"]["param"]
-
-
-def test_the_prompt_in_the_answer(url, engine):
+def test_the_prompt_in_the_answer(chat_url, engine):
     fields = {"max_tokens": 2, "return_token_ids": True, "return_prompt_text": True, "prompt_logprobs": 1}
-    answer = chat(url, **fields)
+    answer = chat(chat_url, **fields)
     prompt = b"<user>hi<assistant>"
     assert bytes(answer["prompt_token_ids"]) == prompt == answer["prompt_text"].encode()
     assert answer["prompt_logprobs"][0] is None
@@ -56,21 +24,21 @@ def test_the_prompt_in_the_answer(url, engine):
     assert answer["prompt_logprobs"][1][str(prompt[1])]["logprob"] == -0.5
     assert bytes(answer["choices"][0]["token_ids"]) == b"<u"
     del fields["prompt_logprobs"]
-    first, *others = chunks(url, **fields)
+    first, *others = chunks(chat_url, **fields)
     assert (bytes(first["prompt_token_ids"]), first["prompt_text"].encode()) == (prompt, prompt)
     assert all("prompt_token_ids" not in chunk for chunk in others)
     assert bytes(token for chunk in (first, *others) for token in chunk["choices"][0].get("token_ids", ())) == b"<u"
 
 
-def test_tokens_as_token_ids(url):
-    answer = chat(url, max_tokens=1, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+def test_tokens_as_token_ids(chat_url):
+    answer = chat(chat_url, max_tokens=1, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
     [token] = answer["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["bytes"], token["top_logprobs"][0]["token"]) == ("token_id:60", [60], "token_id:97")
 
 
-def test_usage_tier_and_fingerprint(url):
+def test_usage_tier_and_fingerprint(chat_url):
     options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}
-    found = chunks(url, max_tokens=3, stream_options=options, service_tier="priority")
+    found = chunks(chat_url, max_tokens=3, stream_options=options, service_tier="priority")
     assert [chunk["usage"]["completion_tokens"] for chunk in found] == [1, 2, 3, 3]
     assert {chunk["service_tier"] for chunk in found} == {"default"}
     assert all(chunk["system_fingerprint"].startswith("jpaged-") for chunk in found)
@@ -78,61 +46,61 @@ def test_usage_tier_and_fingerprint(url):
     strict(ChatCompletionChunk, json.dumps(found[0]))  # OpenAI's own field
 
 
-def test_echo_repeats_the_message_that_the_answer_continues(url, engine):
+def test_echo_repeats_the_message_that_the_answer_continues(chat_url, engine):
     engine.says = " world"
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Hello"}]
     fields = {"messages": messages, "echo": True, "add_generation_prompt": False, "continue_final_message": True}
-    assert chat(url, **fields)["choices"][0]["message"]["content"] == "Hello world"
-    texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(url, **fields)]
+    assert chat(chat_url, **fields)["choices"][0]["message"]["content"] == "Hello world"
+    texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(chat_url, **fields)]
     assert "".join(texts) == "Hello world"
-    assert chat(url, **fields | {"echo": False})["choices"][0]["message"]["content"] == " world"
-    assert chat(url, echo=True)["choices"][0]["message"]["content"] == " world"  # the last message is the user's
+    assert chat(chat_url, **fields | {"echo": False})["choices"][0]["message"]["content"] == " world"
+    assert chat(chat_url, echo=True)["choices"][0]["message"]["content"] == " world"  # the last message is the user's
 
 
-def test_reasoning_is_left_out_when_asked(url, engine):
+def test_reasoning_is_left_out_when_asked(chat_url, engine):
     engine.says = "<think>hm</think>yes"
-    assert chat(url)["choices"][0]["message"]["reasoning"] == "hm"
-    message = chat(url, include_reasoning=False)["choices"][0]["message"]
+    assert chat(chat_url)["choices"][0]["message"]["reasoning"] == "hm"
+    message = chat(chat_url, include_reasoning=False)["choices"][0]["message"]
     assert (message["content"], "reasoning" in message, "reasoning_content" in message) == ("yes", False, False)
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks(url, include_reasoning=False)]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks(chat_url, include_reasoning=False)]
     assert "".join(delta.get("content") or "" for delta in deltas) == "yes"
     assert not any("reasoning" in delta for delta in deltas)
 
 
-def test_verbosity_is_a_variable_of_templates_that_read_it(url, engine):
-    assert refused(url, verbosity="low") == "verbosity"
-    assert chat(url, verbosity="medium", max_tokens=1)
+def test_verbosity_is_a_variable_of_templates_that_read_it(chat_url, engine):
+    assert refused(chat_url, verbosity="low") == "verbosity"
+    assert chat(chat_url, verbosity="medium", max_tokens=1)
     engine.tokenizer.chat_template += "{{ verbosity }}"
-    assert chat(url, verbosity="low", max_tokens=1)
+    assert chat(chat_url, verbosity="low", max_tokens=1)
     assert engine.tokenizer.seen_options["verbosity"] == "low"
 
 
-def test_functions_are_answered_in_their_own_format(url, engine):
+def test_functions_are_answered_in_their_own_format(chat_url, engine):
     engine.says = CALL
-    [choice] = chat(url, functions=FUNCTIONS)["choices"]
+    [choice] = chat(chat_url, functions=FUNCTIONS)["choices"]
     assert choice["message"]["function_call"] == {"name": "now", "arguments": "{}"}
     assert "tool_calls" not in choice["message"]
     assert choice["finish_reason"] == "function_call"
-    deltas = [chunk["choices"][0] for chunk in chunks(url, functions=FUNCTIONS, function_call="auto")]
+    deltas = [chunk["choices"][0] for chunk in chunks(chat_url, functions=FUNCTIONS, function_call="auto")]
     calls = [one["delta"]["function_call"] for one in deltas if "function_call" in one["delta"]]
     assert calls[0]["name"] == "now"
     assert "".join(call.get("arguments", "") for call in calls) == "{}"
     assert deltas[-1]["finish_reason"] == "function_call"
     engine.says = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    named = chat(url, functions=FUNCTIONS, function_call={"name": "now"})["choices"][0]
+    named = chat(chat_url, functions=FUNCTIONS, function_call={"name": "now"})["choices"][0]
     assert (named["message"]["function_call"]["name"], named["finish_reason"]) == ("now", "stop")
     assert engine.seen_params[-1].structured_outputs is not None
-    plain = chat(url, functions=FUNCTIONS, function_call="none")["choices"][0]["message"]
+    plain = chat(chat_url, functions=FUNCTIONS, function_call="none")["choices"][0]["message"]
     assert plain["content"] == engine.says
 
 
-def test_a_conversation_with_a_called_function(url, engine):
+def test_a_conversation_with_a_called_function(chat_url, engine):
     messages = [
         *CHAT["messages"],
         {"role": "assistant", "content": None, "function_call": {"name": "now", "arguments": "{}"}},
         {"role": "function", "name": "now", "content": "noon"},
     ]
-    chat(url, messages=messages, functions=FUNCTIONS, max_tokens=1)
+    chat(chat_url, messages=messages, functions=FUNCTIONS, max_tokens=1)
     call, result = engine.tokenizer.seen_messages[1:]
     assert call["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
     assert (result["role"], result["tool_call_id"]) == ("tool", call["tool_calls"][0]["id"])
@@ -150,5 +118,5 @@ def test_a_conversation_with_a_called_function(url, engine):
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[0].tool_calls[0].custom"),
     ],
 )  # fmt: skip
-def test_what_is_refused(url, fields, param):
-    assert refused(url, **fields) == param
+def test_what_is_refused(chat_url, fields, param):
+    assert refused(chat_url, **fields) == param

@@ -12,10 +12,9 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.golden.checkpoints import BY_NAME, GOLDEN, write_checkpoint
-from tests.serving.conftest import running
+from tests.serving.http_client import events, post, strict, strict_chunk
+from tests.support.http_server import running
 from tests.support.tiny_engine import sampling_programs
-
-from .test_openai_client import events, post, strict, strict_chunk
 
 OPTIONS = {
     "dtype": "float32", "token_buckets": (64,), "row_buckets": (8,), "max_num_seqs": 8, "max_num_batched_tokens": 64,

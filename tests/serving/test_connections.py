@@ -15,9 +15,10 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.connection import ConnectionLimits
 from jpaged.serving.generation import Server
-
-from .conftest import fake_engine, running
-from .test_disconnect import BODIES, STREAMS, at_most, request_bytes, wait_for
+from tests.serving import fake_engine
+from tests.serving.http_client import wait_for
+from tests.serving.request_bodies import BODIES, STREAMS, at_most, request_bytes
+from tests.support.http_server import running
 
 LIMITS = ConnectionLimits(head_seconds=0.5, body_seconds=0.7, read_seconds=1.0, per_address=3)
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"

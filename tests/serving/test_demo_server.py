@@ -16,15 +16,13 @@ from jpaged.cli import main
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
-
-from .conftest import running
-from .test_disconnect import STREAMS, at_most, request_bytes, wait_for
+from tests.serving.demo_options import SIZES
+from tests.serving.http_client import wait_for
+from tests.serving.request_bodies import STREAMS, at_most, request_bytes
+from tests.support.http_server import running
 
 PROMPT = "def read_json(path):"
 GREEDY = {"model": "demo", "temperature": 0}
-SIZES = {
-    "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

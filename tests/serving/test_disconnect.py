@@ -1,6 +1,5 @@
 """After a client disconnects, at most two more steps run for it: on every generating route, streaming or not."""
 
-import json
 import socket
 import time
 
@@ -8,45 +7,13 @@ import pytest
 from starlette.routing import Route
 
 from jpaged.params.pooling import PooledModel
+from tests.serving.http_client import wait_for
+from tests.serving.request_bodies import BODIES, POOL, STREAMS, request_bytes
 
-# One body for each route that asks the engine for work. A new route belongs here, or into ASK_NOTHING.
-GENERATE = {
-    "/v1/completions": {"prompt": "never ends", "max_tokens": 3000},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "never ends"}], "max_tokens": 3000},
-    "/invocations": {"prompt": "never ends", "max_tokens": 3000},
-    "/v1/responses": {"input": "never ends", "max_output_tokens": 3000},
-    "/v1/messages": {"messages": [{"role": "user", "content": "never ends"}], "max_tokens": 3000},
-}
-SCORE, RERANK = {"text_1": "never", "text_2": "ends"}, {"query": "never", "documents": ["ends"]}
-POOL = {
-    "/v1/embeddings": {"input": "never ends"}, "/pooling": {"input": "never ends"},
-    "/classify": {"input": "never ends"},
-    "/score": SCORE, "/v1/score": SCORE, "/rerank": RERANK, "/v1/rerank": RERANK, "/v2/rerank": RERANK,
-}  # fmt: skip
-BODIES = GENERATE | POOL
-STREAMS = sorted(GENERATE)
 # Paths of POST routes that do not use the engine.
 ASK_NOTHING = {
     "/tokenize", "/detokenize", "/ping", "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel",
 }  # fmt: skip
-
-
-def at_most(path: str, num_tokens: int) -> dict:
-    """Return the body of a generating route with this limit."""
-    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    return GENERATE[path] | {limit: num_tokens}
-
-
-def request_bytes(path: str, body: dict) -> bytes:
-    raw = json.dumps(body).encode()
-    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(raw), raw)
-
-
-def wait_for(condition, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_every_route_that_asks_the_engine_is_tested_here(url, host):

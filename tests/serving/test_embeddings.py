@@ -7,20 +7,12 @@ import numpy as np
 import openai
 import pytest
 
-from jpaged import LLM, AsyncLLM, PoolingParams
+from jpaged import LLM, PoolingParams
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.serving.application import create_app
-from jpaged.serving.generation import Server
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER, SEED
-from tests.serving.conftest import running
+from tests.serving.pooling_server import OPTIONS, served, third
 from tests.support.tiny_engine import sampling_programs
-
-OPTIONS = {"dtype": "float32", "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
-
-
-def third(*ids):
-    return (np.float32(ids) + np.float32(1 / 3)).tolist()
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64", None])
@@ -84,11 +76,6 @@ def test_an_engine_that_stops_and_an_unknown_model(client, engine):
     assert caught.value.status_code == 503
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.embeddings.create(model="other", input="ab")
-
-
-def served(folder, **options):
-    engine = AsyncLLM(str(folder), **OPTIONS, **options)
-    return running(create_app(Server(engine=engine, model_names=("tiny",))))
 
 
 def test_an_embedding_model_is_served(tmp_path):

@@ -12,8 +12,9 @@ from jpaged.errors import LogitsError
 from jpaged.serving.application import create_app
 from jpaged.serving.body import MAX_BODY_BYTES
 from jpaged.serving.generation import Server
-
-from .conftest import fake_engine, running
+from tests.serving import fake_engine
+from tests.serving.http_client import error_of
+from tests.support.http_server import running
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -99,14 +100,6 @@ BAD_CHATS = [
 ]
 CASES = [("/v1/completions", body, param) for body, param in BAD_COMPLETIONS]
 CASES += [("/v1/chat/completions", body, param) for body, param in BAD_CHATS]
-
-
-def error_of(response: httpx.Response, status: int) -> dict:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    return error
 
 
 @pytest.mark.parametrize(("path", "field", "right"), [

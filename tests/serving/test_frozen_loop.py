@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from typing import ClassVar
 
 import pytest
@@ -23,14 +22,9 @@ from jpaged.serving.application import create_app
 from jpaged.serving.error_responses import ClientDisconnected
 from jpaged.serving.generation import Server
 from jpaged.serving.request_schema import CompletionRequest
-
-from .conftest import fake_engine
-
-MAX_STALL = 0.1  # seconds
-SIZE = 15_000_000
-COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-TEXT = b'{"prompt":"x","max_tokens":2,'
-TALK = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":2,'
+from tests.serving import fake_engine
+from tests.serving.hostile_bodies import FAST, many_bodies, path_of
+from tests.serving.loop_stall import MAX_STALL, ask
 
 
 class Engine(fake_engine.FakeEngine):
@@ -39,98 +33,6 @@ class Engine(fake_engine.FakeEngine):
     def _token_ids(self, prompt, priority: int) -> list[int]:
         parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
         return super()._token_ids({name: value[:10] for name, value in parts.items()}, priority)
-
-
-def listed(value: bytes, size: int = SIZE) -> bytes:
-    """A list of one value, repeated to a size in bytes."""
-    return b"[" + (value + b",") * (size // (len(value) + 1) - 1) + value + b"]"
-
-
-def mapped(value: bytes, count: int) -> bytes:
-    """An object of many entries."""
-    return b"{" + b",".join(b'"%d":%s' % (i, value) for i in range(count)) + b"}"
-
-
-def text(value: bytes = b"a", size: int = SIZE) -> bytes:
-    """A string of one piece, repeated to a size in bytes."""
-    return b'"' + value * (size // len(value)) + b'"'
-
-
-TOOL = b'{"type":"function","function":{"name":"f","parameters":{}}}'
-# name -> (path, beginning of the body, rest of the body as a function, accepted statuses)
-FAST = {
-    "whitespace pattern": (TEXT, lambda: b'"structured_outputs":{"json_object":true,"whitespace_pattern":'
-                           + text(b"1", 60_000).replace(b'"1', b'" {1', 1)[:-1] + b'}"}}', 400),
-    "digits as white space": (TEXT, lambda: b'"structured_outputs":{"json_object":true,"whitespace_pattern":'
-                              + text(b"1", 60_000) + b"}}", 400),
-    "name of 15 MB": (TEXT, lambda: text() + b":1}", 400),
-    "7 million allowed_token_ids": (TEXT, lambda: b'"allowed_token_ids":' + listed(b"1") + b"}", 400),
-    "500,000 allowed_token_ids": (TEXT, lambda: b'"allowed_token_ids":' + listed(b"1", 1_000_000) + b"}", 200),
-    "7 million stop_token_ids": (TEXT, lambda: b'"stop_token_ids":' + listed(b"1") + b"}", 400),
-    "a million metadata": (TALK, lambda: b'"metadata":' + mapped(b'"x"', 1_000_000) + b"}", 400),
-    "5 million tools": (TALK, lambda: b'"tools":' + listed(b"{}") + b"}", 400),
-    "a million logit_bias": (TEXT, lambda: b'"logit_bias":' + mapped(b"1", 1_000_000) + b"}", 400),
-    "text of 15 MB": (b"{", lambda: b'"prompt":' + text(b"line of code\\n") + b',"max_tokens":2}', 200),
-    "a million token ids": (b"{", lambda: b'"prompt":' + listed(b"100", 4 * 2**20 + 1) + b',"max_tokens":2}', 200),
-}  # fmt: skip
-
-
-def _many() -> dict:
-    """The other hostile bodies: each kind of value in each field that may hold it."""
-    cases = {}
-    lists = {
-        "stop": b'"x"', "bad_words": b'"x"', "stop_token_ids": b"123456", "allowed_token_ids": b'""', "prompt": b"[]",
-        "unknown": b"{}", "store": b"1", "user": b"1", "n": b"1",
-    }  # fmt: skip
-    for field, value in lists.items():
-        for kind, item in {"own": value, "lists": b"[]", "objects": b"{}", "long": text(b"a", 1_000)}.items():
-            body = b'"%s":%s}' % (field.encode(), listed(item))
-            cases[f"{field} list of {kind}"] = (b"{" if field == "prompt" else TEXT, lambda body=body: body, 400)
-    for field in ("metadata", "logit_bias", "logits_processors", "repetition_detection", "stream_options",
-                  "response_format", "structured_outputs", "unknown", "suffix"):  # fmt: skip
-        for kind, value in {"numbers": b"1", "strings": b'"x"'}.items():
-            rest = b'"%s":%s}' % (field.encode(), mapped(value, 1_000_000))
-            cases[f"{field} map of {kind}"] = (TEXT, lambda rest=rest: rest, 400)
-    for field in ("regex", "grammar", "json", "whitespace_pattern"):
-        rest = b'"structured_outputs":{"%s":%s}}' % (field.encode(), text())
-        cases[f"structured_outputs.{field} text"] = (TEXT, lambda rest=rest: rest, 400)
-    for field in ("user", "cache_salt", "stop", "model", "safety_identifier", "seed", "truncation_side"):
-        rest = b'"%s":%s}' % (field.encode(), text())
-        cases[f"{field} text"] = (TEXT, lambda rest=rest: rest, (400, 404))
-    for field, value in {
-        "messages": b'{"role":"user","content":"x"}', "tools": TOOL, "documents": b'{"text":"x"}',
-        "chat_template_kwargs": b"1",
-    }.items():  # fmt: skip
-        for kind, item in {"own": value, "lists": b"[]", "numbers": b"1"}.items():
-            rest = b'"%s":%s}' % (field.encode(), listed(item))
-            cases[f"{field} list of {kind}"] = (b"{" if field == "messages" else TALK, lambda rest=rest: rest, 400)
-    parts = b'{"messages":[{"role":"user","content":%s}]}' % listed(b'{"type":"text","text":"x"}')
-    cases["parts"] = (b"", lambda: parts.replace(b'"messages"', b'"tools":[],"messages"'), 400)
-    calls = b'[{"role":"assistant","tool_calls":%s}]' % listed(b'{"function":{"name":"f"}}')
-    cases["tool calls"] = (b"{", lambda: b'"tools":[],"messages":' + calls + b"}", 400)
-    arguments = mapped(b"1", 1_000_000)
-    call = b'[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":%s}}]}]' % arguments
-    cases["arguments"] = (b"{", lambda: b'"tools":[],"messages":' + call + b"}", 400)
-    enum = b'"tools":[{"type":"function","function":{"name":"f","parameters":{"enum":%s}}}]}' % listed(b"1")
-    cases["enum"] = (TALK, lambda: enum, 400)
-    cases["description"] = (TALK, lambda: enum.replace(listed(b"1"), b'["x"],"description":' + text()), 400)
-    cases["tool's key"] = (TALK, lambda: b'"tools":[{"type":"function",' + text() + b":1}]}", 400)
-    cases["fields"] = (b"{", lambda: mapped(b"1", 1_000_000)[1:], 400)
-    cases["the same field"] = (TEXT, lambda: b'"stop":"x",' * 1_300_000 + b'"stop":"x"}', (200, 400))
-    cases["deep lists"] = (TEXT, lambda: b'"stop":' + b"[" * SIZE, 400)
-    cases["blanks"] = (TEXT, lambda: b" " * SIZE + b'"n":1}', 200)
-    cases["digits"] = (TEXT, lambda: b'"n":' + b"1" * SIZE + b"}", 400)
-    cases["fraction"] = (TEXT, lambda: b'"top_p":0.' + b"1" * SIZE + b"}", (200, 400))
-    cases["quotes"] = (TEXT, lambda: b'"a":' + b'"' * SIZE, 400)
-    cases["escaped"] = (b"{", lambda: b'"prompt":' + text(rb"\u00e9") + b',"max_tokens":2}', 200)
-    cases["half a text"] = (b"{", lambda: b'"prompt":"' + b"a" * SIZE, 400)
-    cases["not utf-8"] = (b"{", lambda: b'"prompt":' + text(b"\xff") + b"}", 400)
-    cases["not an object"] = (b"", lambda: listed(b"1"), 400)
-    cases["many prompts"] = (b"{", lambda: b'"prompt":' + listed(b"[1]") + b"}", 400)
-    cases["many texts"] = (b"{", lambda: b'"prompt":' + listed(b'"x"') + b"}", 400)
-    for value in (b"1", b'"x"', b"[1]", b"[]"):
-        cases[f"inputs {value!r}"] = (b"{", lambda value=value: b'"input":' + listed(value) + b"}", 400)
-    return cases
 
 
 class Posted:
@@ -149,46 +51,6 @@ class Posted:
     async def receive(self):
         await self.left.wait()
         return {"type": "http.disconnect"}
-
-
-def path_of(body: bytes) -> str:
-    head = body[:60]
-    return EMBEDDINGS if b'"input"' in head else CHAT if b'"messages"' in head or b'"tools"' in head else COMPLETIONS
-
-
-async def ask(app, path: str, body: bytes) -> tuple[int, bytes, float]:
-    """Send one request to the application. Returns (status, the answer, the longest stall in seconds)."""
-    pieces = [body[i : i + 65_536] for i in range(0, len(body), 65_536)][::-1]
-    scope = {
-        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": [],
-        "http_version": "1.1", "scheme": "http", "server": ("x", 80), "client": ("x", 1), "root_path": "",
-    }  # fmt: skip
-    status, answer, longest, done = 0, b"", 0.0, False
-
-    async def receive() -> dict:
-        if not pieces:
-            await asyncio.Event().wait()
-        await asyncio.sleep(0)
-        return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
-
-    async def send(message: dict) -> None:
-        nonlocal status, answer
-        status = message.get("status", status)
-        answer += message.get("body", b"")
-
-    async def tick() -> None:
-        nonlocal longest
-        last = time.process_time()
-        while not done:
-            await asyncio.sleep(0.001)
-            longest, last = max(longest, time.process_time() - last), time.process_time()
-
-    ticking = asyncio.create_task(tick())
-    await asyncio.sleep(0)
-    await asyncio.wait_for(app(scope, receive, send), 60)
-    done = True
-    await ticking
-    return status, answer, longest
 
 
 def check(begin: bytes, rest, statuses) -> None:
@@ -343,7 +205,7 @@ def test_no_body_stalls_the_loop(name):
 
 @pytest.mark.slow  # about 100 bodies of 15 MB take half a minute
 def test_no_other_body_stalls_the_loop():
-    for name, case in _many().items():
+    for name, case in many_bodies().items():
         try:
             check(*case)
         except AssertionError as error:

@@ -7,9 +7,9 @@ import pytest
 
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
-
-from .conftest import fake_engine
-from .test_frozen_loop import MAX_STALL, ask, listed, mapped, text
+from tests.serving import fake_engine
+from tests.serving.hostile_bodies import listed, mapped, text
+from tests.serving.loop_stall import MAX_STALL, ask
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 CASES = {

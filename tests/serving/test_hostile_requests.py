@@ -11,11 +11,11 @@ import pytest
 import jpaged
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
+from tests.serving.hostile_bodies import REFUSED_FIELDS, REFUSED_TOOLS
+from tests.serving.http_client import wait_for
 from tests.structured import corpus
-from tests.structured.test_hostile import ENDLESS, HEAVY, NOT_COMPILED, REFUSED
-
-from .conftest import running
-from .test_disconnect import wait_for
+from tests.support.hostile_grammars import ENDLESS, HEAVY, NOT_COMPILED, REFUSED
+from tests.support.http_server import running
 
 NUM_STREAMS = 16
 PROMPT = "def read_settings(path):\n"
@@ -24,31 +24,6 @@ SIZES = {
     "token_buckets": (64,), "grammar_compile_timeout": 2.0,
 }  # fmt: skip
 SCHEMA = corpus.obj({"name": {"type": "string", "maxLength": 20}, "sizes": corpus.arr(corpus.N, 1, 5)})
-
-# Refused before the grammar's compiler runs.
-FIELDS = [
-    {"stop": ["x"] * 10_000},
-    {"stop": ["x" * 5_000]},
-    {"temperature": -1},
-    {"top_p": "NaN"},
-    {"logprobs": 1_000},
-    {"logit_bias": {str(i): 1 for i in range(2_000)}},
-    {"logit_bias": {"1000000": 1}},
-    {"bad_words": ["x"] * 2_000},
-    {"allowed_token_ids": []},
-    {"repetition_penalty": 0},
-    {"min_tokens": 500, "max_tokens": 20},
-    {"truncate_prompt_tokens": 100_000},
-    {"structured_outputs": {"json": {}, "regex": "a"}},
-    {"structured_outputs": {"whitespace_pattern": "a*", "json_object": True}},
-    {"prompt": [10**9]},
-]
-TOOLS = [
-    {"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}},
-    {"type": "function", "function": {"name": "f", "parameters": []}},
-    {"type": "function", "function": {"name": "f", "parameters": {"$ref": "https://example.com/a.json"}}},
-    {"type": "function", "function": {"name": "f()", "parameters": {}}},
-]
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +86,12 @@ def test_16_streams_are_unchanged(client, url, engine):
     with concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as pool, httpx.Client(base_url=url, timeout=240) as http:
         streams = [pool.submit(stream, number) for number in range(NUM_STREAMS)]
         try:
-            for fields in FIELDS:
+            for fields in REFUSED_FIELDS:
                 body = json.dumps({"prompt": PROMPT, "max_tokens": 8} | fields)
                 answer = http.post("/v1/completions", content=body)
                 assert answer.status_code == 400, (str(fields)[:100], answer.text)
                 assert answer.json()["error"]["param"].split(".")[0].split("[")[0] in fields
-            for tool in TOOLS:
+            for tool in REFUSED_TOOLS:
                 chat = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "tool_choice": "required"}
                 answer = http.post("/v1/chat/completions", json=chat | {"max_tokens": 8})
                 assert answer.status_code == 400, answer.text

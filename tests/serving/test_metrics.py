@@ -18,9 +18,8 @@ from jpaged.serving.generation import Server
 from jpaged.serving.metrics import METHODS
 from jpaged.serving.routes_metrics import metrics_app
 from tests.engine.fake_runner import FakeRunner
-
-from .conftest import running
-from .served_runner import async_engine, served
+from tests.serving.served_runner import async_engine, served
+from tests.support.http_server import running
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "metrics.md"

@@ -18,10 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.outputs import RequestMetrics
 from jpaged.params.sampling import RequestOutputKind
-from tests.llm.test_async_llm import SlowRunner
-
-from .served_runner import async_engine, served
-from .test_disconnect import wait_for
+from tests.serving.http_client import wait_for
+from tests.serving.served_runner import async_engine, served
+from tests.support.slow_runner import SlowRunner
 
 ROUTE = "/v1/completions"
 

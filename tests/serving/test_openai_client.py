@@ -11,47 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jpaged.params.sampling import RepetitionDetectionParams
 from jpaged.serving.request_schema import SAMPLING_FIELDS
-
-CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
-
-
-def post(url: str, path: str, body: object) -> httpx.Response:
-    return httpx.post(f"{url}{path}", json=body, timeout=20)
-
-
-def events(response: httpx.Response) -> list[str]:
-    """Return the data of each event. The stream ends with [DONE]."""
-    assert response.headers["content-type"].startswith("text/event-stream")
-    data = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
-    assert data[-1] == "[DONE]"
-    return data[:-1]
-
-
-def strict(model, raw: str):
-    """Validate as the client's own type. Unknown fields fail, except vLLM's `stop_reason`."""
-    made = model.model_validate_json(raw, strict=True)
-
-    def no_extras(value):
-        if hasattr(value, "model_extra"):
-            assert set(value.model_extra or ()) <= {"stop_reason"}, value.model_extra
-            for name in type(value).model_fields:
-                no_extras(getattr(value, name))
-        elif isinstance(value, list):
-            for item in value:
-                no_extras(item)
-
-    no_extras(made)
-    return made
-
-
-def strict_chunk(raw: str) -> Completion:
-    """Validate an event of /v1/completions. OpenAI's server sends finish_reason null, which the type does not allow."""
-    document = json.loads(raw)
-    unfinished = [choice for choice in document["choices"] if choice["finish_reason"] is None]
-    for choice in unfinished:
-        choice["finish_reason"] = "stop"
-    strict(Completion, json.dumps(document))
-    return Completion.construct(**json.loads(raw))
+from tests.serving.http_client import CHAT, events, post, strict, strict_chunk
 
 
 def test_models(client, url):

@@ -13,8 +13,7 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.serving.request_schema import SizeLimits
-
-from .test_openai_client import CHAT, post
+from tests.serving.http_client import CHAT, post
 
 
 @pytest.fixture

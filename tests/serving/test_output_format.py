@@ -14,8 +14,8 @@ from jpaged.serving.body import decode_body
 from jpaged.serving.generation import Server, named_as_sent
 from jpaged.serving.output_format import names_as_sent
 from jpaged.serving.request_schema import ChatRequest, CompletionRequest
-
-from .conftest import fake_engine, running
+from tests.serving import fake_engine
+from tests.support.http_server import running
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {

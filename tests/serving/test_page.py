@@ -16,9 +16,8 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.serving.routes_ui import CONTENT_TYPES, FOLDER, POLICY
-
-from .conftest import running
-from .page_workspace import UI, make_workspace
+from tests.serving.page_workspace import UI, make_workspace
+from tests.support.http_server import running
 
 MAX_BYTES = 300_000
 SOURCES = ("index.html", "package-lock.json", "package.json", "tsconfig.json", "vite.config.ts")

@@ -12,11 +12,11 @@ from jpaged.chat.turn import ChatFormats
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
-
-from .conftest import fake_engine, running
-from .page_workspace import make_workspace
-from .test_demo_server import SIZES
-from .test_tools import TEMPLATES
+from tests.serving import fake_engine
+from tests.serving.demo_options import SIZES
+from tests.serving.page_workspace import make_workspace
+from tests.serving.tool_definitions import TEMPLATES
+from tests.support.http_server import running
 
 WHY = "the page was NOT TESTED IN A BROWSER"
 HOSTILE = """<think><img src=x onerror=alert(1)> thinking</think>## A heading

@@ -18,11 +18,10 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.serving.routes_metrics import metrics_app
-from tests.llm.test_async_llm import SlowRunner
+from tests.serving.served_runner import async_engine
+from tests.support.http_server import running
+from tests.support.slow_runner import SlowRunner
 from tools.make_dashboard import TARGET, dashboard
-
-from .conftest import running
-from .served_runner import async_engine
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"

@@ -12,10 +12,9 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.serving.http_client import wait_for
+from tests.support.http_server import running
 from tests.support.tiny_engine import sampling_programs
-
-from .conftest import running
-from .test_disconnect import wait_for
 
 SIZES = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 32, "row_buckets": (8,),

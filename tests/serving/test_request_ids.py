@@ -13,9 +13,8 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.serving.log_format import JSONFormatter
-
-from .conftest import running
-from .test_disconnect import wait_for
+from tests.serving.http_client import wait_for
+from tests.support.http_server import running
 
 BODY = {"prompt": "abc", "max_tokens": 3}
 NEW = re.compile(r"[0-9a-f]{32}")

@@ -16,10 +16,9 @@ from jpaged.serving.application import create_app
 from jpaged.serving.auth import RequireKey
 from jpaged.serving.generation import Server
 from jpaged.serving.stopping import AnswerWhenStopped
-
-from .test_disconnect import request_bytes, wait_for
-from .test_openai_client import post, strict
-from .test_tools import TEMPLATES
+from tests.serving.http_client import post, strict, wait_for
+from tests.serving.request_bodies import request_bytes
+from tests.serving.tool_definitions import TEMPLATES
 
 EVENTS = {
     typing.get_args(model.model_fields["type"].annotation)[0]: model

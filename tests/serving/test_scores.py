@@ -12,9 +12,8 @@ from jpaged import LLM
 from jpaged.params.pooling import PooledModel
 from tests.golden.checkpoints import write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, CLASSIFIERS, QWEN3_CLASSIFIER, SEED
-
-from .test_embeddings import OPTIONS, served, third
-from .test_text_routes import answer, param
+from tests.serving.http_client import answer, param
+from tests.serving.pooling_server import OPTIONS, served, third
 
 ONE_LABEL = next(one for one in CLASSIFIERS if one.name == "llama-classifier")
 

@@ -6,9 +6,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jpaged import SamplingParams
-
-from .test_errors import error_of
-from .test_openai_client import CHAT, events, post, strict, strict_chunk
+from tests.serving.http_client import CHAT, error_of, events, post, strict, strict_chunk
 
 # Answers of 6 tokens to "abc". Answers with an odd index stop after 3 tokens (see fake_engine).
 ANSWERS = ["abcabc", "bca", "cabcab"]

@@ -12,20 +12,7 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.body import INLINE_BYTES
 from jpaged.serving.generation import Server
-
-from .test_openai_client import CHAT, post
-
-
-def answer(url: str, path: str, **body) -> dict:
-    said = post(url, path, body)
-    assert said.status_code == 200, said.text
-    return said.json()
-
-
-def param(url: str, path: str, **body) -> str:
-    said = post(url, path, body)
-    assert said.status_code == 400, said.text
-    return said.json()["error"]["param"]
+from tests.serving.http_client import CHAT, answer, param, post
 
 
 def test_tokenize_a_text_and_a_conversation(url, engine):

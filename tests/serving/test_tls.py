@@ -16,8 +16,7 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.serving.tls import TlsOptions
-
-from .conftest import running
+from tests.support.http_server import running
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
 

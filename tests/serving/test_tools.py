@@ -14,16 +14,10 @@ from jpaged.serving.application import create_app
 from jpaged.serving.chat_answers import ChatAnswers
 from jpaged.serving.chat_tools import ChatTools
 from jpaged.serving.generation import Server
+from tests.serving.http_client import events
+from tests.serving.tool_definitions import OFFERED, PARAMETERS, TEMPLATES
+from tests.support.tool_calls import RECORDED, reader
 
-from ..answers.test_parsers import RECORDED, TOOLS, reader
-from .test_openai_client import events
-
-TEMPLATES = {
-    "hermes": "{{ tools }} {{ enable_thinking }} {{ documents }} <tool_call>", "mistral": "{{ tools }} [TOOL_CALLS]",
-    "llama3_json": "{{ tools }} <|python_tag|>", "pythonic": "{{ tools }} <|python_start|>", "json": "{{ tools }}",
-}  # fmt: skip
-PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}}
-OFFERED = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in sorted(TOOLS)]
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 REASONING = {"stop_reason", "reasoning", "reasoning_content"}
 

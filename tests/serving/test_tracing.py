@@ -16,11 +16,10 @@ from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from jpaged.serving.tracing import RequestTracer, traced
 from tests.engine.fake_runner import FakeRunner
-from tests.llm.test_async_llm import SlowRunner
-
-from .conftest import running
-from .served_runner import async_engine
-from .test_disconnect import wait_for
+from tests.serving.http_client import wait_for
+from tests.serving.served_runner import async_engine
+from tests.support.http_server import running
+from tests.support.slow_runner import SlowRunner
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}

@@ -18,7 +18,7 @@ from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.small_tokenizer import SmallTokenizer
-from tests.serving.conftest import running
+from tests.support.http_server import running
 
 PROMPT = [3, 10, 17]
 

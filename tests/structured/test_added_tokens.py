@@ -13,7 +13,7 @@ from jpaged.engine.step_plan import mask_words
 from jpaged.errors import RequestError
 from jpaged.params.structured_outputs import StructuredOutputsParams
 from tests.structured import sampling
-from tests.structured.conftest import SECONDS
+from tests.structured.grammar_model import SECONDS
 from tests.support import added_tokens
 
 SCHEMA = {

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from tests.structured import corpus
-from tests.structured.conftest import Model
+from tests.structured.grammar_model import Model
 
 SCHEMAS = corpus.schemas()
 

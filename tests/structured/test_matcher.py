@@ -13,7 +13,7 @@ from jpaged.engine.step_plan import mask_words
 from jpaged.errors import RequestError
 from jpaged.loading.tokenizer import load_tokenizer
 from tests.structured import corpus
-from tests.structured.conftest import DEMO, Model
+from tests.structured.grammar_model import DEMO, Model
 from tests.structured.sampling import bits
 
 SCHEMAS = corpus.schemas()

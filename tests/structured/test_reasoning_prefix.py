@@ -11,7 +11,7 @@ from jpaged.loading.tokenizer import load_tokenizer
 from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.params.structured_outputs import StructuredOutputsParams
 from tests.structured import sampling
-from tests.structured.conftest import DEMO, SECONDS, Model, model
+from tests.structured.grammar_model import DEMO, SECONDS, Model, model
 
 TAGS = ReasoningTags("<think>", "</think>")
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jpaged.engine.grammar import GrammarCompiler
 from jpaged.engine.grammar.regex_dialect import literal, to_rust
 from jpaged.engine.output.detokenizer import ByteLevelDecoder
-from tests.structured.conftest import Model
+from tests.structured.grammar_model import Model
 from tests.structured.sampling import Wrapped, byte_level
 
 # Pieces that dialects read differently, and plain pieces.
