@@ -19,9 +19,9 @@ SLOTS = np.array([39, -1, 0, 17, -1, -7], np.int32)  # -1 must not become the la
 
 def slot_values(pages):
     """float64[num_blocks * block_size, 2, kv_heads, head_dim]: contents of all slots, in numpy."""
-    data = np.asarray(pages.data.astype(jnp.float32), np.float64)
+    data = np.asarray(pages.data).astype(np.float32).astype(np.float64)
     if pages.scales is not None:
-        scales = np.asarray(pages.scales.astype(jnp.float32), np.float64)
+        scales = np.asarray(pages.scales).astype(np.float64)
         data = data * (scales[..., None] if scales.ndim == 4 else scales[None, :, :, None, None])
     return data.transpose(0, 3, 1, 2, 4).reshape(-1, *np.delete(data.shape, (0, 3)))
 
