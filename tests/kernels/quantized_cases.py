@@ -9,6 +9,9 @@ import numpy as np
 
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, to_rows
+from tests.support.device_arrays import device_array
+
+rows_of = jax.jit(to_rows)  # one program; called alone, `to_rows` compiles one for each operation
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -55,7 +58,7 @@ class Case:
 
         def make(shape, dtype, low, high):
             numbers = rng.integers(low, high, shape)
-            return jnp.asarray(numbers if jnp.issubdtype(dtype, jnp.integer) else numbers / 16, dtype)
+            return device_array(numbers if jnp.issubdtype(dtype, jnp.integer) else numbers / 16, dtype)
 
         return self.weight(make)
 
