@@ -1,7 +1,7 @@
 """`EngineArguments`: the engine options that `LLM`, `AsyncLLM` and `generate` take as keywords, for type checkers.
 
-A type checker refuses a misspelt option. tests/llm/test_typed_doors.py compares the names and types with `EngineConfig`,
-whose docstrings say what each option does.
+A type checker refuses a misspelt option. tests/llm/test_typed_doors.py compares the names and types with
+`EngineConfig`, whose docstrings say what each option does.
 """
 
 from collections.abc import Mapping, Sequence

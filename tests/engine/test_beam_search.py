@@ -77,7 +77,7 @@ def test_the_recorded_tables_cover_all_options():
 
 
 def test_the_recorded_models_cover_all_kinds_of_searches():
-    """The answers for tests/end_to_end/test_beams.py: all kinds of searches, with answers that end early and at their length."""
+    """The answers for tests/end_to_end/test_beams.py: all kinds of searches, with answers of all ends."""
     found = cases()
     assert len({case.variant for case in found}) >= 6
     assert {len(case.prompt) for case in found} == {1, 15, 16, 17, 40}

@@ -6,6 +6,7 @@ from hypothesis import settings
 
 from tests.engine.engine_machine import EngineMachine
 
+
 class TestEngine(EngineMachine.TestCase):
     """15 examples. The gate runs TestEngineLonger too."""
 

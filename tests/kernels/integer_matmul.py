@@ -1,11 +1,17 @@
 """Matmuls of 8-bit activations and quantised weights: shapes, drawn arrays, and the result in float64."""
 
 import dataclasses
+import functools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
-from pallas_kernels import QuantizedWeight, quantize
+from pallas_kernels import QuantizedWeight, quantize, quantized_dot
+from tests.support.device_arrays import device_array
+
+# Called as users call them: inside a program.
+quantize_in_program = jax.jit(quantize, static_argnums=(1, 2))
+dequantize = jax.jit(lambda weight: weight.dequantize())
 
 # rows, inputs, outputs, bits, group size
 SHAPES = [
@@ -14,11 +20,17 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@functools.cache
+def product(implementation, dtype=None):
+    """Return quantized_dot in a program of (x, weight, num_rows)."""
+    return jax.jit(functools.partial(quantized_dot, dtype=dtype, implementation=implementation))
+
+
 def arrays(rows, inputs, outputs, bits, group_size=None, dtype="float32"):
     """Return random x[rows, inputs] and quantised weights [outputs, inputs]."""
     rng = np.random.default_rng(rows + inputs)
     x, numbers = rng.standard_normal((rows, inputs)), rng.standard_normal((outputs, inputs))
-    return jnp.asarray(x, dtype), quantize(jnp.asarray(numbers, dtype), bits, group_size)
+    return device_array(x, dtype), quantize_in_program(device_array(numbers, dtype), bits, group_size)
 
 
 def oracle(x, weight: QuantizedWeight):
@@ -26,5 +38,5 @@ def oracle(x, weight: QuantizedWeight):
     x = np.asarray(x, np.float32)
     largest = np.abs(x).max(1, keepdims=True)
     codes = np.round(x * (np.float32(127) / largest)).astype(np.int64)
-    weight = np.asarray(dataclasses.replace(weight, dtype=np.dtype(np.float32)).dequantize(), np.float64)
+    weight = np.asarray(dequantize(dataclasses.replace(weight, dtype=np.dtype(np.float32))), np.float64)
     return (codes @ weight.T) * (largest.astype(np.float64) / 127)

@@ -4,10 +4,10 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import KVPages, paged_attention
+from tests.support.device_arrays import device_array
 
 # Largest absolute difference from float64 on inputs from N(0, 1), up to 1,024 keys.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-2}
@@ -86,27 +86,27 @@ def make_case(shape: Shape, rows=RAGGED, *, seed=0, shared=0):
     poisoned = ~used[:, None, None, :, None]
     kv_dtype, scales = shape.kv_dtype or shape.dtype, None
     if kv_dtype == "int8":
-        data = jnp.asarray(np.clip(values * 40, -127, 127), jnp.int8)
+        data = device_array(np.clip(values * 40, -127, 127), "int8")
         scales = rng.uniform(0.01, 0.04, values.shape[:-1])
-        scales = jnp.asarray(np.where(poisoned[..., 0], np.nan, scales), jnp.bfloat16)
+        scales = device_array(np.where(poisoned[..., 0], np.nan, scales), "bfloat16")
     else:
-        data = jnp.asarray(np.where(poisoned, np.nan, values), kv_dtype)
+        data = device_array(np.where(poisoned, np.nan, values), kv_dtype)
         if kv_dtype == "float8_e4m3fn":
-            scales = jnp.asarray(rng.uniform(0.5, 1.5, (2, shape.kv_heads)), jnp.float32)
+            scales = device_array(rng.uniform(0.5, 1.5, (2, shape.kv_heads)), "float32")
     tokens = shape.tokens or shape.rows
     return {
-        "q": jnp.asarray(rng.standard_normal((tokens, shape.heads, shape.head_dim)), shape.dtype),
+        "q": device_array(rng.standard_normal((tokens, shape.heads, shape.head_dim)), shape.dtype),
         "pages": KVPages(data, scales, shape.v_dim),
-        "block_tables": jnp.asarray(tables),
-        "context_lens": jnp.asarray(lens),
-        "query_start_loc": jnp.asarray(np.cumsum([0, *counts]), jnp.int32),
+        "block_tables": device_array(tables, "int32"),
+        "context_lens": device_array(lens, "int32"),
+        "query_start_loc": device_array(np.cumsum([0, *counts]), "int32"),
     }
 
 
 @functools.cache
 def _program(shape: Shape, implementation: str, tiling):
     """The jitted call. tiling: part of the cache key only; tests that patch the choice of tiles pass another one."""
-    given = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in shape.options.items()}
+    given = {k: device_array(v, v.dtype) if isinstance(v, np.ndarray) else v for k, v in shape.options.items()}
     call = functools.partial(
         paged_attention, implementation=implementation, max_query_len=shape.tokens or 1, **given
     )
@@ -116,16 +116,16 @@ def _program(shape: Shape, implementation: str, tiling):
 def attend(shape: Shape, case, implementation, tiling=None):
     """float32 outputs of all tokens but padding."""
     out = _program(shape, implementation, tiling)(*case.values())
-    return np.asarray(out, np.float32)[: int(case["query_start_loc"][-1])]
+    return np.asarray(out, np.float32)[: int(np.asarray(case["query_start_loc"])[-1])]
 
 
 def expected(shape: Shape, case):
     """The expected outputs, in float64."""
     options = shape.options
     pages, q = case["pages"], np.asarray(case["q"], np.float64)
-    data = np.asarray(pages.data.astype(jnp.float32), np.float64)
+    data = np.asarray(pages.data).astype(np.float32).astype(np.float64)
     if pages.scales is not None:
-        scales = np.asarray(pages.scales.astype(jnp.float32), np.float64)
+        scales = np.asarray(pages.scales).astype(np.float64)
         data = data * (scales[..., None] if scales.ndim == 4 else scales[None, :, :, None, None])
     tables, lens, starts = (np.asarray(case[n]) for n in ("block_tables", "context_lens", "query_start_loc"))
     q_per_kv = shape.heads // shape.kv_heads
@@ -163,9 +163,9 @@ def expected(shape: Shape, case):
 
 def slot_values(pages):
     """float64[num_blocks * block_size, 2, kv_heads, head_dim]: contents of all slots, in numpy."""
-    data = np.asarray(pages.data.astype(jnp.float32), np.float64)
+    data = np.asarray(pages.data).astype(np.float32).astype(np.float64)
     if pages.scales is not None:
-        scales = np.asarray(pages.scales.astype(jnp.float32), np.float64)
+        scales = np.asarray(pages.scales).astype(np.float64)
         data = data * (scales[..., None] if scales.ndim == 4 else scales[None, :, :, None, None])
     return data.transpose(0, 3, 1, 2, 4).reshape(-1, *np.delete(data.shape, (0, 3)))
 

@@ -9,6 +9,10 @@ import numpy as np
 
 from pallas_kernels import QuantizedWeight, quantized_dot
 from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, to_lanes, to_rows
+from tests.support.device_arrays import device_array
+
+rows_of = jax.jit(to_rows)  # one program; called alone, `to_rows` compiles one for each operation
+lanes_of = jax.jit(to_lanes)
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 BLOCKS = (np.array([2, 2, 0, 3, 1], np.int32), np.int32(4))  # matrix of each block, and the number of used blocks
@@ -56,7 +60,7 @@ class Case:
 
         def make(shape, dtype, low, high):
             numbers = rng.integers(low, high, shape)
-            return jnp.asarray(numbers if jnp.issubdtype(dtype, jnp.integer) else numbers / 16, dtype)
+            return device_array(numbers if jnp.issubdtype(dtype, jnp.integer) else numbers / 16, dtype)
 
         return self.weight(make)
 
@@ -105,7 +109,13 @@ def rounded_to_fp8(x, groups: int) -> np.ndarray:
 
 def x_of(rows, case, seed=0):
     """Return random x[rows, in] of the case's dtype."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((rows, case.inputs)), case.dtype)
+    return device_array(np.random.default_rng(seed).standard_normal((rows, case.inputs)), case.dtype)
+
+
+@functools.cache
+def in_program(module):
+    """Return quantized_dot of an implementation in a program, with results in float32."""
+    return jax.jit(functools.partial(module.quantized_dot, dtype=jnp.float32))
 
 
 def call_of(case, rows, name=None):
@@ -117,9 +127,15 @@ def call_of(case, rows, name=None):
 
 def in_tpu_layout(plain):
     """Return weights in the layout that the TPU kernel takes."""
-    return to_lanes(plain) if plain.kind == "int4" or (plain.kind == "int8" and plain.groups > 1) else to_rows(plain)
+    return lanes_of(plain) if plain.kind == "int4" or (plain.kind == "int8" and plain.groups > 1) else rows_of(plain)
+
+
+def shapes_of(case):
+    """Return shapes of the case's weights in the layout that the TPU kernel takes."""
+    plain = case.weight(lambda shape, dtype, *_: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+    return jax.eval_shape(in_tpu_layout, plain)
 
 
 def x_blocks_of(rows, case, blocks=5):
     """Return random x[blocks, rows, in] of the case's dtype."""
-    return jnp.asarray(np.random.default_rng(3).standard_normal((blocks, rows, case.inputs)), case.dtype)
+    return device_array(np.random.default_rng(3).standard_normal((blocks, rows, case.inputs)), case.dtype)

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import dot, grouped_dot
 from pallas_kernels.grouped_dot import IMPLEMENTATIONS, cpu
 from tests.kernels.lowering import lower_for
+from tests.support.device_arrays import device_array
 
 pytestmark = pytest.mark.codegen
 
@@ -23,7 +24,13 @@ def inputs(shape, dtype=np.float32):
     x = rng.standard_normal((blocks, rows, width)).astype(np.float32)
     weights = rng.standard_normal((matrices, out, width)).astype(np.float32)
     matrix = np.sort(rng.integers(0, matrices, blocks)).astype(np.int32)
-    return jnp.asarray(x, dtype), jnp.asarray(weights, dtype), matrix, np.int32(used)
+    return device_array(x, dtype), device_array(weights, dtype), matrix, np.int32(used)
+
+
+@functools.cache
+def product(implementation):
+    """grouped_dot in a program."""
+    return jax.jit(functools.partial(grouped_dot, implementation=implementation))
 
 
 def skip_refused(implementation, x):
@@ -45,13 +52,14 @@ def skip_refused(implementation, x):
 def test_matches_float64(implementation, shape, dtype):
     x, weights, matrix, used = inputs(shape, dtype)
     skip_refused(implementation, x)
-    x = x.at[used:].set(jnp.nan)  # unused blocks must not change used ones
-    got = jax.jit(functools.partial(grouped_dot, implementation=implementation))(x, weights, matrix, used)
-    wide = [np.asarray(a.astype(jnp.float32), np.float64) for a in (x, weights)]
+    x = np.array(x)
+    x[used:] = np.nan  # unused blocks must not change used ones
+    got = product(implementation)(x, weights, matrix, used)
+    wide = [np.asarray(a).astype(np.float64) for a in (x, weights)]
     want = np.einsum("bri,boi->bro", wide[0], wide[1][matrix])
     assert got.dtype == x.dtype
     atol, rtol = (1e-4, 1e-5) if dtype == "float32" else (0.05, 0.005)  # results are rounded to 8 bits
-    np.testing.assert_allclose(np.asarray(got.astype(jnp.float32))[:used], want[:used], rtol, atol)
+    np.testing.assert_allclose(np.asarray(got).astype(np.float32)[:used], want[:used], rtol, atol)
 
 
 @pytest.mark.parametrize("implementation", ["xla_loop", "cpu"])
@@ -59,29 +67,29 @@ def test_matches_float64(implementation, shape, dtype):
 def test_bits_of_a_row_do_not_depend_on_the_rows_of_its_block(rows, implementation):
     """Decodes and prefills have blocks of different sizes, and give the same bits."""
     rng = np.random.default_rng(1)
-    weights = jnp.asarray(rng.standard_normal((3, 192, 256)), jnp.float32)
-    x = jnp.asarray(rng.standard_normal((rows, 256)), jnp.float32)
+    weights = rng.standard_normal((3, 192, 256)).astype(np.float32)
+    x = rng.standard_normal((rows, 256)).astype(np.float32)
     skip_refused(implementation, x)
-    call = jax.jit(functools.partial(grouped_dot, implementation=implementation))
-    large = call(x[None], weights, np.array([2], np.int32), np.int32(1))[0]
+    call = product(implementation)
+    large = np.asarray(call(x[None], weights, np.array([2], np.int32), np.int32(1)))[0]
     small = call(x.reshape(-1, 8, 256), weights, np.full(rows // 8, 2, np.int32), np.int32(rows // 8))
-    np.testing.assert_array_equal(large, small.reshape(rows, -1))
+    np.testing.assert_array_equal(large, np.asarray(small).reshape(rows, -1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_rows_have_the_bits_of_dot_in_any_company(dtype):
     """Matrices of one row to several blocks, rows that are not needed, and matrices that come back later."""
     rng = np.random.default_rng(2)
-    x = jnp.asarray(rng.standard_normal((9, 8, 192)), dtype)
+    x = np.asarray(device_array(rng.standard_normal((9, 8, 192)), dtype))
     skip_refused("cpu", x)
-    weights = jnp.asarray(rng.standard_normal((5, 131, 192)), dtype)
+    weights = np.asarray(device_array(rng.standard_normal((5, 131, 192)), dtype))
     matrices = np.array([3, 3, 3, 0, 1, 1, 3, 2, 4], np.int32)
     counts = np.array([8, 8, 3, 1, 8, 5, 8, 0, 8], np.int32)
-    call = jax.jit(functools.partial(grouped_dot, implementation="cpu"))
-    out = call(x, weights, matrices, np.int32(8), rows_of_block=counts)
+    out = np.asarray(product("cpu")(x, weights, matrices, np.int32(8), rows_of_block=counts))
+    plain = jax.jit(functools.partial(dot, implementation="cpu"))
     for block, (matrix, count) in enumerate(zip(matrices, counts, strict=True)):
         needed = count if block < 8 else 0
-        expected = dot(x[block], weights[matrix], 8, implementation="cpu")
+        expected = np.asarray(plain(x[block], weights[matrix], np.int32(8)))
         np.testing.assert_array_equal(out[block, :needed], expected[:needed])
         assert not out[block, needed:].any()
 
@@ -89,11 +97,11 @@ def test_native_rows_have_the_bits_of_dot_in_any_company(dtype):
 def test_native_indices_out_of_range_are_clipped():
     x, weights, matrix, _ = inputs("small")
     skip_refused("cpu", x)
-    call = functools.partial(jax.jit(functools.partial(grouped_dot, implementation="cpu")), x, weights)
-    clipped = call(np.array([0, 2, 2, 0, 1], np.int32), np.int32(5), rows_of_block=np.array([8, 8, 0, 0, 8]))
+    call = functools.partial(product("cpu"), x, weights)
+    clipped = call(np.array([0, 2, 2, 0, 1], np.int32), np.int32(5), rows_of_block=np.array([8, 8, 0, 0, 8], np.int32))
     wild = call(np.array([-7, 2**30, 2, 0, 1], np.int32), np.int32(99), rows_of_block=np.array([9, 2**30, -1, 0, 8]))
     np.testing.assert_array_equal(wild, clipped)
-    assert not call(matrix, np.int32(-3)).any()
+    assert not np.asarray(call(matrix, np.int32(-3))).any()
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -112,13 +120,13 @@ def test_kernels_lower(platform, dtype, rows):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({0: jnp.zeros((5, 96))}, r"x \(5, 96\): must be"),
-        ({1: jnp.zeros((3, 40, 95))}, r"weights \(3, 40, 95\) of float32: must be \[matrices, out, 96\]"),
-        ({1: jnp.zeros((3, 40, 96), jnp.bfloat16)}, "of bfloat16: must be .* of float32"),
-        ({2: jnp.zeros(4, jnp.int32)}, r"matrix_of_block \(4,\): must be \[5\]"),
-        ({4: jnp.zeros(4, jnp.int32)}, r"rows_of_block \(4,\): must be \[5\]"),
-        ({4: jnp.zeros(5)}, "rows_of_block of float32: must be int32"),
-        ({2: jnp.zeros(5)}, "matrix_of_block of float32: must be int32"),
+        ({0: np.zeros((5, 96), np.float32)}, r"x \(5, 96\): must be"),
+        ({1: np.zeros((3, 40, 95), np.float32)}, r"weights \(3, 40, 95\) of float32: must be \[matrices, out, 96\]"),
+        ({1: np.zeros((3, 40, 96), jnp.bfloat16)}, "of bfloat16: must be .* of float32"),
+        ({2: np.zeros(4, np.int32)}, r"matrix_of_block \(4,\): must be \[5\]"),
+        ({4: np.zeros(4, np.int32)}, r"rows_of_block \(4,\): must be \[5\]"),
+        ({4: np.zeros(5, np.float32)}, "rows_of_block of float32: must be int32"),
+        ({2: np.zeros(5, np.float32)}, "matrix_of_block of float32: must be int32"),
     ],
 )
 def test_refuses(plain_errors, change, message):
@@ -128,10 +136,11 @@ def test_refuses(plain_errors, change, message):
 
 
 def test_the_native_kernel_refuses_other_rows():
-    x, weights, matrix, used = (jnp.asarray(array) for array in inputs("small"))
+    x, weights, matrix, used = map(np.asarray, inputs("small"))
     skip_refused("cpu", x)
-    for given, message in ((x.astype(jnp.float16), "multiplies bfloat16 or float32"), (x[..., :90], "not a multiple")):
+    for given, message in ((x.astype(np.float16), "multiplies bfloat16 or float32"), (x[..., :90], "not a multiple")):
+        call = (given, weights[..., : given.shape[2]].astype(given.dtype), matrix, used)
         with pytest.raises(ValueError, match=f"implementation='cpu' cannot take this: .*{message}"):
-            grouped_dot(given, weights[..., : given.shape[2]].astype(given.dtype), matrix, used, implementation="cpu")
-        out = grouped_dot(given, weights[..., : given.shape[2]].astype(given.dtype), matrix, used)  # by XLA
+            product("cpu")(*call)
+        out = product(None)(*call)  # by XLA
         assert out.shape == (5, 8, 40)

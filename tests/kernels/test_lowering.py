@@ -3,10 +3,12 @@
 This finds operations that interpret mode accepts and that Triton or Mosaic refuses.
 """
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import dot, grouped_dot, quantize, quantized_dot
@@ -25,7 +27,7 @@ def test_a_program_for_an_accelerator_asks_no_native_kernel(platform, monkeypatc
 
     monkeypatch.setattr(library, "native", native)
     rows, matrix = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16), jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)
-    weight = quantize(jnp.ones((128, 64), jnp.bfloat16), 8)  # in the layout of CPU
+    weight = jax.jit(functools.partial(quantize, bits=8))(np.ones((128, 64), jnp.bfloat16))  # in the layout of CPU
     lower_for(platform, lambda x, w: dot(x, w, 8), (rows, matrix))
     lower_for(platform, lambda x: quantized_dot(x, weight, 8), (rows,))
     lower_for(platform, lambda x: silu_and_mul(rms_norm_rows(x, jnp.ones(64), 1e-6, 8), 8), (rows,))
@@ -58,8 +60,16 @@ def test_triton_fused_write_lowers(name):
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 
-@pytest.mark.parametrize("max_query_len", [1, 32], ids=["decode", "mixed"])
-@pytest.mark.parametrize("name", lowered.TPU)
+TPU_DECODES = ("llama-3-8b", "int8-float32-window", "mqa-20-block-8")  # that the default run lowers
+
+
+# Decodes and mixed steps have the same kernel, with other tiles.
+@pytest.mark.parametrize(
+    ("name", "max_query_len"),
+    [pytest.param(name, 32, id=f"{name}-mixed") for name in lowered.TPU]
+    + [pytest.param(name, 1, id=f"{name}-decode", marks=[pytest.mark.slow] * (name not in TPU_DECODES))
+       for name in lowered.TPU],
+)  # fmt: skip
 def test_tpu_kernel_lowers(name, max_query_len):
     text = lower_for("tpu", *lowered.attention(name, max_query_len, "mosaic_tpu", lowered.TPU))
     assert text.count("custom_call @tpu_custom_call") == 1

@@ -12,7 +12,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from tests.kernels import lowered
 from tests.kernels.lowering import lower_for
 from tests.kernels.machine_code import mosaic_kernel, tool
 from tests.kernels.oracle import TOLERANCE, Shape, expected, make_case
+from tests.support.device_arrays import device_array
 from tests.support.deviceless import H200
 
 has_interpreter = pytest.mark.skipif(
@@ -39,7 +39,7 @@ ROWS = ((45, 257), (1, 30), (9, 128))
 def prefill(shape, rows, params=None):
     """Outputs of rows with several tokens, and the expected ones."""
     case = make_case(shape, rows)
-    options = {name: jnp.asarray(v) if isinstance(v, np.ndarray) else v for name, v in shape.options.items()}
+    options = {name: device_array(v, v.dtype) if isinstance(v, np.ndarray) else v for name, v in shape.options.items()}
     call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill, **options))
     with plgpu.force_gpu_interpret_mode(*(() if params is None else (params,))):
         out = np.asarray(call(*case.values()), np.float32)
@@ -82,9 +82,9 @@ def test_bits_of_a_row_do_not_depend_on_other_rows():
 def test_bits_of_a_token_do_not_depend_on_the_chunk():
     """The last 20 tokens of a row as a chunk, and with the 31 tokens before them: other lanes, units and edges."""
     case = make_case(PLAIN, ((51, 260),))
-    last = case | {
-        "q": case["q"][31:], "query_start_loc": jnp.where(jnp.arange(PLAIN.rows + 1) == 0, 0, 20).astype(jnp.int32)
-    }
+    starts = np.full(PLAIN.rows + 1, 20, np.int32)
+    starts[0] = 0
+    last = case | {"q": np.asarray(case["q"])[31:], "query_start_loc": starts}
     call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill, **PLAIN.options))
     with plgpu.force_gpu_interpret_mode():
         whole, chunk = (np.asarray(call(*each.values()), np.float32) for each in (case, last))
@@ -129,14 +129,17 @@ def test_the_decode_through_triton_completes_the_output():
     """The interpreter of Mosaic GPU takes no Triton kernels: the reference's output stands for that of the prefill."""
     shape = Shape(head_dim=64, dtype="bfloat16")
     case = make_case(shape)
-    right = paged_attention(**case, **shape.options, max_query_len=64, implementation="reference")
-    one_token = jnp.repeat(jnp.diff(case["query_start_loc"]) == 1, jnp.diff(case["query_start_loc"]))
-    prefilled = right.at[: len(one_token)].multiply(~one_token[:, None, None])
-    out = triton.paged_attention(**case, **shape.options, max_query_len=64, prefilled=prefilled, interpret=True)
-    used = int(case["query_start_loc"][-1])
+    options = shape.options | {"max_query_len": 64}
+    reference = jax.jit(functools.partial(paged_attention, **options, implementation="reference"))
+    right, counts = np.asarray(reference(**case)), np.diff(case["query_start_loc"])
+    one_token, prefilled = np.repeat(counts == 1, counts), right.copy()
+    prefilled[: len(one_token)][one_token] = 0
+    call = jax.jit(functools.partial(triton.paged_attention, **options, interpret=True))
+    out = np.asarray(call(**case, prefilled=prefilled))
     assert prefilled[0].any() != out[0].any()  # the first row has one token
+    used = len(one_token)
     np.testing.assert_allclose(
-        *(np.asarray(a[:used], np.float32) for a in (out, right)), atol=TOLERANCE["bfloat16"], rtol=0
+        *(a[:used].astype(np.float32) for a in (out, right)), atol=TOLERANCE["bfloat16"], rtol=0
     )
 
 

@@ -1,6 +1,7 @@
 """TPU kernels: fetching pages ahead, waiting for them, writing slabs, and refused calls."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
@@ -15,6 +16,7 @@ from pallas_kernels.paged_attention import mosaic_tpu
 from pallas_kernels.write_kv import mosaic_tpu as mosaic_tpu_write
 from tests.kernels.fake_devices import device_like
 from tests.kernels.oracle import TOLERANCE, Shape, attend, expected, make_case
+from tests.support.device_arrays import device_array
 
 pytestmark = pytest.mark.codegen
 
@@ -26,7 +28,8 @@ LONG = Shape(kv_heads=4, block_size=32, tokens=0, rows=7)
 @pytest.mark.parametrize(
     ("heads", "window", "kv_dtype"),
     [
-        pytest.param(1, 300, None, id="head-by-head-300"), pytest.param(4, None, None, id="all-heads-None"),
+        pytest.param(1, 300, None, id="head-by-head-300", marks=pytest.mark.slow),
+        pytest.param(4, None, None, id="all-heads-None"),
         pytest.param(1, None, None, id="head-by-head-None", marks=pytest.mark.slow),
         pytest.param(4, 300, None, id="all-heads-300", marks=pytest.mark.slow),
         pytest.param(2, 300, "int8", id="two-heads-300-int8"),
@@ -42,20 +45,24 @@ def test_tiles_of_long_and_empty_rows(window, heads, kv_dtype):
     np.testing.assert_allclose(result, expected(shape, case), atol=TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param(None, marks=pytest.mark.slow), "int8"])  # int8 copies scales, too
 def test_waits_for_the_pages_that_it_reads(kv_dtype):
     """JAX simulates a TPU's memory: a copy happens when the kernel waits for it, and races are reported."""
     shape = dataclasses.replace(LONG, kv_heads=2, window=300, kv_dtype=kv_dtype)
     case = make_case(shape, MANY_STEPS)
-    result = mosaic_tpu.paged_attention(
-        *case.values(), **shape.options, max_query_len=1, interpret=pltpu.InterpretParams(detect_races=True)
-    )
-    count = int(case["query_start_loc"][-1])
+    call = functools.partial(
+        mosaic_tpu.paged_attention, **shape.options, max_query_len=1,
+        interpret=pltpu.InterpretParams(detect_races=True),
+    )  # fmt: skip
+    result = jax.jit(call)(*case.values())
+    count = int(np.asarray(case["query_start_loc"])[-1])
     np.testing.assert_allclose(np.asarray(result)[:count], expected(shape, case), atol=TOLERANCE["float32"])
     assert not interpret_pallas_call.races.races_found
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "kv_dtype", [None, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "float8_e4m3fn"))]
+)
 def test_bits_of_a_row_do_not_depend_on_other_rows(kv_dtype):
     """Steps are counted from position 0 of a row, so more rows, other rows or chunks do not change the bits."""
     for tokens, first, batches in (
@@ -92,7 +99,10 @@ def test_refused_calls_are_named(change, reason):
     assert answer is None if reason is None else reason in str(answer)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bfloat16", "float8_e4m3fn"))],
+)
 def test_write_puts_tokens_into_slabs_whatever_their_order(dtype):
     """Several tokens per slab and slabs per block, in any order, with NaN in other slots; and only padding."""
     rng = np.random.default_rng(0)
@@ -101,25 +111,29 @@ def test_write_puts_tokens_into_slabs_whatever_their_order(dtype):
     scales, kind = None, dtype
     if dtype == "int8":
         data, kind = rng.integers(-127, 128, data.shape), "bfloat16"
-        scales = jnp.asarray(rng.uniform(0.01, 0.04, data.shape[:-1]), jnp.bfloat16).at[1].set(jnp.nan)
+        scales = rng.uniform(0.01, 0.04, data.shape[:-1])
+        scales[1] = np.nan
+        scales = device_array(scales, "bfloat16")
     elif dtype == "float8_e4m3fn":
-        scales, kind = jnp.asarray([[0.5, 2.0, 1.0], [1.0, 0.01, 0.3]], jnp.float32), "bfloat16"
-    pages = KVPages(jnp.asarray(data, dtype), scales)
-    k, v = jnp.asarray(rng.standard_normal((2, 40, 3, 16)), kind)
-    k = k.at[3].set(jnp.nan)  # NaN of one token must stay in its slot
-    k = k.at[5].set(0.0)
+        scales, kind = device_array([[0.5, 2.0, 1.0], [1.0, 0.01, 0.3]], "float32"), "bfloat16"
+    pages = KVPages(device_array(data, dtype), scales)
+    k, v = rng.standard_normal((2, 40, 3, 16))
+    k[3] = np.nan  # NaN of one token must stay in its slot
+    k[5] = 0.0
+    k, v = (device_array(array, kind) for array in (k, v))
     slots = rng.permutation(3 * 64)[:40].astype(np.int32)
     slots[rng.permutation(40)[:9]] = -1
     slots[20:] = np.where(slots[20:] >= 0, np.arange(84, 104), -1)  # neighbouring slots, as in a prompt
     slots[:20][np.isin(slots[:20], slots[20:])] = -1
-    slots = jnp.asarray(slots)
-    for given in (slots, jnp.full_like(slots, -1)):
-        wanted = write_kv(pages, k, v, given, implementation="xla")
-        result = write_kv(pages, k, v, given, implementation="mosaic_tpu")
-        assert_same(result, wanted)
-    simulated = mosaic_tpu_write.write_kv(pages, k, v, slots, interpret=pltpu.InterpretParams(detect_races=True))
-    wanted = write_kv(pages, k, v, slots, implementation="xla")
-    assert_same(simulated, wanted)
+    by_xla, by_kernel = (
+        jax.jit(functools.partial(write_kv, implementation=name)) for name in ("xla", "mosaic_tpu")
+    )
+    simulated = jax.jit(
+        functools.partial(mosaic_tpu_write.write_kv, interpret=pltpu.InterpretParams(detect_races=True))
+    )
+    for given in (slots, np.full_like(slots, -1)):
+        assert_same(by_kernel(pages, k, v, given), by_xla(pages, k, v, given))
+    assert_same(simulated(pages, k, v, slots), by_xla(pages, k, v, slots))
     assert not interpret_pallas_call.races.races_found
 
 

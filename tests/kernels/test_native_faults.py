@@ -27,6 +27,7 @@ from pallas_kernels.row_ops import cpu as row_cpu
 from pallas_kernels.row_ops import silu_and_mul
 from pallas_kernels.write_kv import cpu as write_cpu
 from tests.kernels.oracle import Shape, make_case
+from tests.support.device_arrays import device_array
 
 KERNELS = {
     attention_cpu.KERNEL: None,
@@ -281,10 +282,12 @@ def counted():
 def programs():
     """For each kernel a call that is large enough to be shared, and its arguments."""
     rng = np.random.default_rng(0)
-    x, weight = (jnp.asarray(rng.standard_normal((rows, 512)), jnp.float32) for rows in (32, 640))
+    x, weight = (rng.standard_normal((rows, 512)).astype(np.float32) for rows in (32, 640))
+    blocks, matrices = x.reshape(4, 8, 512), weight.reshape(5, 128, 512)
     case = make_case(Shape(heads=8, head_dim=64, tokens=320, rows=8), ((1, 300), (100, 120), (150, 300)))
-    qkv = jnp.asarray(rng.standard_normal((200, 4, 6, 64)), jnp.float32)
-    pages, slots = KVPages.create(16, 16, 4, 64, jnp.float32), jnp.arange(200, dtype=jnp.int32)
+    qkv = rng.standard_normal((200, 4, 6, 64)).astype(np.float32)
+    pages = KVPages(device_array(np.zeros((16, 2, 4, 16, 64)), "float32"))
+    quantize_in_program = jax.jit(quantize, static_argnums=(1, 2))
 
     def attention(*arguments):
         return paged_attention(*arguments, scale=0.125, max_query_len=320, implementation="cpu")
@@ -310,14 +313,14 @@ def programs():
 
     return {
         dot_cpu.KERNEL: (product, (x, weight)),
-        grouped_cpu.KERNEL: (experts, (x.reshape(4, 8, 512), weight.reshape(5, 128, 512))),
+        grouped_cpu.KERNEL: (experts, (blocks, matrices)),
         attention_cpu.KERNEL: (attention, tuple(case.values())),
-        quantized_cpu.KERNEL: (quantised, (x, quantize(weight, 8, 64))),
+        quantized_cpu.KERNEL: (quantised, (x, quantize_in_program(weight, 8, 64))),
         quantized_grouped_cpu.KERNEL: (
-            quantised_experts, (x.reshape(4, 8, 512), quantize(weight.reshape(5, 128, 512), 8, 64))
+            quantised_experts, (blocks, quantize_in_program(matrices, 8, 64))
         ),
         row_cpu.KERNEL: (gate, (weight,)),
-        write_cpu.KERNEL: (write, (pages, qkv, slots)),
+        write_cpu.KERNEL: (write, (pages, qkv, np.arange(200, dtype=np.int32))),
     }
 
 
@@ -412,8 +415,10 @@ def test_wrong_results_of_a_new_kernel_are_seen(module, function, monkeypatch):
     name, call = library.native(module.KERNEL, module._check).name, getattr(module, function)
 
     def wrong(*arguments, **options):
-        results = call(*arguments, **options)
-        return jax.tree.map(lambda array: array.at[0].add(0.5), results)
+        results = jax.tree.map(np.array, call(*arguments, **options))
+        for array in jax.tree.leaves(results):
+            array[0] += 0.5
+        return results
 
     module._check(name)
     monkeypatch.setattr(module, function, wrong)

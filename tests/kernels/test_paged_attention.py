@@ -15,6 +15,7 @@ from pallas_kernels.native import library
 from pallas_kernels.paged_attention import cpu
 from pallas_kernels.paged_attention.tiling import Tiling
 from tests.kernels.oracle import DECODES, RAGGED, TOLERANCE, Shape, attend, expected, make_case
+from tests.support.device_arrays import device_array
 
 pytestmark = pytest.mark.codegen
 
@@ -92,9 +93,9 @@ FIRST = {
     "xla": ("all-options",),
     "xla_loop": ("ragged-all-options", "int8-decodes-bf16", "fp8", "latent", "96-block-128"),
     "cpu": tuple(SHAPES),  # a second in all
-    "triton": ("ragged-all-options", "tiny-scale", "gqa-7-64-block-32", "int8", "fp8-decodes-bf16", "256"),
-    "triton_small": ("ragged-all-options",),
-    "mosaic_tpu": ("ragged-all-options", "gqa-7-64-block-32", "decodes", "int8-all-options", "fp8"),
+    "triton": ("ragged-all-options", "tiny-scale", "gqa-7-64-block-32", "int8", "fp8-decodes-bf16"),
+    "triton_small": ("decodes",),
+    "mosaic_tpu": ("gqa-7-64-block-32", "int8-all-options"),  # test_mosaic_tpu.py has decodes and fp8
     "triton-splits": ("all-options",),
 }
 
@@ -134,13 +135,17 @@ def test_matches_float64(name, implementation, tiling):
         drawn()
 
 
-def test_bits_of_a_triton_decode_do_not_depend_on_other_rows():
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("all-options", ((1, 7), (1, 150))), pytest.param("ragged", ((1, 7), (6, 150)), marks=pytest.mark.slow)],
+)
+def test_bits_of_a_triton_decode_do_not_depend_on_other_rows(name, others):
     """Splits begin at fixed positions, so more rows, other rows or chunks do not change the bits."""
     with mock.patch.object(Tiling, "choose", return_value=SMALL_TILES):
-        shape = SHAPES["ragged"]
-        alone, first = (make_case(shape, rows) for rows in (((1, 300),), ((1, 300), (1, 7), (6, 150))))
+        shape = SHAPES[name]
+        alone, first = (make_case(shape, rows) for rows in (((1, 300),), ((1, 300), *others)))
         # the first row's blocks and the data do not depend on the other rows
-        np.testing.assert_array_equal(alone["block_tables"][0], first["block_tables"][0])
+        np.testing.assert_array_equal(*(np.asarray(case["block_tables"])[0] for case in (alone, first)))
         np.testing.assert_array_equal(
             *(attend(shape, case, "triton", SMALL_TILES)[:1] for case in (alone, first))
         )
@@ -167,15 +172,15 @@ def test_bits_of_a_query_do_not_depend_on_the_batch(name):
         """Queries first to first + count - 1, followed by the rows of `others`, in a call of exactly this size."""
         case = make_case(shape, ((count, first + count), *others))
         q = np.zeros((-(-(count + sum(c for c, _ in others)) // 8) * 8, *whole_case["q"].shape[1:]), case["q"].dtype)
-        q[:count] = whole_case["q"][first : first + count]
+        q[:count] = np.asarray(whole_case["q"])[first : first + count]
         rows = 1 + len(others)
         call = jax.jit(functools.partial(
             paged_attention, implementation="xla_loop", scale=shape.head_dim**-0.5, sliding_window=shape.window,
             max_query_len=int(max(count, *(c for c, _ in others), 1)),
         ))  # fmt: skip
         out = call(
-            jnp.asarray(q), case["pages"], case["block_tables"][:rows], case["context_lens"][:rows],
-            case["query_start_loc"][: rows + 1],
+            q, case["pages"], *(np.asarray(case[name])[:rows] for name in ("block_tables", "context_lens")),
+            np.asarray(case["query_start_loc"])[: rows + 1],
         )
         return np.asarray(out, np.float32)[:count]
 
@@ -224,30 +229,27 @@ def test_index_types_and_64_bits_change_nothing(implementation):
     shape = SHAPES["ragged"]
     case = make_case(shape, RAGGED)
     wanted = attend(shape, case, implementation)
-    call = functools.partial(
+    call = jax.jit(functools.partial(
         paged_attention, scale=shape.head_dim**-0.5, max_query_len=64, implementation=implementation
-    )
-    unsigned = case | {"query_start_loc": case["query_start_loc"].astype(jnp.uint32)}
+    ))  # fmt: skip
+    unsigned = case | {"query_start_loc": device_array(case["query_start_loc"], "uint32")}
     tokens = len(wanted)
     np.testing.assert_array_equal(np.asarray(call(**unsigned))[:tokens], wanted)
     with jax.enable_x64(True):
-        long = {name: case[name].astype(jnp.int64) for name in ("block_tables", "context_lens", "query_start_loc")}
-        np.testing.assert_array_equal(np.asarray(jax.jit(call)(**case | long))[:tokens], wanted)
+        long = {name: device_array(case[name], "int64") for name in ("block_tables", "context_lens", "query_start_loc")}
+        np.testing.assert_array_equal(np.asarray(call(**case | long))[:tokens], wanted)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "xla_loop", "triton", "mosaic_tpu"])
 def test_empty_calls_give_zeros(implementation):
-    case = make_case(Shape(), ())
-    nothing = paged_attention(
-        case["q"][:0], case["pages"], case["block_tables"], case["context_lens"], case["query_start_loc"],
-        scale=1.0, max_query_len=1, implementation=implementation,
-    )  # fmt: skip
+    q, pages, tables, lens, starts = make_case(Shape(), ()).values()
+    call = jax.jit(
+        functools.partial(paged_attention, scale=1.0, max_query_len=1, implementation=implementation)
+    )
+    nothing = call(np.asarray(q)[:0], pages, tables, lens, starts)
     assert nothing.shape == (0, 4, 16)
-    nobody = paged_attention(
-        case["q"], case["pages"], case["block_tables"][:0], case["context_lens"][:0], case["query_start_loc"][:1],
-        scale=1.0, max_query_len=1, implementation=implementation,
-    )  # fmt: skip
-    assert nobody.shape == case["q"].shape
+    nobody = call(q, pages, np.asarray(tables)[:0], np.asarray(lens)[:0], np.asarray(starts)[:1])
+    assert nobody.shape == q.shape
 
 
 WRONG_INDICES = [

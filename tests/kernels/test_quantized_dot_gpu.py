@@ -14,11 +14,11 @@ from jpaged.runtime.targets import TARGETS
 from pallas_kernels import quantized_dot
 from pallas_kernels.quantized_dot import reference, triton, triton_codes, xla
 from pallas_kernels.quantized_dot.tiling import Tiling
-from pallas_kernels.quantized_dot.weight import to_rows
 from tests.kernels.fake_devices import device_like, gpu
 from tests.kernels.lowering import lower_for
 from tests.kernels.machine_code import DUMP_PTX, compile_for, kernels_of, tool
-from tests.kernels.quantized_cases import Case, call_of, numbers_of, rounded_to_fp8, x_of
+from tests.kernels.quantized_cases import Case, call_of, in_program, numbers_of, rounded_to_fp8, rows_of, x_of
+from tests.support.device_arrays import device_array
 from tests.support.deviceless import H200, deviceless
 
 CPU = jax.devices("cpu")[0]
@@ -29,7 +29,7 @@ NUMBERS = [
     # rows, splits, matrix
     (1, 2, Case("int4", 256, 64, zeros=True)),
     (5, 1, Case("int4", 64, 32, mins=True, outer=1, scales="uint8")),
-    (17, 1, Case("int4", 256, 128, dtype="float16")),
+    pytest.param(17, 1, Case("int4", 256, 128, dtype="float16"), marks=pytest.mark.slow),
     (5, 1, Case("int4", 192)),
     (5, 1, Case("fp4", 64, 16, scales="float8_e4m3fn", outer=2, divides=True)),
     (17, 1, Case("int8", 50)),
@@ -49,13 +49,13 @@ def kernel(case, splits=1, dtype=jnp.float32):
 
 @pytest.mark.parametrize(("rows", "splits", "case"), NUMBERS, ids=str)
 def test_matches_the_reference(rows, splits, case):
-    x, weight = x_of(rows, case), to_rows(case.drawn())
+    x, weight = x_of(rows, case), rows_of(case.drawn())
     assert triton.refuse(CPU, x, weight, jnp.float32) is None
-    got = np.asarray(kernel(case, splits)(x, weight, jnp.int32(rows)))
-    expected = np.asarray(reference.quantized_dot(x, weight, jnp.int32(rows), dtype=jnp.float32))
+    got = np.asarray(kernel(case, splits)(x, weight, np.int32(rows)))
+    expected = np.asarray(in_program(reference)(x, weight, np.int32(rows)))
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     if case.activations == "int8" and weight.groups == 1:
-        np.testing.assert_array_equal(got, xla.quantized_dot(x, weight, jnp.int32(rows), dtype=jnp.float32))
+        np.testing.assert_array_equal(got, in_program(xla)(x, weight, np.int32(rows)))
 
 
 FP8 = [
@@ -68,8 +68,9 @@ FP8 = [
 @pytest.mark.parametrize(("rows", "splits", "case"), FP8, ids=str)
 def test_activations_in_fp8_match_float64(rows, splits, case):
     x, plain = x_of(rows, case), case.drawn()
-    x = x * jnp.asarray(10.0 ** np.random.default_rng(1).integers(-4, 4, x.shape), x.dtype)  # subnormal codes, too
-    weight, count = to_rows(plain), jnp.int32(rows)
+    factors = 10.0 ** np.random.default_rng(1).integers(-4, 4, x.shape)
+    x = device_array(np.asarray(x).astype(np.float64) * factors, x.dtype)  # subnormal codes, too
+    weight, count = rows_of(plain), np.int32(rows)
     assert triton.refuse(CPU, x, weight, jnp.float32) is None
     wanted = rounded_to_fp8(x, weight.groups) @ numbers_of(plain).T
     assert np.abs(wanted - np.asarray(x).astype(np.float64) @ numbers_of(plain).T).max() > 1e-3 * np.abs(wanted).max()
@@ -84,27 +85,33 @@ def test_activations_in_fp8_match_float64(rows, splits, case):
 def test_a_row_in_fp8_that_is_not_finite_stays_so_and_stays_alone(bad):
     """Rows of zeros and of the smallest numbers are zeros, and the largest numbers do not overflow."""
     case = Case("fp8", 256, 128, dtype="float32", activations="fp8")
-    x, weight = x_of(16, case), to_rows(case.drawn())
-    x = x.at[5].set(0).at[6].set(1e-38).at[7].multiply(1e35)
-    xla_dot = jax.jit(functools.partial(xla.quantized_dot, dtype=jnp.float32))
-    for call in (xla_dot, kernel(case)):
-        whole = np.asarray(call(x, weight, jnp.int32(16)))
+    x, weight = np.array(x_of(16, case)), rows_of(case.drawn())
+    x[5], x[6], x[7] = 0, 1e-38, x[7] * np.float32(1e35)
+    harmed = x.copy()
+    harmed[3, 5] = bad
+    for call in (in_program(xla), kernel(case)):
+        whole = np.asarray(call(x, weight, np.int32(16)))
         assert not whole[5:7].any()
         assert np.isfinite(whole).all()
-        out = np.asarray(call(x.at[3, 5].set(bad), weight, jnp.int32(16)))
+        out = np.asarray(call(harmed, weight, np.int32(16)))
         assert not np.isfinite(out[3]).any()
         np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(whole, 3, 0))
 
 
 @pytest.mark.codegen
-@pytest.mark.parametrize("case", [Case("int4", 256, 64), Case("fp8", 256, 128, activations="fp8")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case("int4", 256, 64), pytest.param(Case("fp8", 256, 128, activations="fp8"), marks=pytest.mark.slow)], ids=str,
+)  # fmt: skip
 def test_bits_of_a_row_do_not_depend_on_the_others(case):
-    x, weight, call = x_of(20, case), to_rows(case.drawn()), kernel(case, 2)
-    whole = np.asarray(call(x, weight, jnp.int32(20)))
-    np.testing.assert_array_equal(call(x[18:19], weight, jnp.int32(1)), whole[18:19])
-    company = np.asarray(call(x.at[:18].set(jnp.nan), weight, jnp.int32(20)))
+    x, weight, call = np.asarray(x_of(20, case)), rows_of(case.drawn()), kernel(case, 2)
+    first, last = x.copy(), x.copy()
+    first[7:], last[:18] = np.inf, np.nan
+    whole = np.asarray(call(x, weight, np.int32(20)))
+    np.testing.assert_array_equal(call(x[18:19], weight, np.int32(1)), whole[18:19])
+    company = np.asarray(call(last, weight, np.int32(20)))
     np.testing.assert_array_equal(company[18:], whole[18:])
-    needed = np.asarray(call(x.at[7:].set(jnp.inf), weight, jnp.int32(7)))
+    needed = np.asarray(call(first, weight, np.int32(7)))
     np.testing.assert_array_equal(needed[:7], whole[:7])
     assert not needed[16:].any()
 
@@ -178,7 +185,8 @@ def test_instructions_make_the_numbers_of_every_code(kind, high, zero, dtype):
             found.append([run_ptx(text, {"$1": half, "$2": int(addend)})["$0"] for half in halves(word)])
     found = np.array(found, np.uint32).view(real).astype(np.float32)
     stored = codes.view(np.int8) if kind == "int8" else codes
-    expected = triton_codes.plain(jnp.asarray(stored), kind, high, 5 if zero is None else zero, jnp.float32)
+    plain = functools.partial(triton_codes.plain, kind=kind, high=high, zero=5 if zero is None else zero)
+    expected = jax.jit(functools.partial(plain, dtype=jnp.float32))(stored)
     np.testing.assert_array_equal(found, expected)
 
 

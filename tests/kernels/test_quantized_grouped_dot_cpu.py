@@ -1,16 +1,18 @@
 """quantized_grouped_dot on CPU: against int64 and float64, with the bits of quantized_dot, in any block."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import quantize, quantized_dot, quantized_grouped_dot
+from pallas_kernels import quantize, quantized_grouped_dot
 from pallas_kernels.quantized_dot.weight import quantize_plain, to_tiles
 from pallas_kernels.quantized_grouped_dot import cpu
-from tests.kernels.integer_matmul import oracle
+from tests.kernels.integer_matmul import oracle, product, quantize_in_program
+from tests.support.device_arrays import device_array
 
 CPU = jax.devices("cpu")[0]
 
@@ -18,15 +20,29 @@ CPU = jax.devices("cpu")[0]
 @pytest.fixture(scope="module", autouse=True)
 def _native():
     """Skip the module where the native kernel cannot run."""
-    reason = cpu.refuse(CPU, jnp.zeros((1, 8, 64)), quantize(jnp.ones((1, 16, 64)), 8))
+    x, numbers = (jax.ShapeDtypeStruct((1, rows, 64), jnp.float32) for rows in (8, 16))
+    reason = cpu.refuse(CPU, x, jax.eval_shape(functools.partial(quantize, bits=8), numbers))
     if reason is not None:
         pytest.skip(reason)
+
+
+matrix_of = jax.jit(lambda weight, index: weight.matrix(index))
+
+
+@functools.cache
+def grouped_product(implementation=None):
+    """quantized_grouped_dot in a program of (x, weight, matrix_of_block, num_blocks, rows_of_block)."""
+    return jax.jit(
+        lambda x, weight, of_block, used, counts: quantized_grouped_dot(
+            x, weight, of_block, used, rows_of_block=counts, implementation=implementation
+        )
+    )
 
 
 def arrays(blocks, rows, inputs, matrices, outputs, bits, group, dtype):
     rng = np.random.default_rng(blocks + inputs)
     x, numbers = rng.standard_normal((blocks, rows, inputs)), rng.standard_normal((matrices, outputs, inputs))
-    return jnp.asarray(x, dtype), quantize(jnp.asarray(numbers, dtype), bits, group)
+    return device_array(x, dtype), quantize_in_program(device_array(numbers, dtype), bits, group)
 
 
 # blocks, rows, inputs, matrices, outputs, bits, group, matrix of each block, rows of each block, blocks used, dtype,
@@ -40,24 +56,19 @@ CASES = [
 ]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("case", CASES)
 def test_each_row_is_a_row_of_quantized_dot(case):
     blocks, rows, inputs, matrices, outputs, bits, group, of_block, counts, used, dtype, has_xla = case
     x, weight = arrays(blocks, rows, inputs, matrices, outputs, bits, group, dtype)
-    given = (jnp.asarray(of_block, jnp.int32), jnp.int32(used))
-    found = {
-        name: np.asarray(
-            quantized_grouped_dot(
-                x, weight, *given, rows_of_block=jnp.asarray(counts, jnp.int32), implementation=name
-            )
-        )
-        for name in ("cpu", *(("xla",) if has_xla else ()))
-    }
-    limit = 2e-6 if dtype == "float32" else 4e-3
+    given = (np.array(of_block, np.int32), np.int32(used), np.array(counts, np.int32))
+    names = ("cpu", "xla") if has_xla else ("cpu",)
+    found = {name: np.asarray(grouped_product(name)(x, weight, *given)) for name in names}
+    x, limit = np.asarray(x), 2e-6 if dtype == "float32" else 4e-3
     for block in range(used):
-        matrix = weight.matrix(min(max(of_block[block], 0), matrices - 1))
+        matrix = matrix_of(weight, np.int32(min(max(of_block[block], 0), matrices - 1)))
         expected, count = oracle(x[block], matrix), min(max(counts[block], 0), rows)
-        plain = np.asarray(quantized_dot(x[block], matrix, rows, implementation="cpu"))
+        plain = np.asarray(product("cpu")(x[block], matrix, np.int32(rows)))
         for out in found.values():
             np.testing.assert_array_equal(out[block, :count], plain[:count])
         error = np.abs(found["cpu"][block, :count].astype(np.float64) - expected[:count])
@@ -66,41 +77,42 @@ def test_each_row_is_a_row_of_quantized_dot(case):
     assert not found["cpu"][used:].any()
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize("kind", ["zeros", "mins", "order", "fp4"])
 def test_all_kinds_of_tiles(kind):
     rng = np.random.default_rng(3)
     x, weight = arrays(3, 8, 128, 3, 32, 8 if kind == "mins" else 4, 32, "float32")
     if kind == "mins":
-        mins = jnp.asarray(rng.uniform(0, 3, weight.scales.shape), jnp.float32)
+        mins = device_array(rng.uniform(0, 3, weight.scales.shape), "float32")
         weight = dataclasses.replace(weight, zeros=None, mins=mins)
     elif kind == "order":
-        weight = dataclasses.replace(weight, order=jnp.asarray(rng.permutation(128), jnp.int32))
+        weight = dataclasses.replace(weight, order=device_array(rng.permutation(128), "int32"))
     elif kind == "fp4":
-        plain = quantize_plain(jnp.asarray(rng.standard_normal((3, 32, 128)), jnp.float32), "int8", 32)
-        codes = jnp.asarray(rng.integers(0, 16, (3, 32, 128)), jnp.uint8)
-        weight = to_tiles(dataclasses.replace(plain, codes=codes, kind="fp4"))
-    of_block = jnp.asarray([2, 0, 1], jnp.int32)
-    ours, xla = (
-        np.asarray(quantized_grouped_dot(x, weight, of_block, jnp.int32(3), implementation=name))
-        for name in ("cpu", "xla")
-    )
+        numbers, codes = rng.standard_normal((3, 32, 128)).astype(np.float32), rng.integers(0, 16, (3, 32, 128))
+
+        def fp4_tiles(numbers, codes):
+            return to_tiles(dataclasses.replace(quantize_plain(numbers, "int8", 32), codes=codes, kind="fp4"))
+
+        weight = jax.jit(fp4_tiles)(numbers, codes.astype(np.uint8))
+    given = (np.array([2, 0, 1], np.int32), np.int32(3), np.full(3, 8, np.int32))
+    ours, xla = (np.asarray(grouped_product(name)(x, weight, *given)) for name in ("cpu", "xla"))
     np.testing.assert_array_equal(ours, xla)
-    sorted_x = x if weight.order is None else x[..., weight.order]
+    sorted_x = np.asarray(x) if weight.order is None else np.asarray(x)[..., np.asarray(weight.order)]
     for block, index in enumerate((2, 0, 1)):
-        expected = oracle(sorted_x[block], weight.matrix(index))
+        expected = oracle(sorted_x[block], matrix_of(weight, np.int32(index)))
         np.testing.assert_allclose(ours[block], expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
 
 
+@pytest.mark.codegen
 def test_many_threads_and_rows_give_the_same_bits():
     """Units of many runs are shared; a row alone has the bits that it has in its block."""
     x, weight = arrays(12, 16, 512, 6, 256, 4, 64, "float32")
-    of_block = jnp.asarray(np.repeat(np.arange(6), 2), jnp.int32)
-    whole = np.asarray(jax.jit(quantized_grouped_dot)(x, weight, of_block, jnp.int32(12)))
+    x, of_block, call = np.asarray(x), np.repeat(np.arange(6, dtype=np.int32), 2), grouped_product()
+    whole = np.asarray(call(x, weight, of_block, np.int32(12), np.full(12, 16, np.int32)))
     for block, row in ((0, 0), (7, 5), (11, 15)):
-        alone = quantized_grouped_dot(
-            jnp.tile(x[block, row], (1, 8, 1)), weight, of_block[block : block + 1], jnp.int32(1),
-            rows_of_block=jnp.ones(1, jnp.int32),
-        )  # fmt: skip
+        alone = call(
+            np.tile(x[block, row], (1, 8, 1)), weight, of_block[block : block + 1], np.int32(1), np.ones(1, np.int32)
+        )
         np.testing.assert_array_equal(np.asarray(alone)[0, 0], whole[block, row])
 
 

@@ -1,6 +1,7 @@
 """Tile sizes: the kernels read tuning.json, and an entry applies to one card and shape only."""
 
 import dataclasses
+import functools
 import json
 import types
 
@@ -89,9 +90,10 @@ def test_splits_of_rows_follow_their_lengths():
     )  # fmt: skip
 
     def splits(problem):
-        lens = jnp.asarray([0, 1, 512, 513, 4096, 16384, 16385, 131_072, 5000])
-        starts = jnp.asarray([0, 0, 1, 2, 3, 4, 5, 6, 7, 9])  # the first row is empty, the last one has two tokens
-        return splits_of_rows(problem, lens, starts).tolist()
+        lens = np.array([0, 1, 512, 513, 4096, 16384, 16385, 131_072, 5000], np.int32)
+        # the first row is empty, the last one has two tokens
+        starts = np.array([0, 0, 1, 2, 3, 4, 5, 6, 7, 9], np.int32)
+        return jax.jit(functools.partial(splits_of_rows, problem))(lens, starts).tolist()
 
     assert splits(problem) == [0, 1, 1, 2, 4096 // 512, 32, 17, 32, 0]
     # a window of 600 keys, in splits that begin at multiples of their size

@@ -1,4 +1,7 @@
-"""Scales of keys and values in a checkpoint: wrong ones are refused by name. tests/end_to_end/test_kv_cache_dtype.py uses them."""
+"""Scales of keys and values in a checkpoint: wrong ones are refused by name.
+
+tests/end_to_end/test_kv_cache_dtype.py uses them.
+"""
 
 import re
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Every family and variant against recorded answers of Transformers: greedy tokens, and log-probabilities to 1e-4.
 
 The model computes prompt and answer in one call, and each position must choose the recorded next token. By induction,
-greedy decoding then gives the recorded answer. tests/end_to_end/test_golden_engine.py serves the same prompts with the engine.
+greedy decoding then gives the recorded answer. tests/end_to_end/test_golden_engine.py serves the same prompts with the
+engine.
 """
 
 import dataclasses

@@ -27,12 +27,16 @@ def name_of(path: pathlib.Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@functools.cache
 def imports_of(path: pathlib.Path) -> list[str]:
     """Return all imports of a file, also inside functions and for type checking. `from a import b` gives a.b."""
+    return _imports(path, path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _imports(path: pathlib.Path, source: str) -> list[str]:
     package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
     names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

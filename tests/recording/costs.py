@@ -2,8 +2,8 @@
 
 Each worker writes a line of JSON per test: seconds, CPU seconds, engines started, compile keys, and child processes.
 A compile key names one compiled program. JAX logs it when it looks for the program in the compile cache. Engines of one
-process share programs (tests/support/shared_programs.py), so a program of an engine has a key of its own here: a test asks for
-the same keys whatever ran before it. Compile keys of child processes are not counted.
+process share programs (tests/support/shared_programs.py), so a program of an engine has a key of its own here: a test
+asks for the same keys whatever ran before it. Compile keys of child processes are not counted.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ _KEY = re.compile(r"(?i)persistent compilation cache (?:hit|miss) for '.*' with 
 _LOGGER = "jax._src.compiler"  # a name, not an import: without this logger no key is seen, and a test says so
 
 
-class Recorder(logging.Handler):
+class Recorder(logging.Filter):
     """Counts of the test that runs now."""
 
     def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
+        super().__init__()
         self.keys: set[str] = set()
         self.engines = self.children = 0
         self._shared = threading.local()  # .depth: programs that this thread compiles for shared_programs
@@ -41,11 +41,12 @@ class Recorder(logging.Handler):
         """Forget the counts of the test before."""
         self.keys, self.engines, self.children = set(), 0, 0
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Read a compile key from a line of JAX's log."""
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Read a compile key from a line of JAX's log. Lines that are logged only for this go nowhere else."""
         found = _KEY.match(record.getMessage())
         if found and not getattr(self._shared, "depth", 0):
             self.keys.add(found[1])
+        return record.levelno >= logging.WARNING
 
     @contextlib.contextmanager
     def shared_program(self, key: Any) -> Iterator[None]:
@@ -90,8 +91,7 @@ class CostsPlugin:
             self._stack.enter_context(mock.patch.object(target, name, value))
         logger = logging.getLogger(_LOGGER)
         logger.setLevel(logging.DEBUG)
-        logger.propagate = False
-        logger.addHandler(recorder)
+        logger.addFilter(recorder)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
