@@ -74,6 +74,7 @@ def test_generate_several_answers(tmp_path, jpaged):
     assert found[0]["cumulative_logprob"] >= found[1]["cumulative_logprob"]
 
 
+@pytest.mark.slow
 def test_generate_json(tmp_path, jpaged):
     path, schema = tmp_path / "answers.json", tmp_path / "schema.json"
     numbers = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}

@@ -120,6 +120,7 @@ def test_gptq_of_a_matrix():
         assert errors[1] < 0.6 * errors[0], scheme
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [Norm.RMS, Norm.RMS_OFFSET])
 def test_folded_scales(norm):
     """The layer's outputs stay, and the rounding errors of inputs with large activations count less.

@@ -88,6 +88,7 @@ def test_each_request_alone_has_the_bits_of_the_batch(four):
     check_each_request_alone(four)
 
 
+@pytest.mark.slow
 def test_beams_penalties_and_prompt_logprobs_have_the_bits_of_one(one, four):
     prompt = {"prompt_token_ids": [5, 6, 7, 8] * 15}
     beams = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)

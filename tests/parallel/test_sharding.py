@@ -98,9 +98,15 @@ def leaf_of(name, spec):
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down", "embed"])
-@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
-def test_the_parts_of_all_devices_are_the_leaf(name, scheme):
+NAMES = ("qkv", "o", "gate_up", "down", "embed")
+QUICK = {("int8", "embed"), ("int4", "qkv"), ("int4", "o"), *((None, name) for name in NAMES)}
+
+
+@pytest.mark.parametrize(("scheme", "name"), [
+    pytest.param(scheme, name, marks=[pytest.mark.slow] * ((scheme, name) not in QUICK))
+    for scheme in (None, "int8", "int4") for name in NAMES
+])  # fmt: skip
+def test_the_parts_of_all_devices_are_the_leaf(scheme, name):
     """Dense leaves bit for bit, quantised ones as each device's own part is rounded."""
     spec = dataclasses.replace(SPEC, num_heads=16, num_kv_heads=4, intermediate_size=256, vocab_size=256)
     shards, leaf = Shards(2), leaf_of(name, spec)
