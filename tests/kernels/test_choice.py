@@ -55,6 +55,7 @@ def test_self_check_detects_a_wrong_write(monkeypatch):
         return pages.scatter(k, v, jnp.where(slots < 0, slots, slots + 1))
 
     monkeypatch.setitem(write_kv.IMPLEMENTATIONS, "triton", Implementation(one_slot_late))
+    monkeypatch.setitem(IMPLEMENTATIONS, "triton", IMPLEMENTATIONS["xla_loop"])  # quick to compile
     with pytest.raises(KernelCheckError, match=r"'triton' writes, keys on .*case decode .*differs from the reference"):
         self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=4)  # a shape not traced before
 
@@ -66,6 +67,7 @@ def test_self_check_detects_nan(monkeypatch):
         return q.at[0].set(jnp.nan), pages
 
     monkeypatch.setitem(write_qkv.IMPLEMENTATIONS, "triton", Implementation(nan_queries))
+    monkeypatch.setitem(IMPLEMENTATIONS, "triton", IMPLEMENTATIONS["xla_loop"])  # quick to compile
     with pytest.raises(KernelCheckError, match=r"write_qkv 'triton', queries on .* by nan"):
         self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=2, kv_heads=1)
 

@@ -100,7 +100,8 @@ def test_refused_calls_are_named(change, reason):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "int8", "float8_e4m3fn"]
+    "dtype",
+    ["float32", "int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bfloat16", "float8_e4m3fn"))],
 )
 def test_write_puts_tokens_into_slabs_whatever_their_order(dtype):
     """Several tokens per slab and slabs per block, in any order, with NaN in other slots; and only padding."""

@@ -95,7 +95,7 @@ FIRST = {
     "cpu": tuple(SHAPES),  # a second in all
     "triton": ("ragged-all-options", "tiny-scale", "gqa-7-64-block-32", "int8", "fp8-decodes-bf16"),
     "triton_small": ("decodes",),
-    "mosaic_tpu": ("gqa-7-64-block-32", "int8-all-options", "fp8"),  # test_mosaic_tpu.py has decodes
+    "mosaic_tpu": ("gqa-7-64-block-32", "int8-all-options"),  # test_mosaic_tpu.py has decodes and fp8
     "triton-splits": ("all-options",),
 }
 

@@ -33,7 +33,7 @@ NUMBERS = [
     # rows, splits, matrix
     (1, 2, Case("int4", 256, 64, zeros=True)),
     (5, 1, Case("int4", 64, 32, mins=True, outer=1, scales="uint8")),
-    (17, 1, Case("int4", 256, 128, dtype="float16")),
+    pytest.param(17, 1, Case("int4", 256, 128, dtype="float16"), marks=pytest.mark.slow),
     (5, 1, Case("int4", 192)),
     (5, 1, Case("fp4", 64, 16, scales="float8_e4m3fn", outer=2, divides=True)),
     (17, 1, Case("int8", 50)),
@@ -113,7 +113,10 @@ def test_a_row_in_fp8_that_is_not_finite_stays_so_and_stays_alone(bad):
 
 
 @pytest.mark.codegen
-@pytest.mark.parametrize("case", [Case("int4", 256, 64), Case("fp8", 256, 128, activations="fp8")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case("int4", 256, 64), pytest.param(Case("fp8", 256, 128, activations="fp8"), marks=pytest.mark.slow)], ids=str,
+)  # fmt: skip
 def test_bits_of_a_row_do_not_depend_on_the_others(case):
     x, weight, call = np.asarray(x_of(20, case)), rows_of(case.drawn()), kernel(case, 2)
     first, last = x.copy(), x.copy()

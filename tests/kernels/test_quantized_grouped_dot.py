@@ -33,7 +33,7 @@ KINDS = [
     (8, Case("int8", 50, matrices=4)),
     (16, Case("fp8", 256, 128, scales="float32", dtype="float16", matrices=4)),
     (24, Case("fp8", 256, 128, scales="float32", activations="fp8", matrices=4)),
-    (24, Case("fp4", 64, 32, matrices=4)),                                                             # MXFP4
+    pytest.param(24, Case("fp4", 64, 32, matrices=4), marks=pytest.mark.slow),                         # MXFP4
     (16, Case("fp4", 64, 16, scales="float8_e4m3fn", outer=1, matrices=4)),                            # NVFP4
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (8, Case("int4", 256, 128, matrices=4)), (8, Case("int8", 192, 64, matrices=4)),

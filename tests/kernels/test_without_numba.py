@@ -42,7 +42,7 @@ case = make_case(Shape())
 call = (jax.devices("cpu")[0], case["q"], case["pages"], case["block_tables"], 64)
 x, weight = jnp.ones((8, 64)), jnp.ones((16, 64))
 np.testing.assert_array_equal(dot(x, weight, 8), np.full((8, 16), 64))
-assert self_check(cases="mixed", dtype=jnp.float32)
+assert self_check(cases="mixed", dtype=jnp.float32, q_heads=4, head_dim=16)
 try:
     paged_attention(**case, scale=1.0, max_query_len=64, implementation="cpu")
 except ValueError as error:
