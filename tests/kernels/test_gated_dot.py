@@ -91,7 +91,7 @@ def test_matches_float64(implementation, rows, width, outputs, dtype, activation
     np.testing.assert_allclose(wide(got), expected, rtol=limit, atol=limit * np.abs(expected).max() / 4)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", pytest.param("gelu_tanh", marks=pytest.mark.slow), "relu"])
 def test_the_kernel_rounds_as_separate_operations_do(activation):
     """Small whole numbers have exact sums, so gate and up have the same bits, and so have nearly all results."""
     rng = np.random.default_rng(3)

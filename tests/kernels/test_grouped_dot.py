@@ -106,7 +106,7 @@ def test_native_indices_out_of_range_are_clipped():
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_kernels_lower(platform, dtype, rows):
     """Shapes of Qwen3-30B-A3B and of gpt-oss, whose width of 2,880 is not a power of two."""
     for matrices, out, width in ((128, 1536, 2048), (32, 5760, 2880)):

@@ -60,15 +60,21 @@ def test_triton_fused_write_lowers(name):
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 
-TPU_DECODES = ("llama-3-8b", "int8-float32-window", "mqa-20-block-8")  # that the default run lowers
+# What the default run lowers. The others combine its dtypes, sizes and options in other ways.
+TPU_DECODES = ("llama-3-8b", "int8-float32-window", "mqa-20-block-8")
+TPU_MIXED = (
+    *TPU_DECODES, "float32-window", "gqa-7-64-sinks", "mqa-96-alibi", "mha-32-in-blocks-of-heads", "float32-queries",
+    "float32-pages", "fp8-softcap-sinks",
+)  # fmt: skip
 
 
 # Decodes and mixed steps have the same kernel, with other tiles.
 @pytest.mark.parametrize(
     ("name", "max_query_len"),
-    [pytest.param(name, 32, id=f"{name}-mixed") for name in lowered.TPU]
-    + [pytest.param(name, 1, id=f"{name}-decode", marks=[pytest.mark.slow] * (name not in TPU_DECODES))
-       for name in lowered.TPU],
+    [
+        pytest.param(name, count, id=f"{name}-{step}", marks=[pytest.mark.slow] * (name not in default))
+        for step, count, default in (("decode", 1, TPU_DECODES), ("mixed", 32, TPU_MIXED)) for name in lowered.TPU
+    ],
 )  # fmt: skip
 def test_tpu_kernel_lowers(name, max_query_len):
     text = lower_for("tpu", *lowered.attention(name, max_query_len, "mosaic_tpu", lowered.TPU))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,25 +26,26 @@ def _native():
         pytest.skip(reason)
 
 
-# The default run multiplies each shape by rows of one dtype. How rows are read does not depend on the shape.
+DTYPES = list(itertools.product(("float32", "bfloat16"), repeat=2))  # of the rows, of the result
+# The default run takes one of the four pairs of dtypes for each shape. Dtypes and shapes do not interact.
 CASES = [
-    pytest.param(*shape, dtype, marks=[pytest.mark.slow] * (index % 2 != which))
-    for index, shape in enumerate(SHAPES) for which, dtype in enumerate(("float32", "bfloat16"))
+    pytest.param(*shape, *dtypes, marks=[pytest.mark.slow] * (index % 4 != which))
+    for index, shape in enumerate(SHAPES) for which, dtypes in enumerate(DTYPES)
 ]  # fmt: skip
 
 
 @pytest.mark.codegen
-@pytest.mark.parametrize(("rows", "inputs", "outputs", "bits", "group_size", "dtype"), CASES)
-def test_matches_the_oracle(rows, inputs, outputs, bits, group_size, dtype):
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "bits", "group_size", "dtype", "result"), CASES)
+def test_matches_the_oracle(rows, inputs, outputs, bits, group_size, dtype, result):
     x, weight = arrays(rows, inputs, outputs, bits, group_size, dtype)
     expected = oracle(x, weight)
-    chosen = np.asarray(product(None, "float32")(x, weight, np.int32(rows)))
-    for result, limit in (("float32", 2e-6), ("bfloat16", 4e-3)):
-        native, xla = (np.asarray(product(name, result)(x, weight, np.int32(rows))) for name in ("cpu", "xla"))
-        np.testing.assert_array_equal(native, xla)
-        if result == "float32":
-            np.testing.assert_array_equal(native, chosen)
-        np.testing.assert_allclose(native.astype(np.float64), expected, atol=limit * np.abs(expected).max(), rtol=0)
+    native, xla, chosen = (
+        np.asarray(product(name, result)(x, weight, np.int32(rows))) for name in ("cpu", "xla", None)
+    )
+    np.testing.assert_array_equal(native, xla)
+    np.testing.assert_array_equal(native, chosen)
+    atol = (2e-6 if result == "float32" else 4e-3) * np.abs(expected).max()
+    np.testing.assert_allclose(native.astype(np.float64), expected, atol=atol, rtol=0)
 
 
 @pytest.mark.codegen
