@@ -215,7 +215,7 @@ def test_a_bug_in_the_engine_ends_it_with_an_error_for_all(
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
-            monkeypatch.setattr(engine._engine._outputs, "process", lambda *args: 1 / 0)
+            monkeypatch.setattr(engine.engine._outputs, "process", lambda *args: 1 / 0)
             with pytest.raises(EngineError, match="division by zero"):
                 async for _ in stream:
                     pass
@@ -227,7 +227,7 @@ def test_a_bug_in_the_engine_ends_it_with_an_error_for_all(
     asyncio.run(main())
     engine.close()
     assert runner.closed
-    assert not engine._engine.has_work
+    assert not engine.engine.has_work
 
 
 def test_a_stalled_engine_is_unhealthy(engine: AsyncLLM, runner: SlowRunner):
@@ -277,14 +277,14 @@ def test_a_request_that_the_engine_refuses_fails_alone(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
     """The engine's thread refuses the request, and continues with the other requests."""
-    add = engine._engine.add
+    add = engine.engine.add
 
     def limited(request: Request) -> None:
         if request.prompt_token_ids == [13]:
             raise error
         add(request)
 
-    monkeypatch.setattr(engine._engine, "add", limited)
+    monkeypatch.setattr(engine.engine, "add", limited)
 
     async def main() -> list[Any]:
         prompts = [[1], [13], [2], [13], [3]]
@@ -304,7 +304,7 @@ def test_a_request_that_the_engine_refuses_fails_alone(
 
 
 def test_a_bug_while_adding_fails_all_waiting_requests(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine._engine, "add", lambda request: 1 / 0)
+    monkeypatch.setattr(engine.engine, "add", lambda request: 1 / 0)
 
     async def main() -> list[Any]:
         work = [collect(engine, [i], GREEDY) for i in range(5)]
@@ -328,10 +328,10 @@ def test_no_error_ends_the_engine_thread_silently(
         raise error
 
     owner, name = {
-        "step": (engine._engine._outputs, "process"),
-        "add": (engine._engine, "add"),
+        "step": (engine.engine._outputs, "process"),
+        "add": (engine.engine, "add"),
         "inspect": (sys.modules["jpaged.engine.engine"], "capture"),
-        "reset": (engine._engine, "reset_prefix_cache"),
+        "reset": (engine.engine, "reset_prefix_cache"),
     }[where]
 
     async def main() -> list[Any]:
@@ -364,14 +364,14 @@ async def _rest(stream: Any) -> None:
 
 
 def test_a_panic_while_reading_a_prompt_fails_this_request_only(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
-    process = engine._engine.inputs.process
+    process = engine.engine.inputs.process
 
     def panicking(request_id: str, prompt: Any, *args: Any, **options: Any) -> Any:
         if prompt == [13]:
             raise PanicException("byte index 1 is not a char boundary")
         return process(request_id, prompt, *args, **options)
 
-    monkeypatch.setattr(engine._engine.inputs, "process", panicking)
+    monkeypatch.setattr(engine.engine.inputs, "process", panicking)
 
     async def main() -> list[Any]:
         work = (collect(engine, [start], GREEDY) for start in (1, 13, 2))
@@ -409,7 +409,7 @@ def test_inspect_of_an_engine_that_has_ended(engine: AsyncLLM, monkeypatch: pyte
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
-            monkeypatch.setattr(engine._engine, "step", lambda: 1 / 0)
+            monkeypatch.setattr(engine.engine, "step", lambda: 1 / 0)
             asked = [asyncio.create_task(engine.inspect()) for _ in range(3)]
             done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
             assert all(isinstance(one, EngineError) or one.running for one in done)  # before it ended, or after
@@ -445,7 +445,7 @@ def test_inconsistent_state_is_found_when_nothing_runs(engine: AsyncLLM, caplog:
     """A wrong reference count of a block that no request uses: only the integrity check can find it."""
 
     async def main() -> None:
-        engine._engine._manager.pool._ref_counts[1999] += 1
+        engine.engine.scheduler.manager.pool._ref_counts[1999] += 1
         await engine.check_health()
         await collect(engine, [1, 2, 3], GREEDY)
         await until(lambda: engine._engine_thread._integrity_error is not None)
@@ -454,7 +454,7 @@ def test_inconsistent_state_is_found_when_nothing_runs(engine: AsyncLLM, caplog:
                 await engine.check_health()
             # New requests run, on a new pool. The engine stays unhealthy.
             assert (await collect(engine, [1, 2, 3], GREEDY))[-1].outputs[0].token_ids == alone([1, 2, 3], 6, 97)
-        engine._engine.check_integrity()
+        engine.engine.check_integrity()
 
     asyncio.run(main())
     assert "state of the idle engine is inconsistent" in caplog.text
@@ -465,8 +465,8 @@ def test_integrity_is_checked_once_after_work_and_not_while_requests_run(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ):
     checks: list[bool] = []
-    check = engine._engine.check_integrity
-    monkeypatch.setattr(engine._engine, "check_integrity", lambda: (checks.append(engine._engine.has_work), check()))
+    check = engine.engine.check_integrity
+    monkeypatch.setattr(engine.engine, "check_integrity", lambda: (checks.append(engine.engine.has_work), check()))
 
     async def main() -> None:
         await asyncio.sleep(0.1)

@@ -92,7 +92,7 @@ def test_kept_requests_continue_with_the_same_tokens(engine, runner, freed):
         await until_idle(engine)
 
     asyncio.run(asyncio.wait_for(main(), 20))
-    engine._engine.check_integrity()
+    engine.engine.check_integrity()
 
 
 @pytest.mark.parametrize("freed", [False, True])
@@ -330,7 +330,7 @@ def test_a_fatal_error_calls_back_once(engine, monkeypatch):
     engine.when_fatal(errors.append)
 
     async def main() -> None:
-        monkeypatch.setattr(engine._engine._outputs, "process", lambda *args: 1 / 0)
+        monkeypatch.setattr(engine.engine._outputs, "process", lambda *args: 1 / 0)
         with pytest.raises(EngineError, match="division by zero"):
             await last(engine, [1], SHORT)
 
