@@ -223,7 +223,7 @@ class EngineMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.engine.check_integrity()
         pool = self.engine.scheduler.manager.pool
-        for block, name in enumerate(pool._names):
+        for block, name in enumerate(pool.states().names):
             if name is not None:
                 tokens = np.frombuffer(name.tokens, np.int32).tolist()
                 assert self.runner.pages[block].tolist() == tokens, "a name that lies about its block"

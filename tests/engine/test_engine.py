@@ -408,7 +408,7 @@ def test_kv_of_old_weights_is_never_found_again(windows: tuple[int | None, ...])
     engine.add_request("b", prompt_of(6), greedy(30))
     for _ in range(20):
         engine.step()
-    named = {name.tokens for name in engine.scheduler.manager.pool._names if name is not None}
+    named = {name.tokens for name in engine.scheduler.manager.pool.states().names if name is not None}
     assert named, "what the new weights have computed is found"
     (a,) = (request for request in engine.scheduler.running if request.request_id == "a")
     held = {block for table in a.kv.block_tables for block in table.held}

@@ -158,7 +158,7 @@ def test_it_agrees_with_the_block_tables_under_random_load(windows: tuple[int | 
             assert block.ref_count == pool.ref_count(block.block) == len(block.owners)
             assert 0 <= block.tokens <= 4
             for owner in block.owners:  # compare with the block table itself
-                request = engine._outputs.request_groups[owner.request_id].first
+                (request,) = (one for one in engine.scheduler.running if one.request_id == owner.request_id)
                 assert request.kv.block_tables[owner.group].blocks[owner.index] == block.block
 
 

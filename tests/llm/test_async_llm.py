@@ -1,6 +1,7 @@
 """AsyncLLM, on the runner in plain Python that the engine's tests use."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -32,11 +33,17 @@ def runner() -> FakeRunner:
 
 
 @pytest.fixture
-def engine(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+def fake_build(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines run on `runner`."""
+
     def build(model: Any, params: Any, options: Any, **how: Any) -> BuiltEngine:
         return BuiltEngine(Engine(runner), engine_config(model, options), None, None, GREEDY)
 
     monkeypatch.setattr("jpaged.async_llm.build_engine", build)
+
+
+@pytest.fixture
+def engine(fake_build: None) -> Iterator[AsyncLLM]:
     engine = AsyncLLM("model")
     yield engine
     engine.close()
@@ -121,14 +128,14 @@ def test_a_request_without_a_reader_leaves_the_engine(engine: AsyncLLM, how: str
 
 
 def test_abort_while_the_prompt_is_still_being_tokenised(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
-    process, entered, go_on = engine._process, threading.Event(), threading.Event()
+    process, entered, go_on = engine.engine.inputs.process, threading.Event(), threading.Event()
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
         entered.set()
         assert go_on.wait(5)
-        return process(*args)
+        return process(*args, **options)
 
-    monkeypatch.setattr(engine, "_process", slow)
+    monkeypatch.setattr(engine.engine.inputs, "process", slow)
 
     async def main() -> list[RequestOutput]:
         task = asyncio.create_task(collect(engine, [1], ENDLESS, "a"))
@@ -141,8 +148,13 @@ def test_abort_while_the_prompt_is_still_being_tokenised(engine: AsyncLLM, monke
 
 
 def test_the_event_loop_is_free_while_a_prompt_is_tokenised(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
-    process = engine._process
-    monkeypatch.setattr(engine, "_process", lambda *args: (time.sleep(0.2), process(*args))[1])
+    process = engine.engine.inputs.process
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        return process(*args, **options)
+
+    monkeypatch.setattr(engine.engine.inputs, "process", slow)
 
     async def main() -> int:
         task, turns = asyncio.create_task(collect(engine, [1], GREEDY)), 0
@@ -215,7 +227,7 @@ def test_a_bug_in_the_engine_ends_it_with_an_error_for_all(
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
-            monkeypatch.setattr(engine.engine._outputs, "process", lambda *args: 1 / 0)
+            monkeypatch.setattr(engine.engine.scheduler, "results", lambda *args: 1 / 0)
             with pytest.raises(EngineError, match="division by zero"):
                 async for _ in stream:
                     pass
@@ -230,10 +242,13 @@ def test_a_bug_in_the_engine_ends_it_with_an_error_for_all(
     assert not engine.engine.has_work
 
 
-def test_a_stalled_engine_is_unhealthy(engine: AsyncLLM, runner: SlowRunner):
-    engine._engine_thread._watchdog.seconds = 0.05
-
+@pytest.mark.usefixtures("fake_build")
+def test_a_stalled_engine_is_unhealthy(runner: SlowRunner):
     async def main() -> None:
+        async with AsyncLLM("model", watchdog_seconds=0.05) as engine:
+            await stall(engine)
+
+    async def stall(engine: AsyncLLM) -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
             await engine.check_health()
@@ -328,7 +343,7 @@ def test_no_error_ends_the_engine_thread_silently(
         raise error
 
     owner, name = {
-        "step": (engine.engine._outputs, "process"),
+        "step": (engine.engine.scheduler, "results"),
         "add": (engine.engine, "add"),
         "inspect": (sys.modules["jpaged.engine.engine"], "capture"),
         "reset": (engine.engine, "reset_prefix_cache"),
@@ -435,6 +450,14 @@ def test_inspections_that_wait_when_the_engine_closes_fail(engine: AsyncLLM, run
     asyncio.run(main())
 
 
+async def until_unhealthy(engine: AsyncLLM) -> None:
+    async with asyncio.timeout(60):
+        with contextlib.suppress(EngineError):
+            while True:
+                await engine.check_health()
+                await asyncio.sleep(0.002)
+
+
 @pytest.fixture
 def soon_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_AFTER_SECONDS", 0.03)
@@ -448,7 +471,7 @@ def test_inconsistent_state_is_found_when_nothing_runs(engine: AsyncLLM, caplog:
         engine.engine.scheduler.manager.pool._ref_counts[1999] += 1
         await engine.check_health()
         await collect(engine, [1, 2, 3], GREEDY)
-        await until(lambda: engine._engine_thread._integrity_error is not None)
+        await until_unhealthy(engine)
         for _ in range(2):
             with pytest.raises(EngineError, match=r"state was inconsistent: .*1999"):
                 await engine.check_health()

@@ -23,7 +23,6 @@ from jpaged.frontend import engine_devices
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_devices import devices_of_engines
 from jpaged.frontend.engine_options import engine_config
-from jpaged.frontend.pausing import WAKE_TAGS
 from jpaged.routing import ROUTERS
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
@@ -305,7 +304,7 @@ def test_admin_calls_reach_all_engines(make):
         for task in tasks[2:]:
             assert (await task)[-1].outputs[0].finish_reason == "abort"
         assert await engine.is_sleeping()
-        assert all(thread._asleep == frozenset(WAKE_TAGS) for thread in engine._engine_thread.threads)
+        assert all(each.runner.released for each in engine.engines)
         with pytest.raises(RequestError, match="wake it up"):
             await engine.resume_generation()
         await engine.wake_up()
