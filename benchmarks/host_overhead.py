@@ -194,7 +194,7 @@ def decoding(
     for row in range(rows):
         stream = params.output_kind is RequestOutputKind.DELTA
         engine.add_request(str(row), [row] * 100, params, stream=stream)
-    while any(not request.schedule.decoding for request in engine._scheduler.running) or engine._scheduler.waiting:
+    while any(not request.schedule.decoding for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     return engine
 

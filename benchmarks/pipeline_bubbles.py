@@ -57,8 +57,7 @@ class Load:
             pipeline_parallel_size=stages, row_buckets=(8, 16, 32), token_buckets=(128,), max_num_batched_tokens=128,
         )  # fmt: skip
         self.plans: list[StepPlan] = []
-        assert self.llm._engine is not None
-        runner: Any = self.llm._engine.runner
+        runner: Any = self.llm.engine.runner
         dispatch = runner.dispatch
 
         def noted(plan: StepPlan) -> object:

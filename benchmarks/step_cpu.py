@@ -40,7 +40,7 @@ def part_of(name: str, targets: Mapping[str, str]) -> str | None:
 def kernels(llm: jpaged.LLM) -> dict[str, str]:
     """The native kernel of each foreign call of the decode programs, by the call's name."""
     found: dict[str, str] = {}
-    engine: Any = llm._engine
+    engine: Any = llm.engine
     for program in engine.runner.programs.programs:
         for line in program.run.as_text().splitlines():
             match = re.search(r"%?(\S+) = .* custom-call\(.*custom_call_target=\"(pallas_kernels\.[\w.]+)", line)

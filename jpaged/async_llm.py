@@ -141,7 +141,7 @@ class AsyncLLM(EngineAccess):
                 await asyncio.wrap_future(request_group.grammar, loop=loop)
             with self._engine_thread.routed(request_group, prefixes) as engine_thread:
                 if isinstance(self._engine_thread, EngineThreads) and self._engine_thread.num_prefill:
-                    inputs = self._live_engine.inputs
+                    inputs = self.engine.inputs
                     await prefill(self._engine_thread, inputs, request_group, prefixes, engine_thread, priority)
                 await self._wait_for_programs(request_group, engine_thread)
                 engine_thread.add(request_group, stream)
@@ -175,7 +175,7 @@ class AsyncLLM(EngineAccess):
         cancelled: Callable[[], bool],
     ) -> tuple[RequestGroup, Sequence[int]]:
         """Return the request group, and the names of its prefixes for the router."""
-        process = partial(self._live_engine.inputs.process, request_id, prompt, params, stream=True, priority=priority)
+        process = partial(self.engine.inputs.process, request_id, prompt, params, stream=True, priority=priority)
         try:
             request_group = process(refuse_cut=refuse_cut, cancelled=cancelled)
             return request_group, self._engine_thread.prefixes(request_group)

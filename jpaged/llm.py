@@ -149,7 +149,7 @@ class LLM(EngineAccess):
             return engine.put_kv(dataclasses.replace(handover, layout=layout))
 
     def _handover_engine(self, method: str) -> Engine:
-        engine = self._live_engine
+        engine = self.engine
         if self._others:
             raise EngineError(f"{method} is for one engine, and data_parallel_size={self.num_engines}")
         return engine
@@ -180,7 +180,7 @@ class LLM(EngineAccess):
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """Pool prompts: `embed` or `classify`, whichever `pooling_task` or the model says. Errors as for `generate`."""
-        pooling = self._live_engine.inputs.limits.pooling
+        pooling = self.engine.inputs.limits.pooling
         task = pooling_task or ("embed" if pooling is None else pooling.task)
         return cast(list[PoolingRequestOutput[Any]], self._pool(task, prompts, pooling_params, use_tqdm))
 
@@ -300,7 +300,7 @@ class LLM(EngineAccess):
         """Forget all KV kept for reuse. Waits until no call runs; returns True."""
         with self._exclusive("reset_prefix_cache"):
             self._router.forget()
-            for engine in self._live_engines:
+            for engine in self.engines:
                 engine.reset_prefix_cache()  # no request runs
             return True
 
@@ -312,7 +312,7 @@ class LLM(EngineAccess):
         """
         check_level(level)
         with self._exclusive("sleep"):
-            for engine in self._live_engines if level > 0 else ():
+            for engine in self.engines if level > 0 else ():
                 self._router.forget()
                 engine.sleep()
             self._asleep = frozenset(WAKE_TAGS)
@@ -326,7 +326,7 @@ class LLM(EngineAccess):
         """
         waking = wake_tags(tags)
         with self._exclusive("wake_up"):
-            for engine in self._live_engines:
+            for engine in self.engines:
                 engine.wake_up(weights="weights" in waking, kv_cache="kv_cache" in waking)
             self._asleep -= waking
 
@@ -339,7 +339,7 @@ class LLM(EngineAccess):
         with self._exclusive("close"):
             atexit.unregister(self._exit_hook)
             if self._engine is not None:
-                for engine in self._live_engines:
+                for engine in self.engines:
                     engine.close()
                 self._engine = None
 
@@ -402,7 +402,7 @@ class LLM(EngineAccess):
         params = one_each(name, params, len(each))
         priorities = one_each("priority", 0 if priority is None else priority, len(each))
         with self._exclusive("generate"), DeferredInterrupt() as interrupt:
-            engine = self._live_engine
+            engine = self.engine
             if self._asleep:
                 raise EngineError(f"the LLM sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first")
             for one in params[:1]:
@@ -424,7 +424,7 @@ class LLM(EngineAccess):
                         engine.add(group)
                     finals = self._run(engine, ids, progress, interrupt)
             except BaseException:
-                for engine in self._live_engines:
+                for engine in self.engines:
                     engine.start_over()  # an interrupt may have left its state half changed
                 raise
         return [finals[group.request_id] for group in request_groups]
@@ -461,7 +461,7 @@ class LLM(EngineAccess):
         self, request_groups: list[RequestGroup], progress: Progress, interrupt: DeferredInterrupt
     ) -> dict[str, Output]:
         """Divide requests among the engines, and run all to their end. Returns their last outputs by id."""
-        engines, finals = self._live_engines, dict[str, Output]()
+        engines, finals = self.engines, dict[str, Output]()
         ids: list[set[str]] = [set() for _ in engines]
         last = math.ceil(len(request_groups) / len(engines)) - 1  # of the engine's share of the requests
         for group in request_groups:

@@ -65,6 +65,7 @@ class Engine:
     inputs:    checks prompts and parameters, and makes request groups. Any thread may call it.
     admission: refuses request groups when there is no room.
     pipeline:  owns the step in flight, and the runner.
+    scheduler: owns the queues and, through its KV cache manager, the blocks. `start_over` replaces it.
     seeds:     source of the seeds of requests that bring none.
     """
 
@@ -191,7 +192,7 @@ class Engine:
         """Schedule and dispatch a step, and collect the step before it."""
         began = time.monotonic()
         try:
-            step = self._scheduler.schedule()
+            step = self.scheduler.schedule()
             self.admission.note_scheduled()
             self._phases.schedule += time.monotonic() - began
             collected = self.pipeline.turn(step)
@@ -202,7 +203,7 @@ class Engine:
             raise StepError(failed, error) from error
         if collected is not None:
             seconds = collected.now - collected.began
-            self._scheduler.note_seconds(collected.step, seconds)
+            self.scheduler.note_seconds(collected.step, seconds)
             self._steps.add(collected)
             if collected.result.expert_load is not None:
                 self._counters.note_experts(collected.result.expert_load)
@@ -211,7 +212,7 @@ class Engine:
         idle = step is None and collected is None
         self._idle_turns = self._idle_turns + 1 if idle else 0
         if step is None and self.pipeline.has_steps:
-            self._scheduler.counters.empty_turns += 1
+            self.scheduler.counters.empty_turns += 1
         if self._idle_turns >= self.runner.num_stages and self._outputs.request_groups:
             raise EngineError(f"{len(self._outputs.request_groups)} requests wait and none can be scheduled")
         return collected
@@ -293,18 +294,18 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The engine's figures."""
-        return collect_stats(self._scheduler, self.runner, self._counters)
+        return collect_stats(self.scheduler, self.runner, self._counters)
 
     def metrics(self) -> EngineMetricsSnapshot | None:
         """All figures, with distributions. None with `disable_log_stats`. Any thread may call it."""
         if self._metrics is None:
             return None
         caching = self.options.enable_prefix_caching
-        return self._metrics.snapshot(self._scheduler, self.runner, self._counters, enable_prefix_caching=caching)
+        return self._metrics.snapshot(self.scheduler, self.runner, self._counters, enable_prefix_caching=caching)
 
     def reset_stats(self) -> None:
         """Set counters and peaks to their start values. `compiles_after_ready` is the runner's and continues."""
-        self._scheduler.counters.reset()
+        self.scheduler.counters.reset()
         self._counters.reset()
         self._manager.pool.reset_peak()
         if self._metrics is not None:
@@ -314,7 +315,7 @@ class Engine:
         """Answer another thread with a copy of the engine's state. That thread makes the description."""
         if answer.set_running_or_notify_cancel():
             try:
-                answer.set_result(capture(self._scheduler, self._steps, self.stats()))
+                answer.set_result(capture(self.scheduler, self._steps, self.stats()))
             except Exception as error:  # for the thread that asked: running requests are not affected
                 answer.set_exception(error)
             except BaseException as error:  # ends the engine. Raised on an event loop, it would end that loop too
@@ -323,7 +324,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise EngineError unless queues, rows, tables and pool agree. Slow: for tests, and for an idle engine."""
-        self._scheduler.check_integrity()
+        self.scheduler.check_integrity()
         self._outputs.check_integrity()
 
     # -- weights, cache, end ------------------------------------------------------------------------------------
@@ -335,7 +336,7 @@ class Engine:
         """
         if self._outputs.request_groups and not reset_running_requests:
             return False
-        self._scheduler.preempt_all()
+        self.scheduler.preempt_all()
         self._manager.pool.forget_all()
         return True
 
@@ -374,7 +375,7 @@ class Engine:
         self._counters.finished_requests += len(self._outputs.request_groups)
         if self._metrics is not None:
             self._metrics.note_lost(len(self._outputs.request_groups))
-        self._replace_state(self._scheduler.counters)
+        self._replace_state(self.scheduler.counters)
         self._manager.pool.peak_used = peak_used
         self.pipeline.drop()
 
@@ -395,11 +396,11 @@ class Engine:
             runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len,
             runner.num_stages,
         )
-        self._scheduler = Scheduler(self._manager, limits, options.scheduling, counters=counters)
-        self.admission = AdmissionControl(self._scheduler, options.scheduling, runner.max_num_seqs)
+        self.scheduler = Scheduler(self._manager, limits, options.scheduling, counters=counters)
+        self.admission = AdmissionControl(self.scheduler, options.scheduling, runner.max_num_seqs)
         self._outputs = OutputProcessor(
             StrategyContext(
-                self._writer, self._scheduler, self._counters, options.jump_forward, runner.min_jump_per_request
+                self._writer, self.scheduler, self._counters, options.jump_forward, runner.min_jump_per_request
             ),
             self._metrics,
         )

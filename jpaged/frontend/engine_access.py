@@ -62,7 +62,7 @@ class EngineAccess:
     @property
     def max_model_len(self) -> int:
         """Maximum number of tokens of one request, prompt and output together."""
-        return self._live_engine.runner.max_model_len
+        return self.engine.runner.max_model_len
 
     @property
     def num_engines(self) -> int:
@@ -72,16 +72,16 @@ class EngineAccess:
     @property
     def max_num_seqs(self) -> int:
         """Maximum number of requests that run at a time on each engine."""
-        return self._live_engine.runner.max_num_seqs
+        return self.engine.runner.max_num_seqs
 
     @property
     def is_ready(self) -> bool:
         """Whether all programs exist. On CPU most of them are compiled after the constructor has returned."""
-        return all(engine.runner.is_ready for engine in self._live_engines)
+        return all(engine.runner.is_ready for engine in self.engines)
 
     def wait_until_ready(self) -> None:
         """Wait until all programs exist: call it before a measurement. Raises EngineError if one cannot be compiled."""
-        for engine in self._live_engines:
+        for engine in self.engines:
             engine.runner.wait_until_ready()
 
     def stats(self, engine: int | None = None) -> EngineStats:
@@ -91,7 +91,7 @@ class EngineAccess:
         """
         if engine is not None:
             return self._engine_at(engine).stats()
-        return total_stats([each.stats() for each in self._live_engines])
+        return total_stats([each.stats() for each in self.engines])
 
     def metrics(self, engine: int = 0) -> EngineMetricsSnapshot | None:
         """Return the figures that `/metrics` shows: statistics and distributions. None with `disable_log_stats`.
@@ -106,14 +106,14 @@ class EngineAccess:
         Each is a `Counter`, `Gauge` or `Histogram` of `jpaged.metric_families`. The label `model_name` is the engine's
         `model`, and `engine` its index. Raises RequestError with `disable_log_stats`, and EngineError after `close`.
         """
-        figures = [each for each in (engine.metrics() for engine in self._live_engines) if each is not None]
+        figures = [each for each in (engine.metrics() for engine in self.engines) if each is not None]
         if not figures:
             raise RequestError("disable_log_stats", True, "get_metrics needs the figures: make the engine without it")
         return [metric for family in families_of(figures, self.config.model) for metric in family.metrics]
 
     def reset_stats(self) -> None:
         """Set counters and peaks of the statistics to zero."""
-        for engine in self._live_engines:
+        for engine in self.engines:
             engine.reset_stats()
 
     def start_profile(self, folder: str | os.PathLike[str]) -> None:
@@ -121,33 +121,36 @@ class EngineAccess:
 
         For TensorBoard or Perfetto. Raises EngineError if a profile is running: JAX has one profiler per process.
         """
-        self._live_engine.runner.start_profile(os.fspath(folder))
+        self.engine.runner.start_profile(os.fspath(folder))
 
     def stop_profile(self) -> None:
         """Write the profile. Raises EngineError if none is running."""
-        self._live_engine.runner.stop_profile()
+        self.engine.runner.stop_profile()
 
     @property
     def pooling(self) -> PooledModel | None:
         """Task, size and labels of a pooling engine; None if the engine generates."""
-        pooling = self._live_engine.options.pooling
+        pooling = self.engine.options.pooling
         return None if pooling is None else pooling.model
 
     @property
-    def _live_engine(self) -> Engine:
-        """The first engine. Raises EngineError after `close`."""
+    def engine(self) -> Engine:
+        """The first engine, for diagnosis: its runner and its scheduler. Do not call its methods while requests run.
+
+        `LLM` raises EngineError after `close`.
+        """
         if self._engine is None:
             raise EngineError(CLOSED)
         return self._engine
 
     @property
-    def _live_engines(self) -> tuple[Engine, ...]:
-        """All engines. Raises EngineError after `close`."""
-        return (self._live_engine, *self._others)
+    def engines(self) -> tuple[Engine, ...]:
+        """All engines, with data_parallel_size. See `engine`."""
+        return (self.engine, *self._others)
 
     def _engine_at(self, index: int) -> Engine:
         """An engine by its index. Raises RequestError if there is none, and EngineError after `close`."""
-        engines = self._live_engines
+        engines = self.engines
         if type(index) is not int or not 0 <= index < len(engines):
             raise RequestError("engine", index, f"must be the index of an engine, from 0 to {len(engines) - 1}")
         return engines[index]

@@ -255,6 +255,16 @@ class ModelRunner:
         logger.info("device memory:\n%s", self.memory_plan)
 
     @property
+    def params(self) -> Params | None:
+        """The weights of the last pipeline stage. None while they are in host memory, and after `close`."""
+        return self._params
+
+    @property
+    def state(self) -> DeviceState | None:
+        """The device state of the last pipeline stage. None between `release` and `restore`, and after `close`."""
+        return self._state
+
+    @property
     def is_ready(self) -> bool:
         """Whether all programs exist."""
         return not self.programs.missing

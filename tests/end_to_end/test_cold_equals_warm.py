@@ -120,7 +120,7 @@ def test_aborts_at_any_time_leave_a_consistent_cache(runner, tree, host):
             assert bits(output) == wanted[ids.pop(output.request_id)]
             answered += 1
         if ids and rng.random() < 0.25:
-            prefills = [r.request_id for r in engine._scheduler.running if 0 < r.schedule.num_computed < r.prompt_len]
+            prefills = [r.request_id for r in engine.scheduler.running if 0 < r.schedule.num_computed < r.prompt_len]
             victim = rng.choice(prefills or sorted(ids))
             in_mid_prompt += victim in prefills
             del ids[victim]
@@ -156,7 +156,7 @@ def same_step(runner):
     engine.add_request("0", {"prompt_token_ids": prompt}, params)
     engine.add_request("1", {"prompt_token_ids": prompt}, params)
     engine.step()
-    first, second = engine._scheduler.running
+    first, second = engine.scheduler.running
     assert first.schedule.num_computed == second.schedule.num_computed == len(prompt)
     for one, other in zip(first.kv.block_tables, second.kv.block_tables, strict=True):
         shared = [block for block in one.held if block in other.held]
@@ -188,7 +188,7 @@ def test_poison_shows(runner):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
     engine.add_request("0", {"prompt_token_ids": list(range(20))}, params)
     engine.step()
-    (request,) = engine._scheduler.running
+    (request,) = engine.scheduler.running
     request.schedule.num_computed -= 12  # a written block counts as unwritten
     poison(engine)
     request.schedule.num_computed += 12

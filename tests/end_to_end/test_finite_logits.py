@@ -35,8 +35,8 @@ def test_weights_that_are_not_finite_are_refused_at_the_start(runner: str, value
 @pytest.fixture(scope="module")
 def runner() -> Any:
     runner = make_runner(SPEC, swap_space=0.0)
-    embed = runner._params["embed"]
-    runner.set_params(runner._params | {"embed": embed.at[BAD].set(jnp.nan)})
+    embed = runner.params["embed"]
+    runner.set_params(runner.params | {"embed": embed.at[BAD].set(jnp.nan)})
     yield runner
     runner.close()
 

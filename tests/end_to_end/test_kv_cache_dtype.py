@@ -93,7 +93,7 @@ def test_the_same_bits_alone_batched_chunked_cached_preempted_and_swapped(scheme
         assert engines["preempted"].stats().preemptions > 0
         assert engines["host tier"].stats().blocks_to_device > 0
         assert len({str(answer) for answer in wanted}) == len(work)
-        pages = runner._state.pages
+        pages = runner.state.pages
         assert pages[0].dtype == {"auto": np.float32, "int8": np.int8, "fp8_e4m3": FP8}[kind]
         per_block = sum(page.data.nbytes + (page.scales.nbytes if kind == "int8" else 0) for page in pages)
         assert per_block == runner.memory_plan.block_bytes * runner.num_blocks
@@ -242,7 +242,7 @@ def test_scales_in_a_checkpoint(tmp_path):
     given[names[0, "k"]] = np.arange(1, heads + 1, dtype=np.float32)
     with sampling_programs(), LLM(with_scales(tmp_path, given), **options) as llm:
         [output] = llm.generate({"prompt_token_ids": [5, 9, 40]}, SamplingParams(temperature=0, max_tokens=5))
-        pages = llm._engine.runner._state.pages
+        pages = llm.engine.runner.state.pages
         assert len(output.outputs[0].token_ids) == 5
         np.testing.assert_array_equal(pages[0].scales, [np.arange(1, heads + 1), [0.25] * heads])
         np.testing.assert_array_equal(pages[1].scales, np.full((2, heads), 0.5))

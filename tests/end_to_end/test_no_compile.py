@@ -45,7 +45,7 @@ def test_500_fuzzed_requests_compile_nothing(tmp_path, compiles):
         llm.wait_until_ready()
         assert compiles  # the listener works
         compiles.clear()
-        engine, alive, finished, refused = llm._engine, set(), 0, 0
+        engine, alive, finished, refused = llm.engine, set(), 0, 0
         for i in range(520):
             length = rng.choice([0, 1, 2, 15, 16, 17, 255, 256, rng.randint(3, 250)])
             sampling = {

@@ -167,9 +167,9 @@ def test_a_score_does_not_depend_on_the_row(labels, dtype):
 def test_a_pooling_engine_has_one_program_per_token_bucket_and_one_pool_program(bare):
     with LLM(bare, runner="pooling", dtype="float32", max_num_seqs=64, max_num_batched_tokens=512) as llm:
         llm.wait_until_ready()
-        names = [str(program.shape) for program in llm._engine.runner.programs.programs]
+        names = [str(program.shape) for program in llm.engine.runner.programs.programs]
         assert names == ["mixed 256 tokens", "mixed 512 tokens", "pool 128 rows"]
-        assert "lm_head" not in llm._engine.runner._params
+        assert "lm_head" not in llm.engine.runner.params
     with pytest.raises(ModelLoadError, match="row_buckets: with runner='pooling' there are no decode programs"):
         LLM(bare, runner="pooling", row_buckets=(8,), **OPTIONS)
 
@@ -177,7 +177,7 @@ def test_a_pooling_engine_has_one_program_per_token_bucket_and_one_pool_program(
 def test_random_requests_compile_nothing_and_leak_no_blocks(bare):
     rng = random.Random(3)
     with LLM(bare, runner="pooling", **OPTIONS | {"max_model_len": 256}, kv_cache_memory_bytes=400_000) as llm:
-        engine, finished = llm._engine, 0
+        engine, finished = llm.engine, 0
         for i, prompt in enumerate(workload(200, seed=4)):
             engine.add_request(str(i), prompt, PoolingParams(dimensions=rng.choice([None, 1, 5, 64])))
             for _ in range(rng.choice([0, 0, 1, 3])):
@@ -312,12 +312,12 @@ def test_other_pooling_methods_are_refused(tmp_path):
 
 def test_live_arrays_are_pooled_with_or_without_lm_head(generator):
     """Pooling does not need an untied lm_head, and ignores one. Uses `task`, vLLM's older option."""
-    spec, params = generator.spec, generator._engine.runner._params
+    spec, params = generator.spec, generator.engine.runner.params
     asked, results = {"prompt_token_ids": prompts(320)[4]}, []
     for tied, tree in ((True, params), (False, params), (False, params | {"lm_head": params["embed"]})):
         with LLM(dataclasses.replace(spec, tie_embeddings=tied), params=tree, task="embed", **OPTIONS) as llm:
             results.append(llm.embed(asked, use_tqdm=False)[0].outputs)
-            assert "lm_head" not in llm._engine.runner._params
+            assert "lm_head" not in llm.engine.runner.params
     assert results[0] == results[1] == results[2]
     assert np.abs(np.array(results[0].embedding[:8]) - recorded(BY_NAME["qwen3"])[4]).max() < TOLERANCE
 

@@ -89,7 +89,7 @@ def test_fetched_kv_gives_the_same_answers(runner, work):
         lost[costs] = stats.recomputed_tokens
     if not any(params.num_sequences > 1 for _, params in requests):  # forks share blocks with running requests
         assert lost[FETCH] < lost[KEEP]
-    (device,) = runner._state.table.devices()
+    (device,) = runner.state.table.devices()
     assert any(memory.kind == PINNED for memory in device.addressable_memories())
     assert memory_kinds == {PINNED}
 

@@ -39,7 +39,7 @@ def wanted(runner):
 def test_they_equal_a_dense_pass_over_the_prompt(runner, wanted):
     """The dense pass uses no pages."""
     spec = runner.spec
-    params = runner._params
+    params = runner.params
 
     @jax.jit
     def dense(ids):

@@ -101,7 +101,7 @@ def windowed(request, tmp_path_factory):
 
 def tight_options(llm):
     """The smallest pool for a request of 256 tokens."""
-    plan = llm._engine.runner.memory_plan
+    plan = llm.engine.runner.memory_plan
     # the request only fits because it frees blocks before the window
     assert plan.request_bytes < 0.7 * plan.full_attention_bytes
     return {"kv_cache_memory_bytes": plan.request_bytes, "max_model_len": 256}
@@ -120,14 +120,14 @@ def test_a_pool_that_is_only_large_enough_with_freed_window_blocks(windowed, cac
     params += [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] * 8
     roomy = answers(llm.generate(prompts, params, use_tqdm=False))
     with LLM(folder, **OPTIONS | tight_options(llm) | {"enable_prefix_caching": caching}) as small:
-        engine, done = small._engine, {}
-        pool, runner = engine._manager.pool, engine.runner
+        engine, done = small.engine, {}
+        pool, runner = engine.scheduler.manager.pool, engine.runner
         for i, (prompt, wishes) in enumerate(zip(prompts, params, strict=True)):
             engine.add_request(str(i), prompt, wishes)
         while engine.has_work:
             done |= {output.request_id: output for output in engine.step() if output.finished}
-            free = [pool.ref_count(block) == 0 and pool._names[block] is None for block in range(pool.num_blocks)]
-            runner._state = runner._state.with_pages(_poisoned(runner._state.pages, np.array(free)))
+            free = [pool.ref_count(block) == 0 and pool.name(block) is None for block in range(pool.num_blocks)]
+            runner._state = runner.state.with_pages(_poisoned(runner.state.pages, np.array(free)))
             engine.check_integrity()
         assert answers([done[str(i)] for i in range(len(prompts))]) == roomy
         stats = small.stats()
@@ -158,7 +158,7 @@ def test_a_cached_prefix_of_windows_gives_the_same_tokens_and_logprobs(windowed)
 
 
 def test_a_short_request_that_arrives_late_finishes_before_long_ones(llm):
-    engine = llm._engine
+    engine = llm.engine
     long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     for i in range(7):  # of 8 rows
         engine.add_request(f"long {i}", {"prompt_token_ids": [5 + i] * 100}, long)

@@ -53,7 +53,7 @@ def soak(spec, seconds, seed=0):
     requests = catalogue(rng, WIDTH[spec])
     wanted = alone(make_engine(runner, caching=False), requests)
     engine = make_engine(runner, num_blocks=BLOCKS[spec], host_slots=HOST_SLOTS // 2, scheduling_policy="priority")
-    pool = engine._manager.pool
+    pool = engine.scheduler.manager.pool
     live: dict[str, int] = {}
     seen: collections.Counter[str] = collections.Counter()
     used, memory, loaded = [], [], 0
@@ -87,7 +87,7 @@ def soak(spec, seconds, seed=0):
         seen["steps"] += 1
         if now < seconds:
             used.append(pool.num_used / pool.num_blocks)
-            seen["steps in which requests wait"] += bool(engine._scheduler.waiting)
+            seen["steps in which requests wait"] += bool(engine.scheduler.waiting)
             loaded += 1
         if len(memory) < 4 * now / seconds:
             memory.append(resident_bytes())

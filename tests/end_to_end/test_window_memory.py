@@ -34,17 +34,17 @@ def llm():
 
 
 def test_kv_of_the_longest_request_is_limited_by_the_windows(llm):
-    plan = llm._engine.runner.memory_plan
+    plan = llm.engine.runner.memory_plan
     # six KV groups over one page array
     assert (plan.block_bytes, plan.num_blocks) == (PAGE_BYTES, IN_ALL + 5 * IN_CHUNKS)
     assert 4.7 * plan.kv_bytes < plan.full_attention_bytes == 6 * IN_ALL * PAGE_BYTES
-    engine, decoding = llm._engine, []
+    engine, decoding = llm.engine, []
     prompt = np.random.default_rng(0).integers(0, 256, LENGTH - 60).tolist()
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     engine.add_request("long", {"prompt_token_ids": prompt}, params)
     while engine.has_work:
         outputs = engine.step()
-        if engine.has_work and engine._scheduler.running[0].schedule.decoding:
+        if engine.has_work and engine.scheduler.running[0].schedule.decoding:
             decoding.append(engine.stats().used_blocks)
     assert len(outputs[0].outputs[0].token_ids) == 60
     assert engine.stats().peak_used_blocks <= plan.num_blocks

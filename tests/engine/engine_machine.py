@@ -130,7 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def salt_of(self, row: int) -> str:
         """Salt of the request that owns a row."""
-        return next(self.salts[r.request_id] for r in self.engine._scheduler.running if r.schedule.row == row)
+        return next(self.salts[r.request_id] for r in self.engine.scheduler.running if r.schedule.row == row)
 
     @rule(
         shared=st.sampled_from(SHARED),
@@ -222,8 +222,8 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.engine.check_integrity()
-        pool = self.engine._manager.pool
-        for block, name in enumerate(pool._names):
+        pool = self.engine.scheduler.manager.pool
+        for block, name in enumerate(pool.states().names):
             if name is not None:
                 tokens = np.frombuffer(name.tokens, np.int32).tolist()
                 assert self.runner.pages[block].tolist() == tokens, "a name that lies about its block"
@@ -236,7 +236,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def only_equal_beginnings_are_shared(self) -> None:
         size, holders = self.runner.block_size, {}
-        for request in self.engine._scheduler.running:
+        for request in self.engine.scheduler.running:
             for kv_group, table in enumerate(request.kv.block_tables):
                 for index, block in enumerate(table.held, table.first_held):
                     # forks share a block that is partly full
@@ -245,12 +245,12 @@ class EngineMachine(RuleBasedStateMachine):
                     assert holders.setdefault(block, beginning) == beginning, "a block in the tables of two"
 
     def step(self) -> None:
-        oldest = min(self.engine._scheduler.running, key=lambda request: request.arrival, default=None)
+        oldest = min(self.engine.scheduler.running, key=lambda request: request.arrival, default=None)
         if oldest is not None and oldest.is_beam:
             oldest = None  # a beam may be preempted for another beam of its search
         decodes = [
             (request, request.schedule.num_computed, request.metrics.preemptions)
-            for request in self.engine._scheduler.running
+            for request in self.engine.scheduler.running
             if request.schedule.decoding and request.num_missing
         ]
         limit = self.runner.longrope_switch_len
@@ -336,7 +336,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.ended == self.asked.keys()
         assert self.engine.stats().used_blocks == 0
         for name in COUNTERS:
-            self.reached[name] += getattr(self.engine._scheduler.counters, name)
+            self.reached[name] += getattr(self.engine.scheduler.counters, name)
         for name, count in self.reached.items():
             if count:
                 event(name)  # `--hypothesis-show-statistics` prints in how many examples

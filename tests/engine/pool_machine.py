@@ -180,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
             free.append(block)
             block = self.pool._next[block]
         assert free == self.order
-        assert {b: n.tokens[0] for b, n in enumerate(self.pool._names) if n is not None} == self.names
+        assert {b: n.tokens[0] for b, n in enumerate(self.pool.states().names) if n is not None} == self.names
         assert [self.pool.ref_count(block) for block in self.holds] == list(self.holds.values())
         if self.slots:
             tier = self.pool.host_tier

@@ -14,6 +14,7 @@ from jpaged import AsyncLLM, RequestError, RequestOutput, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.engine.input.input_processor import InputProcessor, ModelLimits
 from jpaged.engine.output.answer_text import AnswerText
+from jpaged.engine.output.detokenizer import text_decoder
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
 from jpaged.params.sampling import RequestOutputKind
@@ -166,7 +167,7 @@ def test_stop_strings_wait_for_min_tokens():
     """A stop string within the first `min_tokens` is text. The first one after them ends the answer."""
     ids = tokens_of(PROMPTS[0])
     whole = text_of(ids)
-    decoder = Engine(FakeRunner(), tokenizer=TOKENIZER)._writer._decoder
+    decoder = text_decoder(TOKENIZER)
     for least in range(8):
         sampling = params(stop=["E"], min_tokens=least)
         text = AnswerText(decoder.new(skip_special_tokens=True), sampling)

@@ -181,13 +181,14 @@ def test_a_prefix_ends_where_the_blocks_of_its_window_were_reused():
     manager.index_computed(first)
     again = make_request(list(range(41)))
     assert manager.find_prefix(again).num_blocks == 10
-    manager.pool._forget([first.kv.block_tables[1].blocks[6]])
+    forget = manager.pool._forget  # as if the blocks were reused
+    forget([first.kv.block_tables[1].blocks[6]])
     assert manager.find_prefix(again).num_blocks == 10  # only blocks 8 and 9 are seen
-    manager.pool._forget([first.kv.block_tables[1].blocks[8]])
+    forget([first.kv.block_tables[1].blocks[8]])
     prefix = manager.find_prefix(again)  # 10 and 9 need block 8, 8 and 7 need block 6
     assert prefix.num_blocks == 6
     assert prefix.tails == (first.kv.block_tables[0].blocks[:6], first.kv.block_tables[1].blocks[4:6])
-    manager.pool._forget([first.kv.block_tables[0].blocks[5]])
+    forget([first.kv.block_tables[0].blocks[5]])
     assert manager.find_prefix(again).num_blocks == 5
 
 

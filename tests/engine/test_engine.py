@@ -344,7 +344,7 @@ def test_starting_over_from_any_state():
     for _ in range(5):
         engine.step()
     before = engine.stats()
-    engine._scheduler.running.pop()  # an interrupt in the middle of a call may leave this state
+    engine.scheduler.running.pop()  # an interrupt in the middle of a call may leave this state
     engine.start_over()
     engine.check_integrity()
     after = engine.stats()
@@ -408,11 +408,11 @@ def test_kv_of_old_weights_is_never_found_again(windows: tuple[int | None, ...])
     engine.add_request("b", prompt_of(6), greedy(30))
     for _ in range(20):
         engine.step()
-    named = {name.tokens for name in engine._manager.pool._names if name is not None}
+    named = {name.tokens for name in engine.scheduler.manager.pool.states().names if name is not None}
     assert named, "what the new weights have computed is found"
-    (a,) = (request for request in engine._scheduler.running if request.request_id == "a")
+    (a,) = (request for request in engine.scheduler.running if request.request_id == "a")
     held = {block for table in a.kv.block_tables for block in table.held}
-    assert not any(engine._manager.pool.name(block) for block in held)
+    assert not any(engine.scheduler.manager.pool.name(block) for block in held)
     run(engine)
 
 

@@ -132,7 +132,7 @@ def test_preemptions_and_sharing():
     engine.add_request("a", prompt_of(7), greedy(20, n=3))
     while engine.stats().num_running < 3:
         engine.step()
-    sharing, manager = figures(engine).sharing, engine._manager
+    sharing, manager = figures(engine).sharing, engine.scheduler.manager
     assert sharing.shared_blocks >= 1
     assert sharing.saved_blocks == manager.num_held - manager.pool.num_used > 0
     assert 0 < figures(engine).kv_waste < 1

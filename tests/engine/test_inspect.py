@@ -145,7 +145,7 @@ def test_it_agrees_with_the_block_tables_under_random_load(windows: tuple[int | 
             prompt = [*([9] * rng.choice([0, 4, 11])), *(rng.randrange(97) for _ in range(rng.randint(1, 9)))]
             engine.add_request(str(turn), prompt, greedy(rng.randint(1, 25)))
         engine.step()
-        snapshot, pool = inspect(engine), engine._manager.pool
+        snapshot, pool = inspect(engine), engine.scheduler.manager.pool
         engine.check_integrity()
         stats = engine.stats()
         assert snapshot.pool.used_blocks == stats.used_blocks
@@ -158,7 +158,7 @@ def test_it_agrees_with_the_block_tables_under_random_load(windows: tuple[int | 
             assert block.ref_count == pool.ref_count(block.block) == len(block.owners)
             assert 0 <= block.tokens <= 4
             for owner in block.owners:  # compare with the block table itself
-                request = engine._outputs.request_groups[owner.request_id].first
+                (request,) = (one for one in engine.scheduler.running if one.request_id == owner.request_id)
                 assert request.kv.block_tables[owner.group].blocks[owner.index] == block.block
 
 
@@ -170,7 +170,7 @@ def test_a_cancelled_inspection_is_ignored(engine: Engine):
 
 
 def test_an_error_is_raised_in_the_thread_that_asks(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine._manager.pool, "states", lambda: 1 / 0)
+    monkeypatch.setattr(engine.scheduler.manager.pool, "states", lambda: 1 / 0)
     answer: Future[EngineCapture] = Future()
     engine.inspect(answer)
     with pytest.raises(ZeroDivisionError):

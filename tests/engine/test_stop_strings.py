@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from jpaged.engine.output.stop_strings import StopAutomaton, StopText
+from jpaged.engine.output.stop_strings import StopAutomaton, StopText, stop_automaton
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, int] | None:
@@ -118,5 +118,8 @@ def test_the_longest_stop_string_is_searched_in_linear_time():
 
 def test_requests_share_the_automaton_of_a_set():
     stops = tuple(f"{number:04d}" * 4 for number in range(250))
-    first = StopText(stops, include=False)
-    assert StopText(stops, include=False)._automaton is first._automaton
+    before = stop_automaton.cache_info()
+    for _ in range(2):
+        StopText(stops, include=False)
+    after = stop_automaton.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (1, 1)

@@ -1,6 +1,7 @@
 """AsyncLLM, on the runner in plain Python that the engine's tests use."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -32,11 +33,17 @@ def runner() -> FakeRunner:
 
 
 @pytest.fixture
-def engine(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+def fake_build(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines run on `runner`."""
+
     def build(model: Any, params: Any, options: Any, **how: Any) -> BuiltEngine:
         return BuiltEngine(Engine(runner), engine_config(model, options), None, None, GREEDY)
 
     monkeypatch.setattr("jpaged.async_llm.build_engine", build)
+
+
+@pytest.fixture
+def engine(fake_build: None) -> Iterator[AsyncLLM]:
     engine = AsyncLLM("model")
     yield engine
     engine.close()
@@ -121,14 +128,14 @@ def test_a_request_without_a_reader_leaves_the_engine(engine: AsyncLLM, how: str
 
 
 def test_abort_while_the_prompt_is_still_being_tokenised(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
-    process, entered, go_on = engine._process, threading.Event(), threading.Event()
+    process, entered, go_on = engine.engine.inputs.process, threading.Event(), threading.Event()
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
         entered.set()
         assert go_on.wait(5)
-        return process(*args)
+        return process(*args, **options)
 
-    monkeypatch.setattr(engine, "_process", slow)
+    monkeypatch.setattr(engine.engine.inputs, "process", slow)
 
     async def main() -> list[RequestOutput]:
         task = asyncio.create_task(collect(engine, [1], ENDLESS, "a"))
@@ -141,8 +148,13 @@ def test_abort_while_the_prompt_is_still_being_tokenised(engine: AsyncLLM, monke
 
 
 def test_the_event_loop_is_free_while_a_prompt_is_tokenised(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
-    process = engine._process
-    monkeypatch.setattr(engine, "_process", lambda *args: (time.sleep(0.2), process(*args))[1])
+    process = engine.engine.inputs.process
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        return process(*args, **options)
+
+    monkeypatch.setattr(engine.engine.inputs, "process", slow)
 
     async def main() -> int:
         task, turns = asyncio.create_task(collect(engine, [1], GREEDY)), 0
@@ -215,7 +227,7 @@ def test_a_bug_in_the_engine_ends_it_with_an_error_for_all(
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
-            monkeypatch.setattr(engine._engine._outputs, "process", lambda *args: 1 / 0)
+            monkeypatch.setattr(engine.engine.scheduler, "results", lambda *args: 1 / 0)
             with pytest.raises(EngineError, match="division by zero"):
                 async for _ in stream:
                     pass
@@ -227,13 +239,16 @@ def test_a_bug_in_the_engine_ends_it_with_an_error_for_all(
     asyncio.run(main())
     engine.close()
     assert runner.closed
-    assert not engine._engine.has_work
+    assert not engine.engine.has_work
 
 
-def test_a_stalled_engine_is_unhealthy(engine: AsyncLLM, runner: SlowRunner):
-    engine._engine_thread._watchdog.seconds = 0.05
-
+@pytest.mark.usefixtures("fake_build")
+def test_a_stalled_engine_is_unhealthy(runner: SlowRunner):
     async def main() -> None:
+        async with AsyncLLM("model", watchdog_seconds=0.05) as engine:
+            await stall(engine)
+
+    async def stall(engine: AsyncLLM) -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
             await engine.check_health()
@@ -277,14 +292,14 @@ def test_a_request_that_the_engine_refuses_fails_alone(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
     """The engine's thread refuses the request, and continues with the other requests."""
-    add = engine._engine.add
+    add = engine.engine.add
 
     def limited(request: Request) -> None:
         if request.prompt_token_ids == [13]:
             raise error
         add(request)
 
-    monkeypatch.setattr(engine._engine, "add", limited)
+    monkeypatch.setattr(engine.engine, "add", limited)
 
     async def main() -> list[Any]:
         prompts = [[1], [13], [2], [13], [3]]
@@ -304,7 +319,7 @@ def test_a_request_that_the_engine_refuses_fails_alone(
 
 
 def test_a_bug_while_adding_fails_all_waiting_requests(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine._engine, "add", lambda request: 1 / 0)
+    monkeypatch.setattr(engine.engine, "add", lambda request: 1 / 0)
 
     async def main() -> list[Any]:
         work = [collect(engine, [i], GREEDY) for i in range(5)]
@@ -328,10 +343,10 @@ def test_no_error_ends_the_engine_thread_silently(
         raise error
 
     owner, name = {
-        "step": (engine._engine._outputs, "process"),
-        "add": (engine._engine, "add"),
+        "step": (engine.engine.scheduler, "results"),
+        "add": (engine.engine, "add"),
         "inspect": (sys.modules["jpaged.engine.engine"], "capture"),
-        "reset": (engine._engine, "reset_prefix_cache"),
+        "reset": (engine.engine, "reset_prefix_cache"),
     }[where]
 
     async def main() -> list[Any]:
@@ -364,14 +379,14 @@ async def _rest(stream: Any) -> None:
 
 
 def test_a_panic_while_reading_a_prompt_fails_this_request_only(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
-    process = engine._engine.inputs.process
+    process = engine.engine.inputs.process
 
     def panicking(request_id: str, prompt: Any, *args: Any, **options: Any) -> Any:
         if prompt == [13]:
             raise PanicException("byte index 1 is not a char boundary")
         return process(request_id, prompt, *args, **options)
 
-    monkeypatch.setattr(engine._engine.inputs, "process", panicking)
+    monkeypatch.setattr(engine.engine.inputs, "process", panicking)
 
     async def main() -> list[Any]:
         work = (collect(engine, [start], GREEDY) for start in (1, 13, 2))
@@ -409,7 +424,7 @@ def test_inspect_of_an_engine_that_has_ended(engine: AsyncLLM, monkeypatch: pyte
     async def main() -> None:
         async with aclosing(engine.generate([1], ENDLESS)) as stream:
             await anext(stream)
-            monkeypatch.setattr(engine._engine, "step", lambda: 1 / 0)
+            monkeypatch.setattr(engine.engine, "step", lambda: 1 / 0)
             asked = [asyncio.create_task(engine.inspect()) for _ in range(3)]
             done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
             assert all(isinstance(one, EngineError) or one.running for one in done)  # before it ended, or after
@@ -435,6 +450,14 @@ def test_inspections_that_wait_when_the_engine_closes_fail(engine: AsyncLLM, run
     asyncio.run(main())
 
 
+async def until_unhealthy(engine: AsyncLLM) -> None:
+    async with asyncio.timeout(60):
+        with contextlib.suppress(EngineError):
+            while True:
+                await engine.check_health()
+                await asyncio.sleep(0.002)
+
+
 @pytest.fixture
 def soon_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_AFTER_SECONDS", 0.03)
@@ -445,16 +468,16 @@ def test_inconsistent_state_is_found_when_nothing_runs(engine: AsyncLLM, caplog:
     """A wrong reference count of a block that no request uses: only the integrity check can find it."""
 
     async def main() -> None:
-        engine._engine._manager.pool._ref_counts[1999] += 1
+        engine.engine.scheduler.manager.pool._ref_counts[1999] += 1
         await engine.check_health()
         await collect(engine, [1, 2, 3], GREEDY)
-        await until(lambda: engine._engine_thread._integrity_error is not None)
+        await until_unhealthy(engine)
         for _ in range(2):
             with pytest.raises(EngineError, match=r"state was inconsistent: .*1999"):
                 await engine.check_health()
             # New requests run, on a new pool. The engine stays unhealthy.
             assert (await collect(engine, [1, 2, 3], GREEDY))[-1].outputs[0].token_ids == alone([1, 2, 3], 6, 97)
-        engine._engine.check_integrity()
+        engine.engine.check_integrity()
 
     asyncio.run(main())
     assert "state of the idle engine is inconsistent" in caplog.text
@@ -465,8 +488,8 @@ def test_integrity_is_checked_once_after_work_and_not_while_requests_run(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ):
     checks: list[bool] = []
-    check = engine._engine.check_integrity
-    monkeypatch.setattr(engine._engine, "check_integrity", lambda: (checks.append(engine._engine.has_work), check()))
+    check = engine.engine.check_integrity
+    monkeypatch.setattr(engine.engine, "check_integrity", lambda: (checks.append(engine.engine.has_work), check()))
 
     async def main() -> None:
         await asyncio.sleep(0.1)

@@ -258,7 +258,7 @@ def test_after_ctrl_c_the_next_call_runs_normally(
         patch.setattr(runner, "dispatch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, greedy, use_tqdm=False)
-    llm._engine.check_integrity()
+    llm.engine.check_integrity()
     assert llm.stats().used_blocks == 0
     assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)] == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -272,7 +272,7 @@ def test_ctrl_c_at_any_moment(llm: LLM):
     moments = random.Random(0)
     for _ in range(60):
         press_ctrl_c_during_generate(llm, prompts, greedy, moments.random() * 0.01)
-        llm._engine.check_integrity()
+        llm.engine.check_integrity()
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)] == expected
 
 
@@ -290,7 +290,7 @@ def test_an_interrupt_inside_a_call_of_the_engine(llm: LLM, monkeypatch: pytest.
         patch.setattr(*inside, cut)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1], [2], [3]], GREEDY, use_tqdm=False)
-    llm._engine.check_integrity()
+    llm.engine.check_integrity()
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.used_blocks) == (0, 0, 0)
     assert llm.generate([1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone([1], 6, 97)
@@ -323,7 +323,7 @@ def test_after_an_interrupt_inside_the_device_the_next_call_runs_normally(llm: L
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, greedy, use_tqdm=False)
     runner.dispatch = dispatch
-    llm._engine.check_integrity()
+    llm.engine.check_integrity()
     outputs = llm.generate(prompts, greedy, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == expected
     assert all(output.num_cached_tokens == 0 for output in outputs)
@@ -345,7 +345,7 @@ def test_an_output_that_cannot_be_processed_ends_its_own_request_only(llm: LLM, 
 
 def test_an_unclosed_llm_is_garbage_collected_with_its_engine(runner: FakeRunner):
     llm = LLM("model")
-    engine = weakref.ref(llm._engine)
+    engine = weakref.ref(llm.engine)
     del llm
     gc.collect()
     assert engine() is None

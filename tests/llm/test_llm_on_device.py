@@ -115,7 +115,7 @@ def tokens_of(outputs: list[jpaged.RequestOutput]) -> list[list[int]]:
 
 
 def test_live_arrays_are_used_without_a_copy(llm: LLM, params: Any):
-    held = llm._engine.runner._params
+    held = llm.engine.runner.params
     assert all(one is other for one, other in zip(jax.tree.leaves(held), jax.tree.leaves(params), strict=True))
 
 
@@ -155,7 +155,7 @@ def test_an_interrupt_during_a_program_does_not_lose_the_state(
         return interrupted
 
     with monkeypatch.context() as patch:
-        table = llm._engine.runner.programs
+        table = llm.engine.runner.programs
         patch.setattr(table, programs, [dataclasses.replace(p, run=cut(p.run)) for p in getattr(table, programs)])
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, sampling, use_tqdm=False)

@@ -92,7 +92,7 @@ def test_kept_requests_continue_with_the_same_tokens(engine, runner, freed):
         await until_idle(engine)
 
     asyncio.run(asyncio.wait_for(main(), 20))
-    engine._engine.check_integrity()
+    engine.engine.check_integrity()
 
 
 @pytest.mark.parametrize("freed", [False, True])
@@ -175,7 +175,7 @@ def test_the_prefix_cache_can_be_reset_while_requests_run(engine):
 def test_bad_arguments(engine, call, match):
     with pytest.raises(RequestError, match=match):
         asyncio.run(call(engine))
-    assert not engine._engine_thread.is_paused
+    assert not asyncio.run(engine.is_paused())
 
 
 def test_a_full_queue_refuses_while_a_step_runs(runner, monkeypatch):
@@ -301,7 +301,7 @@ def test_an_engine_that_still_compiles_does_not_sleep(engine, runner):
     runner.is_ready = False
     with pytest.raises(CapacityError, match="still being compiled"):
         asyncio.run(engine.sleep())
-    assert not engine._engine_thread.is_paused
+    assert not asyncio.run(engine.is_paused())
 
 
 def test_the_watchdog_says_what_a_stuck_step_does(engine, runner, caplog):
@@ -330,7 +330,7 @@ def test_a_fatal_error_calls_back_once(engine, monkeypatch):
     engine.when_fatal(errors.append)
 
     async def main() -> None:
-        monkeypatch.setattr(engine._engine._outputs, "process", lambda *args: 1 / 0)
+        monkeypatch.setattr(engine.engine.scheduler, "results", lambda *args: 1 / 0)
         with pytest.raises(EngineError, match="division by zero"):
             await last(engine, [1], SHORT)
 

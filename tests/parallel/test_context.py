@@ -137,7 +137,7 @@ def test_other_options_give_the_bits_without_context_parallelism(name, options, 
     found, loads, options = [], [], CACHED | {"token_buckets": (512,), "max_num_batched_tokens": 512} | options
     for size in (1, 2):
         with LLM(str(tmp_path), **options, prefill_context_parallel_size=size) as llm:
-            assert {getattr(p.shape, "token_parts", 1) for p in llm._engine.runner.programs.programs} == {1, size}
+            assert {getattr(p.shape, "token_parts", 1) for p in llm.engine.runner.programs.programs} == {1, size}
             found.append(answers(llm.generate(prompts, params, use_tqdm=False)))
             stats = llm.stats()
             loads.append((stats.expert_pairs, stats.busiest_expert_pairs))
@@ -149,7 +149,7 @@ def test_other_options_give_the_bits_without_context_parallelism(name, options, 
 def test_a_layer_exchanges_its_keys_and_values_and_nothing_else(four):
     """One all-gather a layer of keys and values, and one of hidden states. Programs that decode exchange nothing."""
     spec, kinds = four.spec, {}
-    for program in four._engine.runner.programs.programs:
+    for program in four.engine.runner.programs.programs:
         if not isinstance(program.shape, ForwardShape):
             continue
         found = [op for op in Program(program.run.as_text()).operations() if op.collective]
@@ -165,11 +165,11 @@ def test_a_layer_exchanges_its_keys_and_values_and_nothing_else(four):
 
 
 def test_no_program_copies_the_pages(four):
-    state = four._engine.runner._state
+    state = four.engine.runner.state
     page = state.page_arrays[0][0]
     assert page.sharding.is_fully_replicated
     size = page.size * page.dtype.itemsize
-    for program in four._engine.runner.programs.programs:
+    for program in four.engine.runner.programs.programs:
         for operation in Program(program.run.as_text()).operations():
             assert operation.kind != "copy" or operation.num_bytes < size, operation.name
 
@@ -179,8 +179,8 @@ def test_pages_of_16_bits_are_not_converted(checkpoint):
     """XLA's scatter on CPU would convert all pages to float32 and back, with JAX 0.10."""
     options = CACHED | FOUR | {"dtype": "bfloat16", "prefill_context_parallel_size": 2, "token_buckets": (128,)}
     with LLM(checkpoint, **options | {"max_num_batched_tokens": 128}) as llm:
-        pages = llm._engine.runner._state.page_arrays[0][0]
-        texts = {str(p.shape): p.run.as_text() for p in llm._engine.runner.programs.programs}
+        pages = llm.engine.runner.state.page_arrays[0][0]
+        texts = {str(p.shape): p.run.as_text() for p in llm.engine.runner.programs.programs}
     assert pages.dtype == jnp.bfloat16
     shape = ",".join(map(str, pages.shape))
     assert f"bf16[{shape}]" in texts["mixed 128 tokens"]
@@ -189,8 +189,8 @@ def test_pages_of_16_bits_are_not_converted(checkpoint):
 
 def test_each_device_computes_its_part_of_the_tokens(four):
     """No kernel but the write into the pages, and no product, has more than a quarter of the program's 256 tokens."""
-    (program,) = (p for p in four._engine.runner.programs.programs if str(p.shape) == "mixed 256 tokens")
-    pages, sizes = four._engine.runner._state.page_arrays[0][0].shape, set()
+    (program,) = (p for p in four.engine.runner.programs.programs if str(p.shape) == "mixed 256 tokens")
+    pages, sizes = four.engine.runner.state.page_arrays[0][0].shape, set()
     for operation in Program(program.run.as_text()).operations():
         if operation.kind in ("custom-call", "dot"):
             results = re.findall(r"\w\d+\[([\d,]+)\]", operation.shape)

@@ -23,7 +23,6 @@ from jpaged.frontend import engine_devices
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_devices import devices_of_engines
 from jpaged.frontend.engine_options import engine_config
-from jpaged.frontend.pausing import WAKE_TAGS
 from jpaged.routing import ROUTERS
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
@@ -75,14 +74,14 @@ def test_the_answers_are_those_of_one_engine_bit_for_bit(one, two):
     assert [stats.finished_requests for stats in each] == [14, 14]
     assert total.generated_tokens == sum(stats.generated_tokens for stats in each) == one.stats().generated_tokens
     assert total.compiles_after_ready == 0
-    first, second = (jax.tree.leaves(engine.runner._params) for engine in two._live_engines)
+    first, second = (jax.tree.leaves(engine.runner.params) for engine in two.engines)
     assert all(a is b for a, b in zip(first, second, strict=True))  # the weights are there once
 
 
 def test_one_error_ends_the_call_and_the_next_one_runs(one, two, monkeypatch):
     prompts, params = workload(8, seed=3)
     with monkeypatch.context() as broken:
-        broken.setattr(two._others[0].runner, "dispatch", lambda plan: 1 / 0)
+        broken.setattr(two.engines[1].runner, "dispatch", lambda plan: 1 / 0)
         with pytest.raises(EngineError, match="a step failed"):
             two.generate(prompts, params, use_tqdm=False)
     assert two.stats().num_running == two.stats().num_waiting == 0
@@ -96,9 +95,9 @@ def test_a_call_is_shown_and_sleep_frees_all_engines(two):
     with pytest.raises(RequestError, match="index of an engine, from 0 to 1"):
         two.inspect(2)
     two.sleep()
-    assert all(engine.runner._state is None for engine in two._live_engines)
+    assert all(engine.runner.state is None for engine in two.engines)
     two.wake_up()
-    assert all(engine.runner._state is not None for engine in two._live_engines)
+    assert all(engine.runner.state is not None for engine in two.engines)
     assert two.reset_prefix_cache()
 
 
@@ -106,7 +105,7 @@ def test_engines_on_devices_of_their_own_have_copies_of_the_weights(one, checkpo
     prompts, _ = workload(6, seed=5)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with sampling_programs(), LLM(checkpoint, **CACHED, data_parallel_size=2) as llm:
-        placed = [{leaf.device for leaf in jax.tree.leaves(engine.runner._params)} for engine in llm._live_engines]
+        placed = [{leaf.device for leaf in jax.tree.leaves(engine.runner.params)} for engine in llm.engines]
         found = answers(llm.generate(prompts, params, use_tqdm=False))
         assert [llm.stats(index).finished_requests for index in (0, 1)] == [3, 3]
     assert placed == [{jax.devices()[0]}, {jax.devices()[1]}]
@@ -120,7 +119,7 @@ def test_two_engines_on_two_devices_each(checkpoint):
     for size in (1, 2):
         with LLM(checkpoint, **CACHED, tensor_parallel_size=2, data_parallel_size=size) as llm:
             found.append(answers(llm.generate(prompts, params, use_tqdm=False)))
-            placed = [set(leaf.devices()) for e in llm._live_engines for leaf in jax.tree.leaves(e.runner._params)[:1]]
+            placed = [set(leaf.devices()) for e in llm.engines for leaf in jax.tree.leaves(e.runner.params)[:1]]
     assert found[0] == found[1]
     assert placed == [set(jax.devices()[:2]), set(jax.devices()[2:4])]
 
@@ -226,7 +225,7 @@ def test_an_engine_that_ends_loses_only_its_requests(make, monkeypatch, caplog):
         tasks = [asyncio.create_task(collect(engine, [10 + i] * 40, left)) for i in range(8)]
         await until(lambda: all(engine.stats(index).generated_tokens > 8 for index in (0, 1)))
         assert [engine.stats(index).num_running for index in (0, 1)] == [4, 4]
-        monkeypatch.setattr(engine._others[0], "step", lambda: 1 / 0)
+        monkeypatch.setattr(engine.engines[1], "step", lambda: 1 / 0)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         failed = [result for result in results if isinstance(result, Exception)]
         assert len(failed) == 4
@@ -242,12 +241,12 @@ def test_an_engine_that_ends_loses_only_its_requests(make, monkeypatch, caplog):
         await engine.pause_generation()
         await engine.resume_generation()
         with monkeypatch.context() as broken:
-            broken.setattr(engine._engine.runner, "dispatch", lambda plan: 1 / 0)
+            broken.setattr(engine.engine.runner, "dispatch", lambda plan: 1 / 0)
             with pytest.raises(EngineError, match="a step failed"):
                 await collect(engine, [1], GREEDY)
         for i in range(4):  # unhealthy, but not ended
             assert (await collect(engine, [i], GREEDY))[-1].finished
-        monkeypatch.setattr(engine._engine, "step", lambda: 1 / 0)
+        monkeypatch.setattr(engine.engine, "step", lambda: 1 / 0)
         for _ in range(2):
             with pytest.raises(EngineError, match="has ended"):
                 await collect(engine, [1], GREEDY)
@@ -265,7 +264,7 @@ def test_after_a_failed_step_the_other_engine_is_preferred(make, monkeypatch):
         assert (await collect(engine, [1] * 40))[-1].finished
         assert engine.stats(0).finished_requests == 1
         with monkeypatch.context() as broken:
-            broken.setattr(engine._engine.runner, "dispatch", lambda plan: 1 / 0)
+            broken.setattr(engine.engine.runner, "dispatch", lambda plan: 1 / 0)
             with pytest.raises(EngineError, match="a step failed"):
                 await collect(engine, [1] * 40)
         with pytest.raises(EngineError, match="engine 0: a step failed"):
@@ -305,7 +304,7 @@ def test_admin_calls_reach_all_engines(make):
         for task in tasks[2:]:
             assert (await task)[-1].outputs[0].finish_reason == "abort"
         assert await engine.is_sleeping()
-        assert all(thread._asleep == frozenset(WAKE_TAGS) for thread in engine._engine_thread.threads)
+        assert all(each.runner.released for each in engine.engines)
         with pytest.raises(RequestError, match="wake it up"):
             await engine.resume_generation()
         await engine.wake_up()
@@ -322,7 +321,7 @@ def test_admin_calls_reach_all_engines(make):
 def test_the_queue_is_full_when_those_of_all_engines_are(make):
     """The prompts begin alike, but the engine that they prefer is full first."""
     engine = make(max_queued_requests=1)
-    rows, prompt = engine._engine.runner.max_num_seqs, [7] * 40
+    rows, prompt = engine.engine.runner.max_num_seqs, [7] * 40
 
     async def main():
         def placed(count):

@@ -40,10 +40,10 @@ def test_another_engine_goes_on_with_the_kv_of_a_prompt(pair):
     wanted = answers(one.generate(prompts, params, use_tqdm=False))
     for prompt in prompts:
         other.put_kv(one.take_kv(prompt))
-    other._engine.check_integrity()
+    other.engine.check_integrity()
     found = other.generate(prompts, params, use_tqdm=False)
     assert answers(found) == wanted
-    block = one._engine.runner.block_size
+    block = one.engine.runner.block_size
     for output, prompt in zip(found, prompts, strict=True):
         assert output.num_cached_tokens == (len(prompt) - 1) // block * block > 0
     assert other.stats().compiles_after_ready == one.stats().compiles_after_ready == 0
@@ -54,17 +54,17 @@ def test_blocks_are_added_once_and_only_as_far_as_there_is_room(pair):
     prompt = list(range(5, 105))
     data = one.take_kv(prompt)
     count = len(KVHandover.from_bytes(data))
-    assert count == 99 // one._engine.runner.block_size
+    assert count == 99 // one.engine.runner.block_size
     assert (other.put_kv(data), other.put_kv(data)) == (count, 0)
     assert not other.put_kv(one.take_kv([5, 6]))  # has no full block
     salted = one.take_kv({"prompt_token_ids": prompt, "cache_salt": "mine"})
     assert other.put_kv(salted) == count  # not shared with the prompt without salt
-    pool = other._engine._manager.pool
+    pool = other.engine.scheduler.manager.pool
     held = pool.allocate(pool.num_free - 2)
     fresh = one.take_kv(list(range(150, 250)))
     assert other.put_kv(fresh) == 2
     pool.free(held)
-    other._engine.check_integrity()
+    other.engine.check_integrity()
 
 
 def test_bad_data_is_refused(pair, checkpoint):
@@ -84,7 +84,7 @@ def test_bad_data_is_refused(pair, checkpoint):
     ):
         with pytest.raises(RequestError, match=message):
             other.put_kv(dataclasses.replace(whole, **changed).to_bytes())
-    other._engine.check_integrity()
+    other.engine.check_integrity()
     assert other.put_kv(data) == len(whole)  # nothing of the refused data was kept
     with LLM(checkpoint, **OPTIONS) as plain, pytest.raises(EngineError, match="engine with kv_handover=True"):
         plain.take_kv(prompt)
@@ -148,7 +148,7 @@ def test_a_prefill_engine_computes_prompts_for_another_one(checkpoint, pair):
         assert answers(found) == wanted
         first, second = (engine.stats(index) for index in (0, 1))
         assert (first.finished_requests, second.finished_requests) == (len(prompts), len(prompts))
-        block = engine._engine.runner.block_size
+        block = engine.engine.runner.block_size
         assert second.prefix_hit_tokens == sum((len(prompt) - 1) // block * block for prompt in prompts)
         assert first.compiles_after_ready == second.compiles_after_ready == 0
     finally:

@@ -37,7 +37,7 @@ def test_each_request_alone_has_the_bits_of_the_batch(two):
 
 def test_all_stages_have_a_step(two, monkeypatch):
     """A step is collected when two later ones are dispatched, and each has half of the requests."""
-    runner, dispatched, rows, depth = two._engine.runner, [], [], []
+    runner, dispatched, rows, depth = two.engine.runner, [], [], []
     dispatch, collect = runner.dispatch, runner.collect
 
     def count_dispatch(plan):
@@ -69,7 +69,7 @@ def test_preemption_and_swap_give_the_same_bits(checkpoint, one):
         assert answers(small.generate(prompts, params, use_tqdm=False)) == calm
         assert small.stats().preemptions > 0
         assert small.stats().used_blocks == 0
-        assert small._engine.runner.host_slots == 64
+        assert small.engine.runner.host_slots == 64
 
 
 def test_beams_grammars_penalties_and_prompt_logprobs(one, two):
@@ -106,7 +106,7 @@ def test_a_json_schema_on_two_stages_of_two_devices():
 def test_a_stage_that_fails_does_not_end_the_engine(one, two):
     prompts, params = workload(4, seed=3)
     wanted = answers(one.generate(prompts, params, use_tqdm=False))
-    for leaf in jax.tree.leaves(two._engine.runner._front._stages[0].state):
+    for leaf in jax.tree.leaves(two.engine.runner._front._stages[0].state):
         leaf.delete()
     with pytest.raises(EngineError, match="the device failed a step"):
         two.generate(prompts, params, use_tqdm=False)
@@ -116,24 +116,24 @@ def test_a_stage_that_fails_does_not_end_the_engine(one, two):
 def test_sleep_and_wake_up(one, two):
     prompts, params = workload(4, seed=4)
     two.sleep()
-    assert two._engine.runner._front._stages[0].state is None
+    assert two.engine.runner._front._stages[0].state is None
     two.wake_up()
     wanted = answers(one.generate(prompts, params, use_tqdm=False))
     assert answers(two.generate(prompts, params, use_tqdm=False)) == wanted
     with pytest.raises(EngineError, match="set_params: the engine has 2 pipeline stages"):
-        two._engine.runner.set_params({})
+        two.engine.runner.set_params({})
 
 
 @pytest.mark.codegen
 def test_each_stage_has_its_own_layers_and_sends_one_array(two):
-    runner = two._engine.runner
+    runner = two.engine.runner
     (front,) = runner._front._stages
     layers, hidden = two.spec.num_layers, two.spec.hidden_size
     assert len(front._params["layers"]) == len(front.state.page_arrays) == layers - layers // 2
-    assert len(runner._params["layers"]) == len(runner._state.page_arrays) == layers // 2
+    assert len(runner.params["layers"]) == len(runner.state.page_arrays) == layers // 2
     assert {"embed"} <= front._params.keys()
     assert not {"final_norm", "lm_head"} & front._params.keys()
-    devices = [leaf.devices() for leaf in (front._params["embed"], runner._params["final_norm"])]
+    devices = [leaf.devices() for leaf in (front._params["embed"], runner.params["final_norm"])]
     assert not devices[0] & devices[1]
     for program in front.programs.programs:
         results = jax.tree.leaves(program.run.output_shardings)

@@ -160,13 +160,13 @@ def test_quantised_weights_are_split(scheme, checkpoint):
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"deterministic": True}])
 def test_live_arrays_stay_on_one_device(one, options):
-    params = one._engine.runner._params
+    params = one.engine.runner.params
     with pytest.raises(ModelLoadError, match=rf"^{next(iter(options))}=.*: live arrays are used without a copy"):
         LLM(one.spec, params=params, **options)
 
 
 def programs(llm):
-    return {program.shape: program.run.as_text() for program in llm._engine.runner.programs.programs}
+    return {program.shape: program.run.as_text() for program in llm.engine.runner.programs.programs}
 
 
 def collectives(text):
@@ -194,14 +194,14 @@ def test_a_layer_has_two_sums_over_devices_and_nothing_is_gathered(two):
 
 @pytest.mark.codegen
 def test_pages_and_weights_are_not_copied(two):
-    runner = two._engine.runner
-    page = runner._state.page_arrays[0][0]
+    runner = two.engine.runner
+    page = runner.state.page_arrays[0][0]
     half = page.size * page.dtype.itemsize // 2
     assert page.sharding.shard_shape(page.shape)[2] == page.shape[2] // 2
     for shape, text in programs(two).items():
         if not isinstance(shape, ForwardShape):
             continue
-        smallest = min(leaf.size for leaf in jax.tree.leaves(runner._params["layers"])) // 2
+        smallest = min(leaf.size for leaf in jax.tree.leaves(runner.params["layers"])) // 2
         for operation in Program(text).operations():
             if operation.kind == "copy":
                 assert operation.num_bytes < min(half, 4 * smallest), operation.name
@@ -229,7 +229,7 @@ def test_the_load_of_experts_is_counted(tmp_path):
     prompts, params = workload(6, seed=9)
     options = OPTIONS | {"max_model_len": 256, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     with LLM(folder, **options) as llm:
-        spec, runner = llm.spec, llm._engine.runner
+        spec, runner = llm.spec, llm.engine.runner
         seen, dispatch = [], runner.dispatch
 
         def note_tokens(plan):

@@ -238,9 +238,9 @@ def test_an_engine_agrees_with_its_plan(options, caplog):
             assert same.temp_bytes == plan.memory.temp_bytes
             # the greedy program with as many tokens took 640 bytes more, of 4.5 million
             assert plan.memory.temp_bytes == pytest.approx(real.temp_bytes, rel=0.001)
-        assert real.weight_bytes == sum(leaf.nbytes for leaf in leaves(runner._params))
-        assert real.kv_bytes == sum(leaf.nbytes for leaf in leaves(runner._state.pages))
-        state = runner._state
+        assert real.weight_bytes == sum(leaf.nbytes for leaf in leaves(runner.params))
+        assert real.kv_bytes == sum(leaf.nbytes for leaf in leaves(runner.state.pages))
+        state = runner.state
         assert real.table_bytes == sum(leaf.nbytes for leaf in leaves(state.with_pages(())))
     finally:
         built.engine.close()

@@ -101,7 +101,7 @@ def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, e
     step = plan([0, 1, 2], [14, 1, 1], prompt=[*prompt[16:], 7, 7], inits=inits)
     assert len(block_updates(step, runner.memory_plan.limits.width)) == shape.max_updates + excess
     assert tokens_of(runner, [runner.dispatch(step)]) == dense_greedy(prompt, 1)
-    held = np.asarray(runner._state.blocks)
+    held = np.asarray(runner.state.blocks)
     for row, table in tables.items():
         np.testing.assert_array_equal(held[row][: len(table)], table)
 
@@ -113,7 +113,7 @@ def test_rows_with_block_tables_in_several_kv_groups(excess):
     params = random_params(spec)
     config = dataclasses.replace(CONFIG, kv_cache_memory_bytes=64 * 2 * BLOCK * 2 * 16 * 4, max_model_len=256)
     runner = ModelRunner.create(spec, params, config)
-    assert (runner.windows, runner.num_blocks, len(runner._state.pages)) == ((20, 9, None), 64, 1)
+    assert (runner.windows, runner.num_blocks, len(runner.state.pages)) == ((20, 9, None), 64, 1)
     dense = dense_continuation(spec, params)
     prompt = np.random.default_rng(5).integers(0, spec.vocab_size, 70)
     tables = np.arange(15).reshape(3, 5)[:, ::-1] * 3 + 1  # no two KV groups share a block
@@ -141,9 +141,9 @@ def test_rows_with_block_tables_in_several_kv_groups(excess):
     rows = [init.row for init in inits]
     step = plan(rows, [1] * len(others) + [6], prompt=[7] * len(others) + prompt[64:].tolist(), inits=inits)
     assert len(block_updates(step, 16)) == shape.max_updates + excess
-    tables_before = np.asarray(runner._state.blocks)[6].copy()
+    tables_before = np.asarray(runner.state.blocks)[6].copy()
     assert [tokens_of(runner, [runner.dispatch(step)], len(others))[0]] == dense(prompt, 1)
-    now = np.asarray(runner._state.blocks)
+    now = np.asarray(runner.state.blocks)
     for row, blocks in others.items():
         np.testing.assert_array_equal(now[row][blocks[:, 0] * 16 + blocks[:, 1]], blocks[:, 2])
     assert now[6][0] == now[6][1] == tables_before[0] == 0  # entries outside the windows have not changed

@@ -53,7 +53,7 @@ def test_answers_are_those_of_a_fresh_engine_on_the_new_weights(runner, old, new
     runner.set_params(new)
     engine.note_new_weights()
     assert answers(engine) == expected != before
-    assert all(a is b for a, b in zip(jax.tree.leaves(runner._params), jax.tree.leaves(new), strict=True))
+    assert all(a is b for a, b in zip(jax.tree.leaves(runner.params), jax.tree.leaves(new), strict=True))
     runner.set_params(old)
     engine.note_new_weights()
     assert answers(engine) == before
@@ -97,10 +97,10 @@ def column_major(leaf):
     ids=["missing", "unknown", "shape", "dtype", "host array", "structure", "memory", "layout"],
 )
 def test_weights_that_do_not_fit_are_refused(runner, old, new, change, message):
-    held = runner._params
+    held = runner.params
     with pytest.raises(ModelLoadError, match=message):
         runner.set_params(change(new))
-    assert runner._params is held
+    assert runner.params is held
 
 
 def test_deleted_weights_are_refused(runner, new):

@@ -57,7 +57,7 @@ def answers(store):
         runner = make_runner(SPECS["windows"], **({} if store is None else {"compilation_cache_dir": str(store)}))
     outputs = run(make_engine(runner), REQUESTS)
     aliased = {str(p.shape): p.run.memory_analysis().alias_size_in_bytes for p in runner.programs.programs}
-    pages = [np.asarray(pages.data) for pages in runner._state.pages]
+    pages = [np.asarray(pages.data) for pages in runner.state.pages]
     runner.close()
     return [bits(outputs[str(number)]) for number in range(len(REQUESTS))], aliased, pages
 
@@ -233,7 +233,7 @@ from jpaged import SamplingParams
 with jax.default_device(jax.devices()[int(sys.argv[2])]):
     runner = make_runner(SPECS["full"], compilation_cache_dir=sys.argv[1])
 [out] = run(make_engine(runner), [([3, 1, 4], SamplingParams(max_tokens=4, temperature=0))]).values()
-print(runner._state.table.devices(), out.outputs[0].token_ids)
+print(runner.state.table.devices(), out.outputs[0].token_ids)
 """
 
 

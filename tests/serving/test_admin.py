@@ -137,7 +137,7 @@ def test_with_an_admin_key_alone_other_routes_require_no_key(engine):
 
 
 def test_an_engine_that_has_died_cannot_be_inspected(real, served, monkeypatch):
-    monkeypatch.setattr(real._engine, "step", lambda: 1 / 0)
+    monkeypatch.setattr(real.engine, "step", lambda: 1 / 0)
     httpx.post(f"{served}/v1/completions", json={"prompt": [1]}, headers={"Authorization": "Bearer talk"})
     error_of(httpx.get(f"{served}/admin/inspect", headers=ADMIN), 500)
 
@@ -145,14 +145,14 @@ def test_an_engine_that_has_died_cannot_be_inspected(real, served, monkeypatch):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_full_queue_is_503_while_others_are_served(real, served, monkeypatch, streamed):
     """The engine refuses the request, on its own thread."""
-    add = real._engine.add
+    add = real.engine.add
 
     def limited(request):
-        if real._engine.stats().num_running + real._engine.stats().num_waiting >= 1:
+        if real.engine.stats().num_running + real.engine.stats().num_waiting >= 1:
             raise CapacityError("1 request waits, and max_queued_requests is 1", retry_after=2.4)
         add(request)
 
-    monkeypatch.setattr(real._engine, "add", limited)
+    monkeypatch.setattr(real.engine, "add", limited)
     with asked_for(served, [1, 2, 3]):
         wait_for(lambda: real.stats().num_running == 1)
         for _ in range(5):
@@ -183,13 +183,13 @@ def test_disconnects_at_any_moment_free_all_blocks(real, served):
             time.sleep(moments.random() * 0.04)
     wait_for(lambda: not (real.stats().num_running or real.stats().num_waiting))
     assert real.stats().used_blocks == 0
-    real._engine.check_integrity()
+    real.engine.check_integrity()
     assert httpx.get(f"{served}/health").status_code == 200
 
 
 def test_health_fails_after_a_failed_integrity_check(real, served, monkeypatch):
     monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_AFTER_SECONDS", 0.02)
-    real._engine._manager.pool._ref_counts[1999] += 1
+    real.engine.scheduler.manager.pool._ref_counts[1999] += 1
     body = {"prompt": [4, 5], "max_tokens": 2}
     httpx.post(f"{served}/v1/completions", json=body, headers={"Authorization": "Bearer talk"})
     wait_for(lambda: httpx.get(f"{served}/health").status_code == 503)

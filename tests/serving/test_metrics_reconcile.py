@@ -164,7 +164,7 @@ def test_counters_equal_the_event_logs(seed):
     )
     options = EngineOptions(scheduling=SchedulingOptions(max_queued_requests=8))
     llm, clients = async_engine(runner, options), ClientLog()
-    engine = llm._live_engine
+    engine = llm.engine
     log = EngineLog(engine)
     with served(llm) as base:
         asyncio.run(load(base, seed, clients))

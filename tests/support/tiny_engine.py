@@ -106,20 +106,20 @@ def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=Tr
 
 def poison(engine):
     """Write NaN into every slot that no request may read: unwritten slots, and free blocks without a name."""
-    pool, runner = engine._manager.pool, engine.runner._runner
+    pool, runner = engine.scheduler.manager.pool, engine.runner._runner
     if pool.moves:
         return  # pending moves still read blocks that are marked free
-    written = np.zeros(len(runner._state.pages[0].data), int)
+    written = np.zeros(len(runner.state.pages[0].data), int)
     for block in range(pool.num_blocks):
         if pool.name(block) is not None:
             written[block] = BLOCK_SIZE
-    for request in engine._scheduler.running:
+    for request in engine.scheduler.running:
         for table in request.kv.block_tables:
             for index, block in enumerate(table.held, table.first_held):
                 computed = request.schedule.num_computed - index * BLOCK_SIZE
                 written[block] = max(written[block], min(computed, BLOCK_SIZE))
     unwritten = np.arange(BLOCK_SIZE) >= written[:, None]
-    runner._state = runner._state.with_pages(_poisoned(runner._state.pages, unwritten))
+    runner._state = runner.state.with_pages(_poisoned(runner.state.pages, unwritten))
 
 
 @jax.jit
