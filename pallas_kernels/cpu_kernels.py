@@ -27,7 +27,8 @@ from pallas_kernels.row_ops.cpu import kernel as row_ops
 from pallas_kernels.write_kv.cpu import KERNEL as WRITE_QKV
 from pallas_kernels.write_kv.cpu import kernel as write_qkv
 
-_KERNELS = {
+# module of each native kernel: loads it into this process
+KERNELS = {
     DOT: dot, GROUPED_DOT: grouped_dot, PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot,
     QUANTIZED_GROUPED_DOT: quantized_grouped_dot, ROW_OPS: row_ops, WRITE_QKV: write_qkv,
 }  # fmt: skip
@@ -40,7 +41,7 @@ def kernels_of_model(*, quantized: bool, experts: bool) -> tuple[str, ...]:
     unused = {
         QUANTIZED_DOT: not quantized, GROUPED_DOT: not experts, QUANTIZED_GROUPED_DOT: not (quantized and experts),
     }  # fmt: skip
-    return tuple(module for module in _KERNELS if not unused.get(module))
+    return tuple(module for module in KERNELS if not unused.get(module))
 
 
 def load_kernels(modules: Iterable[str]) -> dict[str, str | None]:
@@ -48,7 +49,7 @@ def load_kernels(modules: Iterable[str]) -> dict[str, str | None]:
 
     The first call on a machine compiles them, 2 to 25 s each. Later ones load machine code in milliseconds.
     """
-    return {module: _KERNELS[module]().name for module in modules}
+    return {module: KERNELS[module]().name for module in modules}
 
 
 def compile_ahead(modules: Sequence[str]) -> list[subprocess.Popen[bytes]]:

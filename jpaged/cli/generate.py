@@ -45,7 +45,7 @@ class Generate(SamplingFlags):
 
     def run(self) -> int:
         """Generate the answers and print them."""
-        model, prompts = self._model_and_prompts()
+        model, prompts = self.model_and_prompts()
         options = engine_options(self.engine, model)
         options |= {"max_queued_requests": None, "max_queued_tokens": None}  # one batch of any size, as with LLM
         params = self.sampling_params()
@@ -84,7 +84,7 @@ class Generate(SamplingFlags):
         write_json(self.output_json, self._report(options["model"], prompts, answers, tokens, elapsed, stats))
         return 0
 
-    def _model_and_prompts(self) -> tuple[str | None, list[str]]:
+    def model_and_prompts(self) -> tuple[str | None, list[str]]:
         """Split the positional arguments: the first is the model, unless --model names it; the others are prompts."""
         words = list(self.words)
         model = words.pop(0) if words and self.engine.model is None else None

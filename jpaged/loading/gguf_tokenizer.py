@@ -28,14 +28,14 @@ _KEYS = {
 # Regular expressions that split text before BPE merges, from the original tokenizer.json files.
 _LETTERS, _ENDINGS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_LLAMA3 = _ENDINGS + (
+LLAMA3 = _ENDINGS + (
     r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # fmt: skip
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}*{_SMALL}+%s|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}+{_SMALL}*%s"
 _AFTER_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = _CASED % ("", "") + r"|\p{N}" + _AFTER_WORDS
-_GPT4O = _CASED % (_ENDINGS + "?", _ENDINGS + "?") + r"|\p{N}{1,3}" + _AFTER_WORDS
+TEKKEN = _CASED % ("", "") + r"|\p{N}" + _AFTER_WORDS
+GPT4O = _CASED % (_ENDINGS + "?", _ENDINGS + "?") + r"|\p{N}{1,3}" + _AFTER_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +56,13 @@ _PRE: dict[str, _Pre] = {
     ),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"),
-        _Pre(_LLAMA3, whole_words=True, add_bos=True),
+        _Pre(LLAMA3, whole_words=True, add_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(_LLAMA3)),
-    "qwen2": _Pre(_QWEN2, compose=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), _Pre(_QWEN2)),
-    "tekken": _Pre(_TEKKEN, whole_words=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _Pre(_GPT4O)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(LLAMA3)),
+    "qwen2": _Pre(QWEN2, compose=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), _Pre(QWEN2)),
+    "tekken": _Pre(TEKKEN, whole_words=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _Pre(GPT4O)),
 }
 
 

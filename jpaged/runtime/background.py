@@ -37,7 +37,7 @@ class BackgroundCompiler:
         self._store = store
         self._table = table
         self._on_ready = on_ready
-        self._left = _in_order(table.missing)
+        self._left = in_order(table.missing)
         self._lock = threading.Lock()
         self._closing = False
         cores = os.cpu_count() or 1
@@ -114,7 +114,7 @@ class _Guarded:
             logger.warning("a thread compiles programs, because its child process failed: %r", failure)
 
 
-def _in_order(shapes: Iterable[Shape]) -> list[Shape]:
+def in_order(shapes: Iterable[Shape]) -> list[Shape]:
     """First one program of each kind, so that every request can run soon. Then the remaining ones, largest first."""
     largest_first = sorted(shapes, key=size, reverse=True)
     kinds = {kind_of(shape): shape for shape in reversed(largest_first)}

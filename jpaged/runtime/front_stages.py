@@ -156,7 +156,7 @@ class _FrontStage:
         self._build = build
         self._upload_row = build.compile_upload_row()
         self._mover = BlockMover(build.state_shapes(), self.placement, host_slots=host_slots)
-        self._params: Params | None = params
+        self.params: Params | None = params
         self._weights = flat_weights(params)
         self._host_weights: HostWeights | None = None
         self.state: DeviceState | None = build.create_state()
@@ -196,14 +196,14 @@ class _FrontStage:
                 leaf.delete()
         self.state = None
         self._mover.close()
-        if weights and self._params is not None and self.placement.platform != "cpu":
-            self._host_weights = HostWeights.take(self._params)
-            self._params, self._weights = None, ()
+        if weights and self.params is not None and self.placement.platform != "cpu":
+            self._host_weights = HostWeights.take(self.params)
+            self.params, self._weights = None, ()
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:
         if weights and self._host_weights is not None:
-            self._params = self._host_weights.put()
-            self._weights = flat_weights(self._params)
+            self.params = self._host_weights.put()
+            self._weights = flat_weights(self.params)
             self._host_weights = None
         if kv_cache and self.state is None:
             self.state = jax.block_until_ready(self._build.create_state())

@@ -351,7 +351,7 @@ def claim_gpu_memory(config: EngineConfig) -> None:
     Half of the rest stays outside JAX's pool, for the libraries. The other half is in it, for fragmentation. No effect
     if JAX has started already, or if the caller has set the share.
     """
-    said = any(name in os.environ for name in _GPU_MEMORY_VARIABLES) or jax.config.jax_pjrt_client_create_options
+    said = any(name in os.environ for name in GPU_MEMORY_VARIABLES) or jax.config.jax_pjrt_client_create_options
     if said or not cards.installed_plugins() or importlib.util.find_spec("libtpu") or backends_are_started():
         return
     if 0 < config.gpu_memory_utilization <= 1:  # `decide_limits` refuses other values
@@ -372,7 +372,7 @@ def start_backend(config: EngineConfig) -> str:
 
 
 # Variables that set JAX's share, or that switch its pool off.
-_GPU_MEMORY_VARIABLES = (
+GPU_MEMORY_VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 )  # fmt: skip

@@ -184,11 +184,12 @@ def test_hostile_text_costs_a_bounded_number_of_steps(name):
         for opening in ("", OPENINGS[name], OPENINGS[name] + '"'):
             hostile = opening + text * (20_000 // len(text))
             parser = reader(name, reasoning=QWEN3).new()
+            scanner = parser._scanner
             for start in range(0, len(hostile), 1_000):
                 parser.feed(hostile[start : start + 1_000])
-                assert len(parser._scanner.text) - parser._scanner.pos <= 1_100
+                assert len(scanner.text) - scanner.pos <= 1_100
             parser.finish()
-            assert parser._scanner.pos == len(parser._scanner.text)
+            assert scanner.pos == len(scanner.text)
 
 
 FORCED = {

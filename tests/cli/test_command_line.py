@@ -109,14 +109,14 @@ def test_version(capsys):
 )
 def test_generate_takes_model_and_prompts_in_any_order(words, model, prompts):
     command = cli.parse(["generate", *words])
-    positional, got = command._model_and_prompts()
+    positional, got = command.model_and_prompts()
     assert flags.engine_options(command.engine, positional)["model"] == model
     assert got == prompts
 
 
 def test_generate_without_prompts_uses_the_built_in_ones():
     for words in (["demo"], ["--model", "demo"]):
-        assert len(cli.parse(["generate", *words])._model_and_prompts()[1]) == 20
+        assert len(cli.parse(["generate", *words]).model_and_prompts()[1]) == 20
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != "generate"])

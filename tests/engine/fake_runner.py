@@ -151,7 +151,7 @@ class FakeRunner:
         for index, (row, source) in enumerate(zip(plan.rows, sources, strict=True)):
             assert self.lengths[row] == self.lengths[source], "a fork of another length"
             if plan.samples[index]:
-                tokens[index] = self._attend(source, row)
+                tokens[index] = self.attend(source, row)
         handle = FakeHandle(number, None, plan, tokens)
         return handle if plan.waits_for_masks else self.sample(handle, ())
 
@@ -273,7 +273,7 @@ class FakeRunner:
         ends = np.cumsum(plan.num_tokens[plan.num_decodes :])
         return ids + [part.tolist() for part in np.split(plan.prompt_tokens, ends[:-1])] if len(ends) else ids
 
-    def _seen(self, row: int, kv_group: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def seen(self, row: int, kv_group: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions that the last of `length` tokens sees in a kv_group, and the tokens in their slots."""
         window = self.windows[kv_group]
         positions = np.arange(0 if window is None else max(length - window, 0), length)
@@ -296,14 +296,14 @@ class FakeRunner:
     def _compare_seen(self, row: int, kv_group: int) -> None:
         """Check the tokens that the first token of a chunk sees. Remember them as tokens of the row."""
         length = int(self.lengths[row])
-        positions, tokens = self._seen(row, kv_group, length + 1)
+        positions, tokens = self.seen(row, kv_group, length + 1)
         given = self.row_tokens[row, positions]
         assert ((given == tokens) | (given == UNWRITTEN)).all(), "attends to a token of another"
         self.row_tokens[row, positions] = tokens
 
-    def _attend(self, row: int, sampler: int) -> int:
+    def attend(self, row: int, sampler: int) -> int:
         """The next token of a row, read through its block tables, and sampled with the parameters of row `sampler`."""
-        seen = [self._seen(row, kv_group, int(self.lengths[row]))[1] for kv_group in range(len(self.windows))]
+        seen = [self.seen(row, kv_group, int(self.lengths[row]))[1] for kv_group in range(len(self.windows))]
         init = self.inits[sampler]
         seed = sample_seed(init.seed, init.sample_index) if init.temperature > 0 else 0
         return _hash(np.concatenate(seen).tolist(), self.vocab_size, seed)

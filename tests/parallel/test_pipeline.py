@@ -35,6 +35,12 @@ def test_each_request_alone_has_the_bits_of_the_batch(two):
     check_each_request_alone(two)
 
 
+def front_stage(llm):
+    """The first of two stages."""
+    (stage,) = llm.engine.runner._front._stages
+    return stage
+
+
 def test_all_stages_have_a_step(two, monkeypatch):
     """A step is collected when two later ones are dispatched, and each has half of the requests."""
     runner, dispatched, rows, depth = two.engine.runner, [], [], []
@@ -106,7 +112,7 @@ def test_a_json_schema_on_two_stages_of_two_devices():
 def test_a_stage_that_fails_does_not_end_the_engine(one, two):
     prompts, params = workload(4, seed=3)
     wanted = answers(one.generate(prompts, params, use_tqdm=False))
-    for leaf in jax.tree.leaves(two.engine.runner._front._stages[0].state):
+    for leaf in jax.tree.leaves(front_stage(two).state):
         leaf.delete()
     with pytest.raises(EngineError, match="the device failed a step"):
         two.generate(prompts, params, use_tqdm=False)
@@ -116,7 +122,7 @@ def test_a_stage_that_fails_does_not_end_the_engine(one, two):
 def test_sleep_and_wake_up(one, two):
     prompts, params = workload(4, seed=4)
     two.sleep()
-    assert two.engine.runner._front._stages[0].state is None
+    assert front_stage(two).state is None
     two.wake_up()
     wanted = answers(one.generate(prompts, params, use_tqdm=False))
     assert answers(two.generate(prompts, params, use_tqdm=False)) == wanted
@@ -126,14 +132,13 @@ def test_sleep_and_wake_up(one, two):
 
 @pytest.mark.codegen
 def test_each_stage_has_its_own_layers_and_sends_one_array(two):
-    runner = two.engine.runner
-    (front,) = runner._front._stages
+    runner, front = two.engine.runner, front_stage(two)
     layers, hidden = two.spec.num_layers, two.spec.hidden_size
-    assert len(front._params["layers"]) == len(front.state.page_arrays) == layers - layers // 2
+    assert len(front.params["layers"]) == len(front.state.page_arrays) == layers - layers // 2
     assert len(runner.params["layers"]) == len(runner.state.page_arrays) == layers // 2
-    assert {"embed"} <= front._params.keys()
-    assert not {"final_norm", "lm_head"} & front._params.keys()
-    devices = [leaf.devices() for leaf in (front._params["embed"], runner.params["final_norm"])]
+    assert {"embed"} <= front.params.keys()
+    assert not {"final_norm", "lm_head"} & front.params.keys()
+    devices = [leaf.devices() for leaf in (front.params["embed"], runner.params["final_norm"])]
     assert not devices[0] & devices[1]
     for program in front.programs.programs:
         results = jax.tree.leaves(program.run.output_shardings)

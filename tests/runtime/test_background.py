@@ -99,7 +99,7 @@ def test_a_failure_reaches_who_waits():
 
 def test_programs_that_every_request_may_need_come_first():
     table = table_with("decode 32 rows", "mixed 512 tokens", "sample greedy 32 rows")
-    order = [str(shape) for shape in background._in_order(table.missing)]
+    order = [str(shape) for shape in background.in_order(table.missing)]
     assert sorted(order) == sorted(map(str, table.missing))
     kinds = {"sample random 32 rows", "sample full 32 rows", "score 32 tokens"}
     assert kinds < set(order[:5])

@@ -100,7 +100,7 @@ def test_jax_allocates_the_share_of_a_gpu_that_the_engine_may_use(monkeypatch):
     plugins = {"jax_cuda13_plugin"}
     monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: name if name in plugins else None)
     monkeypatch.setattr(memory, "backends_are_started", lambda: False)
-    for name in memory._GPU_MEMORY_VARIABLES:
+    for name in memory.GPU_MEMORY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
     def claimed(started=False, **options):

@@ -222,7 +222,7 @@ def test_custom_logits_processors_are_not_stored(tmp_path):
 def test_every_native_kernel_is_known():
     """A program that calls a kernel which is missing here is traced at every start."""
     modules = {f"pallas_kernels.{path.parent.name}.{path.stem}" for path in PACKAGES.glob("*/cpu_*kernel.py")}
-    assert set(cpu_kernels._KERNELS) == modules
+    assert set(cpu_kernels.KERNELS) == modules
 
 
 ON_ANOTHER_DEVICE = """

@@ -99,7 +99,7 @@ class FakeEngine:
         refuse_cut: bool = False,
         on_admitted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        ids = self._token_ids(prompt, priority)
+        ids = self.token_ids(prompt, priority)
         if not ids:
             raise RequestError("prompt", prompt, "must not be empty")
         for token_id in ids:
@@ -129,7 +129,7 @@ class FakeEngine:
         finally:
             self.running.discard(request_id)
 
-    def _token_ids(self, prompt: str | dict[str, Any], priority: int) -> list[int]:
+    def token_ids(self, prompt: str | dict[str, Any], priority: int) -> list[int]:
         """Return the tokens of a prompt. The other fields of the request are kept for tests to read."""
         parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
         assert set(parts) <= {"prompt", "prompt_token_ids", "cache_salt"}
@@ -157,7 +157,7 @@ class FakeEngine:
         self, prompt: str | dict[str, Any], pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput[EmbeddingOutput | ClassificationOutput | None], None]:
         """The embedding of a prompt is its token ids plus one third."""
-        ids = self._token_ids(prompt, priority)
+        ids = self.token_ids(prompt, priority)
         if not ids:
             raise RequestError("prompt", prompt, "must not be empty")
         if ids == self.tokenizer.encode("full"):
@@ -189,18 +189,18 @@ class FakeEngine:
         """Return all answers after a step. With best_of > n, the last n generated answers are the best."""
         made = range(params.num_sequences)
         outputs = [
-            self._answer(index, start, ids, step, count, params)
+            self.answer(index, start, ids, step, count, params)
             for index, start in enumerate(reversed(made[-params.n :]) if params.chooses else made)
         ]
         if params.output_kind is RequestOutputKind.DELTA and step > 1:
-            before = [self._answer(index, index, ids, step - 1, count, params) for index in made]
+            before = [self.answer(index, index, ids, step - 1, count, params) for index in made]
             outputs = [_new_part(*pair) for pair in zip(before, outputs, strict=True) if not pair[0].finished()]
         made = RequestOutput(request_id, None, ids, outputs, step == count, RequestMetrics(0.0), num_cached_tokens=2)
         if params.prompt_logprobs is not None:
             made.prompt_logprobs = [None, *(self._logprobs(token, params.prompt_logprobs) for token in ids[1:])]
         return made
 
-    def _answer(
+    def answer(
         self, index: int, start: int, ids: list[int], step: int, count: int, params: SamplingParams
     ) -> CompletionOutput:
         said = self.tokenizer.encode(self.says or "")

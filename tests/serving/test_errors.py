@@ -188,12 +188,12 @@ def test_body_too_large(url):
 @pytest.mark.parametrize("stream", [False, True])
 def test_logits_that_are_not_finite_are_an_error(url, engine, monkeypatch, path, stream):
     """The engine ends such an answer with finish_reason="error" and this reason."""
-    answer = engine._answer
+    answer = engine.answer
 
     def failed(*args):
         return dataclasses.replace(answer(*args), finish_reason="error", stop_reason=LogitsError.message)
 
-    monkeypatch.setattr(engine, "_answer", failed)
+    monkeypatch.setattr(engine, "answer", failed)
     body = {"max_tokens": 1, "stream": stream} | ({"messages": MESSAGES} if "chat" in path else {"prompt": "a"})
     error = error_of(httpx.post(f"{url}/v1/{path}", json=body), 500)
     assert "not finite" in error["message"]

@@ -30,9 +30,9 @@ from tests.serving.loop_stall import MAX_STALL, ask
 class Engine(fake_engine.FakeEngine):
     """A fake engine that reads the beginning of a prompt only."""
 
-    def _token_ids(self, prompt, priority: int) -> list[int]:
+    def token_ids(self, prompt, priority: int) -> list[int]:
         parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        return super()._token_ids({name: value[:10] for name, value in parts.items()}, priority)
+        return super().token_ids({name: value[:10] for name, value in parts.items()}, priority)
 
 
 class Posted:

@@ -1,5 +1,6 @@
 """Where keys come from, the warnings at the start, and the flags about who may use the server."""
 
+import asyncio
 import dataclasses
 import logging
 import pathlib
@@ -156,13 +157,28 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
         return a == b
 
     monkeypatch.setattr("jpaged.serving.auth.hmac.compare_digest", compare)
-    guard = RequireKey(lambda *args: None, ("first", "second", "third"), lambda path: True, "key")
+    passed: list[dict] = []
+
+    async def app(scope: dict, *_: object) -> None:
+        passed.append(scope)
+
+    async def send(message: dict) -> None:
+        """Drop the error."""
+
+    guard = RequireKey(app, ("first", "second", "third"), lambda path: True, "key")
+
+    def accepts(headers: dict[bytes, bytes]) -> bool:
+        passed.clear()
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": list(headers.items())}
+        asyncio.run(guard(scope, None, send))
+        return bool(passed)
+
     headers = {b"authorization": b"Bearer first"}, {b"authorization": b"Bearer x"}, {b"x-api-key": b"first"}
     for given, known in zip(headers, (True, False, True), strict=True):
         compared.clear()
-        assert guard._known({"headers": list(given.items())}) == known
+        assert accepts(given) == known
         assert [(len(a), len(b)) for a, b in compared] == [(32, 32)] * 3
-    assert not guard._known({"headers": [(b"authorization", b"")]})
+    assert not accepts({b"authorization": b""})
 
 
 def test_a_unix_socket_replaces_a_dead_one_only(tmp_path):

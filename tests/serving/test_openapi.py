@@ -79,20 +79,31 @@ def test_links_of_a_response_name_operations(document):
     assert {link["operationId"] for link in links.values()} == taking
 
 
-def test_described_values_are_those_of_the_engine():
-    assert openapi._MODE["enum"] == list(PauseMode)
-    assert openapi._WAKE_UP["tags"]["items"]["enum"] == list(WAKE_TAGS)
-    assert openapi._SLEEP["level"]["enum"] == list(SLEEP_LEVELS)
-
-
-def test_query_parameters_are_described(engine, host, url):
-    """The admin routes name their parameters in an error: those are described."""
+@pytest.fixture
+def admin_paths(engine, host, url) -> dict:
+    """Paths of a server that has an admin key."""
     host[0].app = create_app(Server(engine=engine, model_names=("echo",)), AppOptions(admin_keys=("look",)))
-    paths = httpx.get(f"{url}/openapi.json").raise_for_status().json()["paths"]
-    key = {"x-api-key": "look"}
+    return httpx.get(f"{url}/openapi.json").raise_for_status().json()["paths"]
+
+
+def query_of(operation: dict) -> dict:
+    """Return the schemas of an operation's query parameters by name."""
+    return {one["name"]: one["schema"] for one in operation.get("parameters", ()) if one["in"] == "query"}
+
+
+def test_described_values_are_those_of_the_engine(admin_paths):
+    sleep, wake_up = (query_of(admin_paths[f"/admin/{name}"]["post"]) for name in ("sleep", "wake_up"))
+    assert sleep["mode"]["enum"] == list(PauseMode)
+    assert sleep["level"]["enum"] == list(SLEEP_LEVELS)
+    assert wake_up["tags"]["items"]["enum"] == list(WAKE_TAGS)
+
+
+def test_query_parameters_are_described(admin_paths, url):
+    """The admin routes name their parameters in an error: those are described."""
+    paths, key = admin_paths, {"x-api-key": "look"}
     for path, methods in paths.items():
         for method, operation in methods.items():
-            query = {one["name"]: one["schema"] for one in operation.get("parameters", ()) if one["in"] == "query"}
+            query = query_of(operation)
             admin = {"admin_key": []} in operation["security"]
             if admin and method == "post" and path != "/admin/drain":
                 refused = httpx.post(url + path, params={"no_such": "1"}, headers=key)

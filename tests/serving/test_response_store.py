@@ -15,10 +15,14 @@ def response(size: int) -> StoredResponse:
     return StoredResponse(b"r" * size, b"", "completed")
 
 
+def stored(store: ResponseStore) -> dict[bytes, dict[str, StoredResponse]]:
+    """Return all responses by owner and name, without using them."""
+    return {owner: dict(shelf.responses) for owner, shelf in store._shelves.items()}
+
+
 def kept(store: ResponseStore, owner: bytes, *names: str) -> list[str]:
-    """Return which responses are there, without using them."""
-    shelf = store._shelves.get(owner)
-    return [name for name in names if shelf is not None and name in shelf.responses]
+    """Return which responses are there."""
+    return [name for name in names if name in stored(store).get(owner, {})]
 
 
 def test_the_least_recently_used_goes_first():
@@ -52,17 +56,13 @@ def test_the_bounds_hold(steps):
             if what == "put":
                 store.put(owner, f"{name}-{number}", response(size))
             else:
-                for known in [*store._shelves.get(owner, response_none()).responses][:1]:
+                for known in [*stored(store).get(owner, {})][:1]:
                     await store.delete(owner, known) if what == "delete" else store.get(owner, known)
-            held = [one for shelf in store._shelves.values() for one in shelf.responses.values()]
+            held = [one for shelf in stored(store).values() for one in shelf.values()]
             assert store.num_responses == len(held) <= 4
             assert store.num_bytes == sum(one.size for one in held) <= 100
 
     asyncio.run(run())
-
-
-def response_none():
-    return type("Empty", (), {"responses": {}})
 
 
 def test_running_responses_are_bounded_and_end_with_the_server():

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jpaged.child_process import ChildProcess
 from jpaged.config import EngineConfig
 from jpaged.engine.grammar import GrammarCompiler, GrammarLimits
 from jpaged.errors import EngineError, RequestError
@@ -95,11 +96,16 @@ def test_endless_compiles_end_and_do_not_delay_other_requests():
         compiler.close()
 
 
+def children(compiler: GrammarCompiler) -> dict[str, ChildProcess | None]:
+    """The child processes of a compiler, by lane."""
+    return {name: lane.probe._process for name, lane in compiler._lanes.items()}
+
+
 def test_close_ends_unfinished_compiles():
     compiler, _ = small_compiler(grammar_compile_timeout=100.0)
     compiler.submit(StructuredOutputsParams(regex="warm")).result(SECONDS)
     future = compiler.submit(StructuredOutputsParams(json=ENDLESS["patterns"]))
-    processes = [lane.probe._process for lane in compiler._lanes.values()]
+    processes = children(compiler).values()
     compiler.close()
     with pytest.raises(EngineError, match="closed"):
         future.result(SECONDS)
@@ -115,12 +121,12 @@ def test_a_child_that_dies_is_replaced():
     compiler, _ = small_compiler()
     try:
         compiler.submit(StructuredOutputsParams(regex="warm")).result(SECONDS)
-        process = compiler._lanes["quick"].probe._process
+        process = children(compiler)["quick"]
         assert process is not None
         process.kill()
         process.wait()
         compiler.submit(StructuredOutputsParams(regex="after")).result(SECONDS)
-        assert compiler._lanes["quick"].probe._process is not process
+        assert children(compiler)["quick"] is not process
     finally:
         compiler.close()
 
@@ -130,14 +136,14 @@ def test_compiled_grammars_are_shared_and_the_cache_is_bounded():
     try:
         first = compiler.submit(StructuredOutputsParams(json={"type": "integer"})).result(SECONDS)
         assert compiler.submit(StructuredOutputsParams(json='{"type":"integer"}')).result(0) is first
-        compiler.submit(StructuredOutputsParams(regex="b")).result(SECONDS)
+        evicted = compiler.submit(StructuredOutputsParams(regex="b")).result(SECONDS)
         assert compiler.submit(StructuredOutputsParams(json={"type": "integer"})).result(0) is first
         compiler.submit(StructuredOutputsParams(regex="c")).result(SECONDS)  # evicts b
-        assert len(compiler._cache) == 2
         assert compiler.submit(StructuredOutputsParams(json={"type": "integer"})).result(0) is first
         one, other = first.matcher(), first.matcher()
         assert one.accept(next(i for i in range(600) if first.matcher().accept(i)))
         assert (len(one), len(other), len(first.matcher())) == (1, 0, 0)
+        assert compiler.submit(StructuredOutputsParams(regex="b")).result(SECONDS) is not evicted
     finally:
         compiler.close()
 

@@ -87,11 +87,11 @@ class View:
     """A runner with lower limits, for an engine with a smaller pool or fewer rows."""
 
     def __init__(self, runner, **limits):
-        self._runner = runner
+        self.runner = runner
         self.__dict__.update(limits)
 
     def __getattr__(self, name):
-        return getattr(self._runner, name)
+        return getattr(self.runner, name)
 
 
 def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=True, budget=64, rows=8, **scheduling):
@@ -106,7 +106,7 @@ def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=Tr
 
 def poison(engine):
     """Write NaN into every slot that no request may read: unwritten slots, and free blocks without a name."""
-    pool, runner = engine.scheduler.manager.pool, engine.runner._runner
+    pool, runner = engine.scheduler.manager.pool, engine.runner.runner
     if pool.moves:
         return  # pending moves still read blocks that are marked free
     written = np.zeros(len(runner.state.pages[0].data), int)

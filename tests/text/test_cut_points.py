@@ -59,10 +59,10 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "demo": lambda: load_tokenizer(DEMO).backend_tokenizer,
     "gpt-2": lambda: byte_level(use_regex=True),
     "starcoder": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True),
-    "llama-3": lambda: byte_level(gguf_tokenizer._LLAMA3, ignore_merges=True),
-    "qwen": lambda: byte_level(gguf_tokenizer._QWEN2, normalizer=normalizers.NFC()),
-    "tekken": lambda: byte_level(gguf_tokenizer._TEKKEN),
-    "gpt-4o": lambda: byte_level(gguf_tokenizer._GPT4O),
+    "llama-3": lambda: byte_level(gguf_tokenizer.LLAMA3, ignore_merges=True),
+    "qwen": lambda: byte_level(gguf_tokenizer.QWEN2, normalizer=normalizers.NFC()),
+    "tekken": lambda: byte_level(gguf_tokenizer.TEKKEN),
+    "gpt-4o": lambda: byte_level(gguf_tokenizer.GPT4O),
     "deepseek": lambda: byte_level(*DEEPSEEK),
     "llama-2": lambda: sentencepiece(LLAMA2, None),
     "metaspace": lambda: sentencepiece(None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
@@ -71,7 +71,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
         normalizers.Replace(" ", SPACE), pre_tokenizers.Split(" ", "merged_with_previous")
     ),
     "qwen with added tokens": lambda: with_added(
-        byte_level(gguf_tokenizer._QWEN2, normalizer=normalizers.NFC()),
+        byte_level(gguf_tokenizer.QWEN2, normalizer=normalizers.NFC()),
         AddedToken("<|im_start|>", special=True),
         AddedToken("<tool>", normalized=False),
         AddedToken("user, now", normalized=True),  # a comma after a letter: texts are not cut before commas
@@ -134,9 +134,9 @@ def unknown_words() -> Tokenizer:
         unknown_words,
         lambda: Tokenizer(models.Unigram([("a", -1.0), ("b", -1.0)], unk_id=0, byte_fallback=False)),
         lambda: byte_level(r"\w+ \w+|\s+|."),  # words in pairs: a cut would change the pairs after it
-        lambda: byte_level(gguf_tokenizer._QWEN2, normalizer=normalizers.Lowercase()),
+        lambda: byte_level(gguf_tokenizer.QWEN2, normalizer=normalizers.Lowercase()),
         lambda: trained(normalizers.Replace(" ", SPACE), None, byte_fallback=True),  # has tokens of several words
-        lambda: with_added(byte_level(gguf_tokenizer._QWEN2), *(f"a{mark}" for mark in " \n,.，。、")),
+        lambda: with_added(byte_level(gguf_tokenizer.QWEN2), *(f"a{mark}" for mark in " \n,.，。、")),
     ],
 )
 def test_tokenizers_without_cut_points(tokenizer: Callable[[], Tokenizer]):
@@ -147,7 +147,7 @@ def test_tokenizers_without_cut_points(tokenizer: Callable[[], Tokenizer]):
     "tokenizer",
     [
         unknown_words,  # a long unknown word is one token
-        lambda: with_added(byte_level(gguf_tokenizer._QWEN2), AddedToken("<mask>", lstrip=True)),  # takes all blanks
+        lambda: with_added(byte_level(gguf_tokenizer.QWEN2), AddedToken("<mask>", lstrip=True)),  # takes all blanks
         lambda: Tokenizer(models.BPE({"a": 0}, [])),  # drops what it does not know
     ],
 )
