@@ -101,6 +101,7 @@ def test_the_same_bits_alone_batched_chunked_cached_preempted_and_swapped(scheme
         runner.close()
 
 
+@pytest.mark.slow
 @pytest.mark.codegen
 def test_forks_copy_the_scales():
     """Samples share their prompt's blocks, and copy the last one on write."""

@@ -238,6 +238,7 @@ def test_probabilities_follow_problem_type(classifier, tmp_path):
     assert abs(output.outputs.probs[0] - 1 / (1 + np.exp(-recorded(variant)[3][0]))) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_calls_of_the_other_runner_are_refused(embedder, judge, generator):
     prompt = {"prompt_token_ids": [5, 6, 7]}
     with pytest.raises(RequestError, match=r"the engine does not generate: call embed\(\), or start without runner="):

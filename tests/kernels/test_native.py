@@ -144,10 +144,11 @@ def test_bits_of_a_query_depend_on_its_own_row_only(name):
         np.testing.assert_array_equal(attend(shape, case, "cpu")[:count], whole[first : first + count])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "function"),
     [
-        pytest.param({"NPROC": "1"}, write_call, id="one thread", marks=pytest.mark.slow),
+        pytest.param({"NPROC": "1"}, write_call, id="one thread"),
         pytest.param(
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, write_calls_of_eight_devices, id="eight devices"
         ),
@@ -356,6 +357,7 @@ def test_only_one_process_compiles_a_kernel(fresh, caplog, monkeypatch, end):
     assert len(caplog.records) == (end == "takes too long")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(processors.usable() == 1, reason="one processor compiles one kernel after the other")
 def test_child_processes_compile_kernels_ahead(fresh, monkeypatch, tmp_path):
     """They import nothing from the current folder, which may hold a stranger's files."""

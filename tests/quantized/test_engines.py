@@ -285,7 +285,7 @@ MORE: dict[str, Writer] = {
 }
 SLOW = pytest.mark.slow  # each of these compiles an engine, and differs from a row of TABLE in its reader only
 ROWS = [
-    *(pytest.param(write, id=name) for name, write in TABLE.items()),
+    *(pytest.param(write, id=name, marks=[SLOW] * (name != "gguf")) for name, write in TABLE.items()),
     *(pytest.param(write, id=name, marks=SLOW) for name, write in MORE.items()),
 ]
 OPTIONS: dict[str, Any] = {

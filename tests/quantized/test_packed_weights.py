@@ -81,6 +81,7 @@ def test_numbers_and_products_of_every_kind(kind):
         np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max() * 4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp4", "minima", "two levels", "divided", "zeros of 8 bits"])
 def test_tiles_of_every_kind(kind):
     """The native kernel, XLA's operations and float64 with activations in 8 bits."""
@@ -101,6 +102,7 @@ def test_tiles_of_every_kind(kind):
         np.testing.assert_array_equal(found[:1], np.asarray(quantized_dot(x[:8], tiles, 1, implementation=name))[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int4", "int8", "minima", "two levels", "divided", "zeros of 8 bits"])
 def test_lanes_of_every_kind(kind):
     weight, numbers = plain(kind if kind != "zeros of 8 bits" else "int8", inputs=256)

@@ -42,7 +42,9 @@ def folder_of(model, folder):
     return str(folder)
 
 
-@pytest.mark.parametrize(("model", "quantization"), MODELS.items())
+@pytest.mark.parametrize(("model", "quantization"), [
+    pytest.param(*each, marks=[pytest.mark.slow] * (each[1] is not None)) for each in MODELS.items()
+])  # fmt: skip
 def test_close_to_the_numbers(model, quantization, tmp_path):
     """Log-probabilities, compared with a model of the dequantised weights. In bfloat16 they differ by 0.08 and 0.14."""
     folder = folder_of(model, tmp_path)

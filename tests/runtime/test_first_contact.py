@@ -164,6 +164,7 @@ def test_why_a_card_is_not_used(monkeypatch, tmp_path, driver, plugins, sentence
     assert sentence is None or re.search(sentence, found), found
 
 
+@pytest.mark.slow
 def test_the_report_holds_results_and_errors(planted, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(diagnosis, "SHAPES", {"small": (4, 2, 16, "float32")})
     monkeypatch.setenv("JAX_TRACEBACK_FILTERING", "auto")

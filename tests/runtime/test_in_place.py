@@ -188,7 +188,7 @@ def test_gated_dot_writes_no_product(target):
     assert large_moves(text, limit(target)) == []
 
 
-@pytest.mark.parametrize("blocks", [BLOCKS, 10 * BLOCKS])
+@pytest.mark.parametrize("blocks", [BLOCKS, pytest.param(10 * BLOCKS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", [pytest.param(n, marks=MARKS[n]) for n in ("cpu", "h200", "v5e kernels")])
 def test_moving_blocks_copies_no_other_pages(target, blocks):
     """Copy on write and moves from the host update the pages in place. Moves to the host only read them."""

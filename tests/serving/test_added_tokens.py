@@ -102,6 +102,7 @@ def test_forced_calls(name, client):
         assert told == call.function.arguments
 
 
+@pytest.mark.slow
 def test_regular_expressions(name, client):
     """The text of an added token alone, before other text, and as one of two."""
     tag = re.escape(BEGIN[name])
