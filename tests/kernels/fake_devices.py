@@ -1,4 +1,4 @@
-"""Devices that are not there: objects with the fields by which an implementation is chosen."""
+"""Fake devices: objects with the fields that the choice of an implementation reads."""
 
 import types
 

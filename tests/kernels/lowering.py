@@ -1,4 +1,4 @@
-"""Lowering of kernel calls to StableHLO for accelerators that are not there."""
+"""Lowers kernel calls to StableHLO for accelerators. Needs no device."""
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh

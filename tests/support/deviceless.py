@@ -1,4 +1,4 @@
-"""Compiling for a device that is not there: targets, marks of the tests, and the placement of pages."""
+"""Compiles for a target without its device: targets, marks of tests, and the placement of pages."""
 
 import functools
 from collections.abc import Callable
