@@ -1,15 +1,18 @@
 """Change product code in small ways, and count the changes that the tests find.
 
     python tools/mutations.py draw mutations.json                       # 60 mutations, drawn with a fixed seed
-    python -m pytest -n auto tests -m 'not soak and not deviceless' --reach REACH --costs COSTS    # with Python 3.12
     python tools/mutations.py run mutations.json results.json --reach REACH --costs COSTS
     python tools/mutations.py show results.json [earlier.json]
 
+REACH and COSTS are folders of a test run with Python 3.12:
+
+    python -m pytest -n auto tests -m 'not soak and not deviceless' --reach REACH --costs COSTS
+
 A mutation changes one operator, condition, constant or call of a function. `draw` takes as many from each folder of
-the product as the square root of its lines gives, and at least two. `run` changes one copy of the checkout per core and
-runs the tests that reach the line, cheapest first, until one fails: default tests, and slow tests only if none of these
-failed. Tests that reach the line only through a program that another test of their file traced come last. A mutation is
-found if a test fails, crashes or does not end. `--seconds` bounds the tests of a mutation: the sum of what they took in
+the product as the square root of its lines gives, and at least two. `run` changes one copy of the checkout per core.
+It runs the tests that reach the line, cheapest first, until one fails. Slow tests run only if no default test failed.
+Tests that reach the line only through a program that another test of their file traced come last. A mutation is
+found if a test fails, crashes or does not end. A test that also fails without the mutation is left out. `--seconds` bounds the tests of a mutation: the sum of what they took in
 COSTS, for default and for slow tests each.
 """
 
@@ -89,7 +92,7 @@ def product_files() -> list[str]:
 
 
 def replacements(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """What may replace a node, without its position."""
+    """Yield replacements of a node, without its position."""
     changed: Any = copy.deepcopy(node)
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARE:
         changed.ops = [COMPARE[type(node.ops[0])]()]
@@ -228,16 +231,21 @@ def judge(mutation: Mutation, tree: Path, default: Sequence[str], slow: Sequence
     """Run the tests of a mutation in a tree that only this call uses."""
     path = tree / mutation.file
     source = path.read_text("utf-8")
-    path.write_text(mutation.apply(source), "utf-8")
     row = {"mutation": dataclasses.asdict(mutation), "default_tests": len(default), "slow_tests": len(slow)}
-    try:
-        for kind, tests in (("default", default), ("slow", slow)):
-            failed = run_tests(tree, tests) if tests else ""
-            if failed:
+    for kind, tests in (("default", default), ("slow", slow)):
+        left = list(tests)
+        while left:
+            path.write_text(mutation.apply(source), "utf-8")
+            try:
+                failed = run_tests(tree, left)
+            finally:
+                path.write_text(source, "utf-8")
+            if not failed:
+                break
+            if failed not in left or not run_tests(tree, [failed]):
                 return row | {"found_by": failed, "kind": kind}
-        return row | {"found_by": None, "kind": "survives"}
-    finally:
-        path.write_text(source, "utf-8")
+            left = left[left.index(failed) + 1 :]  # it fails without the mutation too
+    return row | {"found_by": None, "kind": "survives"}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -60,7 +60,7 @@ def test_triton_fused_write_lowers(name):
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 
-# What the default run lowers. The others combine its dtypes, sizes and options in other ways.
+# Cases of the default run. The others combine their dtypes, sizes and options in other ways.
 TPU_DECODES = ("llama-3-8b", "int8-float32-window", "mqa-20-block-8")
 TPU_MIXED = (
     *TPU_DECODES, "float32-window", "gqa-7-64-sinks", "mqa-96-alibi", "mha-32-in-blocks-of-heads", "float32-queries",

@@ -320,6 +320,7 @@ def programs():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_call_without_memory_raises_and_all_memory_is_freed(kernel, counted, monkeypatch):
     """The first two allocations are those of the calling thread. A helper without memory leaves its work to others."""

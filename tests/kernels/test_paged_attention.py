@@ -91,11 +91,11 @@ def rows_of(shape):
 FIRST = {
     "reference": ("ragged",),
     "xla": ("all-options",),
-    "xla_loop": ("ragged-all-options", "int8-decodes-bf16", "fp8", "latent", "96-block-128"),
+    "xla_loop": ("ragged-all-options", "int8-decodes-bf16", "latent"),
     "cpu": tuple(SHAPES),  # a second in all
-    "triton": ("ragged-all-options", "tiny-scale", "gqa-7-64-block-32", "int8", "fp8-decodes-bf16"),
+    "triton": ("ragged-all-options", "int8", "fp8-decodes-bf16"),
     "triton_small": ("decodes",),
-    "mosaic_tpu": ("gqa-7-64-block-32", "int8-all-options"),  # test_mosaic_tpu.py has decodes and fp8
+    "mosaic_tpu": ("int8-all-options",),  # test_mosaic_tpu.py has decodes and fp8
     "triton-splits": ("all-options",),
 }
 

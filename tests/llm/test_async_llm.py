@@ -532,6 +532,7 @@ while not llm.stats().steps:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [
     pytest.param(ENDS_WITH_AN_ASYNC_LLM, id="AsyncLLM"),
     pytest.param(ENDS_WITH_AN_LLM, id="LLM", marks=pytest.mark.slow),

@@ -139,6 +139,7 @@ def test_after_ctrl_c_answers_are_those_of_a_fresh_engine(llm: LLM):
         assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", ["forwards", "samplers"])
 def test_an_interrupt_during_a_program_does_not_lose_the_state(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, programs: str

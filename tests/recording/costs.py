@@ -1,9 +1,9 @@
-"""What each test costs, for `python -m pytest tests --costs FOLDER` and tools/test_costs.py.
+"""Cost of each test, for `python -m pytest tests --costs FOLDER` and tools/costs.py.
 
 Each worker writes a line of JSON per test: seconds, CPU seconds, engines started, compile keys, and child processes.
 A compile key names one compiled program. JAX logs it when it looks for the program in the compile cache. Engines of one
-process share programs (tests/support/shared_programs.py), so a program of an engine has a key of its own here: a test
-asks for the same keys whatever ran before it. Compile keys of child processes are not counted.
+process share programs (tests/support/shared_programs.py). A program of an engine therefore has a key of its own here,
+and a test asks for the same keys whatever ran before it. Compile keys of child processes are not counted.
 """
 
 import contextlib

@@ -122,6 +122,7 @@ def kinds_of(values, folder, platform, **options):
     return memory.weight_kinds(described.params), described
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in CASES if n != "deepseek-v3"])
 def test_bytes_on_a_card(name, tmp_path):
     values, parts = CASES[name]

@@ -22,6 +22,8 @@ from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
 from tests.support import added_tokens, tiny_engine
 
+pytestmark = pytest.mark.slow  # tests/structured/test_added_tokens.py has the masks, without an engine
+
 TEMPLATE = (
     "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
     "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -82,7 +84,6 @@ def written(client: openai.OpenAI, **asked: object) -> tuple[str, str]:
     return answer.text, answer.finish_reason
 
 
-@pytest.mark.slow
 def test_forced_calls(name, client):
     """Required, named and streamed. `skip_special_tokens` does not hide the tags from the parser."""
     biased = {"logit_bias": {str(added_tokens.ids(name, BEGIN[name])[0]): 50}}  # Llama 3's tag is optional
@@ -102,7 +103,6 @@ def test_forced_calls(name, client):
         assert told == call.function.arguments
 
 
-@pytest.mark.slow
 def test_regular_expressions(name, client):
     """The text of an added token alone, before other text, and as one of two."""
     tag = re.escape(BEGIN[name])

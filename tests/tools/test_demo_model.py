@@ -115,6 +115,7 @@ def test_training_is_recorded(record):
     assert f"{record['held_out']['loss']:.4f}" in (FOLDER / "README.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_recorded_loss_is_the_loss(record, tokenizer):
     """The shipped weights have the recorded loss on a text of this repository."""
     noted = record["check_text"]

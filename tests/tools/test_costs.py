@@ -1,4 +1,4 @@
-"""tools/test_costs.py: sums by folder, and the budget."""
+"""tools/costs.py: sums by folder, and the budget."""
 
 import importlib.util
 import json
@@ -11,9 +11,9 @@ import pytest
 pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("test_costs_tool", ROOT / "tools" / "test_costs.py")
+_spec = importlib.util.spec_from_file_location("costs_tool", ROOT / "tools" / "costs.py")
 tool = importlib.util.module_from_spec(_spec)
-sys.modules["test_costs_tool"] = tool  # dataclasses looks here
+sys.modules["costs_tool"] = tool  # dataclasses looks here
 _spec.loader.exec_module(tool)
 
 ROWS = [
@@ -52,7 +52,7 @@ def test_a_program_that_two_tests_need_counts_once(folder):
 def test_the_budget(folder, budget, wrong, monkeypatch, capsys):
     path = folder / "budget.json"
     path.write_text(json.dumps(budget))
-    monkeypatch.setattr(sys, "argv", ["test_costs.py", str(folder), "--budget", str(path)])
+    monkeypatch.setattr(sys, "argv", ["costs.py", str(folder), "--budget", str(path)])
     assert tool.main() == bool(wrong)
     printed = capsys.readouterr()
     assert all(line in printed.err for line in wrong)

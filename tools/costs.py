@@ -1,9 +1,9 @@
 """Print what the tests of each folder cost, and compare their counts with the budget.
 
     python -m pytest -n auto tests --costs COSTS
-    python tools/test_costs.py COSTS                       # a table of folders; --by file, --by test: of these
-    python tools/test_costs.py COSTS --budget tests/recording/budget.json   # and exit with 1 if a count exceeds it
-    python tools/test_costs.py COSTS --markdown            # for docs/testing.md
+    python tools/costs.py COSTS                       # a table of folders; --by file, --by test: of these
+    python tools/costs.py COSTS --budget tests/recording/budget.json   # and exit with 1 if a count exceeds it
+    python tools/costs.py COSTS --markdown            # for docs/testing.md
 
 Programs are distinct compile keys, engines are runners that were created, children are processes that tests started
 (tests/recording/costs.py). Programs and engines do not depend on the machine's speed, nor on the worker that a test ran
@@ -81,7 +81,7 @@ def table(found: dict[str, Cost], markdown: bool) -> str:
 
 
 def exceeded(found: dict[str, Cost], budget: dict[str, dict[str, int]]) -> list[str]:
-    """What costs more than the budget of its folder. A folder without a budget may compile and start nothing."""
+    """Counts above the budget of their folder. A folder without a budget may compile and start nothing."""
     return [
         f"{folder}: {count} {name}, and its budget is {allowed}"
         for folder, cost in found.items()
