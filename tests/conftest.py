@@ -25,7 +25,7 @@ os.environ.setdefault(
     + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
 )
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # saves 6% of the time of tests that trace and lower
-# A client of httpx reads all trusted authorities when it is made, which takes 40 ms. Tests trust one, which has signed nothing.
+# A client of httpx reads all trusted authorities when it is made: 40 ms. Tests trust one, which has signed nothing.
 os.environ["SSL_CERT_FILE"] = str(pathlib.Path(__file__).parent / "support/one_authority.pem")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach no network; those of the hub start one on loopback
 

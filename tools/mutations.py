@@ -11,9 +11,10 @@ REACH and COSTS are folders of a test run with Python 3.12:
 A mutation changes one operator, condition, constant or call of a function. `draw` takes as many from each folder of
 the product as the square root of its lines gives, and at least two. `run` changes one copy of the checkout per core.
 It runs the tests that reach the line, cheapest first, until one fails. Slow tests run only if no default test failed.
-Tests that reach the line only through a program that another test of their file traced come last. A mutation is
-found if a test fails, crashes or does not end. A test that also fails without the mutation is left out. `--seconds` bounds the tests of a mutation: the sum of what they took in
-COSTS, for default and for slow tests each.
+Tests that reach the line only through a program that another test of their file traced come last.
+
+A mutation is found if a test fails, crashes or does not end. A test that also fails without the mutation is left out.
+`--seconds` bounds the tests of a mutation: the sum of what they took in COSTS, for default and for slow tests each.
 """
 
 import argparse
@@ -41,9 +42,9 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("jpaged", "models", "serving", "pallas_kernels")
-COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+COMPARE: dict[type[ast.AST], type[ast.cmpop]] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
            ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
-ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
+ARITHMETIC: dict[type[ast.AST], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
               ast.Mod: ast.FloorDiv}  # fmt: skip
 
 
