@@ -99,6 +99,7 @@ def test_chat_reads_lines_until_they_end(monkeypatch, jpaged):
 TOTALS = ["--dataset-name", "random-total", "--total-len-min", "40", "--total-len-max", "90"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [[], pytest.param(TOTALS, marks=pytest.mark.slow)])
 def test_bench_throughput(tmp_path, dataset, jpaged):
     path = tmp_path / "figures.json"

@@ -311,6 +311,7 @@ def test_other_pooling_methods_are_refused(tmp_path):
         assert load_model(EngineConfig(model=str(tmp_path), runner="pooling")).spec.pools
 
 
+@pytest.mark.slow
 def test_live_arrays_are_pooled_with_or_without_lm_head(generator):
     """Pooling does not need an untied lm_head, and ignores one. Uses `task`, vLLM's older option."""
     spec, params = generator.spec, generator.engine.runner.params

@@ -44,6 +44,7 @@ def answers(llm) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_and_nothing_compiles(llm):
     before, awake = answers(llm), device_bytes()
     for _ in range(2):

@@ -96,6 +96,7 @@ def test_padding_goes_to_no_expert() -> None:
     assert int(no_blocks.num_blocks_used) == 0
 
 
+@pytest.mark.slow
 def test_all_tokens_use_one_expert() -> None:
     blocks = moe.blocks_by_expert(jnp.full((40, 1), 2, jnp.int32), 4, 16)
     assert int(blocks.num_blocks_used) == 3

@@ -104,6 +104,7 @@ def test_beams_penalties_and_prompt_logprobs_have_the_bits_of_one(one, four):
     assert outputs[1][-1].prompt_logprobs == outputs[0][-1].prompt_logprobs
 
 
+@pytest.mark.slow
 def test_preemption_and_swap_give_the_same_bits(checkpoint, one):
     prompts, params = workload(16, seed=2)
     calm = answers(one.generate(prompts, params, use_tqdm=False))

@@ -59,6 +59,7 @@ def test_streams_equal_whole_answers(client, idle):
     assert whole.choices[0].text
 
 
+@pytest.mark.slow
 def test_many_clients_get_what_one_gets(client, engine, idle):
     prompts = [f"{PROMPT}\n    x{i} = {i}\n" for i in range(12)]  # more than the number of rows
 
