@@ -40,13 +40,13 @@ def one(checkpoint):
         yield llm
 
 
-def close(a, b):
-    """Equal tokens, and log-probabilities within 1e-5."""
+def close(a, b, limit=1e-5):
+    """Equal tokens, and log-probabilities within `limit`."""
     for (tokens, logprobs, reason), (others, other_logprobs, other_reason) in zip(a, b, strict=True):
         assert (tokens, reason) == (others, other_reason)
         for step, other in zip(logprobs or (), other_logprobs or (), strict=True):
             assert step.keys() == other.keys()
-            assert max(abs(step[token].logprob - other[token].logprob) for token in step) < 1e-5
+            assert max(abs(step[token].logprob - other[token].logprob) for token in step) < limit
 
 
 def test_a_batch_on_two_devices_gives_the_answers_of_one(one, two):
@@ -137,7 +137,9 @@ def test_families_with_parts_of_their_own(name, experts, tmp_path):
         options = OPTIONS | {"deterministic": deterministic, "tensor_parallel_size": size, "max_model_len": 128}
         with sampling_programs(SamplerVariant.FULL), LLM(folder, **options, enable_expert_parallel=experts) as llm:
             found[deterministic, size] = answers(llm.generate(prompts, params, use_tqdm=False))
-    close(found[False, 2], found[False, 1])
+    # Two devices add in another order. An Intel Xeon with AVX-512 gives 1.001e-5 for DeepSeek-V3; both answers are within
+    # 3.4e-5 of Transformers' (benchmarks/results/parallel_matrix.json).
+    close(found[False, 2], found[False, 1], limit=2e-5)
     if (True, 1) in found:
         assert found[True, 8] == found[True, 1]
 
