@@ -137,8 +137,8 @@ def test_families_with_parts_of_their_own(name, experts, tmp_path):
         options = OPTIONS | {"deterministic": deterministic, "tensor_parallel_size": size, "max_model_len": 128}
         with sampling_programs(SamplerVariant.FULL), LLM(folder, **options, enable_expert_parallel=experts) as llm:
             found[deterministic, size] = answers(llm.generate(prompts, params, use_tqdm=False))
-    # Two devices add in another order. An Intel Xeon with AVX-512 gives 1.001e-5 for DeepSeek-V3. Both answers are within
-    # 3.4e-5 of Transformers' (benchmarks/results/parallel_matrix.json).
+    # Two devices add in another order. An Intel Xeon with AVX-512 gives 1.001e-5 for DeepSeek-V3. Both answers are
+    # within 3.4e-5 of Transformers' (benchmarks/results/parallel_matrix.json).
     close(found[False, 2], found[False, 1], limit=2e-5)
     if (True, 1) in found:
         assert found[True, 8] == found[True, 1]
