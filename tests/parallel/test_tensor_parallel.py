@@ -133,6 +133,8 @@ def test_families_with_parts_of_their_own(name, experts, tmp_path):
     found = {}
     for deterministic, size in ((False, 1), (False, 2), (True, 1), (True, 8)):
         if deterministic and name == "olmo2":  # heads that cannot be cut into 8 parts
+            continue
+        options = OPTIONS | {"deterministic": deterministic, "tensor_parallel_size": size, "max_model_len": 128}
         with sampling_programs(SamplerVariant.FULL), LLM(folder, **options, enable_expert_parallel=experts) as llm:
             found[deterministic, size] = answers(llm.generate(prompts, params, use_tqdm=False))
     # Two devices add in another order. An Intel Xeon with AVX-512 gives 1.001e-5 for DeepSeek-V3. Both answers are
