@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Collection
 
 import httpx
 from openai.types import Completion
@@ -22,13 +23,13 @@ def events(response: httpx.Response) -> list[str]:
     return data[:-1]
 
 
-def strict(model, raw: str):
-    """Validate as the client's own type. Unknown fields fail, except vLLM's `stop_reason`."""
+def strict(model, raw: str, extras: Collection[str] = ("stop_reason",)):
+    """Validate as the client's own type. Unknown fields fail, except `extras`: by default vLLM's `stop_reason`."""
     made = model.model_validate_json(raw, strict=True)
 
     def no_extras(value):
         if hasattr(value, "model_extra"):
-            assert set(value.model_extra or ()) <= {"stop_reason"}, value.model_extra
+            assert set(value.model_extra or ()) <= set(extras), value.model_extra
             for name in type(value).model_fields:
                 no_extras(getattr(value, name))
         elif isinstance(value, list):

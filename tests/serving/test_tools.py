@@ -14,7 +14,7 @@ from jpaged.serving.application import create_app
 from jpaged.serving.chat_answers import ChatAnswers
 from jpaged.serving.chat_tools import ChatTools
 from jpaged.serving.generation import Server
-from tests.serving.http_client import events
+from tests.serving.http_client import events, strict
 from tests.serving.tool_definitions import OFFERED, PARAMETERS, TEMPLATES
 from tests.support.tool_calls import RECORDED, reader
 
@@ -35,27 +35,10 @@ def url(engine, formats, host):
     return host[1]
 
 
-def strict(model, raw: str):
-    """Validate as the client's own type. Unknown fields fail, except the two names of the reasoning."""
-    made = model.model_validate_json(raw, strict=True)
-
-    def no_extras(value):
-        if hasattr(value, "model_extra"):
-            assert set(value.model_extra or {}) <= REASONING
-            for name in type(value).model_fields:
-                no_extras(getattr(value, name))
-        elif isinstance(value, list):
-            for item in value:
-                no_extras(item)
-
-    no_extras(made)
-    return made
-
-
 def whole(url: str, **body):
     response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | body, timeout=20)
     assert response.status_code == 200, response.text
-    choice = strict(ChatCompletion, response.text).choices[0]
+    choice = strict(ChatCompletion, response.text, REASONING).choices[0]
     message = choice.message
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
     extra = message.model_extra or {}
@@ -66,7 +49,7 @@ def whole(url: str, **body):
 def streamed(url: str, **body):
     """Join deltas as clients do. Names, ids and the role come once, the finish reason at the end."""
     response = httpx.post(f"{url}/v1/chat/completions", json=CHAT | body | {"stream": True}, timeout=20)
-    chunks = [strict(ChatCompletionChunk, event).choices[0] for event in events(response)]
+    chunks = [strict(ChatCompletionChunk, event, REASONING).choices[0] for event in events(response)]
     assert [chunk.delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     content = reasoning = ""
