@@ -19,7 +19,7 @@ BAD = 7  # the token whose embedding is NaN
 SPEC = dataclasses.replace(FULL, tie_embeddings=False)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [pytest.param(np.nan, marks=pytest.mark.slow), np.inf])
 @pytest.mark.parametrize("runner", ["generate", pytest.param("pooling", marks=pytest.mark.slow)])
 def test_weights_that_are_not_finite_are_refused_at_the_start(runner: str, value: float):
     def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -60,6 +60,7 @@ def test_self_check_detects_a_wrong_write(monkeypatch):
         self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=4)  # a shape not traced before
 
 
+@pytest.mark.slow
 def test_self_check_detects_nan(monkeypatch):
     """Queries that a wrong write has made NaN are found, although attention is then NaN in the reference too."""
     def nan_queries(pages, qkv, *args, **options):
@@ -81,7 +82,10 @@ def test_self_check_detects_a_wrong_kernel(monkeypatch):
         self_check(implementation="wrong", dtype=jnp.float32, head_dim=16, q_heads=4)
 
 
-@pytest.mark.parametrize(("option", "argument"), [("with_sinks", "sinks"), ("with_alibi", "alibi_slopes")])
+@pytest.mark.parametrize(
+    ("option", "argument"),
+    [("with_sinks", "sinks"), pytest.param("with_alibi", "alibi_slopes", marks=pytest.mark.slow)],
+)
 def test_self_check_detects_a_kernel_that_ignores_an_option(monkeypatch, option, argument):
     def ignores_option(*args, **options):
         return IMPLEMENTATIONS["xla_loop"].call(*args, **{**options, argument: None})

@@ -34,11 +34,18 @@ def test_a_program_for_an_accelerator_asks_no_native_kernel(platform, monkeypatc
     lower_for(platform, lambda x: grouped_dot(x[None], x[None], jnp.zeros(1, jnp.int32), jnp.int32(1)), (rows,))
 
 
+# Of the default run. The others combine their dtypes, sizes and options in other ways.
+TRITON_DEFAULT = ("llama-3-8b", "gqa-7-64-sinks", "mha-256", "int8-float32", "fp8")
+
+
 # A mixed step has the kernels of both.
 @pytest.mark.parametrize(
     "max_query_len", [pytest.param(1, id="decode", marks=pytest.mark.slow), pytest.param(32, id="mixed")]
 )
-@pytest.mark.parametrize("name", lowered.ATTENTION)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in TRITON_DEFAULT)) for name in lowered.ATTENTION],
+)
 def test_triton_kernels_lower(name, max_query_len):
     text = lower_for("cuda", *lowered.attention(name, max_query_len, "triton"))
     names = set(re.findall(r"paged_(?:prefill|decode_merge|decode)\b", text))
@@ -63,8 +70,7 @@ def test_triton_fused_write_lowers(name):
 # Cases of the default run. The others combine their dtypes, sizes and options in other ways.
 TPU_DECODES = ("llama-3-8b", "int8-float32-window", "mqa-20-block-8")
 TPU_MIXED = (
-    *TPU_DECODES, "float32-window", "gqa-7-64-sinks", "mqa-96-alibi", "mha-32-in-blocks-of-heads", "float32-queries",
-    "float32-pages", "fp8-softcap-sinks",
+    *TPU_DECODES, "gqa-7-64-sinks", "mha-32-in-blocks-of-heads", "float32-pages", "fp8-softcap-sinks",
 )  # fmt: skip
 
 

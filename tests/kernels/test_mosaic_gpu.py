@@ -23,6 +23,7 @@ has_interpreter = pytest.mark.skipif(
 PLAIN = Shape(head_dim=64, dtype="bfloat16", tokens=0)
 # Splits of 192 keys are three tiles, one more than shared memory holds. Rows end at and after the borders of splits.
 SPLITS = Tiling(decode_keys=64, prefill_rows=16, prefill_keys=64, min_split_keys=192)
+SLOW = pytest.mark.slow
 LONG = ((1, 300), (1, 64), (0, 0), (1, 65), (1, 192))
 
 
@@ -37,18 +38,18 @@ def interpreted(shape, rows):
     ("options", "rows"),
     [
         pytest.param({}, DECODES, id="decodes"),
-        pytest.param({}, LONG, id="splits"),
-        pytest.param({"heads": 7, "kv_heads": 1, "head_dim": 128}, LONG, id="mqa-odd-heads-128"),
-        pytest.param({"heads": 2, "block_size": 64, "width": 5}, LONG, id="mha-block-64"),
-        pytest.param({"block_size": 128, "width": 3}, LONG, id="block-128"),
-        pytest.param({"dtype": "float16", "block_size": 32, "width": 10}, LONG, id="fp16-block-32"),
+        pytest.param({}, LONG, id="splits", marks=SLOW),
+        pytest.param({"heads": 7, "kv_heads": 1, "head_dim": 128}, LONG, id="mqa-odd-heads-128", marks=SLOW),
+        pytest.param({"heads": 2, "block_size": 64, "width": 5}, LONG, id="mha-block-64", marks=SLOW),
+        pytest.param({"block_size": 128, "width": 3}, LONG, id="block-128", marks=SLOW),
+        pytest.param({"dtype": "float16", "block_size": 32, "width": 10}, LONG, id="fp16-block-32", marks=SLOW),
         pytest.param({"window": 100}, LONG, id="window"),
-        pytest.param({"window": 1}, DECODES, id="window-1"),
-        pytest.param({"softcap": 2.0}, DECODES, id="softcap"),
+        pytest.param({"window": 1}, DECODES, id="window-1", marks=SLOW),
+        pytest.param({"softcap": 2.0}, DECODES, id="softcap", marks=SLOW),
         pytest.param({"sinks": True}, LONG, id="sinks"),
-        pytest.param({"slopes": True}, LONG, id="alibi"),
+        pytest.param({"slopes": True}, LONG, id="alibi", marks=SLOW),
         # the last tile extends beyond the block table
-        pytest.param({"width": 19}, LONG, id="narrow-table"),
+        pytest.param({"width": 19}, LONG, id="narrow-table", marks=SLOW),
     ],
 )
 def test_matches_float64(options, rows):
@@ -65,6 +66,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows():
 
 
 @has_interpreter
+@pytest.mark.slow
 def test_self_check_of_decodes_finds_agreement():
     with plgpu.force_gpu_interpret_mode():
         errors = self_check(implementation="mosaic_gpu", q_heads=2, kv_heads=1, head_dim=64, cases=("decode",))

@@ -60,7 +60,7 @@ def prefill(shape, rows, params=None):
         pytest.param({"window": 1}, ((56, 160),), id="window-1", marks=SLOW),
         pytest.param({"softcap": 2.0, "sinks": True, "slopes": True}, ROWS, id="softcap-sinks-alibi", marks=SLOW),
         # more tiles than shared memory holds
-        pytest.param({"head_dim": 256, "block_size": 64, "width": 5}, ROWS, id="256"),
+        pytest.param({"head_dim": 256, "block_size": 64, "width": 5}, ROWS, id="256", marks=SLOW),
         # the call has fewer tokens than a unit, and the last tile extends beyond the block table
         pytest.param({"tokens": 12, "width": 9}, ((3, 140), (9, 9)), id="few-tokens", marks=SLOW),
     ],
@@ -79,6 +79,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows():
 
 
 @has_interpreter
+@pytest.mark.slow
 def test_bits_of_a_token_do_not_depend_on_the_chunk():
     """The last 20 tokens of a row as a chunk, and with the 31 tokens before them: other lanes, units and edges."""
     case = make_case(PLAIN, ((51, 260),))
@@ -117,6 +118,7 @@ with plgpu.force_gpu_interpret_mode():
 
 
 @has_interpreter
+@pytest.mark.slow
 def test_self_check_finds_agreement():
     """Decodes and chunks in one call: each kernel leaves the rows of the other alone."""
     environment = os.environ | {"NPROC": "8", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

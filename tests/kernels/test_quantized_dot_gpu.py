@@ -30,13 +30,13 @@ NUMBERS = [
     (1, 2, Case("int4", 256, 64, zeros=True)),
     (5, 1, Case("int4", 64, 32, mins=True, outer=1, scales="uint8")),
     pytest.param(17, 1, Case("int4", 256, 128, dtype="float16"), marks=pytest.mark.slow),
-    (5, 1, Case("int4", 192)),
+    pytest.param(5, 1, Case("int4", 192), marks=pytest.mark.slow),
     (5, 1, Case("fp4", 64, 16, scales="float8_e4m3fn", outer=2, divides=True)),
     (17, 1, Case("int8", 50)),
-    (5, 1, Case("int8", 64, 32, zeros=True, dtype="float16")),
-    (1, 2, Case("fp8", 384, 128)),
+    pytest.param(5, 1, Case("int8", 64, 32, zeros=True, dtype="float16"), marks=pytest.mark.slow),
+    pytest.param(1, 2, Case("fp8", 384, 128), marks=pytest.mark.slow),
     (5, 2, Case("int8", 384, activations="int8")),
-    (17, 1, Case("int4", 64, 32, zeros=True, activations="int8")),
+    pytest.param(17, 1, Case("int4", 64, 32, zeros=True, activations="int8"), marks=pytest.mark.slow),
 ]
 
 
@@ -59,7 +59,7 @@ def test_matches_the_reference(rows, splits, case):
 
 
 FP8 = [
-    (5, 1, Case("fp8", 384, 128, scales="float32", activations="fp8")),
+    pytest.param(5, 1, Case("fp8", 384, 128, scales="float32", activations="fp8"), marks=pytest.mark.slow),
     (17, 2, Case("fp8", 200, dtype="float16", activations="fp8")),
     pytest.param(1, 2, Case("fp8", 192, 64, dtype="float32", activations="fp8"), marks=pytest.mark.slow),
 ]

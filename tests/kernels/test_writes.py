@@ -22,7 +22,8 @@ SLOTS = np.array([39, -1, 0, 17, -1, -7], np.int32)  # -1 must not become the la
 @pytest.mark.parametrize(
     ("dtype", "implementation"),
     [
-        *itertools.product(("float32", "int8", "float8_e4m3fn"), ("xla", "triton")),
+        *itertools.product(("int8", "float8_e4m3fn"), ("xla", "triton")),
+        *(pytest.param("float32", name, marks=pytest.mark.slow) for name in ("xla", "triton")),
         *(pytest.param("bfloat16", name, marks=pytest.mark.slow) for name in ("xla", "triton")),
         ("float32", "mosaic_tpu"),
         ("bfloat16", "cpu"),
@@ -66,7 +67,7 @@ def test_write_kv_fills_slots_and_drops_padding(dtype, implementation):
         pytest.param(3, 80, 10, ("norm", "bias"), "float32", id="partial"),
         pytest.param(3, 16, 0, (), "float32", id="no-rotation", marks=pytest.mark.slow),
         pytest.param(2, 128, 64, ("norm",), "bfloat16", id="bf16", marks=pytest.mark.slow),
-        pytest.param(2, 64, 32, ("norm",), "int8", id="int8-pages"),
+        pytest.param(2, 64, 32, ("norm",), "int8", id="int8-pages", marks=pytest.mark.slow),
         pytest.param(2, 64, 32, (), "float8_e4m3fn", id="fp8-pages", marks=pytest.mark.slow),
     ],
 )

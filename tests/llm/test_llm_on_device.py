@@ -114,6 +114,7 @@ def tokens_of(outputs: list[jpaged.RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 def test_live_arrays_are_used_without_a_copy(llm: LLM, params: Any):
     held = llm.engine.runner.params
     assert all(one is other for one, other in zip(jax.tree.leaves(held), jax.tree.leaves(params), strict=True))
@@ -163,6 +164,7 @@ def test_an_interrupt_during_a_program_does_not_lose_the_state(
     assert tokens_of(llm.generate(prompts, sampling, use_tqdm=False)) == expected
 
 
+@pytest.mark.slow
 def test_async_requests_with_aborts_answer_as_each_does_alone(llm: LLM, params: Any):
     prompts, sampling = workload(24, seed=2)
     expected = tokens_of(llm.generate(prompts, sampling, use_tqdm=False))

@@ -304,6 +304,7 @@ def test_an_engine_that_still_compiles_does_not_sleep(engine, runner):
     assert not asyncio.run(engine.is_paused())
 
 
+@pytest.mark.slow
 def test_the_watchdog_says_what_a_stuck_step_does(engine, runner, caplog):
     async def main() -> None:
         async with aclosing(engine.generate([1, 2, 3], LONG)) as stream:

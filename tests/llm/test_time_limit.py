@@ -21,6 +21,7 @@ def spin(seconds: float) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_an_endless_block_ends_and_others_go_on():
     ended = []
 

@@ -105,16 +105,19 @@ def llama(tmp_path: Path) -> Path:
     return write(tmp_path / "llama", "llama")
 
 
+CONVERTED = [
+    ("llama-all-bias-tied", "float16"), ("gpt2", "float32"), ("gpt-oss", "float16"), ("deepseek-v3", "bfloat16"),
+    ("llama", "bfloat16"), ("llama-head-dim-40", "float32"), ("qwen3", "bfloat16"), ("gemma2", "bfloat16"),
+    ("phi3", "float16"), ("starcoder2", "float32"), ("gpt2", "float16"), ("opt-125m", "float16"),
+    ("opt-350m", "bfloat16"), ("opt-no-bias", "float32"), ("gpt-neox", "bfloat16"), ("falcon-new", "float32"),
+    ("mixtral", "bfloat16"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("llama", "bfloat16"), ("llama-all-bias-tied", "float16"), ("llama-head-dim-40", "float32"),
-        ("qwen3", "bfloat16"), ("gemma2", "bfloat16"), ("phi3", "float16"), ("starcoder2", "float32"),
-        ("gpt2", "float32"), ("gpt2", "float16"), ("opt-125m", "float16"), ("opt-350m", "bfloat16"),
-        ("opt-no-bias", "float32"), ("gpt-neox", "bfloat16"), ("falcon-new", "float32"), ("mixtral", "bfloat16"),
-        ("gpt-oss", "float16"), ("deepseek-v3", "bfloat16"),
-    ],
-)  # fmt: skip
+    [*CONVERTED[:4], *(pytest.param(*variant, marks=pytest.mark.slow) for variant in CONVERTED[4:])],
+)
 def test_converted_and_restored_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", name, dtype)
     written = convert(str(source), tmp_path / "out")

@@ -112,6 +112,7 @@ def write_blocks(path: Path, kind: str) -> dict[str, np.ndarray]:
     return blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_every_quantization_is_decoded_as_the_format_defines(kind: str, tmp_path: Path) -> None:
     """Compare the loaded weights with ggml_blocks."""

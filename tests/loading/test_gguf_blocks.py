@@ -100,7 +100,9 @@ def test_other_types_are_not_kept() -> None:
         assert quantized_shape(kind, (1, 256)) is None
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q4_1", "Q4_K", "Q6_K"))]
+)
 def test_a_llama_and_its_rows_of_queries_and_keys(kind: str, tmp_path: Path) -> None:
     block, _ = gguf.GGML_QUANT_SIZES[Type[kind]]
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -124,7 +126,7 @@ def test_a_llama_and_its_rows_of_queries_and_keys(kind: str, tmp_path: Path) -> 
             assert checkpoint.quantized_shape(name) is None
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q5_1", "Q8_0"))])
 def test_experts_in_one_tensor(kind: str, tmp_path: Path) -> None:
     config = BY_NAME["mixtral"].config | {"num_hidden_layers": 1}
     rng, at = np.random.default_rng(1), "model.layers.0.block_sparse_moe.experts"
@@ -159,6 +161,7 @@ def test_the_log_names_the_types_that_are_dequantised_once(tmp_path: Path, caplo
     assert message.startswith(f"{tmp_path / 'm.gguf'}: tensors of these types are dequantised: Q2_K (2), Q3_K (1). ")
 
 
+@pytest.mark.slow
 def test_rows_of_an_embedding() -> None:
     """The kept tensor is a table of rows, as other quantised weights are."""
     raw = blocks_of("Q6_K", 8, random_halves)

@@ -104,6 +104,7 @@ def test_token(hub: Hub, tmp_path: Path) -> None:
     assert "model.safetensors" in find(hub, tmp_path, HF_TOKEN="hf_secret")
 
 
+@pytest.mark.slow
 def test_not_cached_and_not_reachable(hub: Hub, tmp_path: Path) -> None:
     hub.repo = "acme/other"
     assert "hub cannot be reached" in find(hub, tmp_path, HF_HUB_OFFLINE="1")

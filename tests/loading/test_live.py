@@ -75,7 +75,7 @@ def test_the_tree_of_param_shapes_is_used_without_a_copy(model: LoadedModel, as_
     assert live.eos_token_ids == (() if as_config == "spec" else (2,))
 
 
-@pytest.mark.parametrize("turn", [False, True], ids=["out_in", "in_out"])
+@pytest.mark.parametrize("turn", [pytest.param(False, marks=pytest.mark.slow), True], ids=["out_in", "in_out"])
 def test_split_and_turned_trees_give_the_same_logits_without_a_copy(model: LoadedModel, turn: bool) -> None:
     """`o` and `q` are square here: they have the orientation of the other matrices."""
     params = split(model.spec, model.params, turn)

@@ -101,6 +101,7 @@ def expected_files() -> dict[str, bytes]:
         for name, change in CHANGES.items()
     ],
 )
+@pytest.mark.slow
 def test_wheel_has_all_files_whatever_became_of_the_links(tree, change: Callable[[pathlib.Path], None]):
     for link in LINKS:
         change(tree / link)
@@ -134,6 +135,7 @@ def test_build_without_a_package_stops_with_one_sentence(tree, target):
     assert not list((tree / "dist").iterdir())
 
 
+@pytest.mark.slow
 def test_editable_install_exposes_two_packages(tree, tmp_path):
     assert build(tree, "wheel:editable").returncode == 0
     with zipfile.ZipFile(only_file(tree, "*.whl")) as wheel:
@@ -173,6 +175,7 @@ def test_editable_install_without_a_link_stops_and_says_what_to_do(tree, link, c
     )
 
 
+@pytest.mark.slow
 def test_command_that_restores_the_links_works(tree):
     shutil.rmtree(tree / ".editable")
     (tree / "jpaged" / "models").unlink()

@@ -147,7 +147,9 @@ def test_rounded_activations_need_weights_and_a_device_for_them(target, quantiza
     assert activations in {weight.activations for weight in quantized_parts(params)}
 
 
-@pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    "quantization", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "w8a8", "fp8"))]
+)
 def test_experts_are_quantised(quantization, tmp_path):
     write_checkpoint(next(v for v in VARIANTS if v.name == "mixtral"), 0, tmp_path)
     whole = load_model(EngineConfig(model=str(tmp_path), dtype="bfloat16")).params

@@ -1,4 +1,4 @@
-"""Lines of the project that a process reaches, by `sys.monitoring`. Needs Python 3.12.
+"""Lines of the project that a process reaches, by `sys.monitoring`, and files that it opens. Needs Python 3.12.
 
 Child processes of tests load this file alone, so it imports nothing of the tests.
 """
@@ -12,12 +12,14 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("jpaged", "models", "serving", "pallas_kernels", "benchmarks", "tools", "examples")
 FOLDER = "JPAGED_TEST_REACH"  # variable that tells child processes where to write
+_PREFIX = f"{ROOT}{os.sep}"
 _TOOL = 4  # a free number of sys.monitoring
 
 
 class Reach:
     """Collects the lines that run. `reached` has those since the last `restart`, by file.
 
+    Line 0 of a file that is not Python: it was opened. Files that Rust or C++ opens are not seen.
     out: a file that also gets each line at once.
     """
 
@@ -33,6 +35,7 @@ class Reach:
         monitoring.register_callback(_TOOL, monitoring.events.PY_START, self._function)
         monitoring.register_callback(_TOOL, monitoring.events.LINE, self._line)
         monitoring.set_events(_TOOL, monitoring.events.PY_START)
+        sys.addaudithook(self._audit)
 
     def restart(self) -> None:
         """Forget the lines. Each is reported again when it runs."""
@@ -47,11 +50,21 @@ class Reach:
     def _line(self, code: CodeType, line: int) -> Any:
         file = self._file(code.co_filename)
         if file is not None:
-            lines = self.reached.setdefault(file, set())
-            if self._out is not None and line not in lines:
-                self._out.write(f"{file}:{line}\n")
-            lines.add(line)
+            self._add(file, line)
         return sys.monitoring.DISABLE
+
+    def _add(self, file: str, line: int) -> None:
+        lines = self.reached.setdefault(file, set())
+        if line not in lines:
+            lines.add(line)
+            if self._out is not None:
+                self._out.write(f"{file}:{line}\n")
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str) and args[0].startswith(_PREFIX):
+            path = os.path.normpath(args[0])
+            if path.startswith(_PREFIX) and "/__pycache__/" not in path and not path.endswith((".py", ".pyc")):
+                self._add(path[len(_PREFIX):], 0)
 
     def _file(self, name: str) -> str | None:
         """Path of a file of the project, relative to the checkout; None for other files."""

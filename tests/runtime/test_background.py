@@ -146,6 +146,7 @@ def make_background_runner(**options):
         return make_runner(SPECS["full"], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_programs")
 def test_close_ends_a_compile_at_once(tmp_path, monkeypatch):
     """A worker that never answers is killed, and the thread compiles nothing itself."""

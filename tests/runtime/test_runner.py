@@ -88,7 +88,7 @@ def test_a_mixed_step_of_a_decode_and_a_prompt(runner, dense_greedy):
     assert [tokens_of(runner, [both], 1)[0], tokens_of(runner, [later])[0]] == dense_greedy(second, 2)
 
 
-@pytest.mark.parametrize("excess", [0, 1])
+@pytest.mark.parametrize("excess", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, excess):
     """If a resume of long rows has more block-table entries than fit, upload_row uploads them first."""
     shape = next(p.shape for p in runner.programs.forwards if not p.shape.is_decode)
@@ -106,6 +106,7 @@ def test_the_packed_plan_at_its_capacity_and_one_past_it(runner, dense_greedy, e
         np.testing.assert_array_equal(held[row][: len(table)], table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("excess", [0, 1])
 def test_rows_with_block_tables_in_several_kv_groups(excess):
     """Layers with a window of 20, of 9 and without, over one page array. A row starts from blocks in its windows."""

@@ -1,6 +1,7 @@
 """The sampler against plain numpy, one row at a time."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ def fields(*rows):
 
 
 OPTIONS = SamplerOptions(num_logprobs=5)
+QUICK = {(0.0, SamplerVariant.GREEDY), (1.0, SamplerVariant.FULL)}
 
 
 @functools.lru_cache
@@ -53,8 +55,13 @@ def kept_ids(logits, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
     return keep & (p > 0), p
 
 
-@pytest.mark.parametrize("variant", list(SamplerVariant))
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "variant"),
+    [
+        pytest.param(temperature, variant, marks=[pytest.mark.slow] * ((temperature, variant) not in QUICK))
+        for temperature, variant in itertools.product((0.0, 1.0), SamplerVariant)
+    ],
+)
 def test_rows_without_finite_logits_get_no_token(variant, temperature):
     logits = np.array(random_logits(6, seed=3))
     logits[1, 17], logits[2, 3], logits[3], logits[4, 5] = np.nan, np.inf, -np.inf, -np.inf
@@ -68,6 +75,7 @@ def random_logits(rows, seed=0, scale=3.0):
     return np.random.default_rng(seed).standard_normal((rows, VOCAB)).astype(np.float32) * scale
 
 
+@pytest.mark.slow
 def test_greedy_is_argmax_in_every_variant_and_the_lowest_id_on_a_tie():
     logits = random_logits(8)
     logits[3, [7, 900]] = 99.0
@@ -79,7 +87,7 @@ def test_greedy_is_argmax_in_every_variant_and_the_lowest_id_on_a_tie():
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 0.7},
+        pytest.param({"temperature": 0.7}, marks=pytest.mark.slow),
         {"top_k": 1},
         {"top_k": 7},
         {"top_k": VOCAB},
@@ -123,6 +131,7 @@ def kept_by(x, **sampling):
     return found[0]
 
 
+@pytest.mark.slow
 def test_thresholds_keep_exactly_the_right_ids():
     """Ids equal to the k-th value stay. Bisection on bits finds the exact threshold."""
     x = np.full((1, VOCAB), -50.0, np.float32)
@@ -170,6 +179,7 @@ def test_typical_p_keeps_ids_nearest_to_the_entropy(typical_p, others):
         assert all(abs(np.cumsum(p[order])[count - 1] - typical_p) < 1e-5 + p[i] for i in differ)
 
 
+@pytest.mark.slow
 def test_a_search_for_another_row_changes_nothing():
     """A flat row needs a search over the whole vocabulary. A steep row in the same batch draws the same token."""
     steep, flat = random_logits(8, 1), random_logits(8, 2, scale=0.01)
@@ -179,7 +189,10 @@ def test_a_search_for_another_row_changes_nothing():
     np.testing.assert_array_equal(alone, both[:8])
 
 
-@pytest.mark.parametrize(("platform", "vocab"), [("default", 64 * 512), ("tpu", 64 * 512), ("tpu", 128 * 131)])
+@pytest.mark.parametrize(
+    ("platform", "vocab"),
+    [("default", 64 * 512), pytest.param("tpu", 64 * 512, marks=pytest.mark.slow), ("tpu", 128 * 131)],
+)
 def test_likeliest_agrees_with_a_sort(platform, vocab, monkeypatch):
     """tpu: the form for TPU, with blocks of 512 and 64, then of 128 and 64."""
     choose = lambda *args, **forms: forms.get(platform, forms["default"])(*args)  # noqa: E731

@@ -83,7 +83,10 @@ def test_a_long_head_is_answered(url):
     assert httpx.get(f"{url}/health", headers={"x": "a" * 50_000}).status_code == 200
 
 
-@pytest.mark.parametrize("begin", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nX: "])
+@pytest.mark.parametrize(
+    "begin",
+    [*(pytest.param(begin, marks=pytest.mark.slow) for begin in (b"", b"\r\n")), b"GET /health HTTP/1.1\r\nX: "],
+)
 def test_a_slow_head_is_cut(strict, begin):
     with connected(strict) as raw:
         raw.sendall(begin)
@@ -182,7 +185,14 @@ def test_the_end_of_a_connection_behind_a_waiting_request_is_seen(url, engine):
     wait_for(lambda: not engine.running)
 
 
-@pytest.mark.parametrize("end", [b"", POST + b"Content-Length: 9\r\n\r\n{", b"\x00\x01 bad\r\n\r\n"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(b"", marks=pytest.mark.slow),
+        pytest.param(POST + b"Content-Length: 9\r\n\r\n{", marks=pytest.mark.slow),
+        b"\x00\x01 bad\r\n\r\n",
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_whole_requests_are_answered(url, engine, end, stream):
     """Also if the client closes its sending side inside the next request, or if that is not HTTP."""
@@ -198,7 +208,7 @@ def test_whole_requests_are_answered(url, engine, end, stream):
     assert b"HTTP/1.1 400" not in answer
 
 
-@pytest.mark.parametrize("end", [b"", b"\x00bad\r\n\r\n"])
+@pytest.mark.parametrize("end", [pytest.param(b"", marks=pytest.mark.slow), b"\x00bad\r\n\r\n"])
 def test_answers_have_the_order_of_their_requests(url, engine, end):
     """Requests of HTTP/1.0 among them. A half-closed client of HTTP/1.0 gets no answer."""
     engine.step_seconds = 0.02
@@ -216,6 +226,7 @@ def test_answers_have_the_order_of_their_requests(url, engine, end):
     wait_for(lambda: not engine.running)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_connection_behind_unread_bytes_is_seen(url, engine):
     engine.step_seconds = 0.05
     with connected(url) as raw:
@@ -265,6 +276,7 @@ def test_lingering_has_a_limit(strict):
         assert flood(raw, b"a" * 1_000_000, 2**28) < 2**28
 
 
+@pytest.mark.slow
 def test_an_idle_connection_gets_no_408_after_a_long_answer(strict):
     """The limit of a head ends during the answer."""
     body = json.dumps({"prompt": "a", "max_tokens": 90}).encode()
@@ -329,6 +341,7 @@ def test_a_half_closed_client_gets_its_answer(url, engine, path, stream):
     assert not engine.running
 
 
+@pytest.mark.slow
 def test_a_long_stream_outlives_the_limits(strict):
     body = {"prompt": "abc", "max_tokens": 200, "stream": True}
     with httpx.Client(base_url=strict, headers={"Authorization": "Bearer right"}, timeout=20) as http:

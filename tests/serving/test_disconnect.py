@@ -1,5 +1,6 @@
 """After a client disconnects, at most two more steps run for it: on every generating route, streaming or not."""
 
+import itertools
 import socket
 import time
 
@@ -31,9 +32,13 @@ def test_disconnect_aborts_pooling(url, engine, path):
     wait_for(lambda: not engine.running)
 
 
-@pytest.mark.parametrize("path", STREAMS)
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize(
+    ("path", "stream", "started"),
+    [
+        pytest.param(path, stream, started, marks=[pytest.mark.slow] * (stream is not started))
+        for path, stream, started in itertools.product(STREAMS, (False, True), (False, True))
+    ],
+)
 def test_disconnect_aborts(url, engine, path, stream, started):
     engine.step_seconds = 0.15
     with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:

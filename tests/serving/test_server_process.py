@@ -147,6 +147,7 @@ def test_running_requests_finish_before_it_stops(start, number):
         httpx.get(f"{url}/health")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_sigint")
 def test_a_server_in_the_background_keeps_ignoring_ctrl_c(start):
     """A shell starts background processes with SIGINT ignored; a Ctrl-C in its terminal must not reach them."""
@@ -316,6 +317,7 @@ def test_a_port_in_use_is_an_error():
         socket.create_connection(address.getsockname())  # bound, but not listening before the model is loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [["-m", "jpaged", "serve"], ["serving/app.py"]])
 def test_both_ways_to_start_take_the_same_flags(program):
     command = [sys.executable, *program, "--port", "0"]

@@ -114,6 +114,7 @@ def test_spans_of_an_answer_a_stream_an_abort_and_an_error(collector):
     assert "5000" not in str(refused)  # no prompts in traces
 
 
+@pytest.mark.slow
 def test_a_collector_that_does_not_answer_delays_nothing(collector):
     collector.server_close()
     tracer = RequestTracer(f"http://127.0.0.1:{collector.server_port}/custom", "fake")

@@ -14,6 +14,7 @@ from jpaged.simulator.simulation import SimulationOptions, simulate
 from jpaged.simulator.step_load import EngineShape
 
 SHAPE = EngineShape(num_blocks=600, block_size=16, max_num_seqs=24, max_num_batched_tokens=256, max_model_len=512)
+SMALL_POOL = dataclasses.replace(SHAPE, num_blocks=64)
 COST = CostModel(fixed=5e-3, per_token=2e-5, per_kv_token=1e-7)
 MOVING = dataclasses.replace(COST, per_moved_block=1e-5)
 
@@ -33,6 +34,7 @@ def load(rate: float = 20.0, prompt="lognormal:90:0.7", output="lognormal:40:0.7
     return GeneratedLoad(**{**given, **fields})
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_run():
     fields = {"num_requests": 200, "prefixes": 3, "prefix_tokens": 32}
     two = options(num_replicas=2, routing="prefix-affine")
@@ -44,18 +46,17 @@ def test_the_same_seed_is_the_same_run():
 @pytest.mark.parametrize(
     ("fields", "more"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.slow),
         ({"max_tokens": 200}, {}),                                  # the scheduler does not know when requests end
         ({"num_replicas": 3, "routing": "least-loaded"}, {"prefixes": 5, "prefix_tokens": 40}),
         ({"concurrency": 30}, {"rate": float("inf")}),
-        ({"shape": dataclasses.replace(SHAPE, num_blocks=64)}, {}),                 # preempts
-        ({"shape": dataclasses.replace(SHAPE, num_blocks=64), "max_tokens": 300}, {}),
+        pytest.param({"shape": SMALL_POOL}, {}, marks=pytest.mark.slow),                 # preempts
+        ({"shape": SMALL_POOL, "max_tokens": 300}, {}),
         ({"shape": dataclasses.replace(SHAPE, num_blocks=128, windows=(None, 48))}, {}),
-        ({"prefix_caching": False}, {"prefixes": 2, "prefix_tokens": 64}),
+        pytest.param({"prefix_caching": False}, {"prefixes": 2, "prefix_tokens": 64}, marks=pytest.mark.slow),
         ({"scheduling": SchedulingOptions("shortest_first"), "max_tokens": 200}, {}),
-        ({"scheduling": SchedulingOptions("priority"), "shape": dataclasses.replace(SHAPE, num_blocks=64)},
-         {"priorities": ((0, 1.0), (3, 1.0))}),
-        ({"host_blocks": 500, "cost": MOVING, "shape": dataclasses.replace(SHAPE, num_blocks=64)}, {}),
+        ({"scheduling": SchedulingOptions("priority"), "shape": SMALL_POOL}, {"priorities": ((0, 1.0), (3, 1.0))}),
+        pytest.param({"host_blocks": 500, "cost": MOVING, "shape": SMALL_POOL}, {}, marks=pytest.mark.slow),
         ({"host_blocks": 50, "cost": MOVING, "shape": dataclasses.replace(SHAPE, num_blocks=96, windows=(48, None))},
          {"prefixes": 9, "prefix_tokens": 48}),
     ],
@@ -226,6 +227,7 @@ def test_closed_loads_keep_their_concurrency():
     assert result.per_second(600) * result.end_to_end.mean == pytest.approx(10, rel=0.05)
 
 
+@pytest.mark.slow
 def test_littles_law():
     result = simulate(load(rate=30, num_requests=1000), options())
     spans, begin, area = [], 0.0, 0.0
@@ -236,6 +238,7 @@ def test_littles_law():
     assert area / result.duration == pytest.approx(result.per_second(1000) * result.end_to_end.mean, rel=0.05)
 
 
+@pytest.mark.slow
 def test_two_replicas_share_the_work():
     alone = simulate(load(rate=float("inf")), options())
     for routing in ("round-robin", "least-loaded"):

@@ -1,0 +1,252 @@
+"""Test files that need not run again, because nothing they use has changed since all tests passed.
+
+    python .ci/left_out.py list STEP                       # print them
+    python .ci/left_out.py record COSTS REACH STEP=PYTHON ...   # write tests/recording/complete_pass.json
+
+A step is a run of tests in .ci/run. `record` reads what its runs wrote with `--costs` and `--reach` (a folder for each
+step in both). A file of tests uses:
+
+- itself, the helpers of tests that it imports, its conftest.py files, and all that these import
+- the files of the project with a line that one of its tests reached, in child processes too, and what they import
+- files that its tests opened
+- all data of the tests, golden files among them, the kernels' tuning.json, pyproject.toml, and .ci/run
+- the versions of Python and JAX
+
+An import inside a function counts if its line was reached. A file with a test that started a process which recorded
+nothing uses all of the project. `list` prints a file if the step has passed it, and if all that it uses, and its list
+of imports, is as it was. The lines of a file count together: a program that one of its tests traced serves the others.
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "tests/recording/complete_pass.json"
+PRODUCT = ("jpaged", "models", "serving", "pallas_kernels")
+CODE = (*PRODUCT, "tests", "benchmarks", "tools", "examples")
+SKIPPED = {"__pycache__", ".hypothesis"}
+VERSIONS = """
+import sys, importlib.metadata as installed
+print("%d.%d" % sys.version_info[:2], installed.version("jax"), installed.version("jaxlib"))
+"""
+
+
+def files_under(*folders: str) -> Iterator[str]:
+    """Yield the files in folders, relative to the checkout. Links are not followed."""
+    for folder in folders:
+        for place, names, files in os.walk(ROOT / folder):
+            names[:] = [name for name in names if name not in SKIPPED]
+            yield from (Path(place, name).relative_to(ROOT).as_posix() for name in files)
+
+
+def resolved(name: str) -> str:
+    """A file's path without links: jpaged/models is models."""
+    path = (ROOT / name).resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else name
+
+
+@functools.cache
+def data_files() -> frozenset[str]:
+    """Files that every test uses."""
+    data = {name for name in files_under("tests") if not name.endswith(".py") and Path(name).parent.name != "recording"}
+    tuning = {name for name in files_under(*PRODUCT) if Path(name).name == "tuning.json"}
+    return frozenset(data | tuning | {"pyproject.toml", ".ci/run"})
+
+
+@functools.cache
+def digest(name: str) -> str:
+    """Digest of a file's bytes; "" if there is none."""
+    path = ROOT / name
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def module_files(module: str) -> Iterator[tuple[str, bool]]:
+    """Yield the files that an import of a module runs, and whether each is the module itself, not a package around it.
+
+    Nothing for modules of others.
+    """
+    parts = module.split(".")
+    if parts[0] not in CODE:
+        return
+    for count in range(1, len(parts) + 1):
+        base = ROOT.joinpath(*parts[:count])
+        for path in (base / "__init__.py", base.with_suffix(".py")):
+            if path.is_file():
+                yield resolved(path.relative_to(ROOT).as_posix()), count == len(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """An import statement. line: 0 if it is outside functions, and so always runs."""
+
+    line: int
+    modules: frozenset[str]   # files, whose own imports count too
+    packages: frozenset[str]  # files of packages around them: what those import for others does not count
+
+
+@functools.cache
+def imports(name: str) -> tuple[Import, ...]:
+    """Imports of a file."""
+    if not name.endswith(".py") or not (ROOT / name).is_file():
+        return ()
+    found = []
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = Path(name).parent.parts
+            package = parents[: len(parents) - node.level + 1] if node.level else ()
+            base = ".".join([*package, *filter(None, [node.module])])
+            modules = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        if modules:
+            files = {pair for module in modules for pair in module_files(module)}
+            own = frozenset(file for file, is_module in files if is_module)
+            line = node.lineno if inside else 0  # ty: ignore[unresolved-attribute]
+            found.append(Import(line, own, frozenset(file for file, _ in files) - own))
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    visit(ast.parse((ROOT / name).read_bytes()), False)
+    return tuple(found)
+
+
+def imported(files: Iterable[str], reached: dict[str, set[int]]) -> set[str]:
+    """Files, and all that they import. An import inside a product's function counts if its line was reached."""
+    found: set[str] = set()
+    packages: set[str] = set()
+    left = list(files)
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            of_tests = name.startswith("tests/")  # whose lines are not recorded
+            for one in imports(name):
+                packages |= one.packages
+                if one.line and name == "tests/conftest.py":
+                    packages |= one.modules  # tests of engines import them themselves; tests of kernels have no engine
+                elif one.line == 0 or of_tests or one.line in reached.get(name, ()):
+                    left += one.modules
+    return found | packages
+
+
+def static_files(test_file: str) -> set[str]:
+    """Files that a file of tests uses whatever its tests reach."""
+    places = [parent / "conftest.py" for parent in Path(test_file).parents]
+    conftests = [place.as_posix() for place in places if (ROOT / place).is_file()]
+    return imported([test_file, *conftests], {})
+
+
+def state(test_file: str, further: Iterable[str], versions: str) -> str:
+    """Digest of all that a file of tests uses."""
+    names = sorted(static_files(test_file) | data_files() | set(further))
+    text = "\n".join([versions, *(f"{name} {digest(name)}" for name in names)])
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def read_reach(folder: Path) -> tuple[dict[str, dict[str, set[int]]], set[str]]:
+    """Lines that the tests of each file reached, by file of the project, and tests with a child that recorded."""
+    reached: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    with_child = set()
+    for path in folder.glob("*.jsonl"):
+        with path.open() as rows:
+            for row in map(json.loads, rows):
+                lines = reached[row["test"].partition("::")[0]]
+                for name, numbers in row["lines"].items():
+                    lines[resolved(name)].update(numbers)
+    for path in folder.glob("*.lines"):
+        test, *rest = path.read_text().splitlines()
+        with_child.add(test)
+        for line in rest:
+            name, _, number = line.rpartition(":")
+            if number.isdigit():  # a process that was killed may leave half a line
+                reached[test.partition("::")[0]][resolved(name)].add(int(number))
+    return reached, with_child
+
+
+def further_files(reach: Path, costs: Path) -> dict[str, set[str]]:
+    """What the files of a run's tests used, besides what `static_files` finds."""
+    reached, with_child = read_reach(reach)
+    rows = [json.loads(line) for path in costs.glob("*.jsonl") for line in path.read_text().splitlines()]
+    everything = set(files_under(*PRODUCT))
+    found = {}
+    for test_file in {row["test"].partition("::")[0] for row in rows}:
+        lines = reached[test_file]
+        found[test_file] = imported([test_file, *lines], lines) - static_files(test_file) - data_files()
+        children = {row["test"] for row in rows if row["children"] and row["test"].partition("::")[0] == test_file}
+        if children - with_child:
+            found[test_file] |= everything
+    return found
+
+
+def installed(python: str) -> str:
+    """Versions of an interpreter, its JAX and its jaxlib."""
+    return subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def record(costs: Path, reach: Path, pythons: dict[str, str]) -> dict[str, Any]:
+    """The record of a complete pass."""
+    of_steps = {step: further_files(reach / step, costs / step) for step in pythons}
+    table = sorted({name for one in of_steps.values() for names in one.values() for name in names})
+    index = {name: number for number, name in enumerate(table)}
+    steps = {}
+    for step, further in of_steps.items():
+        versions = installed(pythons[step])
+        steps[step] = {
+            test_file: {"state": state(test_file, names, versions), "further": sorted(index[name] for name in names)}
+            for test_file, names in sorted(further.items())
+        }
+    return {"files": table, "steps": steps}
+
+
+def write(rows: dict[str, Any]) -> None:
+    """Write the record, a line for each file of tests."""
+    lines = json.dumps(rows, separators=(",", ":")).replace('"tests/', '\n"tests/').replace('"steps"', '\n"steps"')
+    RECORD.write_text(lines + "\n")
+
+
+def unchanged(step: str, versions: str) -> list[str]:
+    """Test files that a step need not run."""
+    if not RECORD.is_file():
+        return []
+    passed = json.loads(RECORD.read_text())
+    table = passed["files"]
+    return [
+        test_file
+        for test_file, row in passed["steps"].get(step, {}).items()
+        if (ROOT / test_file).is_file()
+        and state(test_file, (table[number] for number in row["further"]), versions) == row["state"]
+    ]
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("list", help="print the test files that a step need not run")
+    listing.add_argument("step")
+    recording = commands.add_parser("record", help="write the record of a complete pass")
+    recording.add_argument("costs", type=Path)
+    recording.add_argument("reach", type=Path)
+    recording.add_argument("steps", nargs="+", metavar="STEP=PYTHON")
+    args = parser.parse_args()
+    if args.command == "list":
+        print("".join(f"{name}\n" for name in unchanged(args.step, installed(sys.executable))), end="")
+    else:
+        write(record(args.costs, args.reach, dict(step.split("=", 1) for step in args.steps)))
+
+
+if __name__ == "__main__":
+    main()

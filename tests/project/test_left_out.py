@@ -1,0 +1,120 @@
+"""Which files of tests the gate leaves out: those of which nothing has changed (.ci/left_out.py)."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TREE = {
+    "pyproject.toml": "",
+    ".ci/run": "",
+    "README.md": "",
+    "jpaged/__init__.py": "from jpaged.engine import Engine",
+    "jpaged/sizes.py": "SIZE = 16",
+    "jpaged/engine.py": "from jpaged.sizes import SIZE\ndef Engine():\n    from jpaged.late import x\n    return x",
+    "jpaged/late.py": "x = 1",
+    "jpaged/plugin.py": "def plugin(): pass",
+    "jpaged/page.html": "",
+    "jpaged/tuning.json": "{}",
+    "jpaged/grammar.py": "def parse(): pass",
+    "tests/conftest.py": "",
+    "tests/helper.py": "def help(): pass",
+    "tests/golden/answers.json": "{}",
+    "tests/engine/conftest.py": "",
+    "tests/engine/test_engine.py": "import jpaged\nfrom tests.helper import help",
+    "tests/test_grammar.py": "from jpaged.grammar import parse",
+    "tests/test_child.py": "import subprocess",
+}
+STEP = "slow"
+
+
+def load(tree: Path):
+    """The script, as a copy in a tree."""
+    spec = importlib.util.spec_from_file_location("left_out", tree / ".ci/left_out.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def left_out(tree: Path, versions: str = "3.12 1 1") -> set[str]:
+    return {Path(name).stem for name in load(tree).unchanged(STEP, versions)}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A small project after a complete pass. `tests/test_child.py` started a process that recorded nothing."""
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tests/recording").mkdir()
+    shutil.copy(ROOT / ".ci/left_out.py", tmp_path / ".ci")
+    reached = {
+        "tests/engine/test_engine.py::test_one": {"jpaged/engine.py": [2, 3, 4], "jpaged/page.html": [0]},
+        "tests/test_grammar.py::test_two": {"jpaged/grammar.py": [1]},
+        "tests/test_child.py::test_three": {},
+    }
+    for folder in ("costs", "reach"):
+        (tmp_path / folder / STEP).mkdir(parents=True)
+    with (tmp_path / "reach" / STEP / "main.jsonl").open("w") as reach, \
+            (tmp_path / "costs" / STEP / "main.jsonl").open("w") as costs:  # fmt: skip
+        for test, lines in reached.items():
+            reach.write(json.dumps({"test": test, "lines": lines}) + "\n")
+            costs.write(json.dumps({"test": test, "children": int("three" in test or "one" in test)}) + "\n")
+    child = ["tests/engine/test_engine.py::test_one", "jpaged/plugin.py:1", "jpaged/plu"]
+    (tmp_path / "reach" / STEP / "child-1.lines").write_text("\n".join(child))
+    module = load(tmp_path)
+    module.installed = lambda python: "3.12 1 1"
+    module.write(module.record(tmp_path / "costs", tmp_path / "reach", {STEP: "python"}))
+    return tmp_path
+
+
+def test_nothing_has_changed(tree):
+    assert left_out(tree) == {"test_engine", "test_grammar", "test_child"}
+    (tree / "README.md").write_text("changed")
+    (tree / "tests/recording/budget.json").write_text("{}")
+    assert left_out(tree) == {"test_engine", "test_grammar", "test_child"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "still_left_out"),
+    [
+        ("jpaged/engine.py", {"test_grammar"}),             # reached
+        ("jpaged/late.py", {"test_grammar"}),               # imported by a line that was reached
+        ("jpaged/sizes.py", {"test_grammar"}),              # imported, and has no function
+        ("jpaged/plugin.py", {"test_grammar"}),             # reached in a child process
+        ("jpaged/page.html", {"test_grammar"}),             # opened
+        ("jpaged/grammar.py", {"test_engine"}),
+        ("jpaged/__init__.py", set()),                      # runs before any module of the package
+        ("tests/helper.py", {"test_grammar", "test_child"}),
+        ("tests/engine/conftest.py", {"test_grammar", "test_child"}),
+        ("tests/test_grammar.py", {"test_engine", "test_child"}),
+        ("tests/conftest.py", set()),
+        ("tests/golden/answers.json", set()),
+        ("jpaged/tuning.json", set()),
+        ("pyproject.toml", set()),
+        (".ci/run", set()),
+    ],
+)  # fmt: skip
+def test_a_file_has_changed(tree, changed, still_left_out):
+    """A child process that recorded nothing may have used any file of the project."""
+    path = tree / changed
+    path.write_text(path.read_text() + "\n\n")
+    assert left_out(tree) == still_left_out
+
+
+def test_other_versions_steps_and_files(tree):
+    assert left_out(tree, "3.12 2 1") == set()
+    assert load(tree).unchanged("h200", "3.12 1 1") == []
+    (tree / "tests/test_child.py").unlink()
+    assert left_out(tree) == {"test_engine", "test_grammar"}
+    (tree / "tests/golden/new.json").write_text("{}")
+    assert left_out(tree) == set()
+    (tree / "tests/golden/new.json").unlink()
+    assert left_out(tree) == {"test_engine", "test_grammar"}
+    (tree / "tests/recording/complete_pass.json").unlink()
+    assert left_out(tree) == set()

@@ -1,0 +1,85 @@
+"""Time a fixed piece of work that resembles the tests, to compare times that different processors took.
+
+    python tools/calibrate.py
+
+Most of a test run is tracing in Python and compiling in XLA, in one process per core. This does both for a fixed
+decoder, in as many processes as there are cores, with no compile cache. Prints the processor, the JAX version and the
+seconds: the median of the rounds of all processes. A run that took T seconds on a processor that needs A would take
+about T * B / A on one that needs B. docs/testing.md has the figures of the processors that were measured.
+"""
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+LAYERS = 6
+
+
+def processor() -> str:
+    """Name of the processor."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                fields = dict(part.split("\t:", 1) for part in path.read_text().splitlines() if "\t:" in part)
+                model = next((value.strip() for key, value in fields.items() if key.strip() == "model"), "?")
+                return f"{name} (model {model})"
+    return platform.processor() or platform.machine()
+
+
+def round_of_work(number: int) -> float:
+    """Trace, lower and compile a decoder of LAYERS different layers. number: makes each round's program another."""
+    import jax
+    import jax.numpy as jnp
+
+    width = 64 + 8 * (number % 8)
+
+    def layer(x, w, size):
+        q, k, v = (x @ w[i] for i in range(3))
+        scores = jnp.where(jnp.tri(size, dtype=bool), q @ k.T / width**0.5, -jnp.inf)
+        x = x + jax.nn.softmax(scores) @ v
+        gate, up = jnp.split(jax.nn.silu(x @ w[3]) * jnp.cumsum(x, 0), 2, axis=-1)
+        order = jnp.argsort(x.sum(-1))
+        return x[order] + jnp.concatenate([gate, up], -1) @ w[4]
+
+    def model(x, weights):
+        for index in range(LAYERS):
+            x = layer(x, weights[index], 32)
+        return jax.lax.top_k(jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ weights[0, 0]), x), 5)
+
+    start = time.perf_counter()
+    shapes = jax.ShapeDtypeStruct((32, width), jnp.float32), jax.ShapeDtypeStruct((LAYERS, 5, width, width), jnp.float32)
+    jax.jit(model).lower(*shapes).compile()
+    return time.perf_counter() - start
+
+
+def rounds(count: int) -> list[float]:
+    """Seconds of `count` rounds, after one that imports and warms up."""
+    round_of_work(0)
+    return [round_of_work(number) for number in range(1, count + 1)]
+
+
+def main() -> None:
+    """Run the work in all processes at once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_FLAGS": ""}
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.processes, mp_context=spawn) as pool:
+        seconds = [one for each in pool.map(rounds, [args.rounds] * args.processes) for one in each]
+    from importlib.metadata import version
+
+    print(f"{processor()}, {args.processes} processes, JAX {version('jax')}: "
+          f"{statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
