@@ -54,7 +54,7 @@ def round_of_work(number: int) -> float:
         return jax.lax.top_k(jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ weights[0, 0]), x), 5)
 
     start = time.perf_counter()
-    shapes = jax.ShapeDtypeStruct((32, width), jnp.float32), jax.ShapeDtypeStruct((LAYERS, 5, width, width), jnp.float32)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, width), (LAYERS, 5, width, width))]
     jax.jit(model).lower(*shapes).compile()
     return time.perf_counter() - start
 
@@ -68,7 +68,7 @@ def rounds(count: int) -> list[float]:
 def main() -> None:
     """Run the work in all processes at once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_FLAGS": ""}

@@ -35,6 +35,7 @@ def test_a_program_for_an_accelerator_asks_no_native_kernel(platform, monkeypatc
 
 
 # Of the default run. The others combine their dtypes, sizes and options in other ways.
+QKV_DEFAULT = ("partial-80", "int8")
 TRITON_DEFAULT = ("llama-3-8b", "gqa-7-64-sinks", "mha-256", "int8-float32", "fp8")
 
 
@@ -60,7 +61,9 @@ def test_triton_write_lowers(variant):
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 
-@pytest.mark.parametrize("name", lowered.QKV)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QKV_DEFAULT)) for name in lowered.QKV]
+)
 def test_triton_fused_write_lowers(name):
     """Bias, norm, rope and write are one kernel."""
     text = lower_for("cuda", *lowered.writing_qkv(name, "triton"))

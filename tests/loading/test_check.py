@@ -52,7 +52,9 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("tensor", "says"), DAMAGE)
+@pytest.mark.parametrize(
+    ("tensor", "says"), [*DAMAGE[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in DAMAGE[2:])]
+)
 def test_the_damaged_layer_is_named(tensor: str, says: str, llama: Path, tmp_path: Path, capsys) -> None:
     answers = str(own_answers(llama, tmp_path / "answers.json"))
     assert main([str(llama), "--answers", answers]) == 0

@@ -134,7 +134,7 @@ def test_converted_and_restored_bit_for_bit(name: str, dtype: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("model", [QWEN3_CLASSIFIER, BARE_QWEN3, BY_NAME["llama"]], ids=lambda v: v.name)
-@pytest.mark.parametrize("dtype", ["auto", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("auto", marks=pytest.mark.slow), "float16"])
 def test_models_that_pool(model: Variant, dtype: str, tmp_path: Path) -> None:
     """Test a classifier, a base model without an lm_head, and a causal model whose lm_head is not used."""
     source = write(tmp_path / "source", model, "bfloat16")

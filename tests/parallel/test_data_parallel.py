@@ -170,6 +170,7 @@ def shared_prefixes(count):
     return prompts
 
 
+@pytest.mark.slow
 def test_prefixes_are_found_more_often_with_prefix_affine_routing(make):
     async def main(engine):
         for prompt in shared_prefixes(5):

@@ -65,7 +65,9 @@ def plain(kind, outputs=40, inputs=192, group=32):
     return weight, numbers
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (number % 3 > 0)) for number, kind in enumerate(KINDS)]
+)
 def test_numbers_and_products_of_every_kind(kind):
     weight, numbers = plain(kind)
     limit = 1e-6 * np.abs(numbers).max()

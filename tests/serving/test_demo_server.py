@@ -181,6 +181,7 @@ def test_inspect_while_it_serves(url, client, engine, tmp_path, capsys, idle):
     assert "0 running, 0 waiting" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_several_answers_are_those_of_a_batch(client, engine, idle):
     """n=3 with a seed, streamed; best_of; a beam search: the answers are those of `LLM.generate`."""
     asked = {"prompt": PROMPT, "max_tokens": 24}

@@ -198,7 +198,9 @@ def test_the_child_process_imports_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (number >= 4)) for number, name in enumerate(FAST)]
+)
 def test_no_body_stalls_the_loop(name):
     check(*FAST[name])
 

@@ -55,7 +55,7 @@ def test_a_long_text_has_the_ids_of_one_call(framed: Any, special_tokens: bool, 
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("keep", [1, 2, 3, 500, 9000])
+@pytest.mark.parametrize("keep", [1, 500, *(pytest.param(keep, marks=pytest.mark.slow) for keep in (2, 3, 9000))])
 def test_truncation_tokenises_only_the_part_that_is_kept(framed: Any, side: str, keep: int, monkeypatch):
     """12 MB that were truncated to some tokens took 67 s."""
     whole = framed.encode(TEXT)
