@@ -1,4 +1,4 @@
-"""Test files that need not run again, because nothing they use has changed since all tests passed.
+"""Test files that need not run again, because nothing that they use has changed since all tests passed.
 
     python .ci/left_out.py list STEP                       # print them
     python .ci/left_out.py record COSTS REACH STEP=PYTHON ...   # write tests/recording/complete_pass.json
@@ -177,7 +177,7 @@ def read_reach(folder: Path) -> tuple[dict[str, dict[str, set[int]]], set[str]]:
 
 
 def further_files(reach: Path, costs: Path) -> dict[str, set[str]]:
-    """What the files of a run's tests used, besides what `static_files` finds."""
+    """Files that a run's tests used, besides those of `static_files`."""
     reached, with_child = read_reach(reach)
     rows = [json.loads(line) for path in costs.glob("*.jsonl") for line in path.read_text().splitlines()]
     everything = set(files_under(*PRODUCT))

@@ -34,7 +34,7 @@ def test_a_program_for_an_accelerator_asks_no_native_kernel(platform, monkeypatc
     lower_for(platform, lambda x: grouped_dot(x[None], x[None], jnp.zeros(1, jnp.int32), jnp.int32(1)), (rows,))
 
 
-# Of the default run. The others combine their dtypes, sizes and options in other ways.
+# Cases of the default run. The others combine their dtypes, sizes and options in other ways.
 QKV_DEFAULT = ("partial-80", "int8")
 TRITON_DEFAULT = ("llama-3-8b", "gqa-7-64-sinks", "mha-256", "int8-float32", "fp8")
 

@@ -1,4 +1,4 @@
-"""Which files of tests the gate leaves out: those of which nothing has changed (.ci/left_out.py)."""
+"""The gate leaves out the files of tests that use nothing that has changed (.ci/left_out.py)."""
 
 import importlib.util
 import json
