@@ -1,16 +1,17 @@
 """Test files that need not run again, because nothing that they use has changed since all tests passed.
 
-    python .ci/left_out.py list STEP                       # print them
-    python .ci/left_out.py record COSTS REACH STEP=PYTHON ...   # write tests/recording/complete_pass.json
+    python .ci/left_out.py options                       # what a step runs with: versions and XLA_FLAGS
+    python .ci/left_out.py list STEP                     # print the files that STEP need not run
+    python .ci/left_out.py record OPTIONS COSTS REACH    # write tests/recording/complete_pass.json
 
-A step is a run of tests in .ci/run. `record` reads what its runs wrote with `--costs` and `--reach` (a folder for each
-step in both). A file of tests uses:
+A step is a run of tests in .ci/run. `record` reads folders of all steps: OPTIONS has a file for each, which was written
+when it began, COSTS and REACH have a folder for each, which pytest wrote. A file of tests uses:
 
 - itself, the helpers of tests that it imports, its conftest.py files, and all that these import
 - the files of the project with a line that one of its tests reached, in child processes too, and what they import
 - files that its tests opened
-- all data of the tests, golden files among them, the kernels' tuning.json, pyproject.toml, and .ci/run
-- the versions of Python and JAX
+- all data of the tests, golden files among them, the kernels' tuning.json, and pyproject.toml
+- the options of the step: the versions of Python, JAX and jaxlib, and XLA_FLAGS
 
 An import inside a function counts if its line was reached. A file with a test that started a process which recorded
 nothing uses all of the project. `list` prints a file if the step has passed it, and if all that it uses, and its list
@@ -22,9 +23,9 @@ import ast
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -36,10 +37,6 @@ RECORD = ROOT / "tests/recording/complete_pass.json"
 PRODUCT = ("jpaged", "models", "serving", "pallas_kernels")
 CODE = (*PRODUCT, "tests", "benchmarks", "tools", "examples")
 SKIPPED = {"__pycache__", ".hypothesis"}
-VERSIONS = """
-import sys, importlib.metadata as installed
-print("%d.%d" % sys.version_info[:2], installed.version("jax"), installed.version("jaxlib"))
-"""
 
 
 def files_under(*folders: str) -> Iterator[str]:
@@ -61,7 +58,7 @@ def data_files() -> frozenset[str]:
     """Files that every test uses."""
     data = {name for name in files_under("tests") if not name.endswith(".py") and Path(name).parent.name != "recording"}
     tuning = {name for name in files_under(*PRODUCT) if Path(name).name == "tuning.json"}
-    return frozenset(data | tuning | {"pyproject.toml", ".ci/run"})
+    return frozenset(data | tuning | {"pyproject.toml"})
 
 
 @functools.cache
@@ -149,10 +146,10 @@ def static_files(test_file: str) -> set[str]:
     return imported([test_file, *conftests], {})
 
 
-def state(test_file: str, further: Iterable[str], versions: str) -> str:
+def state(test_file: str, further: Iterable[str], options: str) -> str:
     """Digest of all that a file of tests uses."""
     names = sorted(static_files(test_file) | data_files() | set(further))
-    text = "\n".join([versions, *(f"{name} {digest(name)}" for name in names)])
+    text = "\n".join([options, *(f"{name} {digest(name)}" for name in names)])
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -191,24 +188,29 @@ def further_files(reach: Path, costs: Path) -> dict[str, set[str]]:
     return found
 
 
-def installed(python: str) -> str:
-    """Versions of an interpreter, its JAX and its jaxlib."""
-    return subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.strip()
+def options() -> str:
+    """Versions and XLA_FLAGS of this process."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
+    python, flags = sys.version_info, os.environ.get("XLA_FLAGS")  # None: those of tests/conftest.py
+    return ", ".join([f"Python {python[0]}.{python[1]}", *versions, f"XLA_FLAGS {flags!r}"])
 
 
-def record(costs: Path, reach: Path, pythons: dict[str, str]) -> dict[str, Any]:
-    """The record of a complete pass."""
-    of_steps = {step: further_files(reach / step, costs / step) for step in pythons}
-    table = sorted({name for one in of_steps.values() for names in one.values() for name in names})
+def record(options: Path, costs: Path, reach: Path) -> dict[str, Any]:
+    """The record of a complete pass. Exits if a file that tests used has changed since their step began."""
+    steps = {path.name: further_files(reach / path.name, costs / path.name) for path in sorted(options.iterdir())}
+    table = sorted({name for one in steps.values() for names in one.values() for name in names})
     index = {name: number for number, name in enumerate(table)}
-    steps = {}
-    for step, further in of_steps.items():
-        versions = installed(pythons[step])
-        steps[step] = {
-            test_file: {"state": state(test_file, names, versions), "further": sorted(index[name] for name in names)}
-            for test_file, names in sorted(further.items())
+    rows: dict[str, Any] = {"files": table, "steps": {}}
+    for step, of_files in steps.items():
+        began, text = (options / step).stat().st_mtime, (options / step).read_text().strip()
+        for name in set().union(*of_files.values(), *map(static_files, of_files), data_files()):
+            if (ROOT / name).is_file() and (ROOT / name).stat().st_mtime > began:
+                sys.exit(f"{name} has changed since step {step} began: nothing is recorded")
+        rows["steps"][step] = {
+            test_file: {"state": state(test_file, names, text), "further": sorted(index[name] for name in names)}
+            for test_file, names in sorted(of_files.items())
         }
-    return {"files": table, "steps": steps}
+    return rows
 
 
 def write(rows: dict[str, Any]) -> None:
@@ -217,7 +219,7 @@ def write(rows: dict[str, Any]) -> None:
     RECORD.write_text(lines + "\n")
 
 
-def unchanged(step: str, versions: str) -> list[str]:
+def unchanged(step: str, options: str) -> list[str]:
     """Test files that a step need not run."""
     if not RECORD.is_file():
         return []
@@ -227,7 +229,7 @@ def unchanged(step: str, versions: str) -> list[str]:
         test_file
         for test_file, row in passed["steps"].get(step, {}).items()
         if (ROOT / test_file).is_file()
-        and state(test_file, (table[number] for number in row["further"]), versions) == row["state"]
+        and state(test_file, (table[number] for number in row["further"]), options) == row["state"]
     ]
 
 
@@ -235,17 +237,19 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("options", help="print what a step runs with")
     listing = commands.add_parser("list", help="print the test files that a step need not run")
     listing.add_argument("step")
     recording = commands.add_parser("record", help="write the record of a complete pass")
-    recording.add_argument("costs", type=Path)
-    recording.add_argument("reach", type=Path)
-    recording.add_argument("steps", nargs="+", metavar="STEP=PYTHON")
+    for name in ("options", "costs", "reach"):
+        recording.add_argument(name, type=Path)
     args = parser.parse_args()
-    if args.command == "list":
-        print("".join(f"{name}\n" for name in unchanged(args.step, installed(sys.executable))), end="")
+    if args.command == "options":
+        print(options())
+    elif args.command == "list":
+        print("".join(f"{name}\n" for name in unchanged(args.step, options())), end="")
     else:
-        write(record(args.costs, args.reach, dict(step.split("=", 1) for step in args.steps)))
+        write(record(args.options, args.costs, args.reach))
 
 
 if __name__ == "__main__":

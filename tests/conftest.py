@@ -32,7 +32,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach no network; those of
 
 import platformdirs
 import pytest
+
 from hypothesis import HealthCheck, settings
+
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+if hasattr(LIBC, "mallopt"):
+    # M_MMAP_THRESHOLD: memory of large arrays goes back when they are freed. glibc's own limit rises to 32 MiB.
+    LIBC.mallopt(-3, 1 << 20)
 
 # Failed assertions of helper modules show their values, as those of test modules do.
 folders = (path.name for path in pathlib.Path(__file__).parent.iterdir() if path.is_dir())
@@ -114,8 +120,8 @@ def _free_programs() -> Iterator[None]:
     # Imported modules and the tests themselves are left: collections need not visit them again. Without this, they
     # take a sixth of the test run.
     gc.freeze()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory otherwise
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)  # glibc keeps freed memory otherwise
 
 
 @pytest.fixture

@@ -78,13 +78,10 @@ def storm_blocks(runner):
 @pytest.mark.parametrize(
     ("caching", "room", "host"),
     [
-        pytest.param(True, "roomy", 0, marks=pytest.mark.slow),
-        (True, "storm", HOST_SLOTS),
-        pytest.param(False, "storm", 0, marks=pytest.mark.slow),
-        pytest.param(True, "storm", 0, marks=pytest.mark.slow),
-        pytest.param(False, "roomy", 0, marks=pytest.mark.slow),
+        (True, "roomy", 0), (True, "storm", HOST_SLOTS), (False, "storm", 0), (True, "storm", 0), (False, "roomy", 0),
     ],
 )
+@pytest.mark.slow
 def test_a_tree_of_prompts(runner, tree, caching, room, host):
     requests, wanted = tree
     blocks = storm_blocks(runner) if room == "storm" else None
@@ -101,7 +98,7 @@ def test_a_tree_of_prompts(runner, tree, caching, room, host):
         assert stats.blocks_to_device > 0
 
 
-@pytest.mark.parametrize("host", [0, HOST_SLOTS])
+@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.slow), HOST_SLOTS])
 def test_aborts_at_any_time_leave_a_consistent_cache(runner, tree, host):
     """Most of all within a prompt: other requests find the KV that was computed before the abort."""
     requests, wanted = tree

@@ -39,8 +39,8 @@ def largest_difference(outputs, variant):
 
 
 @pytest.mark.parametrize(
-    "variant",  # by default the first one and gpt2, which is least like it; all of them in .ci/run
-    [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (i not in (0, 11))) for i, v in enumerate(CLASSIFIERS)],
+    "variant",  # by default the first one; all of them in .ci/run
+    [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (i > 0)) for i, v in enumerate(CLASSIFIERS)],
 )
 def test_a_classifier_gives_transformers_scores(variant, tmp_path):
     """All prompts in one batch, prefilled in chunks: first without prefix hits, then with them in reverse order."""
@@ -58,8 +58,8 @@ def test_a_classifier_gives_transformers_scores(variant, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "variant",  # by default the bare base model and one of two kinds of layers; all of them in .ci/run
-    [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (i not in (0, 3))) for i, v in enumerate(EMBEDDERS)],
+    "variant",  # by default the bare base model; all of them in .ci/run
+    [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (i > 0)) for i, v in enumerate(EMBEDDERS)],
 )
 def test_an_embedding_is_transformers_last_hidden_state(variant, tmp_path):
     """Several causal models, and a bare base model, whose file has no tensor prefix and no lm_head."""
@@ -144,8 +144,8 @@ def test_an_answer_does_not_depend_on_the_batch(model, dtype, request):
         assert small.stats().used_blocks == small.stats().compiles_after_ready == 0
 
 
-@pytest.mark.parametrize("labels", [1, 2, 3, 9])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("labels", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 3, 9))])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_score_does_not_depend_on_the_row(labels, dtype):
     """At the hidden size of real models: the tiny models above do not show the difference."""
     spec = DecoderSpec(
@@ -174,6 +174,7 @@ def test_a_pooling_engine_has_one_program_per_token_bucket_and_one_pool_program(
         LLM(bare, runner="pooling", row_buckets=(8,), **OPTIONS)
 
 
+@pytest.mark.slow
 def test_random_requests_compile_nothing_and_leak_no_blocks(bare):
     rng = random.Random(3)
     with LLM(bare, runner="pooling", **OPTIONS | {"max_model_len": 256}, kv_cache_memory_bytes=400_000) as llm:

@@ -113,6 +113,7 @@ def test_weights_go_to_the_host_and_back():
     assert back["a"].sharding == shared.sharding
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_into_the_folder(llm, tmp_path):
     llm.start_profile(tmp_path)
     with pytest.raises(EngineError, match="cannot start"):

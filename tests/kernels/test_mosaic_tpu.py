@@ -29,11 +29,11 @@ LONG = Shape(kv_heads=4, block_size=32, tokens=0, rows=7)
     ("heads", "window", "kv_dtype"),
     [
         pytest.param(1, 300, None, id="head-by-head-300", marks=pytest.mark.slow),
-        pytest.param(4, None, None, id="all-heads-None"),
+        pytest.param(4, None, None, id="all-heads-None", marks=pytest.mark.slow),
         pytest.param(1, None, None, id="head-by-head-None", marks=pytest.mark.slow),
         pytest.param(4, 300, None, id="all-heads-300", marks=pytest.mark.slow),
         pytest.param(2, 300, "int8", id="two-heads-300-int8"),
-        pytest.param(1, None, "float8_e4m3fn", id="head-by-head-None-fp8"),
+        pytest.param(1, None, "float8_e4m3fn", id="head-by-head-None-fp8", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_tiles_of_long_and_empty_rows(window, heads, kv_dtype):
@@ -101,7 +101,7 @@ def test_refused_calls_are_named(change, reason):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["float32", "int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bfloat16", "float8_e4m3fn"))],
+    ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("float32", "bfloat16", "float8_e4m3fn"))],
 )
 def test_write_puts_tokens_into_slabs_whatever_their_order(dtype):
     """Several tokens per slab and slabs per block, in any order, with NaN in other slots; and only padding."""

@@ -91,9 +91,9 @@ def rows_of(shape):
 FIRST = {
     "reference": ("ragged",),
     "xla": ("all-options",),
-    "xla_loop": ("ragged-all-options", "int8-decodes-bf16", "latent"),
+    "xla_loop": ("ragged-all-options", "int8-decodes-bf16"),
     "cpu": tuple(SHAPES),  # a second in all
-    "triton": ("ragged-all-options", "int8", "fp8-decodes-bf16"),
+    "triton": ("ragged-all-options", "fp8-decodes-bf16"),
     "triton_small": ("decodes",),
     "mosaic_tpu": ("int8-all-options",),  # test_mosaic_tpu.py has decodes and fp8
     "triton-splits": ("all-options",),
@@ -220,10 +220,8 @@ def test_wrong_arguments_are_named(change, message):
         paged_attention(**{**make_case(Shape()), "scale": 1.0, "max_query_len": 64} | change)
 
 
-@pytest.mark.parametrize(
-    "implementation", ["xla_loop", pytest.param("triton", marks=pytest.mark.slow),
-                       pytest.param("mosaic_tpu", marks=pytest.mark.slow)],
-)  # fmt: skip
+@pytest.mark.parametrize("implementation", ["xla_loop", "triton", "mosaic_tpu"])
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_errors")
 def test_index_types_and_64_bits_change_nothing(implementation):
     shape = SHAPES["ragged"]

@@ -60,9 +60,10 @@ def one_by_one(experts: Experts, matrices: dict, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("num", "per_token", "tokens", "renormalise"),
     [
-        (4, 2, 1, False), (5, 5, 7, True), (7, 3, 64, True), (1, 1, 9, False), (64, 8, 33, False), (3, 1, 200, True),
+        (5, 5, 7, True), (64, 8, 33, False),
         *(
             pytest.param(*case, marks=pytest.mark.slow) for case in (
+                (4, 2, 1, False), (7, 3, 64, True), (1, 1, 9, False), (3, 1, 200, True),
                 (4, 2, 1, True), (5, 5, 7, False), (7, 3, 64, False), (1, 1, 9, True), (64, 8, 33, True),
                 (3, 1, 200, False),
             )

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TREE = {
     "pyproject.toml": "",
-    ".ci/run": "",
     "README.md": "",
     "jpaged/__init__.py": "from jpaged.engine import Engine",
     "jpaged/sizes.py": "SIZE = 16",
@@ -28,7 +29,7 @@ TREE = {
     "tests/test_grammar.py": "from jpaged.grammar import parse",
     "tests/test_child.py": "import subprocess",
 }
-STEP = "slow"
+STEP, OPTIONS = "slow", "Python 3.12, jax 1, jaxlib 1, XLA_FLAGS None"
 
 
 def load(tree: Path):
@@ -41,8 +42,8 @@ def load(tree: Path):
     return module
 
 
-def left_out(tree: Path, versions: str = "3.12 1 1") -> set[str]:
-    return {Path(name).stem for name in load(tree).unchanged(STEP, versions)}
+def left_out(tree: Path, options: str = OPTIONS) -> set[str]:
+    return {Path(name).stem for name in load(tree).unchanged(STEP, options)}
 
 
 @pytest.fixture
@@ -52,6 +53,7 @@ def tree(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "tests/recording").mkdir()
+    (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/left_out.py", tmp_path / ".ci")
     reached = {
         "tests/engine/test_engine.py::test_one": {"jpaged/engine.py": [2, 3, 4], "jpaged/page.html": [0]},
@@ -68,8 +70,9 @@ def tree(tmp_path):
     child = ["tests/engine/test_engine.py::test_one", "jpaged/plugin.py:1", "jpaged/plu"]
     (tmp_path / "reach" / STEP / "child-1.lines").write_text("\n".join(child))
     module = load(tmp_path)
-    module.installed = lambda python: "3.12 1 1"
-    module.write(module.record(tmp_path / "costs", tmp_path / "reach", {STEP: "python"}))
+    (tmp_path / "options").mkdir()
+    (tmp_path / "options" / STEP).write_text(f"{OPTIONS}\n")
+    module.write(module.record(tmp_path / "options", tmp_path / "costs", tmp_path / "reach"))
     return tmp_path
 
 
@@ -97,7 +100,6 @@ def test_nothing_has_changed(tree):
         ("tests/golden/answers.json", set()),
         ("jpaged/tuning.json", set()),
         ("pyproject.toml", set()),
-        (".ci/run", set()),
     ],
 )  # fmt: skip
 def test_a_file_has_changed(tree, changed, still_left_out):
@@ -107,9 +109,9 @@ def test_a_file_has_changed(tree, changed, still_left_out):
     assert left_out(tree) == still_left_out
 
 
-def test_other_versions_steps_and_files(tree):
-    assert left_out(tree, "3.12 2 1") == set()
-    assert load(tree).unchanged("h200", "3.12 1 1") == []
+def test_other_options_steps_and_files(tree):
+    assert left_out(tree, OPTIONS.replace("1", "2")) == left_out(tree, OPTIONS.replace("None", "''")) == set()
+    assert load(tree).unchanged("h200", OPTIONS) == []
     (tree / "tests/test_child.py").unlink()
     assert left_out(tree) == {"test_engine", "test_grammar"}
     (tree / "tests/golden/new.json").write_text("{}")
@@ -118,3 +120,9 @@ def test_other_versions_steps_and_files(tree):
     assert left_out(tree) == {"test_engine", "test_grammar"}
     (tree / "tests/recording/complete_pass.json").unlink()
     assert left_out(tree) == set()
+
+
+def test_a_file_that_changed_meanwhile_is_not_recorded(tree):
+    os.utime(tree / "jpaged/late.py", (time.time() + 9,) * 2)
+    with pytest.raises(SystemExit, match=r"jpaged/late\.py has changed since step slow began"):
+        load(tree).record(*(tree / name for name in ("options", "costs", "reach")))
