@@ -32,7 +32,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach no network; those of
 
 import platformdirs
 import pytest
-
 from hypothesis import HealthCheck, settings
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
