@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests/recording/complete_pass.json"
 PRODUCT = ("jpaged", "models", "serving", "pallas_kernels")
 CODE = (*PRODUCT, "tests", "benchmarks", "tools", "examples")
-SKIPPED = {"__pycache__", ".hypothesis"}
+SKIPPED = {"__pycache__", ".hypothesis", ".git", ".pytest_cache", ".ruff_cache"}  # no part of the project
 
 
 def files_under(*folders: str) -> Iterator[str]:
@@ -47,6 +47,7 @@ def files_under(*folders: str) -> Iterator[str]:
             yield from (Path(place, name).relative_to(ROOT).as_posix() for name in files)
 
 
+@functools.cache
 def resolved(name: str) -> str:
     """A file's path without links: jpaged/models is models."""
     path = (ROOT / name).resolve()
@@ -139,11 +140,12 @@ def imported(files: Iterable[str], reached: dict[str, set[int]]) -> set[str]:
     return found | packages
 
 
-def static_files(test_file: str) -> set[str]:
+@functools.cache
+def static_files(test_file: str) -> frozenset[str]:
     """Files that a file of tests uses whatever its tests reach."""
     places = [parent / "conftest.py" for parent in Path(test_file).parents]
     conftests = [place.as_posix() for place in places if (ROOT / place).is_file()]
-    return imported([test_file, *conftests], {})
+    return frozenset(imported([test_file, *conftests], {}))
 
 
 def state(test_file: str, further: Iterable[str], options: str) -> str:
@@ -162,13 +164,15 @@ def read_reach(folder: Path) -> tuple[dict[str, dict[str, set[int]]], set[str]]:
             for row in map(json.loads, rows):
                 lines = reached[row["test"].partition("::")[0]]
                 for name, numbers in row["lines"].items():
-                    lines[resolved(name)].update(numbers)
+                    if Path(name).parts[0] not in SKIPPED:
+                        lines[resolved(name)].update(numbers)
     for path in folder.glob("*.lines"):
         test, *rest = path.read_text().splitlines()
         with_child.add(test)
         for line in rest:
             name, _, number = line.rpartition(":")
-            if number.isdigit():  # a process that was killed may leave half a line
+            # A process that was killed may leave half a line.
+            if number.isdigit() and Path(name).parts[0] not in SKIPPED:
                 reached[test.partition("::")[0]][resolved(name)].add(int(number))
     return reached, with_child
 
