@@ -38,6 +38,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,8 +229,12 @@ def run_tests(tree: Path, tests: Sequence[str]) -> str:
     text = report.read_text(errors="replace")
     if status == 0:
         return ""
-    failed = [line.split(" ")[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0] if failed else f"exit status {status}"
+    if status == pytest.ExitCode.USAGE_ERROR:
+        raise ValueError(f"a recorded test does not exist, so record again: {text[-300:]}")
+    summary = text.rpartition("short test summary info")[2]  # logs have lines that begin with ERROR, too
+    failed = [line.partition(" ")[2] for line in summary.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    named = [test for test in tests if failed and f"{failed[0]} ".startswith(f"{test} ")]  # names may have spaces
+    return max(named, key=len, default=f"exit status {status}")
 
 
 def judge(mutation: Mutation, tree: Path, default: Sequence[str], slow: Sequence[str]) -> dict[str, Any]:
@@ -290,7 +295,8 @@ def show(args: argparse.Namespace) -> None:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         kinds = [row["kind"] for row in rows]
         print(f"{path}: {len(rows)} mutations, {kinds.count('default')} found by default tests, "
-              f"{kinds.count('slow')} by slow tests, {kinds.count('survives')} survive")  # fmt: skip
+              f"{kinds.count('slow')} by slow tests, {kinds.count('deviceless')} by deviceless tests, "
+              f"{kinds.count('survives')} survive")  # fmt: skip
         for row in rows:
             if row["kind"] == "survives":
                 print(f"  {Mutation(**row['mutation']).name} ({row['default_tests']} + {row['slow_tests']} tests)")

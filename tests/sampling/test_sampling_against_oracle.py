@@ -39,7 +39,7 @@ from tests.sampling.sampling_oracle import MODES, Oracle, chi_square, distributi
 from tests.support.covering import all_pairs
 
 DEMO = "jpaged/demo_model"
-NUM_DRAWS = 20_000
+NUM_DRAWS = 5_000
 NUM_LOGPROBS = 5
 # Largest error of a probability. Logits here are up to 30, where float32 rounds by 1e-6. A temperature below 1 and a
 # repetition penalty multiply that error: at 0.25 either gives 1.02e-6, before the sampler's other steps.
