@@ -15,22 +15,18 @@ import os
 import platform
 import statistics
 import time
+from importlib.metadata import version
 from pathlib import Path
 
-LAYERS = 6
+LAYERS, ROWS = 6, 32
 
 
 def processor() -> str:
-    """Name of the processor."""
+    """Name and model number of the processor. Virtual machines have names without a number."""
     path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                fields = dict(part.split("\t:", 1) for part in path.read_text().splitlines() if "\t:" in part)
-                model = next((value.strip() for key, value in fields.items() if key.strip() == "model"), "?")
-                return f"{name} (model {model})"
-    return platform.processor() or platform.machine()
+    lines = path.read_text().splitlines() if path.exists() else []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return f"{fields.get('model name', platform.machine())} (model {fields.get('model', 'unknown')})"
 
 
 def round_of_work(number: int) -> float:
@@ -40,9 +36,9 @@ def round_of_work(number: int) -> float:
 
     width = 64 + 8 * (number % 8)
 
-    def layer(x, w, size):
+    def layer(x, w):
         q, k, v = (x @ w[i] for i in range(3))
-        scores = jnp.where(jnp.tri(size, dtype=bool), q @ k.T / width**0.5, -jnp.inf)
+        scores = jnp.where(jnp.tri(ROWS, dtype=bool), q @ k.T / width**0.5, -jnp.inf)
         x = x + jax.nn.softmax(scores) @ v
         gate, up = jnp.split(jax.nn.silu(x @ w[3]) * jnp.cumsum(x, 0), 2, axis=-1)
         order = jnp.argsort(x.sum(-1))
@@ -50,11 +46,11 @@ def round_of_work(number: int) -> float:
 
     def model(x, weights):
         for index in range(LAYERS):
-            x = layer(x, weights[index], 32)
+            x = layer(x, weights[index])
         return jax.lax.top_k(jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ weights[0, 0]), x), 5)
 
     start = time.perf_counter()
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, width), (LAYERS, 5, width, width))]
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((ROWS, width), (LAYERS, 5, width, width))]
     jax.jit(model).lower(*shapes).compile()
     return time.perf_counter() - start
 
@@ -75,8 +71,6 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.processes, mp_context=spawn) as pool:
         seconds = [one for each in pool.map(rounds, [args.rounds] * args.processes) for one in each]
-    from importlib.metadata import version
-
     print(f"{processor()}, {args.processes} processes, JAX {version('jax')}: "
           f"{statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})")  # fmt: skip
 

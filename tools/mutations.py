@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from costs import read
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,8 +194,7 @@ def reaching(mutations: Sequence[Mutation], folder: Path) -> dict[Mutation, tupl
 
 def costs_of(folder: Path) -> dict[str, tuple[float, bool]]:
     """Seconds of each test, and whether it is slow."""
-    rows = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
-    return {row["test"]: (row["seconds"], "slow" in row["marks"]) for row in rows}
+    return {row["test"]: (row["seconds"], "slow" in row["marks"]) for row in read([folder])}
 
 
 def within_seconds(tests: Sequence[str], costs: dict[str, tuple[float, bool]], seconds: float) -> list[str]:
