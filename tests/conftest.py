@@ -6,11 +6,12 @@ docs/testing.md says which tests run where.
 import ctypes
 import gc
 import importlib.metadata
+import math
 import os
 import pathlib
 import signal
+import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 # Before jax is imported anywhere, in child processes of tests too.
@@ -34,13 +35,15 @@ import platformdirs
 import pytest
 from hypothesis import HealthCheck, settings
 
+ROOT = pathlib.Path(__file__).parents[1]
+
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 if hasattr(LIBC, "mallopt"):
     # M_MMAP_THRESHOLD: memory of large arrays goes back when they are freed. glibc's own limit rises to 32 MiB.
     LIBC.mallopt(-3, 1 << 20)
 
 # Failed assertions of helper modules show their values, as those of test modules do.
-folders = (path.name for path in pathlib.Path(__file__).parent.iterdir() if path.is_dir())
+folders = (path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
 pytest.register_assert_rewrite(*(f"tests.{name}" for name in folders))
 
 from tests.support.array_types import CheckArrays  # noqa: E402
@@ -73,6 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if "PYTEST_XDIST_WORKER" not in os.environ and config.getoption("numprocesses", None):
+        if not config.getoption("collectonly"):
+            _compile_native_kernels()
         return  # this process hands out tests, and runs none
     from tests.recording.costs import CostsPlugin
     from tests.recording.reach import ReachPlugin
@@ -80,6 +85,20 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, plugin in (("--costs", CostsPlugin), ("--reach", ReachPlugin)):
         if config.getoption(name):
             config.pluginmanager.register(plugin(pathlib.Path(config.getoption(name))))
+
+
+def _compile_native_kernels() -> None:
+    """Compile the native kernels that are not stored, in two processes: 15 s, once per Python.
+
+    A worker that compiles them grows by 600 MiB.
+    """
+    from pallas_kernels.cpu_kernels import KERNELS
+    from pallas_kernels.native import library
+
+    missing = library.not_stored(tuple(KERNELS))
+    command = [sys.executable, "-m", "pallas_kernels.cpu_kernels"]
+    for child in [subprocess.Popen([*command, *order], cwd=ROOT) for order in (missing, missing[::-1]) if missing]:
+        child.wait()  # a failure is one of the tests
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -100,21 +119,26 @@ def own_programs() -> Iterator[None]:
         yield
 
 
+def _resident_mib() -> float:
+    """Memory of this process. Infinite where the system does not say it."""
+    statm = pathlib.Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if statm.exists() else math.inf
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs() -> Iterator[None]:
     """Free what the module's tests have compiled.
 
-    Otherwise a worker grows past 4 GB: jitted functions hold their executables until the process ends. This takes
-    70 ms, and half of the modules take less than a second and leave little.
+    Otherwise a worker grows past 4 GB: jitted functions hold their executables until the process ends. Each module
+    begins without any, so the programs it asks for do not depend on what ran before it.
     """
-    start = time.monotonic()
     yield
-    if time.monotonic() - start < 1:
-        return
     if "jax" in sys.modules:
         import jax
 
         jax.clear_caches()
+    if _resident_mib() < 800:  # the rest takes 70 ms
+        return
     gc.collect()  # engines are in reference cycles
     # Imported modules and the tests themselves are left: collections need not visit them again. Without this, they
     # take a sixth of the test run.

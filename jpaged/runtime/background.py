@@ -24,6 +24,7 @@ from jpaged.runtime.stored_programs import ProgramStore
 
 logger = logging.getLogger(__name__)
 
+THREAD_NAME = "jpaged-compile"
 MAX_WORKERS = 4  # each takes up to 550 MiB (demo model, peak while it compiles)
 CORES_PER_WORKER = 2  # the engine needs cores too
 
@@ -45,7 +46,7 @@ class BackgroundCompiler:
         kernels = [module for module, _ in store.kernels]
         self._workers = [CompileWorker(store.folder.parent, kernels) for _ in range(count)]
         self._threads = [
-            threading.Thread(target=self._run, args=(worker,), name="jpaged-compile", daemon=True)
+            threading.Thread(target=self._run, args=(worker,), name=THREAD_NAME, daemon=True)
             for worker in self._workers
         ]
         for thread in self._threads:
@@ -60,7 +61,6 @@ class BackgroundCompiler:
                 for worker in self._workers:
                     worker.kill()  # again and again: one may just be starting
                 thread.join(0.02)
-
 
     def _run(self, worker: CompileWorker) -> None:
         guarded = _Guarded(worker, lambda: self._closing)

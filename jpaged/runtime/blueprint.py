@@ -247,7 +247,8 @@ class Blueprint:
             try:
                 attempt.check_attention(device)
             except Exception as error:  # wrong results, or a kernel that does not compile or run on this device
-                cpu.discard()
+                if name == "cpu":
+                    cpu.discard()
                 reason = f"{type(error).__name__}: {first_line(error)}"
                 failures.append(f"{name}: {reason}")
                 if named:

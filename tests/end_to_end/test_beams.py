@@ -5,8 +5,10 @@ import json
 import pytest
 
 from jpaged import LLM, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
 from tests.golden.beams import cases
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.support.tiny_engine import sampling_programs
 
 TOLERANCE = 1e-4  # on natural logarithms
 ROOMY = {"row_buckets": (32,), "token_buckets": (64,), "max_num_seqs": 32, "max_num_batched_tokens": 64}
@@ -38,7 +40,8 @@ def test_all_searches_at_once_give_transformers_answers(variant, tmp_path):
     blocks = FEW_BLOCKS.get(variant)
     if blocks is not None:
         options["kv_cache_memory_bytes"] = blocks * _block_bytes(BY_NAME[variant].config)
-    with LLM(str(tmp_path), dtype="float32", max_model_len=80, **options) as llm:
+    options |= {"dtype": "float32", "max_model_len": 80}
+    with sampling_programs(SamplerVariant.FULL), LLM(str(tmp_path), **options) as llm:
         prompts = [{"prompt_token_ids": case.prompt} for case in searches]
         outputs = llm.generate(prompts, [sampling_params(case.params) for case in searches], use_tqdm=False)
         stats = llm.stats()

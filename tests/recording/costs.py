@@ -3,7 +3,10 @@
 Each worker writes a line of JSON per test: seconds, CPU seconds, engines started, compile keys, and child processes.
 A compile key names one compiled program. JAX logs it when it looks for the program in the compile cache. Engines of one
 process share programs (tests/support/shared_programs.py). A program of an engine therefore has a key of its own here,
-and a test asks for the same keys whatever ran before it. Compile keys of child processes are not counted.
+and a test asks for the same keys whatever ran before it.
+
+Some keys depend on the machine, and do not count. They are those of child processes and of the self-check of newly
+compiled native kernels, and those that an engine compiles in the background.
 """
 
 import contextlib
@@ -24,6 +27,8 @@ from unittest import mock
 
 import pytest
 
+from jpaged.runtime.background import THREAD_NAME
+
 _KEY = re.compile(r"(?i)persistent compilation cache (?:hit|miss) for '.*' with key '(.*)'")
 _LOGGER = "jax._src.compiler"  # a name, not an import: without this logger no key is seen, and a test says so
 
@@ -35,7 +40,7 @@ class Recorder(logging.Filter):
         super().__init__()
         self.keys: set[str] = set()
         self.engines = self.children = 0
-        self._shared = threading.local()  # .depth: programs that this thread compiles for shared_programs
+        self._inside = threading.local()  # .depth: blocks of this thread in which JAX's keys do not count
 
     def reset(self) -> None:
         """Forget the counts of the test before."""
@@ -44,19 +49,26 @@ class Recorder(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Read a compile key from a line of JAX's log. Lines that are logged only for this go nowhere else."""
         found = _KEY.match(record.getMessage())
-        if found and not getattr(self._shared, "depth", 0):
+        if found and not getattr(self._inside, "depth", 0):
             self.keys.add(found[1])
         return record.levelno >= logging.WARNING
 
     @contextlib.contextmanager
     def shared_program(self, key: Any) -> Iterator[None]:
         """Count a program of an engine. Its key is the same whether the block compiles the program or finds it."""
-        self.keys.add("engine-" + hashlib.sha256(repr(key).encode()).hexdigest())
-        self._shared.depth = getattr(self._shared, "depth", 0) + 1
+        if threading.current_thread().name != THREAD_NAME:
+            self.keys.add("engine-" + hashlib.sha256(repr(key).encode()).hexdigest())
+        with self.uncounted():
+            yield
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count no program that this thread compiles in the block."""
+        self._inside.depth = getattr(self._inside, "depth", 0) + 1
         try:
             yield
         finally:
-            self._shared.depth -= 1
+            self._inside.depth -= 1
 
 
 recorder = Recorder()

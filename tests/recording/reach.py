@@ -1,6 +1,6 @@
 """Lines of the project that each test reaches, for `python -m pytest tests --reach FOLDER`. Needs Python 3.12.
 
-tools/mutations.py and .ci/slow_tests.py read them. Each worker writes a file of lines of JSON, one per test: the test,
+tools/mutations.py and .ci/left_out.py read them. Each worker writes a file of lines of JSON, one per test: the test,
 and `{file: [line, ...]}`. Child processes of tests find tests/recording/child through PYTHONPATH, and the test's name
 in pytest's variable PYTEST_CURRENT_TEST.
 

@@ -13,6 +13,7 @@ from jpaged import SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError
 from jpaged.runtime import background
+from jpaged.runtime.background import THREAD_NAME
 from jpaged.runtime.compile_worker import CompileWorker
 from jpaged.runtime.output_programs import SampleShape, ScoreShape
 from jpaged.runtime.programs import Program, ProgramTable
@@ -30,7 +31,7 @@ REQUESTS = [
 
 def threads():
     """Threads of background compilers."""
-    return [thread for thread in threading.enumerate() if thread.name == "jpaged-compile"]
+    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
 
 
 def children():

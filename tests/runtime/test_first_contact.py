@@ -21,7 +21,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
 from pallas_kernels import platforms
 from pallas_kernels.gated_dot import IMPLEMENTATIONS as GATED_DOT
-from pallas_kernels.paged_attention import IMPLEMENTATIONS
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu
 from pallas_kernels.platforms import Implementation
 
 SPEC = DecoderSpec(
@@ -50,7 +50,8 @@ def planted(monkeypatch):
     monkeypatch.setitem(platforms.PREFERRED, "cpu", ("wrong", "broken", "xla_loop"))
 
 
-def test_the_next_implementation_is_used(planted, caplog):
+def test_the_next_implementation_is_used(planted, caplog, monkeypatch):
+    monkeypatch.setattr(cpu, "discard", lambda: pytest.fail("the native kernel is not the one that is wrong"))
     with caplog.at_level(logging.INFO):
         found = blueprint().with_checked_attention(jax.devices()[0])
     assert found.implementation == "xla_loop"

@@ -5,8 +5,12 @@ import json
 import pathlib
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from jpaged.runtime.background import THREAD_NAME
+from tests.recording.costs import Recorder
 
 pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it
 
@@ -67,3 +71,18 @@ def test_a_run_records_what_a_test_costs(tmp_path):
     found = tool.costs(tool.read([tmp_path]))
     assert found["tests/engine"].tests > 3
     assert found["tests/engine"].engines == 0
+
+
+def test_programs_of_the_background_do_not_count():
+    """How many an engine has compiled when its test ends depends on the machine."""
+    recorder = Recorder()
+
+    def ask(key):
+        with recorder.shared_program(key):
+            pass
+
+    ask("at the start")
+    thread = threading.Thread(target=ask, args=("later",), name=THREAD_NAME)
+    thread.start()
+    thread.join()
+    assert len(recorder.keys) == 1
