@@ -31,6 +31,7 @@ from jpaged.frontend.pausing import check_level, pause_mode, wake_tags
 from jpaged.frontend.prefill import prefill
 from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
 from jpaged.frontend.watchdog import STALL_SECONDS
+from jpaged.lifetime import close_when_collected
 from jpaged.outputs import PoolingRequestOutput, RequestOutput
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
@@ -42,7 +43,8 @@ PROGRAMS_SECONDS = 0.05  # between two looks at whether a request's programs exi
 class AsyncLLM(EngineAccess):
     """A model that serves requests on asyncio. Arguments and errors as for `jpaged.LLM`; the constructor blocks.
 
-    Use it as an asynchronous context manager, or call `close`, to free the device memory.
+    The device memory is freed when it is collected. Use it as an asynchronous context manager, or call `close`, to say
+    when.
 
     watchdog_seconds: a step that takes longer is logged with what it does, and makes `check_health` fail.
     """
@@ -71,6 +73,7 @@ class AsyncLLM(EngineAccess):
             )
         else:
             self._engine_thread = EngineThread(built.engine, watchdog_seconds=watchdog_seconds)
+        self._collected = close_when_collected(self, partial(_close, self._engine_thread, self._tokenising))
 
     def generate(
         self,
@@ -134,7 +137,7 @@ class AsyncLLM(EngineAccess):
         stream = self._streams[request_id] = OutputStream(loop, deltas=deltas)
         in_engine = False
         try:
-            self._engine_thread.check_room()
+            self._engine_thread.check_room()  # checks the process too: a forked child has no threads
             work = partial(self._process, request_id, prompt, params, priority, refuse_cut)
             request_group, prefixes = await self._tokenising.run(prompt_length(prompt), work)
             if request_group.grammar is not None:
@@ -290,6 +293,17 @@ class AsyncLLM(EngineAccess):
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Abort running requests (last outputs with finish_reason 'abort') and free the device memory."""
-        self._engine_thread.close()
-        self._tokenising.close()
+        """Abort running requests (last outputs with finish_reason 'abort') and free the device memory.
+
+        In a forked process it does nothing: the memory is the parent's.
+        """
+        if self._made_in.is_another:
+            return
+        self._collected.detach()
+        _close(self._engine_thread, self._tokenising)
+
+
+def _close(engine_thread: EngineThread | EngineThreads, tokenising: TokeniserThreads) -> None:
+    """End an AsyncLLM, which may be gone."""
+    engine_thread.close()
+    tokenising.close()

@@ -6,8 +6,9 @@ import dataclasses
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
@@ -25,11 +26,12 @@ from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import build_engine, weights_name
 from jpaged.frontend.engine_access import EngineAccess
 from jpaged.frontend.engines_run import run_engines
-from jpaged.frontend.interrupts import DeferredInterrupt, call_at_exit
+from jpaged.frontend.interrupts import DeferredInterrupt
 from jpaged.frontend.pausing import WAKE_TAGS, check_level, wake_tags
 from jpaged.frontend.progress import Progress, UseTqdm
 from jpaged.frontend.prompts import one_each, prompt_list, with_prompt_index
 from jpaged.frontend.tracing import refuse_tracing
+from jpaged.lifetime import call_at_exit, close_when_collected
 from jpaged.outputs import (
     ClassificationOutput,
     CompletionOutput,
@@ -58,8 +60,9 @@ class LLM(EngineAccess):
     layout: a `jpaged.models.spec.WeightLayout`: how live arrays are stored, where their shapes leave it open.
     engine_options: fields of `jpaged.EngineConfig`, e.g. dtype, max_model_len, max_num_seqs.
 
-    Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. Use it as a context manager,
-    or call `close`, to free the device memory. Calls from several threads run one after another.
+    Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. The device memory is freed
+    when the LLM is collected. Use it as a context manager, or call `close`, to say when. Calls from several threads run
+    one after another.
 
     With data_parallel_size the prompts of a call are divided among several engines, evenly by their number.
     """
@@ -81,6 +84,7 @@ class LLM(EngineAccess):
         self._asleep: frozenset[str] = frozenset()  # tags of `wake_up` that sleep
         self._interpreter_ends = False
         self._exit_hook = call_at_exit(self._close_at_exit)
+        self._collected = close_when_collected(self, partial(_close, self.engines, self._exit_hook))
 
     def generate(
         self,
@@ -335,12 +339,16 @@ class LLM(EngineAccess):
         return bool(self._asleep)
 
     def close(self) -> None:
-        """Free the device memory. The LLM cannot be used afterwards; a second `close` does nothing."""
+        """Free the device memory. The LLM cannot be used afterwards; a second `close` does nothing.
+
+        In a forked process it does nothing: the memory is the parent's.
+        """
+        if self._made_in.is_another:
+            return
         with self._exclusive("close"):
-            atexit.unregister(self._exit_hook)
             if self._engine is not None:
-                for engine in self.engines:
-                    engine.close()
+                self._collected.detach()
+                _close(self.engines, self._exit_hook)
                 self._engine = None
 
     def __enter__(self) -> Self:
@@ -353,7 +361,8 @@ class LLM(EngineAccess):
 
     @contextlib.contextmanager
     def _exclusive(self, method: str) -> Iterator[None]:
-        """Hold the lock, for one call at a time. Raises EngineError inside a call of the same thread."""
+        """Hold the lock, for one call at a time. EngineError inside a call of this thread, or after a fork."""
+        self._made_in.check()
         self._refuse_nested(method)
         with self._lock:
             self._caller = threading.get_ident()
@@ -496,6 +505,13 @@ class LLM(EngineAccess):
         """End a call that still runs in a daemon thread, after its current step."""
         self._interpreter_ends = True
         self.close()
+
+
+def _close(engines: tuple[Engine, ...], exit_hook: Callable[[], Any]) -> None:
+    """End an LLM, which may be gone."""
+    atexit.unregister(exit_hook)
+    for engine in engines:
+        engine.close()
 
 
 def generate(

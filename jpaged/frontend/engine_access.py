@@ -9,6 +9,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.engine_stats import total_stats
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import BuiltEngine
+from jpaged.lifetime import OwnProcess
 from jpaged.metric_families import Metric, families_of
 from jpaged.metrics import EngineMetricsSnapshot
 from jpaged.outputs import EngineStats
@@ -33,6 +34,7 @@ class EngineAccess:
         self._tokenizer = built.tokenizer
         self._engine: Engine | None = built.engine
         self._others = built.others  # further engines, with data_parallel_size
+        self._made_in = OwnProcess()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -137,8 +139,9 @@ class EngineAccess:
     def engine(self) -> Engine:
         """The first engine, for diagnosis: its runner and its scheduler. Do not call its methods while requests run.
 
-        `LLM` raises EngineError after `close`.
+        Raises EngineError in a forked process, and with `LLM` after `close`.
         """
+        self._made_in.check()
         if self._engine is None:
             raise EngineError(CLOSED)
         return self._engine

@@ -28,10 +28,10 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.step_plan import Runner
 from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 from jpaged.frontend.engine_access import CLOSED
-from jpaged.frontend.interrupts import call_at_exit
 from jpaged.frontend.output_stream import OutputStream
 from jpaged.frontend.pausing import WAKE_TAGS, PauseMode
 from jpaged.frontend.watchdog import STALL_SECONDS, Watchdog
+from jpaged.lifetime import OwnProcess, call_at_exit
 
 T = TypeVar("T")
 
@@ -105,6 +105,7 @@ class EngineThread:
         self._watchdog = Watchdog(self._thread, engine.pipeline.describe, watchdog_seconds)
         self._thread.start()
         self._exit_hook = call_at_exit(self.close)
+        self._made_in = OwnProcess()
 
     @property
     def runner(self) -> Runner[Any]:
@@ -240,7 +241,8 @@ class EngineThread:
             callback(ended)
 
     def check_open(self) -> None:
-        """Raise EngineError when the engine is closed or has ended."""
+        """Raise EngineError when the engine is closed or has ended, and in a forked process."""
+        self._made_in.check()
         if self._ended is not None:
             raise self._ended
         if self._closing:

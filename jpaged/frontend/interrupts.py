@@ -1,12 +1,9 @@
-"""Ctrl-C and the end of the interpreter: both take effect between two steps of the engine, never inside a step."""
+"""Ctrl-C takes effect between two steps of the engine, never inside a step."""
 
-import atexit
 import signal
 import threading
-import weakref
-from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 
 class DeferredInterrupt:
@@ -45,19 +42,3 @@ class DeferredInterrupt:
         if self._pending:
             signal.default_int_handler(number, frame)
         self._pending = True
-
-
-def call_at_exit(method: Callable[[], None]) -> Callable[[], Any]:
-    """Call a bound method when the interpreter ends, if its object still exists.
-
-    Returns the argument for `atexit.unregister`. The method must end the threads that use the device. A thread inside
-    XLA at the interpreter's end aborts the process.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        live = reference()
-        if live is not None:
-            live()
-
-    return atexit.register(call)

@@ -1,6 +1,7 @@
 """Threads that check and tokenise prompts for `AsyncLLM`: short prompts never wait for long ones."""
 
 import asyncio
+import atexit
 import heapq
 import itertools
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from jpaged.lifetime import call_at_exit
 from jpaged.text.encoder import WHOLE
 
 T = TypeVar("T")
@@ -23,6 +25,7 @@ class TokeniserThreads:
     def __init__(self) -> None:
         self._short = _ShortestFirst(1)
         self._long = _ShortestFirst(LONG_WORKERS)
+        self._exit_hook = call_at_exit(self._close_at_exit)
 
     async def run(self, length: int, call: Callable[[Callable[[], bool]], T]) -> T:
         """Run `call(cancelled)` in a thread, and return its result. length: characters of its prompt.
@@ -39,9 +42,16 @@ class TokeniserThreads:
             cancelled.set()
 
     def close(self) -> None:
-        """End the threads. Calls that have not started are cancelled."""
+        """End the threads, after their current calls. Calls that have not started are cancelled."""
+        atexit.unregister(self._exit_hook)
         self._short.close()
         self._long.close()
+
+    def _close_at_exit(self) -> None:
+        """Wait for current calls: a thread in the tokenizer when the interpreter ends aborts the process."""
+        self.close()
+        self._short.join()
+        self._long.join()
 
 
 class _ShortestFirst:
@@ -75,6 +85,11 @@ class _ShortestFirst:
                 future.cancel()
             self._calls.clear()
             self._wake.notify_all()
+
+    def join(self) -> None:
+        """Wait until the threads have ended."""
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while True:

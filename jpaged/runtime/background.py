@@ -9,6 +9,7 @@
 On GPU and TPU a row's bits may differ between buckets, so all programs are compiled before the engine runs.
 """
 
+import atexit
 import dataclasses
 import logging
 import os
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from jpaged.errors import EngineError
+from jpaged.lifetime import call_at_exit
 from jpaged.runtime.blueprint import FittedBuild
 from jpaged.runtime.compile_worker import FAILURES, CompileWorker
 from jpaged.runtime.programs import ProgramTable, Shape, compiled, kind_of, size
@@ -49,11 +51,13 @@ class BackgroundCompiler:
             threading.Thread(target=self._run, args=(worker,), name=THREAD_NAME, daemon=True)
             for worker in self._workers
         ]
+        self._exit_hook = call_at_exit(self.close)
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
         """Kill the child processes and end the threads. Waits for a program that is being traced or read."""
+        atexit.unregister(self._exit_hook)
         self._closing = True
         self._table.fail(EngineError("the engine is closed"))
         for thread in self._threads:

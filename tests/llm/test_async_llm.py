@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -510,38 +508,6 @@ def test_integrity_is_checked_once_after_work_and_not_while_requests_run(
         assert checks == [False, False]
 
     asyncio.run(main())
-
-
-ENDS_WITH_AN_ASYNC_LLM = """
-import asyncio, jpaged
-sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
-llm = jpaged.AsyncLLM("demo", max_model_len=256, **sizes)
-async def first():
-    async for output in llm.generate("x = ", jpaged.SamplingParams(max_tokens=None, ignore_eos=True)):
-        return
-asyncio.run(first())
-"""
-ENDS_WITH_AN_LLM = """
-import jpaged, threading, time
-sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
-llm = jpaged.LLM("demo", max_model_len=256, **sizes)
-work = ["x = "] * 50, jpaged.SamplingParams(max_tokens=None, ignore_eos=True)
-threading.Thread(target=llm.generate, args=work, daemon=True).start()
-while not llm.stats().steps:
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", [
-    pytest.param(ENDS_WITH_AN_ASYNC_LLM, id="AsyncLLM"),
-    pytest.param(ENDS_WITH_AN_LLM, id="LLM", marks=pytest.mark.slow),
-])
-def test_a_script_that_does_not_close_its_engine_exits_with_0(script: str):
-    """A thread inside XLA at the interpreter's end would abort the process, with status 134."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=250)
-    assert (done.returncode, "FATAL" in done.stderr) == (0, False), done.stderr
 
 
 def test_the_prefix_cache_is_reset_while_no_request_runs(engine: AsyncLLM):
