@@ -245,7 +245,8 @@ def test_after_ctrl_c_the_next_call_runs_normally(
 ):
     """Ctrl-C inside a step, at each step of a batch, is raised after the step: no table or index is half written."""
     prompts, greedy = [[i] * 9 for i in range(1, 7)], SamplingParams(temperature=0, max_tokens=8)
-    expected = [o.outputs[0].token_ids for o in LLM("model").generate(prompts, greedy, use_tqdm=False)]
+    other = LLM("model")  # on the same runner, which is closed when it is collected
+    expected = [o.outputs[0].token_ids for o in other.generate(prompts, greedy, use_tqdm=False)]
     calls = itertools.count()
     dispatch = runner.dispatch
 
@@ -311,7 +312,8 @@ def test_ctrl_c_during_a_call_that_fails_is_raised(llm: LLM, runner: FakeRunner)
 def test_after_an_interrupt_inside_the_device_the_next_call_runs_normally(llm: LLM, runner: FakeRunner):
     """A second Ctrl-C is raised at once. All KV is forgotten, so that no stale KV is found later."""
     prompts, greedy = [[7] * 20, [8] * 20], SamplingParams(temperature=0, max_tokens=4)
-    expected = [o.outputs[0].token_ids for o in LLM("model").generate(prompts, greedy, use_tqdm=False)]
+    other = LLM("model")  # on the same runner, which is closed when it is collected
+    expected = [o.outputs[0].token_ids for o in other.generate(prompts, greedy, use_tqdm=False)]
     dispatch, calls = runner.dispatch, itertools.count()
 
     def fail(plan: Any) -> Any:

@@ -57,6 +57,7 @@ SHARED = {
     "jpaged.engine_arguments",
     "jpaged.errors",
     "jpaged.kv_groups",
+    "jpaged.lifetime",
     "jpaged.metric_families",
     "jpaged.metrics",
     "jpaged.outputs",
