@@ -1,4 +1,4 @@
-"""Ends what an engine holds: when its owner is collected, and before the interpreter ends.
+"""The end of an engine's threads and memory: when its owner is collected, and before the interpreter ends.
 
 A thread inside XLA or a tokenizer aborts the process if the interpreter ends meanwhile: status 134 or 139 instead of
 the script's own. So every thread of ours that calls one of them ends before.
@@ -64,7 +64,7 @@ class OwnProcess:
 
     @property
     def is_another(self) -> bool:
-        """Whether this process is a forked child of that one."""
+        """Whether this process is a forked child of the remembered one."""
         return os.getpid() != self._process
 
     def check(self) -> None:

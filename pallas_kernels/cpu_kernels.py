@@ -24,13 +24,15 @@ from pallas_kernels.quantized_grouped_dot.cpu import KERNEL as QUANTIZED_GROUPED
 from pallas_kernels.quantized_grouped_dot.cpu import kernel as quantized_grouped_dot
 from pallas_kernels.row_ops.cpu import KERNEL as ROW_OPS
 from pallas_kernels.row_ops.cpu import kernel as row_ops
+from pallas_kernels.set_rows.cpu import KERNEL as SET_ROWS
+from pallas_kernels.set_rows.cpu import kernel as set_rows
 from pallas_kernels.write_kv.cpu import KERNEL as WRITE_QKV
 from pallas_kernels.write_kv.cpu import kernel as write_qkv
 
 # module of each native kernel: loads it into this process
 KERNELS = {
     DOT: dot, GROUPED_DOT: grouped_dot, PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot,
-    QUANTIZED_GROUPED_DOT: quantized_grouped_dot, ROW_OPS: row_ops, WRITE_QKV: write_qkv,
+    QUANTIZED_GROUPED_DOT: quantized_grouped_dot, ROW_OPS: row_ops, SET_ROWS: set_rows, WRITE_QKV: write_qkv,
 }  # fmt: skip
 _ROOT = pathlib.Path(__file__).parents[1]
 _ahead: set[str] = set()  # modules that `compile_ahead` has seen

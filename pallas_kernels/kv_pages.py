@@ -10,6 +10,8 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.set_rows import set_rows
+
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 INT8, FP8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
 FP8_LARGEST = 448.0  # of e4m3fn, which has no infinity: larger numbers would become NaN
@@ -208,16 +210,26 @@ class KVPages:
         blocks = jnp.where(slots < 0, self.num_blocks, slots // self.block_size)
         both = jnp.stack([k] if v is None else [k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
         scales = self.scales
+
+        def put(pool: Array, new: Array) -> Array:
+            """The pool with each head's numbers of each token, new[tokens, 2, kv_heads, ...], in their places."""
+
+            def scatter(pool: Array) -> Array:
+                return pool.at[blocks, :, :, slots % size].set(new, mode="drop", unique_indices=False)
+
+            parts, heads, size = pool.shape[1:4]
+            rows = (slots // size)[:, None, None] * parts + jnp.arange(parts)[:, None]
+            rows = (rows * heads + jnp.arange(heads)) * size + (slots % size)[:, None, None]
+            rows = jnp.where(slots[:, None, None] < 0, -1, rows).reshape(-1)
+            return set_rows(pool, rows, new.reshape(len(rows), -1), plain=scatter)
+
         if self.dtype == INT8:
             new = int8_scale(jnp.abs(both.astype(jnp.float32)).max(-1))
             both = to_int8(both, new[..., None])
-            scales = scales.at[blocks, :, :, slots % self.block_size].set(new, mode="drop", unique_indices=False)
+            scales = put(scales, new.astype(scales.dtype))
         elif self.dtype == FP8:
             both = to_fp8(both, self.scales[..., None])
-        data = self.data.at[blocks, :, :, slots % self.block_size]
-        return dataclasses.replace(
-            self, data=data.set(both.astype(self.dtype), mode="drop", unique_indices=False), scales=scales
-        )
+        return dataclasses.replace(self, data=put(self.data, both.astype(self.dtype)), scales=scales)
 
     def copy_blocks(self, from_to: Int[Array, "copies 2"]) -> "KVPages":
         """Pages with block from_to[i, 0] copied to block from_to[i, 1]. All blocks are read before any is written.
@@ -226,7 +238,7 @@ class KVPages:
         """
         target = jnp.where((from_to < 0).any(axis=1), self.num_blocks, from_to[:, 1])
         return self._each_block(
-            lambda pool: pool.at[target].set(jnp.take(pool, from_to[:, 0], axis=0, mode="clip"), mode="drop")
+            lambda pool: _set_blocks(pool, target, jnp.take(pool, from_to[:, 0], axis=0, mode="clip"))
         )
 
     def take_blocks(self, blocks: Int[Array, " n"]) -> "KVPages":
@@ -236,7 +248,7 @@ class KVPages:
     def put_blocks(self, blocks: Int[Array, " n"], held: "KVPages") -> "KVPages":
         """Pages with these blocks replaced by `held`, the result of `take_blocks`. A negative block is padding."""
         target = jnp.where(blocks < 0, self.num_blocks, blocks)
-        return self._each_block(lambda pool, own: pool.at[target].set(own, mode="drop"), held)
+        return self._each_block(lambda pool, own: _set_blocks(pool, target, own), held)
 
     def to_host(self, blocks: np.ndarray) -> "KVPages":
         """These blocks (int32[n]) as pages of n blocks, in host arrays. Raises ValueError for invalid blocks."""
@@ -271,6 +283,15 @@ class KVPages:
         if self.dtype == INT8:
             scales = change(scales, *(other.scales for other in others))
         return dataclasses.replace(self, data=data, scales=scales)
+
+
+def _set_blocks(pool: Array, blocks: Int[Array, " n"], own: Array) -> Array:
+    """The pool with these blocks replaced. Numbers from num_blocks on are padding."""
+
+    def scatter(pool: Array) -> Array:
+        return pool.at[blocks].set(own, mode="drop")
+
+    return set_rows(pool, blocks, own.reshape(own.shape[0], -1), plain=scatter)
 
 
 def _addressable(num_blocks: int, page_size: int, dtype: Any) -> int:

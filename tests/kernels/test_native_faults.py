@@ -26,6 +26,7 @@ from pallas_kernels.quantized_dot import quantize
 from pallas_kernels.quantized_grouped_dot import cpu as quantized_grouped_cpu
 from pallas_kernels.row_ops import cpu as row_cpu
 from pallas_kernels.row_ops import silu_and_mul
+from pallas_kernels.set_rows import cpu as rows_cpu
 from pallas_kernels.write_kv import cpu as write_cpu
 from tests.kernels.oracle import Shape, make_case
 from tests.support.device_arrays import device_array
@@ -282,6 +283,7 @@ def programs():
     blocks, matrices = x.reshape(4, 8, 512), weight.reshape(5, 128, 512)
     case = make_case(Shape(heads=8, head_dim=64, tokens=320, rows=8), ((1, 300), (100, 120), (150, 300)))
     qkv = rng.standard_normal((200, 4, 6, 64)).astype(np.float32)
+    table = device_array(rng.standard_normal((700, 1024)), "bfloat16")
     pages = KVPages(device_array(np.zeros((16, 2, 4, 16, 64)), "float32"))
     quantize_in_program = jax.jit(quantize, static_argnums=(1, 2))
 
@@ -316,6 +318,7 @@ def programs():
             quantised_experts, (blocks, quantize_in_program(matrices, 8, 64))
         ),
         row_cpu.KERNEL: (gate, (weight,)),
+        rows_cpu.KERNEL: (rows_cpu.set_rows, (table, rng.permutation(600).astype(np.int32), table[:600])),
         write_cpu.KERNEL: (write, (pages, qkv, np.arange(200, dtype=np.int32))),
     }
 

@@ -121,7 +121,7 @@ def test_write_qkv_for_tpu_is_the_reference_and_its_write():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_blocks_move_and_copy(dtype):
     rng = np.random.default_rng(0)
     data = rng.standard_normal((6, 2, 2, 8, 4)).astype(np.float32)
@@ -144,7 +144,7 @@ def test_blocks_move_and_copy(dtype):
     with pytest.raises(ValueError, match="held"):
         pages.from_host(np.array([0]), held)
     with pytest.raises(ValueError, match="held"):
-        KVPages.create(6, 8, 2, 4, "bfloat16").from_host(np.array([0, 1]), held)
+        KVPages.create(6, 8, 2, 4, "float16").from_host(np.array([0, 1]), held)
     back = KVPages.create(6, 8, 2, 4, dtype).from_host(np.array([2, 0]), held)
     np.testing.assert_array_equal(slot_values(back).reshape(held_before.shape)[[2, 0]], held_before[[4, 1]])
 

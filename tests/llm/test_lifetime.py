@@ -1,4 +1,4 @@
-"""What an engine holds ends with its owner, with the interpreter, and not in a forked process."""
+"""An engine ends with its owner and with the interpreter, and cannot be used in a forked process."""
 
 import gc
 import os

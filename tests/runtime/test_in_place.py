@@ -17,13 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
-from jpaged.models.spec import DecoderSpec, Experts, Rope, WeightLayout, param_shapes
+from jpaged.models.spec import DecoderSpec, Experts, Latent, Rope, WeightLayout, param_shapes
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.block_moves import HOST_BUCKET, BlockMover
+from jpaged.runtime.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
 from jpaged.runtime.step import compile_forward, flat_weights, run_forward
+from pallas_kernels.set_rows import cpu as set_rows
 from tests.support.deviceless import H200, V5E, marks
 
 pytestmark = pytest.mark.codegen
@@ -33,6 +36,9 @@ SPEC = DecoderSpec(
     vocab_size=512, hidden_size=1024, intermediate_size=2816, num_layers=3, num_heads=16, num_kv_heads=8, head_dim=64,
     max_position=1024, rope=Rope(),
 )  # fmt: skip
+LATENT = dataclasses.replace(
+    SPEC, num_kv_heads=1, head_dim=576, latent=Latent(q_rank=None, kv_rank=512, nope_dim=64, rope_dim=64, v_dim=64)
+)
 # Six layers of two kinds, in three KV groups over two page arrays. Three layers write and read each array in turn.
 MIXED = (96, 96, None, 96, 96, None)
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
@@ -205,6 +211,34 @@ def test_moving_blocks_copies_no_other_pages(target, blocks):
         if program is not mover._take:
             assert memory.alias_size_in_bytes >= all_pages
             assert memory.output_size_in_bytes - memory.alias_size_in_bytes < a_block
+
+
+@pytest.mark.skipif(set_rows.kernel().name is None, reason="native kernels cannot run here")
+@pytest.mark.parametrize(("latent", "kv_cache_dtype"), [
+    (False, "auto"),
+    pytest.param(False, "int8", marks=pytest.mark.slow),
+    pytest.param(False, "fp8", marks=pytest.mark.slow),
+    pytest.param(True, "auto", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_every_program_of_an_engine_on_cpu_updates_pages_in_place(latent, kv_cache_dtype):
+    """With weights of 16 bits and pages of each type, also with JAX 0.10. XLA converts pages that it updates itself."""
+    sizes = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    spec = dataclasses.replace(LATENT if latent else SPEC, num_layers=2)
+    model = ServedModel(spec, param_shapes(spec, jnp.bfloat16))
+    config = EngineConfig(model="", max_model_len=256, kv_cache_dtype=kv_cache_dtype, **sizes)
+    build = Blueprint.draw(model, config, Placement.single(jax.devices()[0])).with_blocks(8 * BLOCKS)
+    state = build.state_shapes()
+    mover = BlockMover(state, build.blueprint.placement, host_slots=1)
+    moves = [*mover._copies.values(), mover._put]
+    forwards = [build.compile(shape) for shape in build.blueprint.program_shapes if isinstance(shape, ForwardShape)]
+    pages = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.pages)]
+    smallest = min(size for size in pages if size > 2**16)  # int8 pages have scales; those of fp8 belong to no block
+    for program in [*forwards, *moves]:
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= sum(pages)
+        assert memory.temp_size_in_bytes < max(smallest, 2**23)
+        assert not large_moves(main_computation(program.as_text()), smallest)
+    assert mover._take.memory_analysis().temp_size_in_bytes < max(smallest, 2**23)
 
 
 def test_large_moves_finds_a_copy():
