@@ -4,6 +4,7 @@ The output file is also the record of what is done. A line is appended when its 
 the last line can be incomplete. It is cut off, and the requests of the other lines are not run again.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import fcntl
@@ -80,10 +81,11 @@ def read_requests(path: pathlib.Path, done: Collection[str] = ()) -> Iterator[Ba
             yield request
 
 
-def check_requests(path: pathlib.Path, urls: Collection[str]) -> set[str]:
+def check_requests(path: pathlib.Path) -> set[str]:
     """Check every line of an input file, and return the custom_ids.
 
-    urls: those that are served. Raises BatchFileError with the number of the first wrong line, before anything runs.
+    Raises BatchFileError with the number of the first wrong line, before anything runs. What a line asks for may still
+    be wrong: its answer is an error then.
     """
     seen: dict[str, int] = {}
     for number, line in _lines(path):
@@ -93,8 +95,6 @@ def check_requests(path: pathlib.Path, urls: Collection[str]) -> set[str]:
             raise BatchFileError(f"{where}: custom_id must have 1 to {MAX_ID} characters")
         if (first := seen.setdefault(request.custom_id, number)) != number:
             raise BatchFileError(f"{where}: custom_id {request.custom_id!r} is also that of line {first}")
-        if request.url not in urls:
-            raise BatchFileError(f"{where}: url {request.url!r} is not served: use {', '.join(sorted(urls))}")
         try:
             detached = msgspec.json.decode(request.body, type=_Detached)
         except msgspec.DecodeError:
@@ -112,8 +112,9 @@ def _lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text.strip():
+                    yield number, text
     except OSError as error:
         raise BatchFileError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -4,12 +4,15 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.types import Message
 
 from jpaged.serving.application import ROUTES
 from jpaged.serving.batch_files import BatchRequest, BatchResult, ResultFile
+from jpaged.serving.error_responses import APIError, error_body
 
 SYNC_SECONDS = 1.0  # between two times that the output file is written to the disk
 
@@ -59,6 +62,10 @@ async def run_requests(
 
 async def answer(app: Starlette, request: BatchRequest) -> tuple[int, str, bytes]:
     """Run one request. Returns the status, the id of the request, and the answer's body as JSON."""
+    if request.url not in (urls := batch_urls()):
+        message = f"url {request.url!r} is not served in a batch: use {', '.join(sorted(urls))}"
+        status, error = error_body(APIError(HTTPStatus.NOT_FOUND, message, param="url"))
+        return status, uuid.uuid4().hex, msgspec.json.encode(error)
     body = bytes(request.body)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope = {

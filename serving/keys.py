@@ -40,7 +40,7 @@ def read_key_file(name: str, path: pathlib.Path) -> list[str]:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             raw = file.read(MAX_FILE_BYTES + 1)
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(name, str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(raw) > MAX_FILE_BYTES:

@@ -59,7 +59,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
         about = path.stat()
         if about.st_size > MAX_BYTES:
             raise RequestError("config", str(path), f"is larger than {MAX_BYTES:,} bytes")
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError("config", str(path), f"is not a YAML file that can be read: {error}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

@@ -139,6 +139,6 @@ def read_text(parameter: str, path: pathlib.Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(parameter, str(path), f"cannot be read: {error}") from None

@@ -57,12 +57,12 @@ class RunBatch(ChatFlags):
         from jpaged.serving.app_options import AppOptions
         from jpaged.serving.application import create_app
         from jpaged.serving.batch_files import check_requests, open_results, read_requests
-        from jpaged.serving.batch_run import batch_urls, run_requests
+        from jpaged.serving.batch_run import run_requests
         from jpaged.serving.generation import Server
 
         names = self.served_model_name or (options["model"],)
         # The routes are known before the model is loaded, and so is every mistake in the files.
-        expected = check_requests(self.input_file, batch_urls())
+        expected = check_requests(self.input_file)
         with open_results(self.output_file, expected) as results:
             before = len(results.done)
             if before == len(expected):

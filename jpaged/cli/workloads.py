@@ -246,7 +246,7 @@ def custom_prompts(path: pathlib.Path) -> list[tuple[str, int | None]]:
     """Read JSON lines with `prompt` and optional `output_tokens`. Raises RequestError with the number of a bad line."""
     prompts: list[tuple[str, int | None]] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError("dataset_path", str(path), f"cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -264,7 +264,7 @@ def custom_prompts(path: pathlib.Path) -> list[tuple[str, int | None]]:
 def burstgpt_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
     """Read (prompt tokens, output tokens) of a BurstGPT trace: requests of GPT-4 with an answer, as vLLM's client."""
     try:
-        with path.open(encoding="utf-8", newline="") as lines:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
             rows = [(row["Model"], int(row["Request tokens"]), int(row["Response tokens"]))
                     for row in csv.DictReader(lines)]  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -275,7 +275,7 @@ def burstgpt_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
 def _first_turns(path: pathlib.Path) -> Sequence[tuple[str, str]]:
     """Return the first question and answer of each conversation."""
     try:
-        conversations: Any = json.loads(path.read_text(encoding="utf-8"))
+        conversations: Any = json.loads(path.read_text(encoding="utf-8-sig"))
         return [
             (entry["conversations"][0]["value"], entry["conversations"][1]["value"])
             for entry in conversations

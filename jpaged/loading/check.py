@@ -53,7 +53,7 @@ class Answers:
     def read(cls, path: pathlib.Path) -> "Answers":
         """Read a file that `write` wrote. Raises RequestError."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
             *outputs, logits = (_decode(array) for array in values["arrays"])
             return cls(values["token_ids"], outputs, logits)
         except (OSError, ValueError, KeyError, TypeError) as error:

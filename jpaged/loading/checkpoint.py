@@ -33,7 +33,7 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         return {}
     try:
         check_file(path, MAX_JSON)
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
@@ -143,10 +143,10 @@ class Checkpoint:
 
     def _open(self) -> None:
         index = self.folder / INDEX
-        if (self.folder / _SINGLE).is_file():
-            self._add(self.folder / _SINGLE)
-        elif index.is_file():
+        if index.is_file():  # also beside model.safetensors, which may be left over
             self._open_shards(index)
+        elif (self.folder / _SINGLE).is_file():
+            self._add(self.folder / _SINGLE)
         else:
             self._open_only_file()
 

@@ -207,7 +207,7 @@ def _damaged(path: Path, what: str) -> ModelLoadError:
 
 def _metadata(file: Path, *keys: str) -> list[Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
         return [values[key] for key in keys]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(file, f"it cannot be read ({first_line(error)})") from error

@@ -185,7 +185,7 @@ def read_cost_model(name: str) -> CostModel:
             f"writes, and coefficients by hand: fixed=SECONDS,per_token=SECONDS ({', '.join(COEFFICIENTS)})"
         )  # fmt: skip
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise RequestError("cost_model", name, f"cannot be read as JSON: {error}") from None
     return _from_json(name, data)

@@ -19,6 +19,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading import dtypes, load_model
+from jpaged.loading.checkpoint import Checkpoint
 from jpaged.models.families import family_of
 from jpaged.models.spec import param_shapes
 from tests.golden.checkpoints import BY_NAME, VARIANTS, tensor_shapes, write_checkpoint, write_safetensors
@@ -108,6 +109,14 @@ def test_tied_embeddings_that_are_no_matrices_are_refused_by_name(wrong: np.ndar
     write_safetensors(tmp_path / "model.safetensors", tensors_of(tmp_path) | both)
     with pytest.raises(ModelLoadError, match=r"(lm_head|embed_tokens)\.weight has shape \[(320)?\], config\.json"):
         load(tmp_path)
+
+
+def test_an_index_wins_over_a_single_file_that_is_left_over(llama: Path) -> None:
+    tensors = tensors_of(llama)
+    write_shards(llama)
+    write_safetensors(llama / "model.safetensors", {"lm_head.weight": tensors["lm_head.weight"]})
+    with Checkpoint(llama) as checkpoint:
+        assert set(checkpoint.names) == set(tensors)
 
 
 class TestRefused:

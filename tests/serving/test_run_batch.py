@@ -1,6 +1,7 @@
 """`jpaged run-batch`: every line is answered once, whatever ends the process, and every mistake is named before."""
 
 import asyncio
+import codecs
 import json
 import os
 import signal
@@ -12,12 +13,14 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from jpaged import cli
+from jpaged.cli.flags import read_text
 from jpaged.errors import RequestError
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.batch_files import BatchFileError, BatchResult, check_requests, open_results, read_requests
-from jpaged.serving.batch_run import batch_urls, run_requests
+from jpaged.serving.batch_run import run_requests
 from jpaged.serving.generation import Server
+from jpaged.serving.keys import read_key_file
 
 URL = "/v1/completions"
 
@@ -45,7 +48,7 @@ def app(engine):
 
 
 def run(app, source, target, max_inflight: int = 4) -> int:
-    expected = check_requests(source, batch_urls())
+    expected = check_requests(source)
     with open_results(target, expected) as results:
         requests = read_requests(source, frozenset(results.done))
         work = run_requests(app, requests, results, max_inflight=max_inflight, update=lambda _: None)
@@ -69,6 +72,28 @@ def test_every_request_has_an_answer(app, engine, tmp_path):
     assert answers["chat"]["response"]["request_id"]
     ChatCompletion.model_validate(answers["chat"]["response"]["body"], strict=True)
     assert not engine.running
+
+
+def test_a_wrong_url_is_an_error_of_its_line(app, tmp_path):
+    lines = [line("a") | {"url": "/v1/audio"}, line("b"), line("c") | {"url": "/v1/responses/x/cancel"}]
+    source = write(tmp_path / "in.jsonl", lines)
+    assert run(app, source, tmp_path / "out.jsonl") == 2
+    answers = {name: one["response"] for name, one in read(tmp_path / "out.jsonl").items()}
+    assert {name: one["status_code"] for name, one in answers.items()} == {"a": 404, "b": 200, "c": 404}
+    error = answers["a"]["body"]["error"]
+    assert error["message"].startswith("url '/v1/audio' is not served in a batch: use /classify")
+    assert error["param"] == "url"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(app, tmp_path):
+    source = write(tmp_path / "in.jsonl", [line("a"), line("b")])
+    source.write_bytes(codecs.BOM_UTF8 + source.read_bytes())
+    assert run(app, source, tmp_path / "out.jsonl") == 0
+    assert set(read(tmp_path / "out.jsonl")) == {"a", "b"}
+    keys = tmp_path / "keys"
+    keys.write_bytes(codecs.BOM_UTF8 + b"secret-one\r\nsecret-two\r\n")
+    assert read_key_file("api_key_file", keys) == ["secret-one", "secret-two"]
+    assert read_text("json_schema", keys).startswith("secret-one")
 
 
 def test_responses_of_a_batch_are_not_kept(app, tmp_path):
@@ -97,7 +122,6 @@ def test_a_second_run_answers_what_is_left(app, engine, tmp_path):
     [
         (["{"], "line 1"),
         ([json.dumps(line("a")), json.dumps(line("a"))], "line 2: custom_id 'a' is also that of line 1"),
-        ([json.dumps(line("a") | {"url": "/v1/audio"})], "url '/v1/audio' is not served: use /classify"),
         ([json.dumps(line("a") | {"method": "GET"})], "line 1"),
         ([json.dumps(line("a", stream=True))], "stream: true"),
         ([json.dumps(line("a", background=True) | {"url": "/v1/responses"})], "background: true"),
@@ -110,7 +134,7 @@ def test_mistakes_in_the_input_are_named(app, tmp_path, lines, said):
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(BatchFileError) as error:
-        check_requests(path, batch_urls())
+        check_requests(path)
     assert said in str(error.value)
 
 
