@@ -4,6 +4,7 @@ Nothing is evaluated. Strings, numbers, True, False, None, lists and dicts are p
 """
 
 import json
+import math
 import re
 
 from jpaged.answers.answer import AnswerSink
@@ -74,40 +75,37 @@ def _read_list(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
 
 
 def _read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
-    """Consume one call. Returns False if it is not a call.
+    """Consume one call. Returns False if it is not a call: the sink received nothing, and the scanner holds the text.
 
-    As soon as the name of its first argument is there, it is a call. Invalid text after that is content.
+    The sink receives a call when it is whole. Python has more literals than JSON, such as tuples and sums, so that only
+    its end tells whether a call can be translated.
     """
     name = yield from scanner.run(_NAME, MAX_NAME)
     if not name or not known(name) or (yield from scanner.space()) != "(":
         return False
     scanner.advance(scanner.pos + 1)
-    first = True
+    arguments: list[str] = []
     while True:
         char = yield from scanner.space()
         if char == ")":
             scanner.advance(scanner.pos + 1)
-            if first:
-                sink.start_call(name)
-            sink.arguments("{}" if first else "}")
+            scanner.release()
+            sink.start_call(name)
+            sink.arguments("".join(arguments) + "}" if arguments else "{}")
             sink.end_call()
             return True
         key = (yield from scanner.run(_NAME, MAX_NAME)) if scanner.step() else None
         if not key or not key.isidentifier() or (yield from scanner.space()) != "=":
-            return not first
+            return False
         scanner.advance(scanner.pos + 1)
-        if first:
-            sink.start_call(name)
-            scanner.release()
-        sink.arguments(("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
-        first = False
-        if not (yield from read_literal(scanner, sink.arguments)):
-            return True
+        arguments.append((", " if arguments else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+        if not (yield from read_literal(scanner, arguments.append)):
+            return False
         char = yield from scanner.space()
         if char == ",":
             scanner.advance(scanner.pos + 1)
         elif char != ")":
-            return True
+            return False
 
 
 def read_literal(scanner: Scanner, emit: Emit) -> Steps[bool]:
@@ -170,12 +168,29 @@ def _read_word(scanner: Scanner, emit: Emit) -> Steps[bool]:
         if match.end() < len(scanner.text) or scanner.ended:
             break
         yield
-    word = match.group()
-    if word not in _CONSTANTS and not _NUMBER.fullmatch(word):
+    number = _json_number(match.group())
+    if number is None:
         return False
     scanner.advance(match.end())
-    emit(_CONSTANTS.get(word, word))
+    emit(number)
     return True
+
+
+def _json_number(word: str) -> str | None:
+    """Return a constant, or a number as Python writes them (`+3`, `1_000`, `.5`, `0x10`), as JSON. None: neither."""
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    if _NUMBER.fullmatch(word):
+        return word
+    try:
+        return str(int(word, 0))
+    except ValueError:
+        pass
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    return repr(number) if math.isfinite(number) else None
 
 
 def _read_string(scanner: Scanner, emit: Emit) -> Steps[bool]:

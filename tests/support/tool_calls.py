@@ -74,7 +74,11 @@ RECORDED = [
      [("send.mail-1", '{"to": "aA\\u00e9\'\\n"}')]),
     ("pythonic", "[search('x')]", ..., []),
     ("pythonic", "[1, 2]", ..., []),
-    ("pythonic", "[search(q=__import__('os'))]", "__import__('os'))]", [("search", '{"q": ')]),
+    ("pythonic", "[search(q=__import__('os'))]", ..., []),
+    ("pythonic", "[search(q='a', n=(1, 2))]", ..., []),
+    ("pythonic", "[search(n=[+3, 1_000, .5, 5., 0x10, -1e3])]", None, [
+        ("search", '{"n": [3, 1000, 0.5, 5.0, 16, -1e3]}'),
+    ]),
     ("json", '[{"name": "now", "arguments": {}}, {"name": "search", "parameters": {"q": 0}}]', None,
      [("now", "{}"), ("search", '{"q": 0}')]),
     ("json", 'Sure:\n```json\n{"name": "now", "arguments": {}}\n```\n', "Sure:", [("now", "{}")]),
