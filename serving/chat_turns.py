@@ -19,7 +19,7 @@ from jpaged.text.encoder import TokenLimit
 
 MAX_KWARG_CHARACTERS = 1_000
 TEMPLATE_WRITES_SPECIAL = "the chat template writes the special tokens already: leave it out"
-MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning", "reasoning_content")
+MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning", "reasoning_content", "refusal")
 
 
 def turn_of(server: Server, body: ChatRequest, tools: ChatTools, params: SamplingParams | None) -> ChatTurn:

@@ -218,7 +218,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     annotations: Short[Any] | None = None
     audio: None = None
     function_call: CalledFunction | None = None

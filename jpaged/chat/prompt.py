@@ -241,7 +241,6 @@ def _checked(name: str, message: Any) -> dict[str, Any]:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise RequestError(f"{name}.tool_calls", calls, f"must be a list of calls like {CALL_EXAMPLE}")
         made["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
-        made.setdefault("content", "")
     if "tool_call_id" in made and (role != "tool" or not isinstance(made["tool_call_id"], str)):
         accepted = "must be a string, in a message with the role tool"
         raise RequestError(f"{name}.tool_call_id", made["tool_call_id"], accepted)
@@ -250,7 +249,13 @@ def _checked(name: str, message: Any) -> dict[str, Any]:
         if role != "assistant" or not isinstance(reasoning, str):
             raise RequestError(f"{name}.reasoning", reasoning, "must be a string, in a message with the role assistant")
         made["reasoning_content"] = reasoning  # the name that templates read
-        made.setdefault("content", "")  # an answer that ended inside its reasoning has no content
+    refusal = made.pop("refusal", None)
+    if refusal is not None:
+        if role != "assistant" or not isinstance(refusal, str):
+            raise RequestError(f"{name}.refusal", refusal, "must be a string, in a message with the role assistant")
+        made.setdefault("content", refusal)
+    if role == "assistant":
+        made.setdefault("content", "")  # clients send answers back without the fields that they do not know
     if "content" not in made:
         raise RequestError(f"{name}.content", None, f"is missing: a message is a dict like {EXAMPLE}")
     made["content"] = _text(f"{name}.content", made["content"])
@@ -259,20 +264,26 @@ def _checked(name: str, message: Any) -> dict[str, Any]:
 
 def _text(name: str, content: Any) -> str:
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
-        for i, part in enumerate(content):
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                accepted = 'must be a string part: {"type": "text", "text": "..."}'
-                raise RequestError(f"{name}[{i}]", part, accepted)
-        return "\n".join(part["text"] for part in content)
+        return "\n".join(_text_of_part(f"{name}[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str):
         raise RequestError(name, content, "must be a string, or a list of text parts")
     return content
 
 
+def _text_of_part(name: str, part: Any) -> str:
+    """The text of a part, or of a refusal, which is a part of the assistant's messages in OpenAI's API."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get(kind) if kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise RequestError(name, part, 'must be a string part: {"type": "text", "text": "..."}')
+    return text
+
+
 def _call(where: str, call: Any) -> dict[str, Any]:
     """Convert a call of an earlier answer: its arguments become an object, which templates write as JSON again.
 
-    Arguments that are not a JSON object, such as those of a call that was cut off, stay a string.
+    Arguments that say nothing (`null`, `[]`, an empty string) are an empty object, and JSON inside a string of JSON is
+    read. Other arguments that are not a JSON object, such as those of a call that was cut off, stay a string.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -281,10 +292,17 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     if not isinstance(arguments, (str, Mapping, type(None))):
         raise RequestError(f"{where}.function.arguments", arguments, "must be a string with JSON")
     if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments.strip() or "{}")
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        except (ValueError, RecursionError):
-            pass
+        arguments = _object(arguments)
     made = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
+
+
+def _object(arguments: str) -> Any:
+    """The JSON object in a text, or in a text inside the text. The text itself if there is none."""
+    parsed: Any = arguments
+    try:
+        for _ in range(2):
+            parsed = json.loads(parsed.strip() or "{}") if isinstance(parsed, str) else parsed
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed or {} if isinstance(parsed, dict) or parsed in (None, [], "") else arguments

@@ -143,7 +143,7 @@ class Checkpoint:
 
     def _open(self) -> None:
         index = self.folder / INDEX
-        if index.is_file():  # also beside model.safetensors, which may be left over
+        if index.is_file():  # also next to model.safetensors, which may be left over
             self._open_shards(index)
         elif (self.folder / _SINGLE).is_file():
             self._add(self.folder / _SINGLE)

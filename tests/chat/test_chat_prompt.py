@@ -150,9 +150,29 @@ def test_a_second_bos_is_logged_once(byte_tokenizer, caplog):
 
 
 def test_arguments_that_are_not_an_object_stay_text(byte_tokenizer):
-    for arguments, shown in (('{"a": ', '"{\\"a\\": "'), ("", "{}"), ({"a": 1}, '{"a": 1}'), ("[" * 10**5, None)):
+    empty = [(text, "{}") for text in ("", "null", " null ", '"{}"', "[]", None)]
+    objects = [({"a": 1}, '{"a": 1}'), (json.dumps('{"a": 1}'), '{"a": 1}')]
+    others = [('{"a": ', '"{\\"a\\": "'), ("[1]", '"[1]"'), ("[" * 10**5, None)]
+    for arguments, shown in (*empty, *objects, *others):
         message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
         assert f"<tool_call>f {shown or ''}" in rendered(byte_tokenizer, [message])
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"content": None}, ""),
+        ({"content": None, "tool_calls": []}, ""),
+        ({"content": None, "refusal": "I cannot."}, "I cannot."),
+        ({"content": [{"type": "refusal", "refusal": "I cannot."}]}, "I cannot."),
+    ],
+)
+def test_answers_that_clients_send_back(byte_tokenizer, fields, text):
+    """Without the reasoning, which a client may not know, such as an answer that ended inside it."""
+    first, last = ({"role": "user", "content": text} for text in ("q", "go"))
+    conversation = [first, {"role": "assistant", **fields}, last]
+    said = [first, {"role": "assistant", "content": text}, last]
+    assert rendered(byte_tokenizer, conversation) == rendered(byte_tokenizer, said)
 
 
 @pytest.mark.parametrize(
