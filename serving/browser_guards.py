@@ -2,7 +2,7 @@
 
 - `CheckHost`: a page whose name resolves to this machine (DNS rebinding) sends its own name as Host.
 - `RequireJson`: a page may send text, a form or bytes without a type to any server without asking it first. JSON needs
-  the server's permission (CORS).
+  the server's permission (CORS). It also refuses compressed bodies, which the readers of JSON would call malformed.
 """
 
 import ipaddress
@@ -76,7 +76,7 @@ def is_loopback(host: str) -> bool:
 
 
 class RequireJson:
-    """Answers 415 to a body that is not declared as JSON.
+    """Answers 415 to a body that is not declared as JSON, or that is compressed.
 
     Other clients than browsers may leave the header out. A browser sends Origin with such a request.
     """
@@ -86,12 +86,23 @@ class RequireJson:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request: pass it on, or answer 415."""
-        if scope["type"] != "http" or scope["method"] not in BODY_METHODS or _may_be_json(scope["headers"]):
+        if scope["type"] != "http" or scope["method"] not in BODY_METHODS:
             await self._app(scope, receive, send)
             return
         message = "the body must be JSON: send Content-Type: application/json"
+        encoding = b", ".join(value for name, value in scope["headers"] if name == b"content-encoding")
+        compressed = encoding.strip().lower() not in (b"", b"identity")
+        if compressed:
+            named = shown(encoding.decode("latin-1"))
+            message = f"Content-Encoding {named}: compressed bodies are not read, send the body as it is"
+        elif _may_be_json(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
         error = APIError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
-        await error_response(error, scope)(scope, receive, send)
+        response = error_response(error, scope)
+        if compressed:
+            response.headers["accept-encoding"] = "identity"  # RFC 9110, 15.5.16
+        await response(scope, receive, send)
 
 
 def _may_be_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:

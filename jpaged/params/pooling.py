@@ -29,7 +29,7 @@ class PoolingParams:
     tokens that the tokenizer adds around a text are counted, and are kept."""
 
     truncation_side: str | None = None
-    """End of the prompt to remove, with `truncate_prompt_tokens`: "left" or "right". None: "left"."""
+    """End of the prompt to remove, with `truncate_prompt_tokens`: "left" or "right". None: "right" (keep the first)."""
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):

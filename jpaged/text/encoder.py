@@ -55,7 +55,8 @@ class TokenLimit:
             raise RequestError("truncate_prompt_tokens", keep, accepted)
         if keep == -1:
             keep = most if pooling else max(max_model_len - (params.max_tokens or 1), 1)
-        return cls(keep, "right" if params.truncation_side == "right" else "left")
+        side = params.truncation_side or ("right" if pooling else "left")  # a text is about its beginning
+        return cls(keep, "right" if side == "right" else "left")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -115,10 +115,10 @@ def test_a_prompt_is_cut_to_the_tokens_to_keep():
     engine = Engine(PoolingRunner(num_blocks=64), options=EngineOptions(pooling=EMBEDS))
     prompt = list(range(90))
     for given, wanted in (
-        ({"truncate_prompt_tokens": 3}, prompt[-3:]),
-        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, prompt[:3]),
-        ({"truncate_prompt_tokens": -1}, prompt[-engine.runner.max_model_len :]),
-        ({"truncate_prompt_tokens": engine.runner.max_model_len}, prompt[-engine.runner.max_model_len :]),
+        ({"truncate_prompt_tokens": 3}, prompt[:3]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, prompt[-3:]),
+        ({"truncate_prompt_tokens": -1}, prompt[: engine.runner.max_model_len]),
+        ({"truncate_prompt_tokens": engine.runner.max_model_len}, prompt[: engine.runner.max_model_len]),
     ):
         engine.add_request("a", prompt, PoolingParams(normalize=False, **given))
         outputs = []

@@ -1,5 +1,6 @@
 """Who may use the server: keys on every route, hosts, origins, content types; and errors that tell nothing."""
 
+import gzip
 import json
 import re
 import socket
@@ -172,6 +173,15 @@ def test_a_form_of_a_web_page_is_refused(url, engine, path, headers):
     body = json.dumps({"prompt": "a", "input": "a", "messages": [{"role": "user", "content": "a"}]})
     error = error_of(WEB.post(url + path, content=body, headers=headers), 415)
     assert "application/json" in error["message"]
+    assert not engine.seen_prompts
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "identity, deflate"])
+def test_a_compressed_body_is_refused_by_its_encoding(url, engine, encoding):
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    answer = WEB.post(url + "/v1/completions", content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+    assert error_of(answer, 415)["message"].startswith(f"Content-Encoding '{encoding}': compressed bodies are not read")
+    assert answer.headers["accept-encoding"] == "identity"
     assert not engine.seen_prompts
 
 
