@@ -54,11 +54,12 @@ def run(function, *arguments):
     assert child.exitcode == 0
 
 
-def test_results_on_lesser_processors(tmp_path):
+@pytest.mark.timeout(600)  # 90 s of compiling, which takes longer on a busy machine
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.processor.name)
+def test_results_on_lesser_processors(case, tmp_path):
     """The code for processors with fewer features than this machine's agrees with the references."""
-    for processor, kernels in CASES:
-        if processor.features < own_features():
-            run(_compare, processor, kernels, tmp_path / processor.name)
+    if case.processor.features < own_features():
+        run(_compare, *case, tmp_path / case.processor.name)
 
 
 def _compare(processor, kernels, folder):
