@@ -46,9 +46,9 @@ def close_when_collected(owner: object, close: Callable[[], None]) -> "weakref.f
         thread = threading.Thread(target=close, name="jpaged-close")
         try:
             thread.start()
-        except RuntimeError:  # no thread can be started
-            close()
-        else:
+        except RuntimeError:  # the interpreter ends: the hooks of `call_at_exit` come next
+            return
+        if not threading.current_thread().name.startswith("jpaged"):  # `close` may wait for a thread of ours
             thread.join(CLOSE_SECONDS)
 
     finalizer = weakref.finalize(owner, run)
