@@ -21,11 +21,11 @@ def call_at_exit(method: Callable[[], None]) -> Callable[[], Any]:
 
     Returns the argument for `atexit.unregister`. The method must end the threads that use the device.
     """
-    reference, process = weakref.WeakMethod(method), os.getpid()
+    reference, made_in = weakref.WeakMethod(method), OwnProcess()
 
     def call() -> None:
         live = reference()
-        if live is not None and os.getpid() == process:
+        if live is not None and not made_in.is_another:
             live()
 
     return atexit.register(call)
@@ -38,10 +38,10 @@ def close_when_collected(owner: object, close: Callable[[], None]) -> "weakref.f
         where it holds a lock that `close` needs. The thread that is stopped waits for it, so that memory is free when
         `del` returns, but not for ever.
     """
-    process = os.getpid()
+    made_in = OwnProcess()
 
     def run() -> None:
-        if os.getpid() != process:
+        if made_in.is_another:
             return
         thread = threading.Thread(target=close, name="jpaged-close")
         try:

@@ -1,6 +1,7 @@
 """Runs the requests of a batch file through the application, without a socket."""
 
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ from jpaged.serving.error_responses import APIError, error_body
 SYNC_SECONDS = 1.0  # between two times that the output file is written to the disk
 
 
-def batch_urls() -> set[str]:
+@functools.cache
+def batch_urls() -> frozenset[str]:
     """Return the paths that a batch may use: those of routes that only take a POST."""
-    return {route.path for route in ROUTES if route.methods == {"POST"} and "{" not in route.path}
+    return frozenset(route.path for route in ROUTES if route.methods == {"POST"} and "{" not in route.path)
 
 
 async def run_requests(

@@ -61,7 +61,7 @@ class RunBatch(ChatFlags):
         from jpaged.serving.generation import Server
 
         names = self.served_model_name or (options["model"],)
-        # The routes are known before the model is loaded, and so is every mistake in the files.
+        # before the model is loaded
         expected = check_requests(self.input_file)
         with open_results(self.output_file, expected) as results:
             before = len(results.done)
