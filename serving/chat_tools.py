@@ -43,8 +43,7 @@ class ChatTools:
         """Return a turn whose answers are read as this request needs."""
         if self.raw is None:
             return turn
-        reader = turn.reader
-        plain = AnswerReader(reasoning=reader.reasoning, reasoning_opened=reader.reasoning_opened)
+        plain = AnswerReader(reasoning=turn.reader.reasoning)
         return dataclasses.replace(turn, reader=plain, grammar=dict(self.grammar))
 
 

@@ -19,8 +19,7 @@ class AnswerReader:
     tool_names:  names of the request's tools. A call of another name is content.
     parallel:    False keeps the first call only.
     forced:      the answer must be calls. A call that is cut off is then dropped instead of returned as content.
-    reasoning:   tags of reasoning; None if the model has none.
-    reasoning_opened: the prompt has the start tag of the reasoning.
+    reasoning:   tags of reasoning, which say whether the prompt has opened it; None if the model has none.
     new_id:      returns a new id for a call. None: the format's own ids.
     """
 
@@ -29,7 +28,6 @@ class AnswerReader:
     parallel: bool = True
     forced: bool = False
     reasoning: ReasoningTags | None = None
-    reasoning_opened: bool = False
     new_id: Callable[[], str] | None = None
 
     def new(self) -> "AnswerParser":
@@ -89,6 +87,6 @@ class AnswerParser:
 
     def _read(self, reader: AnswerReader) -> Steps[None]:
         if reader.reasoning is not None:
-            yield from read_reasoning(self._scanner, self._sink, reader.reasoning, reader.reasoning_opened)
+            yield from read_reasoning(self._scanner, self._sink, reader.reasoning)
         if reader.tool_format is not None:
             yield from reader.tool_format.read(self._scanner, self._sink, reader.tool_names.__contains__)

@@ -5,14 +5,16 @@ from jpaged.answers.scanner import Scanner, Steps
 from jpaged.params.reasoning_tags import ReasoningTags
 
 
-def read_reasoning(scanner: Scanner, sink: AnswerSink, tags: ReasoningTags, opened: bool) -> Steps[None]:
+def read_reasoning(scanner: Scanner, sink: AnswerSink, tags: ReasoningTags) -> Steps[None]:
     """Consume reasoning, which can only be at the beginning of an answer.
 
-    opened: the prompt has the start tag. A second start tag in the answer is accepted.
+    If the prompt has opened it, a second start tag in the answer is accepted.
     """
+    if tags.opened is False:
+        return
     scanner.hold()
     yield from scanner.space()
-    if not (yield from scanner.accept(tags.start)) and not opened:
+    if not (yield from scanner.accept(tags.start)) and not tags.opened:
         sink.content.append(scanner.release())
         return
     scanner.release()

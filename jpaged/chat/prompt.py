@@ -151,6 +151,13 @@ def chat_prompt(
     return {"prompt_token_ids": ids}
 
 
+def continued_text(messages: Sequence[Mapping[str, Any]], options: RenderOptions | None) -> str:
+    """The beginning of the answer, which the last of these checked messages has; "" if the answer is a new one."""
+    if options is None or not options.continue_final_message:
+        return ""
+    return _checked("", messages[-1])["content"]
+
+
 def _apply_template(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],

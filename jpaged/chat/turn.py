@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jpaged.answers.definitions import Tool, ToolChoice
 from jpaged.answers.formats import ToolCallFormat, detect_format, tool_call_format
 from jpaged.answers.grammar import enforced_format, tool_grammar
 from jpaged.answers.parser import AnswerReader
-from jpaged.chat.prompt import RenderOptions, chat_prompt, template_text
+from jpaged.chat.prompt import RenderOptions, chat_prompt, continued_text, template_text
 from jpaged.errors import RequestError
 from jpaged.params.reasoning_tags import PROMPT_END, REASONING_PARSERS, ReasoningTags
 from jpaged.params.sampling import SamplingParams
@@ -67,19 +67,23 @@ class ChatTurn:
     reader:  reads the answers of this turn.
     grammar: fields of StructuredOutputsParams for a forced call; empty if no call is forced.
     shows_special_tokens: the answer's text must include special tokens, because some tags are special tokens.
+    continued: the beginning of the answer, if the last message has it.
     """
 
     prompt: dict[str, list[int]]
     reader: AnswerReader
     grammar: dict[str, Any]
     shows_special_tokens: bool
+    continued: str = ""
 
     def sampling_params(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the settings of this turn. Raises RequestError if they contradict a forced call."""
         if self.shows_special_tokens:
             params = dataclasses.replace(params, skip_special_tokens=False)
-        if params.reasoning_tags is None and self.reader.reasoning is not None:
-            params = dataclasses.replace(params, reasoning_tags=self.reader.reasoning)
+        given = cast(ReasoningTags | None, params.reasoning_tags)
+        tags = self.reader.reasoning if given is None else given.continuing(self.continued)
+        if tags != given:
+            params = dataclasses.replace(params, reasoning_tags=tags)
         if not self.grammar:
             return params
         if params.structured_outputs is not None:
@@ -116,16 +120,16 @@ def chat_turn(
     offered = () if choice.mode == "none" else tools
     prompt = chat_prompt(tokenizer, messages, formats.chat_template, tools=offered, options=options, limit=limit)
     tool_format = _tool_format(tokenizer, formats, choice, offered) if offered else None
-    opened = False
-    if formats.reasoning is not None:
-        opened = formats.reasoning.opened_by(tokenizer.decode(prompt["prompt_token_ids"][-PROMPT_END:]))
+    continued = continued_text(messages, options)
+    reasoning = formats.reasoning.continuing(continued) if formats.reasoning is not None else None
+    if reasoning is not None and reasoning.opened_by(tokenizer.decode(prompt["prompt_token_ids"][-PROMPT_END:])):
+        reasoning = dataclasses.replace(reasoning, opened=True)
     reader = AnswerReader(
         tool_format=tool_format,
         tool_names=frozenset(tool.name for tool in offered),
         parallel=parallel_tool_calls,
         forced=choice.forced,
-        reasoning=formats.reasoning,
-        reasoning_opened=opened,
+        reasoning=reasoning,
     )
     tags = tool_format.markers if tool_format else ()
     if formats.reasoning is not None:
@@ -141,7 +145,7 @@ def chat_turn(
             parallel=parallel_tool_calls,
             added_tokens={str(token): token_id for token_id, token in added.items()},
         )
-    return ChatTurn(prompt, reader, grammar, any(tag in special for tag in tags))
+    return ChatTurn(prompt, reader, grammar, any(tag in special for tag in tags), continued)
 
 
 def _tool_format(

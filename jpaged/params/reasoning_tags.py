@@ -13,11 +13,14 @@ class ReasoningTags:
 
     always: an answer begins with reasoning even without a start tag, unless the prompt has closed the reasoning. For
         models whose chat template writes the start tag, if the prompt was rendered by another template that does not.
+    opened: whether the answer goes on inside reasoning, where the caller knows it. False: the answer has no reasoning.
+        None: `opened_by` looks at the end of the prompt.
     """
 
     start: str
     end: str
     always: bool = False
+    opened: bool | None = None
 
     def __post_init__(self) -> None:
         for name, tag in (("start", self.start), ("end", self.end)):
@@ -27,8 +30,20 @@ class ReasoningTags:
         if self.start == self.end:
             raise RequestError("reasoning_tags", self.start, "start and end must differ")
 
+    def continuing(self, text: str) -> "ReasoningTags":
+        """The tags for an answer that goes on after `text`. Reasoning can only be at the beginning of an answer."""
+        begun = text.strip()
+        if not begun:
+            return self
+        return dataclasses.replace(self, opened=begun.startswith(self.start) and self.end not in begun)
+
     def opened_by(self, prompt: str) -> bool:
-        """True if an answer to this prompt begins inside reasoning. A template may write the start tag."""
+        """True if an answer to this prompt begins inside reasoning. A template may write the start tag.
+
+        prompt: its end is enough.
+        """
+        if self.opened is not None:
+            return self.opened
         start, end = prompt.rfind(self.start), prompt.rfind(self.end)
         written = prompt.rstrip()
         if written.endswith(self.start):

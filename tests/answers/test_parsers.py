@@ -1,5 +1,6 @@
 """Parsers of answers: calls, content and reasoning do not depend on how the text is cut into pieces."""
 
+import dataclasses
 import itertools
 import json
 
@@ -90,7 +91,7 @@ def test_call_ids_have_the_format_of_the_model():
     ],
 )
 def test_reasoning(tags, prompt, text, reasoning, content):
-    made = reader(None, reasoning=tags, reasoning_opened=tags.opened_by(prompt))
+    made = reader(None, reasoning=dataclasses.replace(tags, opened=tags.opened_by(prompt) or None))
     assert parts_of(made.parse(text)) == (reasoning, content, [])
     for cut in range(len(text) + 1):
         assert parts_of(made.parse_pieces([text[:cut], text[cut:]])) == (reasoning, content, [])

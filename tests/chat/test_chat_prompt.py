@@ -239,12 +239,45 @@ def test_a_turn_has_the_format_and_reasoning_of_its_answers(byte_tokenizer):
     for enabled, opening in ((True, ""), (False, "</think>")):
         options = RenderOptions(chat_template_kwargs={"enable_thinking": enabled})
         turn = chat_turn(byte_tokenizer, [USER], qwen3, options=options)
-        assert not turn.reader.reasoning_opened
+        assert turn.reader.reasoning.opened is None
         assert turn.reader.parse(opening + "x").content == opening + "x"
     always = ChatFormats.named(reasoning_parser="deepseek_r1")
-    assert chat_turn(byte_tokenizer, [USER], always).reader.reasoning_opened
+    assert chat_turn(byte_tokenizer, [USER], always).reader.reasoning.opened
     closed = RenderOptions(chat_template_kwargs={"enable_thinking": False})
-    assert not chat_turn(byte_tokenizer, [USER], always, options=closed).reader.reasoning_opened
+    assert not chat_turn(byte_tokenizer, [USER], always, options=closed).reader.reasoning.opened
+
+
+LONG = "<think>\n" + "It is an arachnid, not an insect. " * 20  # longer than the end of a prompt that is searched
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("begun", "opened"),
+    [
+        ("<think>", True),
+        ("\n<think>\nSpiders are", True),
+        (LONG, True),
+        ("<think>Count.</think>", False),
+        ("<think>Count.</think>\nA spider has", False),
+        (LONG + "</think>" + "They have many legs. " * 20, False),
+        ("A spider has", False),
+        ("Write <think>", False),
+        ("", None),
+    ],
+)
+def test_the_last_message_says_whether_an_answer_goes_on_inside_reasoning(byte_tokenizer, parser, begun, opened):
+    formats = ChatFormats.named(reasoning_parser=parser, chat_template=PLAIN)
+    options = RenderOptions(add_generation_prompt=False, continue_final_message=True)
+    for content in (begun, [{"type": "text", "text": begun}]):
+        turn = chat_turn(byte_tokenizer, [USER, {"role": "assistant", "content": content}], formats, options=options)
+        expected = True if opened is None and parser == "deepseek_r1" else opened
+        assert turn.reader.reasoning.opened is expected
+        assert turn.sampling_params(jpaged.SamplingParams()).reasoning_tags.opened is expected
+        own = turn.sampling_params(jpaged.SamplingParams(reasoning_tags=("<think>", "</think>"))).reasoning_tags
+        assert own.opened is opened
+    if opened is False:
+        assert turn.reader.parse("<think> x").content == "<think> x"
 
 
 def test_tags_that_are_special_tokens_stay_in_the_text(byte_tokenizer):

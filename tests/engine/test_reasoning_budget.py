@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from jpaged import RequestError, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.engine.output.reasoning_budget import EncodedReasoningTags, ReasoningBudget
+from jpaged.params.reasoning_tags import ReasoningTags
 from tests.engine.fake_runner import FakeRunner, next_token
 from tests.engine.small_tokenizer import SmallTokenizer
 
@@ -153,6 +154,15 @@ def test_the_engine_ends_reasoning_at_its_budget(num_blocks):
         assert done[text].token_ids == wanted(TOKENIZER.encode(text), budget), text
     assert done["free"].token_ids == wanted(TOKENIZER.encode("abc("), 99)
     assert (engine.stats().preemptions > 0) == (num_blocks == 9)
+
+
+@pytest.mark.parametrize(("prompt", "opened"), [("abc(", False), ("cab", True), ("(ab", True)])
+def test_the_caller_can_say_whether_reasoning_is_open(prompt, opened):
+    engine = Engine(FakeRunner(num_blocks=128), tokenizer=TOKENIZER)
+    engine.add_request("a", prompt, with_budget(2, reasoning_tags=ReasoningTags(*TAGS, opened=opened)))
+    (output,) = [output for _ in range(40) if engine.has_work for output in engine.step()]
+    end = TOKENIZER.encode(TAGS[1])
+    assert (output.outputs[0].token_ids[2 : 2 + len(end)] == end) == opened
 
 
 def test_each_of_several_answers_has_its_own_budget():

@@ -163,12 +163,14 @@ class InputProcessor:
         params, prompt = requests[0].params, requests[0].prompt_token_ids
         tags = cast(ReasoningTags | None, params.reasoning_tags)
         opened = tags is not None and self._has_opened(tags, prompt, params)
+        ended = tags is not None and tags.opened is False
         if (budget := params.thinking_token_budget) is not None:
             for request in requests:
-                request.output.reasoning_budget = self._reasoning_budget(tags, budget, opened=opened)
+                limit = self._reasoning_budget(tags, budget, opened=opened)
+                request.output.reasoning_budget = None if ended else limit
         if params.structured_outputs is None:
             return None
-        reasoning = None if tags is None else ReasoningPrefix(tags.start, tags.end, opened)
+        reasoning = None if tags is None or ended else ReasoningPrefix(tags.start, tags.end, opened)
         return self._grammar(params, reasoning)
 
     def _check_max_tokens(self, max_tokens: int, prompt_len: int, *, refuse: bool) -> None:
