@@ -164,6 +164,26 @@ def test_any_tokens_have_the_text_of_one_decode(kind: str, drawn: bytes, skip: b
     assert feed((DECODERS | FURTHER)[kind].new(skip_special_tokens=skip), token_ids) == whole
 
 
+@pytest.mark.parametrize("kind", [*DECODERS, *FURTHER])
+@given(drawn=st.binary(max_size=40), cut=st.integers(0, 20), text=st.text(alphabet="ø漢 the cat", max_size=12))
+@example(b"", 0, "the cat")
+@example(b"", 1, "漢漢 the")
+@settings(max_examples=100)
+def test_an_answer_has_the_text_that_it_adds_to_its_prompt(kind: str, drawn: bytes, cut: int, text: str):
+    """A character that the prompt begins is text of the answer: it adds to the text of up to three tokens less."""
+    name = kind.split(" ")[0]
+    backend = TOKENIZERS[name].backend_tokenizer
+    for skip, ids in ((True, token_ids_of(name, drawn)), (False, backend.encode(text).ids)):
+        ids = [token_id for token_id in ids if token_id < len(TOKENIZERS[name])]
+        cut = min(cut, len(ids))
+        prompt, whole = (backend.decode(some, skip_special_tokens=skip) for some in (ids[:cut], ids))
+        if skip and ("\ufffd" in prompt or not whole.startswith(prompt)):
+            continue  # one wrong byte changes the text of the whole run, here and in the answer
+        added = feed((DECODERS | FURTHER)[kind].new(skip_special_tokens=skip, after=ids[:cut]), ids[cut:])
+        before = [backend.decode(ids[: max(cut - less, 0)], skip_special_tokens=skip) for less in range(4)]
+        assert whole in [text + added for text in (prompt.rstrip("\ufffd"), *before)], (prompt, added)
+
+
 @pytest.mark.parametrize("kind", [*DECODERS, "no_prefix"])
 @given(text=st.text(max_size=30) | st.text(alphabet="é漢👩▁ a\u0300", max_size=20))
 @example("👩‍👩‍👧‍👦 中文")

@@ -300,7 +300,7 @@ class _BrokenText:
         self.call = call
         self.added = 0
 
-    def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> "_BrokenText":
+    def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool, after: list[int]) -> "_BrokenText":
         return self
 
     def begins(self, token_id: int) -> int:

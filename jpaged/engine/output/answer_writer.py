@@ -19,13 +19,14 @@ class AnswerWriter:
         """tokenizer: None: answers have no text."""
         self._decoder: TextDecoder | None = None if tokenizer is None else text_decoder(tokenizer)
 
-    def new_text(self, params: SamplingParams) -> AnswerText | None:
-        """Text of a new answer. None if there is no tokenizer, or the caller wants no text."""
+    def new_text(self, params: SamplingParams, prompt: Sequence[int]) -> AnswerText | None:
+        """Text of a new answer to a prompt. None if there is no tokenizer, or the caller wants no text."""
         if self._decoder is None or not params.detokenize:
             return None
         detokenizer = self._decoder.new(
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+            after=prompt,
         )
         return AnswerText(detokenizer, params)
 

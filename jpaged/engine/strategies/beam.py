@@ -141,7 +141,7 @@ class BeamStrategy(Strategy):
         params, first = request_group.params, request_group.first
         token_ids, status = list(found.token_ids), first.schedule.status
         stopped = found.finish_reason == "stop"
-        text = self._text(params, token_ids, stopped=stopped)
+        text = self._text(request_group, token_ids, stopped=stopped)
         return CompletionOutput(
             index=index,
             text="" if text is None else text.whole(),
@@ -153,9 +153,10 @@ class BeamStrategy(Strategy):
             text_offsets=None if text is None else text.offsets,
         )
 
-    def _text(self, params: SamplingParams, token_ids: list[int], *, stopped: bool) -> AnswerText | None:
+    def _text(self, request_group: "RequestGroup", token_ids: list[int], *, stopped: bool) -> AnswerText | None:
         """stopped: the last token ended the answer. It has no text, unless the caller asks for it."""
-        text = self.context.writer.new_text(params)
+        params = request_group.params
+        text = self.context.writer.new_text(params, request_group.prompt_token_ids)
         if text is not None:
             skips_last = stopped and not params.include_stop_str_in_output
             for token_id in token_ids[:-1] if skips_last else token_ids:

@@ -34,7 +34,7 @@ class SampleStrategy(Strategy):
         params = request_group.params
         grammar = None if request_group.grammar is None else request_group.grammar.result()
         for request in request_group.requests:
-            request.output.text = context.writer.new_text(params)
+            request.output.text = context.writer.new_text(params, request.prompt_token_ids)
             if grammar is not None:
                 request.output.matcher = grammar.matcher()
                 request.output.jumps = context.jump_forward and not params.samples_forced_tokens

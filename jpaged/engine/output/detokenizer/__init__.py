@@ -1,4 +1,6 @@
-"""Token ids to text, one token at a time. Text that was returned never changes, and equals one decode of all tokens.
+"""Token ids to text, one token at a time. Text that was returned never changes.
+
+It is what `decode(prompt + answer)` adds to `decode(prompt)`.
 
 Three implementations, each linear in the number of tokens (`benchmarks/host_overhead.py` measures a token's cost):
 - `byte_level.py`, for byte-level BPE (GPT-2, Llama 3, Qwen). Each token stands for fixed bytes, so a table and an

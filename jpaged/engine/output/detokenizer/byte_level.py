@@ -1,10 +1,13 @@
 """Detokenizer for byte-level BPE: a table of bytes and an incremental UTF-8 decoder."""
 
 import codecs
+from collections.abc import Sequence
 from typing import Any
 
 from jpaged.engine.output.detokenizer.backend import is_continuation, special_ids, token_strings
 from jpaged.engine.output.detokenizer.interface import Detokenizer
+
+MAX_CHARACTER = 16  # tokens that a character may be spread over: four bytes, and special tokens between them
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -39,9 +42,14 @@ class ByteLevelDecoder:
         special = special_ids(backend)
         self._texts_without_special = ["" if i in special else text for i, text in enumerate(self._texts)]
 
-    def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> Detokenizer:
+    def new(
+        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> Detokenizer:
         """See TextDecoder. Never puts spaces between special tokens."""
-        return _ByteLevelDetokenizer(self._texts_without_special if skip_special_tokens else self._texts, self._parts)
+        made = _ByteLevelDetokenizer(self._texts_without_special if skip_special_tokens else self._texts, self._parts)
+        for token_id in after[-MAX_CHARACTER:]:
+            made.add(token_id)
+        return made
 
     def token_text(self, token_id: int) -> str:
         """See TextDecoder."""

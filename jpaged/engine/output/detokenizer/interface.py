@@ -1,6 +1,7 @@
 """Interfaces of all detokenizers."""
 
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # name of a token for one byte, in tokenizers with byte fallback
@@ -30,8 +31,14 @@ class Detokenizer(Protocol):
 class TextDecoder(Protocol):
     """Turns token ids into text. All requests share it."""
 
-    def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> Detokenizer:
-        """Return the detokenizer of a new request."""
+    def new(
+        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> Detokenizer:
+        """Return the detokenizer of a new request.
+
+        after: the prompt. The text is what the answer adds to the prompt's text, so its first word keeps its space.
+            A character that begins in the prompt and ends in the answer is text of the answer.
+        """
         ...
 
     def token_text(self, token_id: int) -> str:

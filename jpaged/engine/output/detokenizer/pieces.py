@@ -1,5 +1,6 @@
 """Detokenizer for SentencePiece-like tokenizers: a table of texts, with or without tokens for single bytes."""
 
+import codecs
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -76,9 +77,13 @@ class PieceDecoder:
         special = special_ids(backend)
         self.texts_without_special = [None if i in special else text for i, text in enumerate(self.texts)]
 
-    def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> Detokenizer:
+    def new(
+        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> Detokenizer:
         """See TextDecoder. Never puts spaces between special tokens."""
-        return _PieceDetokenizer(self, self.texts_without_special if skip_special_tokens else self.texts)
+        made = _PieceDetokenizer(self, self.texts_without_special if skip_special_tokens else self.texts)
+        made.begin_after(after)
+        return made
 
     def token_text(self, token_id: int) -> str:
         """See TextDecoder. The text is that of a token inside a text, with its leading space."""
@@ -101,6 +106,30 @@ class _PieceDetokenizer:
         self._content, self._strip = decoder.rules.strip  # character to strip, and how many more of it
         self._run = bytearray()  # current run of byte tokens
         self._begun = 0  # characters that begin in the run
+
+    def begin_after(self, token_ids: Sequence[int]) -> None:
+        """Take the state after these tokens, whose text is not returned."""
+        for token_id in token_ids:
+            if self._first_texts is None and not self._strip:
+                break
+            self.add(token_id)
+        self._stripped(self._end_run())
+        self._run += self._half_character(token_ids)
+        self._begun = int(bool(self._run))
+
+    def _half_character(self, token_ids: Sequence[int]) -> bytes:
+        """The bytes at the end of tokens that begin a character and do not end it."""
+        tail: list[int] = []
+        for token_id in reversed(token_ids):
+            byte = self._byte_of.get(token_id)
+            known = token_id < len(self._texts) and self._texts[token_id] is not None
+            if len(tail) == 3 or (known and byte is None):
+                break
+            if known and byte is not None:
+                tail.insert(0, byte)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(bytes(tail))
+        return decoder.getstate()[0]
 
     def offset_of_next(self, token_id: int) -> int:
         text = self._texts[token_id] if token_id < len(self._texts) else None

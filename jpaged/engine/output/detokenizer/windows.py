@@ -2,6 +2,7 @@
 
 import enum
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from jpaged.engine.output.detokenizer.interface import BROKEN, BYTE_TOKEN, Detokenizer
@@ -27,10 +28,14 @@ class WindowDecoder:
         self._token_texts: dict[int, str] = {}
         self._kinds: dict[tuple[int, bool], TokenKind] = {}
 
-    def new(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> Detokenizer:
+    def new(
+        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> Detokenizer:
         """See TextDecoder."""
         spaces = skip_special_tokens or spaces_between_special_tokens
-        return _WindowDetokenizer(self, skip_special_tokens, {} if spaces else self._added_tokens)
+        made = _WindowDetokenizer(self, skip_special_tokens, {} if spaces else self._added_tokens)
+        made.begin_after(after)
+        return made
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Decode known tokens as one text."""
@@ -92,6 +97,20 @@ class _WindowDetokenizer:
         self._num_returned = 0
         self._context = ""
         self._pending = 0  # pending tokens of kind TEXT
+
+    def begin_after(self, token_ids: Sequence[int]) -> None:
+        """Take the state after these tokens, whose text is not returned."""
+        kinds = {token_id: self._decoder.kind(token_id, self._skip) for token_id in token_ids[-MAX_WINDOW:]}
+        self._ids = [token_id for token_id in token_ids[-MAX_WINDOW:] if kinds[token_id] is not TokenKind.NOTHING]
+        if not self._ids:
+            return
+        # Half a character is not in the context: the answer ends it.
+        counts = range(len(self._ids), max(len(self._ids) - MAX_PENDING, -1), -1)
+        texts = ((count, self._decode(self._ids[:count])) for count in counts)
+        whole = next(((count, text) for count, text in texts if not text.endswith(BROKEN)), None)
+        self._num_returned, self._context = whole or (len(self._ids), self._decode(self._ids))
+        self._pending = sum(kinds[token_id] is TokenKind.TEXT for token_id in self._ids[self._num_returned :])
+        self._last_is_added = self._ids[-1] in self._added_tokens
 
     def offset_of_next(self, token_id: int) -> int:
         return 0
