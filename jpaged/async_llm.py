@@ -11,6 +11,7 @@
 
 import asyncio
 import dataclasses
+import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from jpaged.lifetime import close_when_collected
 from jpaged.outputs import PoolingRequestOutput, RequestOutput
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
+from jpaged.requester import Requester, current_client
 from jpaged.snapshot import EngineSnapshot
 
 PROGRAMS_SECONDS = 0.05  # between two looks at whether a request's programs exist
@@ -136,9 +138,11 @@ class AsyncLLM(EngineAccess):
         deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         stream = self._streams[request_id] = OutputStream(loop, deltas=deltas)
         in_engine = False
+        left = threading.Event()
+        requester = Requester(current_client.get(), left.is_set)
         try:
             self._engine_thread.check_room()  # checks the process too: a forked child has no threads
-            work = partial(self._process, request_id, prompt, params, priority, refuse_cut)
+            work = partial(self._process, request_id, prompt, params, priority, refuse_cut, requester)
             request_group, prefixes = await self._tokenising.run(prompt_length(prompt), work)
             if request_group.grammar is not None:
                 await asyncio.wrap_future(request_group.grammar, loop=loop)
@@ -164,6 +168,7 @@ class AsyncLLM(EngineAccess):
                 if output.finished:
                     return
         finally:
+            left.set()
             del self._streams[request_id]
             if in_engine:
                 self._engine_thread.abort(request_id)
@@ -175,12 +180,13 @@ class AsyncLLM(EngineAccess):
         params: SamplingParams | PoolingParams,
         priority: int,
         refuse_cut: bool,
+        requester: Requester,
         cancelled: Callable[[], bool],
     ) -> tuple[RequestGroup, Sequence[int]]:
         """Return the request group, and the names of its prefixes for the router."""
         process = partial(self.engine.inputs.process, request_id, prompt, params, stream=True, priority=priority)
         try:
-            request_group = process(refuse_cut=refuse_cut, cancelled=cancelled)
+            request_group = process(refuse_cut=refuse_cut, cancelled=cancelled, requester=requester)
             return request_group, self._engine_thread.prefixes(request_group)
         except Exception:
             raise

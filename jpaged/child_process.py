@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 from jpaged.errors import CapacityError, EngineError
 
+_ASK_SECONDS = 0.1  # between two calls of `cancelled`
 _START_SECONDS = 60.0  # importing takes 0.5 s, but much longer on a machine that has just started
 
 # Errors of a machine that is busy. They pass.
@@ -46,16 +47,17 @@ class ChildProcess:
         self._first_input = first_input
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, *request: bytes, seconds: float) -> bytes:
+    def ask(self, *request: bytes, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> bytes:
         """Send a request, and return the line that answers it.
 
-        Raises TimeoutError after `seconds`, and OSError or EOFError if the program has ended. It is closed then.
+        Raises TimeoutError after `seconds`, InterruptedError when `cancelled` returns True, and OSError or EOFError if
+        the program has ended. It is closed then.
         Raises CapacityError if a process cannot be started now, EngineError if it never can.
         """
         process = self._running()
         try:
-            return _exchange(process, request, seconds)
-        except (OSError, EOFError):  # TimeoutError is an OSError
+            return _exchange(process, request, seconds, cancelled)
+        except (OSError, EOFError):  # TimeoutError and InterruptedError are OSErrors
             self.close()
             raise
 
@@ -106,19 +108,27 @@ class ChildProcess:
         return process
 
 
-def _exchange(process: "subprocess.Popen[bytes]", request: Sequence[bytes], seconds: float) -> bytes:
-    """Write all data and read one line. Raises TimeoutError after `seconds`, EOFError if the program has ended."""
+def _exchange(
+    process: "subprocess.Popen[bytes]",
+    request: Sequence[bytes],
+    seconds: float,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> bytes:
+    """Write all data and read one line.
+
+    Raises TimeoutError after `seconds`, InterruptedError if cancelled, EOFError if the program has ended.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     end = time.monotonic() + seconds
     for data in request:
         rest = memoryview(data)
         while rest:
-            _wait(process.stdin, selectors.EVENT_WRITE, end)
+            _wait(process.stdin, selectors.EVENT_WRITE, end, cancelled)
             rest = rest[os.write(process.stdin.fileno(), rest[:65_536]) :]
     line = b""
     while not line.endswith(b"\n"):
-        _wait(process.stdout, selectors.EVENT_READ, end)
+        _wait(process.stdout, selectors.EVENT_READ, end, cancelled)
         piece = os.read(process.stdout.fileno(), 65_536)
         if not piece:
             raise EOFError
@@ -126,8 +136,11 @@ def _exchange(process: "subprocess.Popen[bytes]", request: Sequence[bytes], seco
     return line
 
 
-def _wait(pipe: IO[bytes], event: int, end: float) -> None:
+def _wait(pipe: IO[bytes], event: int, end: float, cancelled: Callable[[], bool]) -> None:
     with selectors.PollSelector() as selector:  # needs no file descriptor, as epoll does
         selector.register(pipe, event)
-        if not selector.select(max(end - time.monotonic(), 0)):
-            raise TimeoutError
+        while not selector.select(max(min(end - time.monotonic(), _ASK_SECONDS), 0)):
+            if cancelled():
+                raise InterruptedError
+            if time.monotonic() >= end:
+                raise TimeoutError

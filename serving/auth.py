@@ -7,6 +7,7 @@ from http import HTTPStatus
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jpaged.requester import current_client
 from jpaged.serving.error_responses import APIError, error_response
 
 ADMIN = "/admin/"
@@ -40,13 +41,14 @@ class RequireKey:
         await error_response(error, scope)(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
-        """Return True if the request has a valid key. The key's hash is noted in the scope."""
+        """Return True if the request has a valid key. Its hash is noted in the scope, and stands for the client."""
         known = False
         for digest in map(_hash, _keys(scope)):
             for one in self._hashes:
                 if hmac.compare_digest(digest, one):
                     known = True
                     scope[OWNER] = one
+                    current_client.set(one.hex())
         return known
 
 

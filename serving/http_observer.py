@@ -7,6 +7,7 @@ from urllib.parse import quote
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jpaged.requester import current_client
 from jpaged.serving.error_responses import MESSAGES, error_response
 from jpaged.serving.metrics import ServerMetrics
 from jpaged.serving.request_context import RequestContext, current
@@ -49,6 +50,7 @@ class HTTPObserver:
             return send(message)
 
         token = current.set(context)
+        current_client.set((scope.get("client") or ("", 0))[0])
         try:
             await self._app(scope, receive, observed)
         except Exception as error:

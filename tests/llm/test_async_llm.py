@@ -1,6 +1,7 @@
 """AsyncLLM, on the runner in plain Python that the engine's tests use."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import sys
@@ -18,6 +19,7 @@ from jpaged.engine.request import Request
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
+from jpaged.requester import Requester, current_client
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.support.slow_runner import SlowRunner, collect, until, until_idle
 
@@ -123,6 +125,29 @@ def test_a_request_without_a_reader_leaves_the_engine(engine: AsyncLLM, how: str
 
     outputs = asyncio.run(main())
     assert outputs[-1].outputs[0].finish_reason == ("abort" if how == "abort" else None)
+
+
+def test_a_grammar_is_for_its_client_until_the_request_leaves(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):
+    process, requesters, asked = engine.engine.inputs.process, [], threading.Event()
+
+    def with_grammar(*args: Any, requester: Requester, **options: Any) -> Any:
+        requesters.append(requester)
+        asked.set()
+        return dataclasses.replace(process(*args, **options), grammar=concurrent.futures.Future())
+
+    monkeypatch.setattr(engine.engine.inputs, "process", with_grammar)
+
+    async def main() -> None:
+        current_client.set("somebody")
+        task = asyncio.create_task(collect(engine, [1], GREEDY, "a"))
+        await asyncio.to_thread(asked.wait, 5)
+        assert requesters[0].client == "somebody"
+        assert not requesters[0].has_left()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert requesters[0].has_left()
+
+    asyncio.run(main())
 
 
 def test_abort_while_the_prompt_is_still_being_tokenised(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch):

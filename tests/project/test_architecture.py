@@ -64,6 +64,7 @@ SHARED = {
     "jpaged.params",
     "jpaged.phases",
     "jpaged.pooling_params",
+    "jpaged.requester",
     "jpaged.routing",
     "jpaged.sampling_params",
     "jpaged.snapshot",

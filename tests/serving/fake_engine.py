@@ -24,6 +24,7 @@ from jpaged.outputs import (
 )
 from jpaged.params.pooling import PooledModel, PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
+from jpaged.requester import current_client
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot
 
 VOCAB = 256
@@ -80,6 +81,7 @@ class FakeEngine:
     seen_prompts: list[list[int]] = dataclasses.field(default_factory=list)
     seen_salts: list[str | None] = dataclasses.field(default_factory=list)
     seen_priorities: list[int] = dataclasses.field(default_factory=list)
+    seen_clients: list[str] = dataclasses.field(default_factory=list)
     seen_pooling: list[PoolingParams] = dataclasses.field(default_factory=list)
     pooling: PooledModel | None = None
     aborts: bool = False  # `encode` returns aborted requests
@@ -100,6 +102,7 @@ class FakeEngine:
         on_admitted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         ids = self.token_ids(prompt, priority)
+        self.seen_clients.append(current_client.get())
         if not ids:
             raise RequestError("prompt", prompt, "must not be empty")
         for token_id in ids:

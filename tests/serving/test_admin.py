@@ -129,6 +129,17 @@ def test_without_admin_keys_there_is_no_such_route(engine):
         error_of(httpx.get(f"{base}/admin/inspect", headers={"Authorization": "Bearer talk"}), 404)
 
 
+@pytest.mark.parametrize("keys", [(), ("one", "two")])
+def test_a_client_is_its_key_or_its_address(engine, keys):
+    with running(create_app(Server(engine=engine, model_names=("echo",)), AppOptions(api_keys=keys))) as base:
+        for key in ("one", "two", "one"):
+            headers = {"Authorization": f"Bearer {key}"}
+            httpx.post(f"{base}/v1/completions", headers=headers, json={"prompt": "a"}).raise_for_status()
+    first, second, third = engine.seen_clients
+    assert first == third
+    assert second == first == "127.0.0.1" if not keys else "127.0.0.1" != second != first
+
+
 def test_with_an_admin_key_alone_other_routes_require_no_key(engine):
     with running(create_app(Server(engine=engine, model_names=("echo",)), AppOptions(admin_keys=("look",)))) as base:
         assert httpx.get(f"{base}/v1/models").status_code == 200

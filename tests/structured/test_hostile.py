@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from jpaged.child_process import ChildProcess
 from jpaged.config import EngineConfig
 from jpaged.engine.grammar import GrammarCompiler, GrammarLimits
-from jpaged.errors import EngineError, RequestError
+from jpaged.engine.grammar.compiler import MAX_SLOW
+from jpaged.engine.grammar.queue import Job, JobQueue
+from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.params.structured_outputs import StructuredOutputsParams
+from jpaged.requester import Requester
 from tests.structured import corpus, sampling
 from tests.structured.grammar_model import SECONDS, Model
 from tests.support.hostile_grammars import ENDLESS, HEAVY, NOT_COMPILED, REFUSED, nested
@@ -94,6 +98,70 @@ def test_endless_compiles_end_and_do_not_delay_other_requests():
         compiler.submit(StructuredOutputsParams(regex="still [a-z]+")).result(SECONDS)
     finally:
         compiler.close()
+
+
+def endless(number: int) -> StructuredOutputsParams:
+    """One of many different schemas that do not end to compile."""
+    return StructuredOutputsParams(json=ENDLESS["multiples"] | {"title": f"{number}"})
+
+
+def test_grammars_of_requests_that_have_left_are_dropped():
+    """Also the one that compiles. A second request for the same grammar keeps it."""
+    compiler, _ = small_compiler(grammar_compile_timeout=100.0)
+    try:
+        left = threading.Event()
+        leaving = [compiler.submit(endless(i), requester=Requester("a", left.is_set)) for i in range(20)]
+        staying = compiler.submit(endless(7), requester=Requester("b"))
+        assert staying is leaving[7]
+        left.set()
+        compiler.submit(StructuredOutputsParams(regex="[a-z]+"), requester=Requester("c")).result(SECONDS)
+        for number, future in enumerate(leaving):
+            if number != 7:
+                with pytest.raises(EngineError, match="no request waits"):
+                    future.result(SECONDS)
+        assert not staying.done()
+        again = compiler.submit(endless(3))
+        assert again is not leaving[3]
+    finally:
+        compiler.close()
+
+
+def test_clients_take_turns():
+    def job(client: str, number: int) -> Job:
+        return Job((client, number), None, concurrent.futures.Future(), [Requester(client)])  # ty: ignore
+
+    queue = JobQueue()
+    for number in range(6):
+        queue.put(job("a", number))
+    queue.put(job("b", 0))
+    queue.put(job("c", 0))
+    queue.put(job("b", 1))
+    assert [queue.take().key for _ in range(4)] == [("a", 0), ("b", 0), ("c", 0), ("a", 1)]
+    assert queue.remove_surplus("a") is None  # it has the most itself
+    assert queue.remove_surplus("c").key == ("a", 5)
+    assert [queue.take().key for _ in range(len(queue))] == [("b", 1), ("a", 2), ("a", 3), ("a", 4)]
+    assert queue.take() is None
+
+
+def test_a_client_that_fills_the_slow_queue_makes_room_for_another(monkeypatch):
+    monkeypatch.setattr("jpaged.engine.grammar.compiler.QUICK_SECONDS", 0.01)
+    compiler, _ = small_compiler(grammar_compile_timeout=100.0)
+    busy = threading.Event()
+    try:
+        lane = compiler._lane("slow")
+        lane.executor.submit(busy.wait)
+        filling = [compiler.submit(endless(i), requester=Requester("a")) for i in range(MAX_SLOW)]
+        while len(lane.queue) < MAX_SLOW:
+            time.sleep(0.01)
+        with pytest.raises(CapacityError, match="slow to compile"):
+            compiler.submit(endless(100), requester=Requester("a")).result(SECONDS)
+        other = compiler.submit(endless(101), requester=Requester("b"))
+        with pytest.raises(CapacityError, match="slow to compile"):
+            filling[-1].result(SECONDS)
+        assert not other.done()
+    finally:
+        compiler.close()
+        busy.set()
 
 
 def children(compiler: GrammarCompiler) -> dict[str, ChildProcess | None]:

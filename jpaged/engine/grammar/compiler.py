@@ -3,11 +3,11 @@
 Each grammar is first compiled in a child process, which is killed when it exceeds its time limit (see `probe.py`).
 Then this process compiles it again. There are two lanes, each with one worker thread and one child of low priority.
 A compile that takes longer than QUICK_SECONDS starts again in the slow lane. So an ordinary grammar (a medium schema
-takes 4 ms) never waits for a hostile one.
+takes 4 ms) never waits for a hostile one. In each lane, clients take turns (`queue.py`), and the grammar of requests
+that have left is dropped, also while its child compiles it.
 """
 
 import collections
-import dataclasses
 import functools
 import logging
 import threading
@@ -21,7 +21,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from jpaged.engine.grammar.limits import GRAMMAR_STEP_LIMITS, STEP_LIMITS, GrammarLimits
 from jpaged.engine.grammar.matcher import GrammarMatcher, first_line
-from jpaged.engine.grammar.probe_process import ProbeProcess, ProbeTimeout
+from jpaged.engine.grammar.probe_process import ProbeCancelled, ProbeProcess, ProbeTimeout
+from jpaged.engine.grammar.queue import Job, JobQueue
 from jpaged.engine.grammar.reasoning_prefix import ReasoningPrefix
 from jpaged.engine.grammar.special_text import SpecialTokens
 from jpaged.engine.grammar.translate import Source
@@ -29,6 +30,7 @@ from jpaged.engine.grammar.vocabulary import grammar_tokenizer, special_tokens
 from jpaged.engine.step_plan import mask_words
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.params.structured_outputs import StructuredOutputsParams
+from jpaged.requester import ANYONE, Requester
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +39,6 @@ RENEW_SECONDS = 0.1  # slower grammars are not recompiled in the engine's thread
 MAX_SLOW = 8  # compiles queued in the slow lane
 
 _Key = tuple[StructuredOutputsParams, ReasoningPrefix | None]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
-    """One grammar to compile."""
-
-    key: _Key
-    source: Source
-    future: "Future[Grammar]"
 
 
 class Grammar:
@@ -91,10 +84,11 @@ class Grammar:
 
 
 class _Lane:
-    """One worker thread with its child process."""
+    """One worker thread with its child process. A turn of the thread takes the next job of the queue."""
 
     def __init__(self, name: str, probe: ProbeProcess):
         self.probe = probe
+        self.queue = JobQueue()
         self.executor = ThreadPoolExecutor(1, f"jpaged-grammar-{name}")
 
     def close(self) -> None:
@@ -121,19 +115,25 @@ class GrammarCompiler:
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
         self._cache: collections.OrderedDict[_Key, Grammar] = collections.OrderedDict()
-        self._unfinished: dict[_Key, Future[Grammar]] = {}
+        self._unfinished: dict[_Key, Job] = {}
         self._lanes: dict[str, _Lane] = {}
-        self._num_slow = 0  # unfinished compiles in the slow lane
         self._closed = False
 
-    def submit(self, params: StructuredOutputsParams, reasoning: ReasoningPrefix | None = None) -> "Future[Grammar]":
+    def submit(
+        self,
+        params: StructuredOutputsParams,
+        reasoning: ReasoningPrefix | None = None,
+        requester: Requester = ANYONE,
+    ) -> "Future[Grammar]":
         """Start to compile a grammar, unless it is cached or being compiled. Returns at once.
 
         reasoning: text that may come before the answer.
+        requester: the request that waits for it. If all requests leave that wait for it, the compile ends.
 
         Raises RequestError, within 50 ms, for parameters beyond the limits or not supported. The future's exception is
         a RequestError if the compile fails or takes longer than `grammar_compile_timeout`. It is a CapacityError if
-        MAX_SLOW slow compiles are queued. Do not cancel the future: other requests may wait for it.
+        MAX_SLOW slow compiles are queued, and none of a client that has more of them. Do not cancel the future: other
+        requests may wait for it.
         """
         key = params, reasoning
         with self._lock:
@@ -147,16 +147,21 @@ class GrammarCompiler:
                 done.set_result(self._cache[key])
                 return done
             if key in self._unfinished:
-                return self._unfinished[key]
+                return self._join(self._unfinished[key], requester)
         source = Source(params, self.limits, reasoning)
         with self._lock:
             if key in self._unfinished:
-                return self._unfinished[key]
+                return self._join(self._unfinished[key], requester)
             future: Future[Grammar] = Future()
             future.set_running_or_notify_cancel()
-            self._unfinished[key] = future
-            self._start("quick", _Job(key, source, future))
+            self._unfinished[key] = job = Job(key, source, future, [requester])
+            self._start("quick", job)
         return future
+
+    @staticmethod
+    def _join(job: Job, requester: Requester) -> "Future[Grammar]":
+        job.requesters.append(requester)
+        return job.future
 
     def warm_up(self) -> "Future[None]":
         """Start to read the tokenizer. Otherwise the first compile does it.
@@ -177,8 +182,8 @@ class GrammarCompiler:
             lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
             lane.close()
-        for future in unfinished.values():
-            _fail(future, EngineError("the engine is closed"))
+        for job in unfinished.values():
+            _fail(job.future, EngineError("the engine is closed"))
 
     # -- run by the workers ---------------------------------------------------------------------------------------
 
@@ -187,45 +192,80 @@ class GrammarCompiler:
             self._lanes[name] = _Lane(name, ProbeProcess(self.vocab_size, list(self._special.ids)))
         return self._lanes[name]
 
-    def _start(self, name: str, job: _Job) -> None:
+    def _start(self, name: str, job: Job) -> None:
         lane = self._lane(name)
-        lane.executor.submit(self._work, lane, name == "quick", job)
+        lane.queue.put(job)
+        lane.executor.submit(self._work_on_next, lane, name == "quick")
 
-    def _work(self, lane: _Lane, quick: bool, job: _Job) -> None:
+    def _work_on_next(self, lane: _Lane, quick: bool) -> None:
+        with self._lock:
+            self._drop_unwanted(lane)
+            job = lane.queue.take()
+        if job is not None:
+            self._work(lane, quick, job)
+
+    def _drop_unwanted(self, lane: _Lane) -> None:
+        for job in lane.queue.remove_unwanted():
+            self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        """End a job that no request waits for. A request that comes now for the same grammar begins a new one."""
+        if self._unfinished.get(job.key) is job:
+            del self._unfinished[job.key]
+        _fail(job.future, EngineError("no request waits for this grammar"))
+
+    def _ends_unwanted(self, job: Job) -> bool:
+        """Drop a running job if no request waits for it. True if so."""
+        if job.is_wanted:
+            return False
+        with self._lock:
+            unwanted = not job.is_wanted
+            if unwanted:
+                self._drop(job)
+        return unwanted
+
+    def _work(self, lane: _Lane, quick: bool, job: Job) -> None:
         # Half of the time is for the probe: this process compiles the grammar again, in about the same time.
         allowed = self.limits.grammar_compile_timeout / 2
         try:
             self._read_tokenizer()
             seconds = min(QUICK_SECONDS, allowed) if quick else allowed
-            grammar = self._compile(lane.probe, job.source, seconds)
+            grammar = self._compile(lane.probe, job.source, seconds, functools.partial(self._ends_unwanted, job))
+        except ProbeCancelled:
+            pass  # `_ends_unwanted` has ended the job
         except ProbeTimeout:
             if quick and allowed > QUICK_SECONDS:
                 self._retry_in_slow_lane(job)
                 return
             limit = self.limits.grammar_compile_timeout
             accepted = f"takes more than {limit:g} s to compile (grammar_compile_timeout): make it simpler"
-            self._end(job, quick, RequestError(job.source.parameter, job.source.value, accepted))
+            self._end(job, RequestError(job.source.parameter, job.source.value, accepted))
         except Exception as cause:
-            self._end(job, quick, cause)
+            self._end(job, cause)
         except BaseException as cause:  # llguidance panicked (Rust): the waiting request must get an error
-            self._end(job, quick, EngineError(f"compiling a grammar failed: {cause!r}"))
+            self._end(job, EngineError(f"compiling a grammar failed: {cause!r}"))
         else:
-            self._end(job, quick, grammar)
+            self._end(job, grammar)
 
-    def _retry_in_slow_lane(self, job: _Job) -> None:
+    def _retry_in_slow_lane(self, job: Job) -> None:
+        refused = None
         with self._lock:
-            full = self._num_slow >= MAX_SLOW
-            if not full and not self._closed:
-                self._num_slow += 1
+            if self._closed:
+                return
+            lane = self._lane("slow")
+            self._drop_unwanted(lane)
+            if len(lane.queue) >= MAX_SLOW:
+                refused = lane.queue.remove_surplus(job.client) or job
+            if refused is not job:
                 self._start("slow", job)
-        if full:
+        if refused is not None:
             seconds = self.limits.grammar_compile_timeout
-            self._end(job, True, CapacityError("too many grammars that are slow to compile", seconds))
+            self._end(refused, CapacityError("too many grammars that are slow to compile", seconds))
 
-    def _end(self, job: _Job, quick: bool, result: Grammar | Exception) -> None:
+    def _end(self, job: Job, result: Grammar | Exception) -> None:
         with self._lock:
-            self._num_slow -= not quick
-            self._unfinished.pop(job.key, None)
+            if self._unfinished.get(job.key) is job:
+                del self._unfinished[job.key]
             if isinstance(result, Grammar):
                 self._cache[job.key] = result
                 while len(self._cache) > self.limits.grammar_cache_size:
@@ -236,10 +276,16 @@ class GrammarCompiler:
         else:
             _fail(job.future, result)
 
-    def _compile(self, probe: ProbeProcess, source: Source, seconds: float) -> Grammar:
+    def _compile(
+        self, probe: ProbeProcess, source: Source, seconds: float, cancelled: Callable[[], bool]
+    ) -> Grammar:
         limits = GRAMMAR_STEP_LIMITS if source.is_context_free else STEP_LIMITS
         text, error = probe.compile(
-            source.text(self._special), context_free=source.is_context_free, limits=limits, seconds=seconds
+            source.text(self._special),
+            context_free=source.is_context_free,
+            limits=limits,
+            seconds=seconds,
+            cancelled=cancelled,
         )
         if error:
             raise _compile_error(source, error)

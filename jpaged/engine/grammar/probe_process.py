@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ class ProbeTimeout(Exception):
     """The compile took too long, and the child process was killed."""
 
 
+class ProbeCancelled(Exception):
+    """The caller cancelled the compile, and the child process was killed."""
+
+
 class ProbeProcess(ChildProcess):
     """Compiles grammars in a child process, which starts on first use. Used by one thread at a time."""
 
@@ -28,20 +32,30 @@ class ProbeProcess(ChildProcess):
         super().__init__([str(_PROGRAM)], path, "compile the grammar", json.dumps(vocabulary).encode() + b"\n")
 
     def compile(
-        self, grammar: str, *, context_free: bool, limits: dict[str, Any], seconds: float
+        self,
+        grammar: str,
+        *,
+        context_free: bool,
+        limits: dict[str, Any],
+        seconds: float,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> tuple[str, str]:
         """Compile a grammar. Returns (the grammar in llguidance's form, the error or "").
 
         context_free: `grammar` is Lark or GBNF from the request. limits: fields of LLParserLimits.
 
-        Raises ProbeTimeout after `seconds`. Raises CapacityError if a process cannot be started now, EngineError if
-        it never can.
+        cancelled: asked every 0.1 s while the child compiles.
+
+        Raises ProbeTimeout after `seconds`, and ProbeCancelled when `cancelled` returns True. Raises CapacityError if
+        a process cannot be started now, EngineError if it never can.
         """
         request = {"grammar": grammar, "context_free": context_free, "limits": limits, "seconds": seconds}
         try:
-            answer = json.loads(self.ask(json.dumps(request).encode() + b"\n", seconds=seconds))
+            answer = json.loads(self.ask(json.dumps(request).encode() + b"\n", seconds=seconds, cancelled=cancelled))
         except TimeoutError:  # a subclass of OSError, so it comes first
             raise ProbeTimeout from None
+        except InterruptedError:
+            raise ProbeCancelled from None
         except (OSError, EOFError):
             return grammar, "it needs too much memory or too deep a stack"
         return answer["grammar"], answer["error"]

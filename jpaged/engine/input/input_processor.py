@@ -28,6 +28,7 @@ from jpaged.outputs import RequestMetrics
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.reasoning_tags import PROMPT_END, ReasoningTags
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
+from jpaged.requester import ANYONE, Requester
 
 __all__ = ["InputProcessor", "ModelLimits", "Prompt"]
 
@@ -88,12 +89,14 @@ class InputProcessor:
         priority: int = 0,
         refuse_cut: bool = False,
         cancelled: Cancelled = lambda: False,
+        requester: Requester = ANYONE,
     ) -> RequestGroup:
         """Check a prompt with its parameters, and make a request group of them. Raises RequestError.
 
         stream:     emit every new token, if the parameters allow it.
         refuse_cut: raise RequestError if prompt and max_tokens exceed max_model_len, instead of a warning.
         cancelled:  asked while a long text is tokenised; True ends that with TokenisingCancelled.
+        requester:  for whom a grammar is compiled.
         """
         metrics = RequestMetrics(arrival_time=time.monotonic())
         check_task(self.limits.pooling, params)
@@ -128,7 +131,8 @@ class InputProcessor:
             )
             for index in range(params.num_sequences)
         ]
-        grammar = self._add_reasoning_and_grammar(requests)
+        strategy = self._strategy(params, pooling_params, max_total_tokens - len(token_ids), end_token_ids)
+        grammar = self._add_reasoning_and_grammar(requests, requester)  # last: a refused request has no grammar
         streams = stream and not params.chooses and params.output_kind is not RequestOutputKind.FINAL_ONLY
         return RequestGroup(
             request_id=request_id,
@@ -136,7 +140,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             params=params,
             requests=requests,
-            strategy=self._strategy(params, pooling_params, max_total_tokens - len(token_ids), end_token_ids),
+            strategy=strategy,
             metrics=metrics,
             streams=streams and pooling_params is None,
             cache_salt=checked.cache_salt,
@@ -158,7 +162,7 @@ class InputProcessor:
             return BeamStrategy(search, keep_candidates=params.logprobs is not None)
         return BestOfStrategy() if params.chooses else SampleStrategy()
 
-    def _add_reasoning_and_grammar(self, requests: list[Request]) -> Future[Grammar] | None:
+    def _add_reasoning_and_grammar(self, requests: list[Request], requester: Requester) -> Future[Grammar] | None:
         """Give each request its reasoning budget, and start to compile the grammar of their parameters."""
         params, prompt = requests[0].params, requests[0].prompt_token_ids
         tags = cast(ReasoningTags | None, params.reasoning_tags)
@@ -171,7 +175,7 @@ class InputProcessor:
         if params.structured_outputs is None:
             return None
         reasoning = None if tags is None or ended else ReasoningPrefix(tags.start, tags.end, opened)
-        return self._grammar(params, reasoning)
+        return self._grammar(params, reasoning, requester)
 
     def _check_max_tokens(self, max_tokens: int, prompt_len: int, *, refuse: bool) -> None:
         """Refuse, or log once, a max_tokens that the model cannot reach after the prompt."""
@@ -198,11 +202,13 @@ class InputProcessor:
                 f"{MAX_PROMPT_LOGPROBS:,}: at most {MAX_PROMPT_LOGPROBS // prompt_len - 1} for this prompt",
             )  # fmt: skip
 
-    def _grammar(self, params: SamplingParams, reasoning: ReasoningPrefix | None) -> Future[Grammar]:
+    def _grammar(
+        self, params: SamplingParams, reasoning: ReasoningPrefix | None, requester: Requester
+    ) -> Future[Grammar]:
         if self._tokenizer is None or self._compiler is None:
             accepted = "the model has no tokenizer: start with the option tokenizer"
             raise RequestError("structured_outputs", params.structured_outputs, accepted)
-        return self._compiler.submit(cast(Any, params.structured_outputs), reasoning)
+        return self._compiler.submit(cast(Any, params.structured_outputs), reasoning, requester)
 
     def _has_opened(self, tags: ReasoningTags, token_ids: list[int], params: SamplingParams) -> bool:
         """Whether the prompt ends inside of reasoning, which the answer then continues."""
