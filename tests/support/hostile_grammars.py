@@ -54,6 +54,8 @@ NOT_COMPILED = {
     "a reference to nothing": ({"json": {"$ref": "#/$defs/x"}}, "does not exist"),
     "no such type": ({"json": {"type": "strin"}}, "strin"),
     "contradiction": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+    "enum of 3,000 objects": ({"json": {"enum": [{"a": i} for i in range(3000)]}}, "too many alternatives"),
+    "3,000 branches": ({"json": {"anyOf": [{"const": [i]} for i in range(3000)]}}, "too many alternatives"),
     "oneOf that overlaps": ({"json": {"oneOf": [{"minimum": 1}, {"maximum": 9}]}}, "oneOf"),
     "look-around": ({"regex": "(?=a)b"}, "look-around"),
     "back reference": ({"regex": r"(a)\1"}, "backreferences"),

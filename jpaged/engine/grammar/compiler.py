@@ -316,6 +316,8 @@ class GrammarCompiler:
 def _compile_error(source: Source, error: str) -> RequestError:
     if "NoExtension" in error:
         error = "nothing matches it, or only infinite text (a schema that requires itself)"
+    if "Current row has" in error or "Too many items" in error:
+        error = "too many alternatives at one place (an enum may have 2,000 objects, an object 400 optional properties)"
     if "coerce_one_of" in error:
         error = "oneOf with branches that may overlap is not supported: write anyOf"
     return RequestError(source.parameter, source.value, f"cannot be compiled: {first_line(error)}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jpaged.engine.grammar.limits import GrammarLimits
+from jpaged.engine.grammar.pattern_names import expand_finite_patterns
 from jpaged.engine.grammar.regex_dialect import to_rust
 from jpaged.errors import RequestError
 from jpaged.params.structured_outputs import REFUSED_KEYWORDS
@@ -96,6 +97,7 @@ def _rewrite(schema: dict, close_objects: bool) -> None:
         schema["allOf"].append({"pattern": narrowed})
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
+    expand_finite_patterns(schema)
     if close_objects and ("properties" in schema or "patternProperties" in schema):
         schema.setdefault("additionalProperties", False)
 

@@ -19,8 +19,10 @@ import os
 import resource
 import signal
 import sys
+from typing import Any
 
 MEMORY = 4 * 2**30  # bytes of address space
+MAX_FIRST = 16  # first bytes of answers that are tried
 
 
 def main() -> None:
@@ -43,12 +45,29 @@ def main() -> None:
             limits = LLParserLimits(**asked["limits"])
             matcher = LLMatcher(tokenizer, answer["grammar"], limits=limits, log_level=0)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # a schema that only refers to itself fails here, not before
-            answer["error"] = matcher.get_error()
+                mask = matcher.compute_bitmask()  # a schema that only refers to itself fails here, not before
+            answer["error"] = matcher.get_error() or _error_after_first_byte(matcher, mask)
         except Exception as error:  # the converter to Lark is plain Python and may raise anything
             answer["error"] = f"{error or type(error).__name__}"
         signal.alarm(0)
         print(json.dumps(answer), flush=True)
+
+
+def _error_after_first_byte(matcher: Any, mask: bytes) -> str:
+    """The error after the first byte of an answer, and the bytes that it forces; "" if there is none.
+
+    An enum of thousands of objects fails there, and not before: its alternatives differ only after the first brace.
+    """
+    allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+    for byte in allowed[:MAX_FIRST]:
+        copied = matcher.deep_copy()
+        copied.consume_token(byte)
+        copied.consume_tokens(copied.compute_ff_tokens())
+        if not copied.is_error():
+            copied.compute_bitmask()
+        if copied.is_error():
+            return copied.get_error()
+    return ""
 
 
 class _Tokens:
