@@ -32,7 +32,7 @@ from jpaged.frontend.pausing import check_level, pause_mode, wake_tags
 from jpaged.frontend.prefill import prefill
 from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
 from jpaged.frontend.watchdog import STALL_SECONDS
-from jpaged.lifetime import close_when_collected
+from jpaged.lifetime import close_when_collected, using_device
 from jpaged.outputs import PoolingRequestOutput, RequestOutput
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
@@ -51,6 +51,7 @@ class AsyncLLM(EngineAccess):
     watchdog_seconds: a step that takes longer is logged with what it does, and makes `check_health` fail.
     """
 
+    @using_device()
     def __init__(
         self,
         model: Any,

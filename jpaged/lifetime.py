@@ -1,14 +1,17 @@
 """The end of an engine's threads and memory: when its owner is collected, and before the interpreter ends.
 
 A thread inside XLA or a tokenizer aborts the process if the interpreter ends meanwhile: status 134 or 139 instead of
-the script's own. So every thread of ours that calls one of them ends before.
+the script's own. So every thread of ours that calls one of them ends before, and a daemon thread of the caller that
+makes an engine then ends with it (`using_device`).
 """
 
 import atexit
+import collections
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jpaged.errors import EngineError
@@ -24,6 +27,7 @@ def call_at_exit(method: Callable[[], None]) -> Callable[[], Any]:
     reference, made_in = weakref.WeakMethod(method), OwnProcess()
 
     def call() -> None:
+        _users.ending = True
         live = reference()
         if live is not None and not made_in.is_another:
             live()
@@ -43,17 +47,112 @@ def close_when_collected(owner: object, close: Callable[[], None]) -> "weakref.f
     def run() -> None:
         if made_in.is_another:
             return
-        thread = threading.Thread(target=close, name="jpaged-close")
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends: the hooks of `call_at_exit` come next
-            return
-        if not threading.current_thread().name.startswith("jpaged"):  # `close` may wait for a thread of ours
-            thread.join(CLOSE_SECONDS)
+        began = threading.Event()
+
+        def close_inside() -> None:
+            with _users:
+                began.set()
+                close()
+
+        thread = threading.Thread(target=close_inside, name="jpaged-close")
+        with _users:  # this may be a daemon thread, while the interpreter ends
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends: the hooks of `call_at_exit` come next
+                return
+            began.wait(CLOSE_SECONDS)
+            if not threading.current_thread().name.startswith("jpaged"):  # `close` may wait for a thread of ours
+                thread.join(CLOSE_SECONDS)
 
     finalizer = weakref.finalize(owner, run)
     finalizer.atexit = False  # `call_at_exit` is for that
     return finalizer
+
+
+class _DeviceUsers:
+    """Threads inside `using_device`."""
+
+    def __init__(self) -> None:
+        self.ending = False  # the interpreter ends
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all threads: a forked child has none of them."""
+        self._depths: collections.Counter[int] = collections.Counter()  # nested contexts, by thread
+        self._change = threading.Condition()  # reentrant: the collector may call `__enter__` inside of it
+
+    def __enter__(self) -> None:
+        with self._change:
+            self._depths[threading.get_ident()] += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._change:
+            self._depths[threading.get_ident()] -= 1
+            if not self._depths[threading.get_ident()]:
+                del self._depths[threading.get_ident()]
+            self._change.notify_all()
+
+    def step_out(self) -> int:
+        """Leave all contexts of this thread. Returns their number, for `step_in`."""
+        with self._change:
+            depth = self._depths.pop(threading.get_ident(), 0)
+            self._change.notify_all()
+        return depth
+
+    def step_in(self, depth: int) -> None:
+        with self._change:
+            if depth:
+                self._depths[threading.get_ident()] = depth
+
+    def check(self) -> None:
+        """End this thread if the interpreter ends and the thread is inside `using_device`."""
+        if self.ending and self._depths[threading.get_ident()]:
+            raise SystemExit  # of a thread: it ends without a traceback
+
+    def wait_for_end(self) -> None:
+        """Wait until no other thread is inside."""
+        self.ending = True
+        with self._change:
+            self._change.wait_for(lambda: not self._depths.keys() - {threading.get_ident()})
+
+
+_users = _DeviceUsers()
+atexit.register(_users.wait_for_end)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_users.reset)
+
+
+@contextlib.contextmanager
+def using_device() -> Iterator[None]:
+    """The interpreter does not end while a thread is inside this context, or function, which calls XLA.
+
+    If it wants to end, a daemon thread inside ends with SystemExit: at `stop_if_ending`, or when it leaves.
+    """
+    with _users:
+        try:
+            _users.check()
+            yield
+            _users.check()
+        except RuntimeError as error:
+            if "interpreter shutdown" not in str(error):
+                raise
+            raise SystemExit from None  # Python starts no threads then
+
+
+@contextlib.contextmanager
+def not_using_device() -> Iterator[None]:
+    """Inside `using_device`: the interpreter may end while this thread waits for a network."""
+    depth = _users.step_out()
+    try:
+        yield
+    finally:
+        _users.step_in(depth)
+    _users.check()
+
+
+def stop_if_ending() -> None:
+    """End a thread that is inside `using_device`, if the interpreter wants to end."""
+    _users.check()
 
 
 class OwnProcess:

@@ -31,7 +31,7 @@ from jpaged.frontend.pausing import WAKE_TAGS, check_level, wake_tags
 from jpaged.frontend.progress import Progress, UseTqdm
 from jpaged.frontend.prompts import one_each, prompt_list, with_prompt_index
 from jpaged.frontend.tracing import refuse_tracing
-from jpaged.lifetime import call_at_exit, close_when_collected
+from jpaged.lifetime import call_at_exit, close_when_collected, using_device
 from jpaged.outputs import (
     ClassificationOutput,
     CompletionOutput,
@@ -67,6 +67,7 @@ class LLM(EngineAccess):
     With data_parallel_size the prompts of a call are divided among several engines, evenly by their number.
     """
 
+    @using_device()
     def __init__(
         self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Unpack[EngineArguments]
     ):
@@ -491,10 +492,10 @@ class LLM(EngineAccess):
         return finals
 
     def _check_interrupts(self, interrupt: DeferredInterrupt) -> None:
-        """Raise KeyboardInterrupt after Ctrl-C, and EngineError if the program ends."""
+        """Raise KeyboardInterrupt after Ctrl-C, and SystemExit if the program ends."""
         interrupt.check()
         if self._interpreter_ends:
-            raise EngineError("the program ends while this call runs in a daemon thread")
+            raise SystemExit  # ends the daemon thread that runs this call, without a traceback
 
     def _answer_inspections(self, index: int) -> None:
         inspections = self._inspections[index]

@@ -20,6 +20,7 @@ from jpaged.errors import LogitsError, ModelLoadError, RequestError
 from jpaged.frontend.engine_options import engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
 from jpaged.frontend.tracing import refuse_tracing
+from jpaged.lifetime import not_using_device
 from jpaged.params.logits_processors import LogitsProcessor, logits_processors
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
@@ -212,7 +213,8 @@ def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":
     from jpaged.loading import checkpoint_fingerprint
     from jpaged.runtime.process_group import ProcessGroup
 
-    return ProcessGroup.join(config, checkpoint_fingerprint(config))
+    with not_using_device():
+        return ProcessGroup.join(config, checkpoint_fingerprint(config))
 
 
 def weights_name(config: EngineConfig, *, live: bool) -> str:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from jpaged.errors import ModelLoadError
+from jpaged.lifetime import not_using_device
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ def _gguf_in(folder: Path) -> Path | None:
     return models[0] if models else None
 
 
+@not_using_device()
 def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...], download_dir: str | None) -> Path:
     # Imported here because it takes 0.25 s, and a local folder does not need it.
     import huggingface_hub

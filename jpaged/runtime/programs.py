@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.errors import EngineError, ModelLoadError
+from jpaged.lifetime import stop_if_ending
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
@@ -208,6 +209,7 @@ class ProgramTable:
             futures = [pool.submit(compiled, shape, compile_one) for shape in order]
             try:
                 for future in concurrent.futures.as_completed(futures):
+                    stop_if_ending()
                     future.result()
                     bar.update()
             except BaseException as error:  # a failed program, or Ctrl-C: do not start the remaining programs

@@ -154,17 +154,30 @@ def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
     return Native(name, None, is_new)
 
 
+class Addresses(NamedTuple):
+    """Where the parts of a kernel are in memory, for the life of the process."""
+
+    handler: int
+    thread_limit: int  # 0: the kernel uses no other threads
+
+
+addresses: dict[str, Addresses] = {}  # of the kernels in this process, by name
+
+
 def _register(name: str, code: bytes) -> None:
     """Load machine code into this process, and register its handler with XLA."""
     from llvmlite import binding
 
-    engine = _engine(name)
+    engine = _engine()
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     limit = engine.get_global_value_address(THREAD_LIMIT)
     if limit:  # a kernel that uses no other threads has none
         ctypes.c_int64.from_address(limit).value = processors.usable()
-    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(engine.get_function_address(HANDLER))
+    address = engine.get_function_address(HANDLER)
+    addresses[name] = Addresses(address, limit)
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+    engine.detach()  # the code stays for the life of the process: XLA's threads may run it while Python ends
     # Before the platform is initialised, JAX keeps the kernel for later. A kernel that XLA refuses then would end the
     # initialisation, and with it the process.
     jax.devices("cpu")
@@ -281,9 +294,8 @@ def _machine() -> Any:
     )  # fmt: skip
 
 
-@functools.cache
-def _engine(name: str) -> Any:
-    """The engine that holds a kernel's machine code, for the life of the process. All kernels use the same symbols."""
+def _engine() -> Any:
+    """A new engine for a kernel's machine code. Each kernel has its own, because all use the same symbols."""
     from llvmlite import binding
 
     machine = _machine()

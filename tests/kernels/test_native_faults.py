@@ -104,12 +104,12 @@ def call_dot(name: str, pool: Pool, x: np.ndarray, weight: np.ndarray) -> np.nda
 
 
 def handler(name: str):
-    return POINTER(library._engine(name).get_function_address(library.HANDLER))
+    return POINTER(library.addresses[name].handler)
 
 
 def thread_limit(name: str) -> ctypes.c_int64:
     """The kernel's variable with the most threads of a call."""
-    return ctypes.c_int64.from_address(library._engine(name).get_global_value_address(library.THREAD_LIMIT))
+    return ctypes.c_int64.from_address(library.addresses[name].thread_limit)
 
 
 @pytest.fixture

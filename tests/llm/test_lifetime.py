@@ -1,5 +1,6 @@
 """An engine ends with its owner and with the interpreter, and cannot be used in a forked process."""
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -9,7 +10,14 @@ import threading
 import pytest
 
 from jpaged.errors import EngineError
-from jpaged.lifetime import OwnProcess, close_when_collected
+from jpaged.lifetime import (
+    OwnProcess,
+    _DeviceUsers,
+    close_when_collected,
+    not_using_device,
+    stop_if_ending,
+    using_device,
+)
 
 BEGIN = """
 import asyncio, os, sys, threading, time
@@ -31,6 +39,16 @@ llm = make()
 threading.Thread(target=llm.generate, args=(["x = "] * 50, ENDLESS), daemon=True).start()
 while not llm.stats().steps:
     time.sleep(0.01)
+"""
+BUILDING = """
+from jpaged.runtime.programs import ProgramTable
+began, compile = threading.Event(), ProgramTable.compile
+def compiling(*args, **options):
+    began.set()
+    return compile(*args, **options)
+ProgramTable.compile = compiling
+threading.Thread(target=make, daemon=True).start()
+began.wait()
 """
 LOCAL = """
 def main():
@@ -66,6 +84,7 @@ sys.exit(process.exitcode)
 @pytest.mark.parametrize(("script", "status"), [
     pytest.param(ASYNC, 0, id="AsyncLLM"),
     pytest.param(DAEMON, 0, id="a call in a daemon thread"),
+    pytest.param(BUILDING, 0, id="an engine made in a daemon thread"),
     pytest.param(LOCAL, 3, id="collected, then sys.exit(3)"),
     pytest.param(DELETED, 0, id="deleted"),
     pytest.param(FORKED, 5, id="forked"),
@@ -76,6 +95,7 @@ def test_a_script_that_does_not_close_its_engine_has_its_own_status(script: str,
     command = [sys.executable, "-c", BEGIN + script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert (done.returncode, "FATAL" in done.stderr) == (status, False), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 class Owner:
@@ -124,3 +144,41 @@ def test_a_forked_process_closes_nothing_and_gets_an_error(monkeypatch: pytest.M
     assert not closed
     with pytest.raises(EngineError, match=r"this process was forked.*get_context\(\"spawn\"\)"):
         made_in.check()
+
+
+def test_the_interpreter_waits_for_threads_that_use_the_device_and_ends_them(monkeypatch: pytest.MonkeyPatch):
+    users = _DeviceUsers()
+    monkeypatch.setattr("jpaged.lifetime._users", users)
+    inside, go_on, order = threading.Event(), threading.Event(), []
+
+    def use() -> None:
+        with contextlib.suppress(SystemExit), using_device(), using_device():
+            inside.set()
+            go_on.wait(10)
+            order.append("used")
+            stop_if_ending()
+            order.append("not reached")
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    inside.wait(10)
+    ends = threading.Thread(target=lambda: (users.wait_for_end(), order.append("ended")))
+    ends.start()
+    ends.join(0.05)
+    assert ends.is_alive()
+    go_on.set()
+    ends.join(10)
+    thread.join(10)
+    assert order == ["used", "ended"]
+    with pytest.raises(SystemExit), using_device():
+        raise AssertionError("not reached")
+
+
+def test_the_interpreter_does_not_wait_for_a_network(monkeypatch: pytest.MonkeyPatch):
+    users = _DeviceUsers()
+    monkeypatch.setattr("jpaged.lifetime._users", users)
+    with contextlib.suppress(SystemExit), using_device(), not_using_device():
+        ends = threading.Thread(target=users.wait_for_end)
+        ends.start()
+        ends.join(10)
+    assert not ends.is_alive()
