@@ -43,6 +43,9 @@ class APIError(JPagedError):
         super().__init__(message)
 
 
+STOPPED = APIError(503, "the server is stopping: send the request again, to another server or later", code="stopping")
+
+
 class ClientDisconnected(Exception):
     """The client disconnected; its request was aborted."""
 

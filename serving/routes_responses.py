@@ -38,7 +38,7 @@ from jpaged.serving.responses_output import ResponseOutput
 from jpaged.serving.responses_run import ResponseRun
 from jpaged.serving.responses_schema import ResponsesRequest, check_fields
 from jpaged.serving.responses_store import ResponseStore, StoredResponse
-from jpaged.serving.sse import RESPONSES, open_stream
+from jpaged.serving.sse import Framing, open_stream, typed_event
 from jpaged.serving.typed_items import renamed
 
 MAX_PAGE = 100  # input items, as in OpenAI's API
@@ -60,8 +60,9 @@ async def create(request: Request) -> Response:
         if body.background:
             return await _start(store, owner, run)
         if body.stream:
-            events = _streamed(run, store if body.store is not False else None, owner)
-            return await open_stream(request.receive, events, RESPONSES)
+            kept = store if body.store is not False else None
+            framing = Framing(typed_event, lambda error: _failed(run, kept, owner, error), b"")
+            return await open_stream(request.receive, _streamed(run, kept, owner), framing)
         encoded = await until_disconnect(request.receive, run.whole())
     if body.store is not False:
         store.put(owner, run.shown.id, run.stored())
@@ -173,23 +174,23 @@ def _prepared(server: Server, body: ResponsesRequest, model: str, earlier: Store
 
 
 async def _streamed(run: ResponseRun, store: ResponseStore | None, owner: bytes) -> AsyncGenerator[Event, None]:
-    """Yield the events of a response, and store it before the last one. An error after the first event is an event."""
-    started = False
-    try:
-        with renamed(RENAMES):
-            async with aclosing(run.events()) as events:
-                async for event in events:
-                    started = True
-                    if run.encoded is not None and store is not None:
-                        store.put(owner, run.shown.id, run.stored())
-                    yield event
-    except Exception as error:
-        if not started:
-            raise
-        failed = run.end("failed", error)
-        if store is not None:
-            store.put(owner, run.shown.id, run.stored())
-        yield failed
+    """Yield the events of a response, and store it before the last one."""
+    with renamed(RENAMES):
+        async with aclosing(run.events()) as events:
+            async for event in events:
+                if run.encoded is not None and store is not None:
+                    store.put(owner, run.shown.id, run.stored())
+                yield event
+
+
+def _failed(run: ResponseRun, store: ResponseStore | None, owner: bytes, error: Exception) -> bytes:
+    """Store a response whose stream fails, and return the last event of the stream."""
+    if run.encoded is not None:  # its last event was sent
+        return b""
+    failed = run.end("failed", error)
+    if store is not None:
+        store.put(owner, run.shown.id, run.stored())
+    return typed_event(failed)
 
 
 async def _start(store: ResponseStore, owner: bytes, run: ResponseRun) -> Response:

@@ -1,5 +1,6 @@
 """Server-sent events: writes a stream of JSON objects, and stops if the client disconnects."""
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
@@ -11,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.serving import json_pieces
 from jpaged.serving.disconnect import until_disconnect
-from jpaged.serving.error_responses import ClientDisconnected, anthropic_error_body, error_body
+from jpaged.serving.error_responses import STOPPED, ClientDisconnected, anthropic_error_body, error_body
 
 DONE = b"data: [DONE]\n\n"
 
@@ -34,7 +35,7 @@ class Framing:
     """How an API writes its streams.
 
     encode: returns an event's bytes.
-    error:  returns the bytes for an error after the first event.
+    error:  returns the bytes for an error after the first event. It is called at most once.
     end:    bytes at the end of the stream.
     """
 
@@ -44,7 +45,6 @@ class Framing:
 
 
 COMPLETIONS = Framing(event, lambda error: event(error_body(error)[1]), DONE)
-RESPONSES = Framing(typed_event, COMPLETIONS.error, b"")
 MESSAGES = Framing(typed_event, lambda error: b"event: error\n" + event(anthropic_error_body(error)[1]), b"")
 
 
@@ -60,24 +60,36 @@ class EventStream(Response):
         self._first = first
         self._framing = framing
         self._events = events
+        self._is_open = False  # the status is sent, and the end is not
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the events, until they end or the client closes the connection."""
+        """Write the events, until they end, the client closes the connection, or the server stops."""
         async with aclosing(self._events):
             with suppress(ClientDisconnected, OSError):  # closing the events aborts the request
-                await until_disconnect(receive, self._write(send))
+                try:
+                    await until_disconnect(receive, self._write(send))
+                except asyncio.CancelledError:  # by uvicorn, because the server's shutdown timeout has ended
+                    if not self._is_open:
+                        raise
+                    await self._end(send, self._framing.error(STOPPED))
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._is_open = True
         await _send_body(send, self._framing.encode(self._first))
         try:
             async for data in self._events:
                 await _send_body(send, self._framing.encode(data))
         except Exception as error:  # the status was sent already: the error is sent as an event
-            await _send_body(send, self._framing.error(error))
-        await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
+            await self._end(send, self._framing.error(error))
+        else:
+            await self._end(send)
+
+    async def _end(self, send: Send, last: bytes = b"") -> None:
+        self._is_open = False
+        await send({"type": "http.response.body", "body": last + self._framing.end, "more_body": False})
 
 
 async def open_stream(

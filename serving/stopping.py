@@ -4,19 +4,14 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jpaged.serving import error_responses, sse
-from jpaged.serving.error_responses import APIError, error_response
-
-STOPPED = APIError(503, "the server is stopping: send the request again, to another server or later", code="stopping")
-
-# Framing by path. Other streams are COMPLETIONS.
-FRAMINGS = {error_responses.MESSAGES: sse.MESSAGES, error_responses.RESPONSES: sse.RESPONSES}
+from jpaged.serving.error_responses import STOPPED, error_response
 
 
 class AnswerWhenStopped:
-    """ASGI middleware: when uvicorn cancels a request, its stream ends with an error event, or it is answered with 503.
+    """ASGI middleware: when uvicorn cancels a request without an answer, it is answered with 503.
 
-    Without it, the client's connection would break.
+    Without it, the client's connection would break. `EventStream` ends a stream itself, with an error event. The
+    connection of a JSON body that is sent in part is closed.
     """
 
     def __init__(self, app: ASGIApp):
@@ -24,12 +19,11 @@ class AnswerWhenStopped:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
-        began = ended = False
+        began = False
 
         async def watched(message: Message) -> None:
-            nonlocal began, ended
+            nonlocal began
             began = began or message["type"] == "http.response.start"
-            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         try:
@@ -38,7 +32,3 @@ class AnswerWhenStopped:
             # Not raised further: the task ends here, and uvicorn would log the request as failed.
             if not began:
                 await error_response(STOPPED, scope)(scope, receive, send)
-            elif not ended:
-                framing = FRAMINGS.get(scope["path"], sse.COMPLETIONS)
-                body = framing.error(STOPPED) + framing.end
-                await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,8 +1,10 @@
 """Requests to the server under test, and strict checks of its answers."""
 
+import asyncio
 import json
 import time
 from collections.abc import Collection
+from typing import Any
 
 import httpx
 from openai.types import Completion
@@ -65,6 +67,42 @@ def wait_for(condition, seconds: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
+
+
+def until_stopped(app: Any, path: str, body: object, parts: int) -> list[dict[str, Any]]:
+    """Return the ASGI messages of an answer, whose request is cancelled after some parts of its body.
+
+    uvicorn does so when its shutdown timeout has ended. parts: 0 cancels a request that has no answer.
+    """
+    sent: list[dict[str, Any]] = []
+    received = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "client": ("x", 1), "server": ("x", 80),
+    }  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        for message in received:
+            return message
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if working is not None and parts and len(sent) == parts + 1:
+            working.cancel()
+
+    async def run() -> None:
+        nonlocal working
+        working = asyncio.create_task(app(scope, receive, send))
+        if not parts:
+            await asyncio.sleep(0.02)
+            working.cancel()
+        await working
+
+    working: asyncio.Task[None] | None = None
+    asyncio.run(run())
+    return sent
 
 
 def answer(url: str, path: str, **body) -> dict:

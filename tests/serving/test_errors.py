@@ -13,7 +13,7 @@ from jpaged.serving.application import create_app
 from jpaged.serving.body import MAX_BODY_BYTES
 from jpaged.serving.generation import Server
 from tests.serving import fake_engine
-from tests.serving.http_client import error_of
+from tests.serving.http_client import CHAT, error_of, until_stopped
 from tests.support.http_server import running
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -220,6 +220,15 @@ def test_full_engine(url, engine, monkeypatch, path, body):
     assert response.headers["retry-after"] == "7"
     assert response.headers["content-type"] == "application/json"
     assert not engine.running  # the accepted prompts of the request were aborted
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "abcd"}), ("/v1/chat/completions", CHAT)])
+def test_the_stopping_server_ends_a_stream_with_an_error(engine, path, body):
+    app = create_app(Server(engine=engine, model_names=("echo",)))
+    sent = until_stopped(app, path, body | {"stream": True}, 2)
+    error, done, _ = sent[-1]["body"].decode().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "stopping"
+    assert done == "data: [DONE]"
 
 
 def test_engine_failure_reveals_no_details(url, client, engine):

@@ -1,6 +1,5 @@
 """/v1/messages: the exact frames of Anthropic's API, and its official client where it is installed."""
 
-import asyncio
 import json
 import socket
 from typing import Any
@@ -12,8 +11,7 @@ from jpaged.chat.turn import ChatFormats
 from jpaged.serving.application import create_app
 from jpaged.serving.auth import RequireKey
 from jpaged.serving.generation import Server
-from jpaged.serving.stopping import AnswerWhenStopped
-from tests.serving.http_client import post, strict, wait_for
+from tests.serving.http_client import post, strict, until_stopped, wait_for
 from tests.serving.request_bodies import request_bytes
 from tests.serving.tool_definitions import TEMPLATES
 
@@ -272,24 +270,15 @@ def test_a_client_that_leaves_aborts_its_request(url, engine, streamed):
     assert max(engine.steps.values()) <= 4
 
 
-@pytest.mark.parametrize("began", [False, True])
-def test_a_message_that_runs_when_the_server_stops(began):
-    sent: list[dict[str, Any]] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if began:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-        raise asyncio.CancelledError
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "path": "/v1/messages", "method": "POST", "headers": []}
-    asyncio.run(AnswerWhenStopped(app)(scope, None, send))
-    assert sent[0]["status"] == (200 if began else 503)
-    assert b'"type":"overloaded_error"' in sent[1]["body"]
-    assert sent[1]["body"].startswith(b"event: error\ndata: {" if began else b"{")
-    assert b"[DONE]" not in sent[1]["body"]
+@pytest.mark.parametrize("events", [0, 3])
+def test_a_message_that_runs_when_the_server_stops(engine, events):
+    app = create_app(Server(engine=engine, model_names=("echo",)))
+    sent = until_stopped(app, "/v1/messages", ASK | {"stream": events > 0}, events)
+    assert sent[0]["status"] == (200 if events else 503)
+    body = sent[-1]["body"]
+    assert b'"type":"overloaded_error"' in body
+    assert body.startswith(b"event: error\ndata: {" if events else b"{")
+    assert b"[DONE]" not in body
 
 
 @pytest.mark.parametrize(("said", "body"), [

@@ -15,8 +15,7 @@ from jpaged.serving import routes_responses
 from jpaged.serving.application import create_app
 from jpaged.serving.auth import RequireKey
 from jpaged.serving.generation import Server
-from jpaged.serving.stopping import AnswerWhenStopped
-from tests.serving.http_client import post, strict, wait_for
+from tests.serving.http_client import post, strict, until_stopped, wait_for
 from tests.serving.request_bodies import request_bytes
 from tests.serving.tool_definitions import TEMPLATES
 
@@ -300,26 +299,19 @@ def test_failures(url, engine):
     assert post(url, "/v1/responses", {"input": "hi", "stream": True}).status_code == 500
 
 
-@pytest.mark.parametrize(("path", "ends", "error_type"), [
-    ("/v1/responses", b"}\n\n", "server_error"),
-    ("/v1/messages", b"}\n\n", "overloaded_error"),
-    ("/v1/completions", b"}\n\ndata: [DONE]\n\n", "server_error"),
-])  # fmt: skip
-def test_a_stream_that_the_stopping_server_ends(path, ends, error_type):
-    sent = []
-
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        raise asyncio.CancelledError
-
-    async def send(message):
-        sent.append(message)
-
-    asyncio.run(AnswerWhenStopped(app)({"type": "http", "path": path}, None, send))
-    body = sent[-1]["body"]
-    assert body.endswith(ends)
-    assert (b"[DONE]" in body) == (path == "/v1/completions")
-    assert json.loads(body[body.index(b"{") :].split(b"\n")[0])["error"]["type"] == error_type
+def test_the_stopping_server_ends_a_stream_with_its_typed_event(engine, formats):
+    engine.says = "Hello."
+    app = create_app(Server(engine=engine, model_names=("echo",), chat=formats))
+    sent = until_stopped(app, "/v1/responses", {"input": "hi", "stream": True}, 4)
+    events = b"".join(message["body"] for message in sent[1:]).decode().split("\n\n")
+    name, data = events[-2].split("\n")
+    event = strict(EVENTS["response.failed"], data.removeprefix("data: "))
+    assert (name, event.sequence_number) == ("event: response.failed", len(events) - 2)
+    assert "the server is stopping" in event.response.error.message
+    assert event.response.output[0].status == "incomplete"
+    assert event.response.output_text
+    store = app.state.responses
+    assert json.loads(store.get(b"", event.response.id).response)["status"] == "failed"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
