@@ -20,6 +20,7 @@ from jpaged.serving.body_schemas import INVOCATION, body_schema
 from jpaged.serving.body_size import count_values
 from jpaged.serving.disconnect import until_disconnect
 from jpaged.serving.error_responses import APIError, ClientDisconnected
+from jpaged.serving.ignored_fields import ignored_fields, log_ignored
 from jpaged.serving.request_schema import SizeLimits
 
 Body = TypeVar("Body", bound=SizeLimits)
@@ -75,8 +76,11 @@ async def _read(request: Request, name: str, choose: Callable[[bytes], type[Body
         raw = b"".join(chunks)
         chunks.clear()
         if len(raw) <= INLINE_BYTES:
-            return decode_body(raw, choose(raw))
-        await until_disconnect(request.receive, check_in_process(raw, name))
+            schema = choose(raw)
+            body = decode_body(raw, schema)
+            log_ignored(ignored_fields(raw, schema))
+            return body
+        log_ignored(await until_disconnect(request.receive, check_in_process(raw, name)))
         return msgspec.json.decode(raw, type=choose(raw))
 
 

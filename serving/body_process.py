@@ -20,17 +20,18 @@ class BodyProcess(ChildProcess):
         path = os.pathsep.join(filter(None, sys.path))  # jpaged may be on this process's import path only
         super().__init__(["-m", "jpaged.serving.body_worker"], path, "check large bodies")
 
-    def check(self, raw: bytes, schema: str, seconds: float = SECONDS) -> None:
+    def check(self, raw: bytes, schema: str, seconds: float = SECONDS) -> list[str]:
         """Check a body. Raises the RequestError that `decode_body` raises for it, or one after `seconds`.
 
-        schema: name of the struct, for `body_schema`. Raises CapacityError if a process cannot be started now or is
-        killed, EngineError if it never can be started.
+        schema: name of the struct, for `body_schema`. Returns the body's `ignored_fields`. Raises CapacityError if a
+        process cannot be started now or is killed, EngineError if it never can be started.
         """
         answer = self._answer(raw, schema, seconds)
-        if answer is not None:
-            raise RequestError(answer["parameter"], _AsShown(answer["value"]), answer["accepted"])
+        if isinstance(answer, list):
+            return answer
+        raise RequestError(answer["parameter"], _AsShown(answer["value"]), answer["accepted"])
 
-    def _answer(self, raw: bytes, schema: str, seconds: float) -> dict[str, str] | None:
+    def _answer(self, raw: bytes, schema: str, seconds: float) -> dict[str, str] | list[str]:
         for _ in range(2):  # another process may have killed the child
             try:
                 return json.loads(self.ask(f"{schema} {len(raw)}\n".encode(), raw, seconds=seconds))
@@ -63,10 +64,10 @@ class _Lane:
 _LANES = {"short": _Lane(), "long": _Lane()}
 
 
-async def check_in_process(raw: bytes, schema: str) -> None:
-    """Check a body in a child process, after the bodies that came before. Errors as `BodyProcess.check`."""
+async def check_in_process(raw: bytes, schema: str) -> list[str]:
+    """Check a body in a child process, after the bodies that came before. As `BodyProcess.check`."""
     lane = _LANES["short" if len(raw) <= SHORT_BYTES else "long"]
-    await asyncio.get_running_loop().run_in_executor(lane.thread, lane.process.check, raw, schema)
+    return await asyncio.get_running_loop().run_in_executor(lane.thread, lane.process.check, raw, schema)
 
 
 def kill_children() -> None:

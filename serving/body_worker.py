@@ -1,7 +1,8 @@
 """A program that checks large request bodies in a process that its parent can kill. It imports no jax.
 
-Each request is a line `SCHEMA LENGTH`, then LENGTH bytes of JSON. Each answer is a line: `null` if the body is valid,
-else `{"parameter": text, "value": text, "accepted": text}`, which are the fields of a RequestError.
+Each request is a line `SCHEMA LENGTH`, then LENGTH bytes of JSON. Each answer is a line. For a valid body it is the
+list that `ignored_fields` returns. Else it is `{"parameter": text, "value": text, "accepted": text}`: the fields of a
+RequestError.
 """
 
 import json
@@ -19,6 +20,7 @@ def main() -> None:
     from jpaged.serving.body import decode_body
     from jpaged.serving.body_process import SECONDS
     from jpaged.serving.body_schemas import body_schema
+    from jpaged.serving.ignored_fields import ignored_fields
 
     os.nice(5)
     if sys.platform == "linux":  # other systems ignore this limit
@@ -31,9 +33,11 @@ def main() -> None:
         name, length = line.split()
         raw = source.read(int(length))
         signal.alarm(math.ceil(SECONDS) + 1)  # in case the parent is gone and cannot kill this process
-        answer = None
+        answer: object = None
         try:
-            decode_body(raw, body_schema(name.decode(), raw))
+            schema = body_schema(name.decode(), raw)
+            decode_body(raw, schema)
+            answer = ignored_fields(raw, schema)
         except RequestError as error:
             answer = {"parameter": error.parameter, "value": shown(error.value), "accepted": error.accepted[:2_000]}
         except MemoryError:

@@ -91,7 +91,9 @@ def echoed_text(body: ChatRequest) -> str:
     last = body.messages[-1] if body.messages else None
     if not body.echo or last is None or last.role != "assistant" or last.content is None:
         return ""
-    return last.content if isinstance(last.content, str) else "\n".join(part.text for part in last.content)
+    if isinstance(last.content, str):
+        return last.content
+    return "\n".join(part.text or part.refusal or "" for part in last.content)
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from jpaged.serving.request_schema import Int, Label, Long, Short, SizeLimits, T
 from jpaged.serving.responses_schema import MAX_ITEM_VALUES
 
 
-class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
-    """One message. Its content is text, or a list of blocks: see `BLOCKS`."""
+class MessageTurn(msgspec.Struct):
+    """One message. Unknown fields are ignored. Its content is text, or a list of blocks: see `BLOCKS`."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Long[dict[str, Any]]
@@ -101,7 +101,7 @@ class TextBlock(msgspec.Struct, kw_only=True):
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None
-    citations: Annotated[list[Any], Meta(max_length=0)] = []
+    citations: list[Any] = []
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True):

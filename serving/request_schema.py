@@ -1,4 +1,4 @@
-"""The request bodies of the generating routes: one struct per route. Unknown fields are refused by name.
+"""The request bodies of the generating routes: one struct per route. Unknown fields of a body are refused by name.
 
 `NEUTRAL` lists fields of OpenAI's and vLLM's API that are not supported yet, each with its neutral values. A neutral
 value asks for nothing and is accepted, because some clients always send the field. Any other value is refused.
@@ -174,31 +174,32 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     MISPLACED: ClassVar[dict[str, str]] = {"messages": "/v1/chat/completions", "input": "/v1/responses"}
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    """One part of a message's content. Only text is supported."""
+class TextPart(msgspec.Struct):
+    """One part of a message's content. Only text is supported, and refusals in messages of the assistant."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
 
 
-class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+class CalledFunction(msgspec.Struct):
     """`function` of a tool call in an assistant's message."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class CalledCustom(msgspec.Struct, forbid_unknown_fields=True):
+class CalledCustom(msgspec.Struct):
     """`custom` of a tool call in an assistant's message."""
 
     name: str
     input: str
 
 
-class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class MessageToolCall(msgspec.Struct, kw_only=True):
     """A tool call in an assistant's message: of a function or of a custom tool.
 
-    `index` is accepted because clients copy it from a stream's deltas.
+    `index` is known because clients copy it from a stream's deltas.
     """
 
     id: str | None = None
@@ -208,8 +209,8 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     index: Int | None = None
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message of a conversation. An assistant message of the official client is accepted unchanged."""
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of a conversation. Unknown fields, also of its parts and calls, are ignored: see `ignored_fields`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Long[TextPart] | None = None

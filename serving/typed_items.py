@@ -2,22 +2,27 @@
 
 import functools
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 
 from jpaged.errors import RequestError
+from jpaged.serving.ignored_fields import log_ignored
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+REFUSED = frozenset({"encrypted_content"})  # content that would be lost
 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*?)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
 
 
 def read_item(where: str, given: Any, kinds: Mapping[str, type[T]], default: str | None = None) -> T:
-    """Convert one object to the struct of its type. Raises RequestError that names the field.
+    """Convert one object of a history to the struct of its type. Raises RequestError that names the field.
+
+    Unknown fields are ignored, and logged once, except those in `REFUSED`.
 
     where:   name of the object in the request, for errors.
     kinds:   structs by type.
@@ -28,14 +33,30 @@ def read_item(where: str, given: Any, kinds: Mapping[str, type[T]], default: str
     kind = given.get("type") or default
     if not isinstance(kind, str) or kind not in kinds:
         raise RequestError(f"{where}.type", kind, f"is not supported here: must be one of {', '.join(kinds)}")
-    return convert(where, given, kinds[kind])
+    struct = kinds[kind]
+    unknown = {name for name in given.keys() - _names(struct) if given[name] is not None}
+    if unknown:
+        _refuse(where, given, unknown & REFUSED)
+        log_ignored(unknown)
+    return _convert(where, given, struct)
 
 
 def convert(where: str, given: Any, struct: type[T]) -> T:
-    """Convert decoded JSON to a struct. null means that a field is absent. Raises RequestError that names the field."""
-    for name, value in given.items():
-        if name not in _names(struct) and value is not None:
-            raise RequestError(f"{where}.{name}", value, "is not supported here: leave it out")
+    """Convert decoded JSON to a struct. null means that a field is absent. Raises RequestError that names the field.
+
+    Unknown fields are refused.
+    """
+    _refuse(where, given, given.keys() - _names(struct))
+    return _convert(where, given, struct)
+
+
+def _refuse(where: str, given: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if given[name] is not None:
+            raise RequestError(f"{where}.{name}", given[name], "is not supported here: leave it out")
+
+
+def _convert(where: str, given: Any, struct: type[T]) -> T:
     if None in given.values():
         given = {name: value for name, value in given.items() if value is not None}
     try:

@@ -265,22 +265,22 @@ def _checked(name: str, message: Any) -> dict[str, Any]:
         made.setdefault("content", "")  # clients send answers back without the fields that they do not know
     if "content" not in made:
         raise RequestError(f"{name}.content", None, f"is missing: a message is a dict like {EXAMPLE}")
-    made["content"] = _text(f"{name}.content", made["content"])
+    made["content"] = _text(f"{name}.content", made["content"], role)
     return made
 
 
-def _text(name: str, content: Any) -> str:
+def _text(name: str, content: Any, role: str) -> str:
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
-        return "\n".join(_text_of_part(f"{name}[{i}]", part) for i, part in enumerate(content))
+        return "\n".join(_text_of_part(f"{name}[{i}]", part, role) for i, part in enumerate(content))
     if not isinstance(content, str):
         raise RequestError(name, content, "must be a string, or a list of text parts")
     return content
 
 
-def _text_of_part(name: str, part: Any) -> str:
+def _text_of_part(name: str, part: Any, role: str) -> str:
     """The text of a part, or of a refusal, which is a part of the assistant's messages in OpenAI's API."""
     kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get(kind) if kind in ("text", "refusal") else None
+    text = part.get(kind) if kind == "text" or (kind == "refusal" and role == "assistant") else None
     if not isinstance(text, str):
         raise RequestError(name, part, 'must be a string part: {"type": "text", "text": "..."}')
     return text

@@ -1,10 +1,12 @@
 """Fields of /v1/chat/completions: the prompt in the answer, reasoning, usage while streaming, older fields."""
 
 import json
+import logging
 
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
+from jpaged.serving import ignored_fields
 from tests.serving.chat_requests import chat, chunks, refused
 from tests.serving.http_client import CHAT, strict
 from tests.serving.tool_definitions import OFFERED
@@ -104,6 +106,34 @@ def test_a_conversation_with_a_called_function(chat_url, engine):
     call, result = engine.tokenizer.seen_messages[1:]
     assert call["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
     assert (result["role"], result["tool_call_id"]) == ("tool", call["tool_calls"][0]["id"])
+
+
+def test_unknown_fields_of_a_history_are_ignored_and_logged_once(chat_url, engine, caplog, monkeypatch):
+    monkeypatch.setattr(ignored_fields, "_logged", set())
+    call = {"id": "c", "index": 0, "type": "function", "extra_content": {"a": [1]},
+            "function": {"name": "now", "arguments": "{}", "parsed_arguments": {}}}  # fmt: skip
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "tool_calls": [call], "id": "m", "audio": None, "annotations": [{"type": "x"}],
+         "reasoning_details": [{"text": "t"}], "provider_specific_fields": None, "a\nb": 1},
+        {"role": "tool", "tool_call_id": "c", "content": "noon", "id": "m"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "parsed": {"a": 1}},
+    ]  # fmt: skip
+    with caplog.at_level(logging.INFO, logger="jpaged"):
+        for _ in range(2):
+            chat(chat_url, messages=messages, max_tokens=1)
+        large = {"role": "user", "content": "y" * 300_000, "far": 1}
+        engine.max_model_len = 2**20
+        chat(chat_url, messages=[large], max_tokens=1)  # checked in the child process
+    names = [line.split()[3] for line in caplog.messages if line.startswith("ignored the field")]
+    assert names == [
+        "a?b", "cache_control", "extra_content", "id", "parsed", "parsed_arguments", "reasoning_details", "far",
+    ]  # fmt: skip
+    chat(chat_url, messages=messages, max_tokens=1)
+    seen = engine.tokenizer.seen_messages
+    assert [message["content"] for message in seen] == ["hi", "", "noon", "No."]
+    assert all(set(message) <= {"role", "content", "tool_calls", "tool_call_id"} for message in seen)
+    assert refused(chat_url, parsed={}) == "parsed"  # a field of the body asks for something
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,11 @@ def test_the_body_of_a_client_that_has_left_is_not_checked(monkeypatch):
     large = b'{"prompt":"%b"}' % (b"a" * 300_000)
     checked, began, go_on = [], threading.Event(), threading.Event()
 
-    def check(process: body_process.BodyProcess, raw: bytes, schema: str) -> None:
+    def check(process: body_process.BodyProcess, raw: bytes, schema: str) -> list[str]:
         checked.append(len(raw))
         began.set()
         assert go_on.wait(10)
+        return []
 
     async def read_all() -> None:
         requests = [Posted(large + b" " * number) for number in range(3)]

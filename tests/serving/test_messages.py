@@ -281,6 +281,16 @@ def test_a_message_that_runs_when_the_server_stops(engine, events):
     assert b"[DONE]" not in body
 
 
+def test_unknown_fields_of_a_history_are_ignored(url, engine):
+    create(url, messages=[
+        {"role": "user", "content": "a", "id": "m"},
+        {"role": "assistant", "id": "m", "usage": {}, "content": [
+            {"type": "text", "text": "b", "citations": [{"cited_text": "c"}], "parsed_output": {"a": 1}}]},
+        {"role": "user", "content": "d"},
+    ])  # fmt: skip
+    assert [message["content"] for message in engine.tokenizer.seen_messages] == ["a", "b", "d"]
+
+
 @pytest.mark.parametrize(("said", "body"), [
     ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
     ("tools[0].input_schema", {"tools": [{"name": "f"}]}),

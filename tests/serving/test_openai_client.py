@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -12,6 +13,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from jpaged.params.sampling import RepetitionDetectionParams
 from jpaged.serving.request_schema import SAMPLING_FIELDS
 from tests.serving.http_client import CHAT, events, post, strict, strict_chunk
+
+
+class Colour(pydantic.BaseModel):
+    colour: str
 
 
 def test_models(client, url):
@@ -95,6 +100,17 @@ def test_chat(client, url, engine):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     client.chat.completions.create(model="echo", messages=[{"role": "user", "content": parts}], max_tokens=1)
     assert bytes(engine.seen_prompts[-1]) == b"<user>one\ntwo<assistant>"
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, which sends the parsed object too
+def test_parsed_messages_are_sent_back(client, engine):
+    engine.says, messages = '{"colour": "red"}', list(CHAT["messages"])
+    for turn in range(3):
+        answer = client.chat.completions.parse(model="echo", messages=messages, response_format=Colour)
+        assert answer.choices[0].message.parsed == Colour(colour="red")
+        assert len(engine.tokenizer.seen_messages) == 1 + 2 * turn
+        messages += [answer.choices[0].message, {"role": "user", "content": "again"}]
+    assert engine.tokenizer.seen_messages[3] == {"role": "assistant", "content": engine.says}
 
 
 def test_chat_fills_the_context_by_default(url, engine):

@@ -203,6 +203,18 @@ def test_a_conversation_by_items_and_by_id(url, engine, client):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
+def test_unknown_fields_of_items_are_ignored(url, engine):
+    engine.says = "Hi."
+    part = {"type": "output_text", "text": "b", "parsed": {"a": 1}, "extra": None}
+    create(url, input=[
+        {"role": "user", "content": [{"type": "input_text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {"type": "message", "role": "assistant", "content": [part], "provider_data": {"model": "m"}},
+        {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}", "parsed_arguments": {}},
+        {"type": "function_call_output", "call_id": "c", "output": "x", "name": "find"},
+    ])  # fmt: skip
+    assert [message["content"] for message in engine.tokenizer.seen_messages] == ["a", "b", "x"]
+
+
 def test_truncation_drops_the_oldest_turns(url, engine):
     turns = [message for i in range(8) for message in (
         {"role": "user", "content": f"{i}" * 100}, {"role": "assistant", "content": "x"})]  # fmt: skip
