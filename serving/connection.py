@@ -51,6 +51,10 @@ def bounded_connection(limits: ConnectionLimits | None = None) -> type[asyncio.P
     return cast(type[asyncio.Protocol], make)
 
 
+class _BadRequest(Exception):
+    """A request that the parser accepts, and HTTP does not."""
+
+
 class BoundedConnection(HttpToolsProtocol):
     """A connection that closes itself when its client is too slow, sends too much, or opens too many.
 
@@ -129,10 +133,12 @@ class BoundedConnection(HttpToolsProtocol):
         try:
             while piece:
                 piece = self._parse_until_upgrade(piece)
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
+            cause = error.__context__  # of the callback that raised it
+            message = str(cause) if isinstance(cause, _BadRequest) else "invalid HTTP request"
             self.logger.warning("Invalid HTTP request received.")
             if not self._end_requests():
-                self._refuse(400, "invalid HTTP request")
+                self._refuse(400, message)
 
     def _parse_until_upgrade(self, piece: bytes) -> bytes:
         """Parse up to the end of a head with an Upgrade header. Returns the rest."""
@@ -177,6 +183,10 @@ class BoundedConnection(HttpToolsProtocol):
             return
         if len(self.pipeline) > MAX_PIPELINED:
             return  # the connection is closed after this piece
+        assert self.parser is not None
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):  # RFC 9112, section 3.2
+            raise _BadRequest(f"invalid HTTP request: it has {hosts} Host headers, not one")
         super().on_headers_complete()
         self._in_head = False
         self._set_deadline(self._limits.body_seconds)

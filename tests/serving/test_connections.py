@@ -95,6 +95,19 @@ def test_a_slow_head_is_cut(strict, begin):
         assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("headers", [b"", b"Host: x\r\nhost: x\r\n"])
+def test_a_request_has_one_host(url, headers):
+    with connected(url) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\n" + headers + b"\r\n")
+        answer = received(raw)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"Host headers, not one" in answer
+    with connected(url) as raw:  # the request before is answered
+        raw.sendall(request_bytes("/v1/completions", {"prompt": "ab", "max_tokens": 3}))
+        raw.sendall(b"GET /health HTTP/1.1\r\n" + headers + b"\r\n")
+        assert received(raw).count(b"HTTP/1.1 200 ") == 1
+
+
 def test_a_slow_body_is_cut(strict):
     with connected(strict) as raw:
         raw.sendall(POST + b"Authorization: Bearer right\r\nContent-Length: 100\r\n\r\n{")
@@ -252,7 +265,7 @@ def test_a_connection_is_idle_after_an_early_error(strict):
 def test_what_is_not_http_gets_an_error(url):
     gzip = POST + b"Connection: upgrade\r\nUpgrade: x\r\nTransfer-Encoding: gzip\r\n\r\n"
     chunk = POST + b"Transfer-Encoding: chunked\r\n\r\nxx\r\n"
-    for bad in (gzip, chunk, b"bad\r\n\r\n", b"POST http://[ HTTP/1.1\r\n\r\n"):
+    for bad in (gzip, chunk, b"bad\r\n\r\n", b"POST http://[ HTTP/1.1\r\nHost: x\r\n\r\n"):
         with connected(url) as raw:
             raw.sendall(bad)
             answer = received(raw)
