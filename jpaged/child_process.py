@@ -27,6 +27,18 @@ _BUSY = {
 }
 
 
+# Signals that others send: the machine without memory, or an operator. A crash of the program has another signal.
+_SENT = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGQUIT}
+
+
+class ChildEnded(EOFError):
+    """The program has ended before it answered. killed: another process killed it. It has not crashed."""
+
+    def __init__(self, killed: bool) -> None:
+        self.killed = killed
+        super().__init__("the child process was killed" if killed else "the child process has ended")
+
+
 class ChildProcess:
     """Starts a program on first use, and again after it has ended. Used by one thread at a time.
 
@@ -46,20 +58,24 @@ class ChildProcess:
         self._purpose = purpose
         self._first_input = first_input
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended_here: subprocess.Popen[bytes] | None = None  # by `kill`
 
     def ask(self, *request: bytes, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> bytes:
         """Send a request, and return the line that answers it.
 
-        Raises TimeoutError after `seconds`, InterruptedError when `cancelled` returns True, and OSError or EOFError if
-        the program has ended. It is closed then.
+        Raises TimeoutError after `seconds`, InterruptedError when `cancelled` returns True, and ChildEnded if the
+        program has ended. It is closed then.
         Raises CapacityError if a process cannot be started now, EngineError if it never can.
         """
         process = self._running()
         try:
             return _exchange(process, request, seconds, cancelled)
-        except (OSError, EOFError):  # TimeoutError and InterruptedError are OSErrors
+        except (TimeoutError, InterruptedError):
             self.close()
             raise
+        except (OSError, EOFError) as error:
+            self.close()
+            raise ChildEnded(process.returncode in _SENT and process is not self._ended_here) from error
 
     def close(self) -> None:
         """Kill the program and wait for its end. The next request starts it again."""
@@ -73,7 +89,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kill the program without waiting for its end. May be called from any thread."""
-        process = self._process
+        process = self._ended_here = self._process
         if process is not None:
             process.kill()
 

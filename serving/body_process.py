@@ -6,7 +6,7 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from jpaged.child_process import ChildProcess
+from jpaged.child_process import ChildEnded, ChildProcess
 from jpaged.errors import CapacityError, RequestError
 
 SHORT_BYTES = 2**21  # of a body that does not wait for longer ones
@@ -37,7 +37,7 @@ class BodyProcess(ChildProcess):
                 return json.loads(self.ask(f"{schema} {len(raw)}\n".encode(), raw, seconds=seconds))
             except TimeoutError:
                 raise RequestError("body", f"{len(raw):,} bytes", "takes too much time to read: send less") from None
-            except (OSError, EOFError):
+            except ChildEnded:
                 continue
         raise CapacityError("the process that checks large bodies was killed twice: try again later")
 

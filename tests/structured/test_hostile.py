@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+import signal
 import threading
 import time
 
@@ -195,6 +196,31 @@ def test_a_child_that_dies_is_replaced():
         process.wait()
         compiler.submit(StructuredOutputsParams(regex="after")).result(SECONDS)
         assert children(compiler)["quick"] is not process
+    finally:
+        compiler.close()
+
+
+def test_a_compile_whose_child_is_killed_is_repeated_once():
+    compiler, _ = small_compiler()
+    try:
+        compiler.submit(StructuredOutputsParams(regex="warm")).result(SECONDS)
+        for times in (1, 2):
+            process = children(compiler)["quick"]
+            assert process is not None
+            process.send_signal(signal.SIGSTOP)  # it does not answer
+            future = compiler.submit(StructuredOutputsParams(regex="again" * times))
+            time.sleep(0.05)  # until the request is sent
+            process.kill()
+            if times == 1:
+                future.result(SECONDS)
+                assert children(compiler)["quick"] is not process
+                continue
+            while (other := children(compiler)["quick"]) in (None, process):
+                time.sleep(0.001)
+            other.kill()
+            with pytest.raises(CapacityError, match="killed"):
+                future.result(SECONDS)
+        compiler.submit(StructuredOutputsParams(regex="after")).result(SECONDS)
     finally:
         compiler.close()
 

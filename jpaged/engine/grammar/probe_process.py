@@ -8,7 +8,8 @@ from typing import Any
 
 import llguidance
 
-from jpaged.child_process import ChildProcess
+from jpaged.child_process import ChildEnded, ChildProcess
+from jpaged.errors import CapacityError
 
 _PROGRAM = Path(__file__).with_name("probe.py")
 
@@ -47,15 +48,21 @@ class ProbeProcess(ChildProcess):
         cancelled: asked every 0.1 s while the child compiles.
 
         Raises ProbeTimeout after `seconds`, and ProbeCancelled when `cancelled` returns True. Raises CapacityError if
-        a process cannot be started now, EngineError if it never can.
+        a process cannot be started now, or if another process has killed two of them. Raises EngineError if none can
+        ever be started.
         """
-        request = {"grammar": grammar, "context_free": context_free, "limits": limits, "seconds": seconds}
-        try:
-            answer = json.loads(self.ask(json.dumps(request).encode() + b"\n", seconds=seconds, cancelled=cancelled))
-        except TimeoutError:  # a subclass of OSError, so it comes first
-            raise ProbeTimeout from None
-        except InterruptedError:
-            raise ProbeCancelled from None
-        except (OSError, EOFError):
-            return grammar, "it needs too much memory or too deep a stack"
-        return answer["grammar"], answer["error"]
+        fields = {"grammar": grammar, "context_free": context_free, "limits": limits, "seconds": seconds}
+        request = json.dumps(fields).encode() + b"\n"
+        for _ in range(2):
+            try:
+                answer = json.loads(self.ask(request, seconds=seconds, cancelled=cancelled))
+            except TimeoutError:
+                raise ProbeTimeout from None
+            except InterruptedError:
+                raise ProbeCancelled from None
+            except ChildEnded as ended:
+                if ended.killed:
+                    continue
+                return grammar, "it needs too much memory or too deep a stack"
+            return answer["grammar"], answer["error"]
+        raise CapacityError("the process that compiles the grammar was killed twice: try again later")
