@@ -165,7 +165,7 @@ def _check_size(name: str, raw: msgspec.Raw, schema: type[Body], *, counted: boo
 def _check_other(name: str, raw: msgspec.Raw, schema: type[Body]) -> None:
     """Refuse an unknown field, and a field that is not supported yet if its value asks for something."""
     value = _value(raw)
-    if name in schema.NEUTRAL:
+    if name in schema.NEUTRAL and (name not in schema.MISPLACED or value in schema.NEUTRAL[name]):
         _check_neutral(name, value, schema.NEUTRAL[name])
         return
     if name in schema.MISPLACED:

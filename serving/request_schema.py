@@ -140,13 +140,12 @@ class GenerationRequest(SizeLimits, kw_only=True):
     prompt_logprobs: Int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # Labels for the client's bookkeeping, without effect on the answer. The server stores nothing.
+    # Labels for the client's bookkeeping, without effect on the answer.
     user: Label | None = None
     metadata: Annotated[dict[Label, Label], Meta(max_length=128)] | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     session_id: Label | None = None
-    store: bool | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "prompt_cache_retention": ("in_memory", "in-memory"),
@@ -170,8 +169,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {"prompt_embeds": ()}
-    MISPLACED: ClassVar[dict[str, str]] = {"messages": "/v1/chat/completions", "input": "/v1/responses"}
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {"prompt_embeds": (), "store": (False,)}
+    MISPLACED: ClassVar[dict[str, str]] = {
+        "messages": "/v1/chat/completions", "input": "/v1/responses", "store": "/v1/responses",
+    }  # fmt: skip
 
 
 class TextPart(msgspec.Struct):
@@ -278,5 +279,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "mm_processor_kwargs": ({},),
         "web_search_options": (),
         "chat_template": (),
+        "store": (False,),
     }
-    MISPLACED: ClassVar[dict[str, str]] = {"prompt": "/v1/completions", "input": "/v1/responses"}
+    MISPLACED: ClassVar[dict[str, str]] = {
+        "prompt": "/v1/completions", "input": "/v1/responses", "store": "/v1/responses",
+    }  # fmt: skip

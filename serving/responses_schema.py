@@ -47,6 +47,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     include: Short[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: Int | None = None
     background: bool | None = None
+    store: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
     MAX_VALUES: ClassVar[int] = MAX_ITEM_VALUES

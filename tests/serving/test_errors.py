@@ -108,6 +108,7 @@ CASES += [("/v1/chat/completions", body, param) for body, param in BAD_CHATS]
     ("/v1/completions", {"input": "a"}, "/v1/responses"),
     ("/v1/chat/completions", {"prompt": "a"}, "/v1/completions"),
     ("/v1/chat/completions", {"input": "a"}, "/v1/responses"),
+    ("/v1/chat/completions", {"messages": MESSAGES, "store": True}, "/v1/responses"),
 ])  # fmt: skip
 def test_a_field_of_another_route_is_named_with_the_route(url, path, field, right):
     error = error_of(httpx.post(url + path, json={"model": "echo", **field}), 400)

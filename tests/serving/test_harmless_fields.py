@@ -13,7 +13,6 @@ GENERATING = ("/v1/completions", "/v1/chat/completions")
 CHAT = ("/v1/chat/completions",)
 HARMLESS = [
     (GENERATING, {"store": False}),
-    (GENERATING, {"store": True}),  # a bookkeeping field, as `metadata`: the answer is the same
     (GENERATING, {"vllm_xargs": {}}),
     (GENERATING, {"kv_transfer_params": {}, "logprob_token_ids": [], "watermarking": False, "session_id": "s"}),
     (GENERATING, {"return_token_offsets": False, "return_weight_versions": False, "routed_experts_prompt_start": 0}),
@@ -30,6 +29,8 @@ HARMLESS = [
     (CHAT, {"include_reasoning": True, "mm_processor_kwargs": {}, "media_io_kwargs": {}, "return_prompt_text": False}),
 ]
 ASKING = [
+    (GENERATING, {"store": True}, "store"),
+    (GENERATING, {"store": 0}, "store"),
     (GENERATING, {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
     (GENERATING, {"watermarking": True}, "watermarking"),
     (GENERATING, {"logprob_token_ids": [3]}, "logprob_token_ids"),
