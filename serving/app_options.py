@@ -3,6 +3,8 @@
 import dataclasses
 import pathlib
 
+from jpaged.serving.file_store import FileStore
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CrossOrigin:
@@ -31,6 +33,7 @@ class AppOptions:
     access_log:    log a line per HTTP request.
     disable_log_stats: do not log figures every few seconds.
     keep_responses: keep the answers of /v1/responses, for clients to retrieve.
+    files: folder of /v1/files and /v1/batches. None: there are no such routes.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -44,3 +47,4 @@ class AppOptions:
     access_log: bool = False
     disable_log_stats: bool = False
     keep_responses: bool = True
+    files: FileStore | None = None

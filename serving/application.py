@@ -17,6 +17,7 @@ from jpaged.errors import JPagedError
 from jpaged.serving import (
     routes_admin,
     routes_embeddings,
+    routes_files,
     routes_messages,
     routes_models,
     routes_responses,
@@ -26,6 +27,7 @@ from jpaged.serving import (
 )
 from jpaged.serving.app_options import AppOptions, CrossOrigin
 from jpaged.serving.auth import ADMIN, OPEN_PATHS, RequireKey
+from jpaged.serving.batch_jobs import BatchJobs
 from jpaged.serving.body_process import kill_children
 from jpaged.serving.browser_guards import CheckHost, RequireJson
 from jpaged.serving.error_responses import ClientDisconnected, handle_error
@@ -78,11 +80,15 @@ ROUTES = [
 ]
 
 
+HANDLERS = dict.fromkeys((JPagedError, HTTPException, ClientDisconnected, Exception), handle_error)
+
+
 def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
     """Make the application of a running engine. It closes the engine when it shuts down."""
     page = Page.read() if options.ui else Page({})
     admin = routes_admin.routes(options.profile_dir) if options.admin_keys else []
     tokenizer = [Route("/tokenizer_info", routes_text.tokenizer_info)] if options.tokenizer_info else []
+    files = routes_files.ROUTES if options.files is not None else []
     admin_paths = frozenset(route.path for route in admin if isinstance(route, Route))
     key_rules = KeyRules(bool(options.api_keys), OPEN_PATHS | page.paths, admin_paths)
     intake = Intake()
@@ -90,22 +96,29 @@ def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
     server_metrics = ServerMetrics(
         lambda: [engine.metrics(index) for index in range(engine.num_engines)], server.model_names[0]
     )
+    batches = None
+    if options.files is not None:
+        batches = BatchJobs(options.files, _batch_app(server, server_metrics), server, intake)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
         logged = None if options.disable_log_stats else asyncio.create_task(log_stats(server.engine.stats))
+        if batches is not None:
+            batches.start()
         yield
         if logged is not None:
             logged.cancel()
         kill_children()
         server.tokenising.close()
         await app.state.responses.close()
+        if batches is not None:
+            await batches.close()
         await run_in_threadpool(server.engine.close)
 
     app = Starlette(
-        routes=[*ROUTES, *tokenizer, *admin, *page.routes()],
+        routes=[*ROUTES, *tokenizer, *files, *admin, *page.routes()],
         middleware=_middleware(options, key_rules, intake, server_metrics),
-        exception_handlers=dict.fromkeys((JPagedError, HTTPException, ClientDisconnected, Exception), handle_error),
+        exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # a redirect would repeat the Host header
@@ -115,6 +128,16 @@ def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
     app.state.profile_dir = options.profile_dir
     app.state.metrics = server_metrics
     app.state.responses = ResponseStore(MAX_BYTES if options.keep_responses else 0)
+    app.state.files, app.state.batches = options.files, batches
+    return app
+
+
+def _batch_app(server: Server, metrics: ServerMetrics) -> Starlette:
+    """Make the application that runs the lines of batches. It requires no keys, and keeps no responses."""
+    observer = Middleware(HTTPObserver, metrics=metrics, access_log=False)
+    app = Starlette(routes=ROUTES, middleware=[observer], exception_handlers=HANDLERS)
+    app.state.server = server
+    app.state.responses = ResponseStore(0)
     return app
 
 
@@ -134,7 +157,8 @@ def _middleware(options: AppOptions, rules: KeyRules, intake: Intake, metrics: S
         layers.append(Middleware(RequireKey, keys=keys, guards=needs_key, name=name))
     if options.admin_keys:
         layers.append(Middleware(RequireKey, keys=options.admin_keys, guards=is_admin, name="admin key"))
-    return [*layers, Middleware(RequireJson), Middleware(CountRequests, intake=intake, exempt=rules.admin_paths)]
+    layers.append(Middleware(RequireJson, forms=frozenset({routes_files.UPLOADS})))
+    return [*layers, Middleware(CountRequests, intake=intake, exempt=rules.admin_paths)]
 
 
 def _cors(options: CrossOrigin) -> Middleware:

@@ -12,11 +12,12 @@ import os
 import pathlib
 import uuid
 from collections.abc import Collection, Generator, Iterator
+from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
 
-from jpaged.errors import JPagedError, RequestError
+from jpaged.errors import JPagedError, RequestError, shown
 
 MAX_ID = 512  # characters of a custom_id
 
@@ -53,10 +54,22 @@ class BatchResult(msgspec.Struct):
         return cls(f"batch_req_{uuid.uuid4().hex}", custom_id, response)
 
 
+class _Status(msgspec.Struct, frozen=True):
+    """The part of a response that says whether it is an error."""
+
+    status_code: int = 0
+
+
 class _Done(msgspec.Struct):
-    """The part of an output line that says which request is done."""
+    """The part of an output line that says which request is done, and how it ended."""
 
     custom_id: str
+    response: _Status = _Status()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the answer is an error."""
+        return self.response.status_code >= HTTPStatus.BAD_REQUEST
 
 
 class _Detached(msgspec.Struct):
@@ -67,7 +80,11 @@ class _Detached(msgspec.Struct):
 
 
 class BatchFileError(JPagedError):
-    """An input or output file is wrong, or cannot be read or written."""
+    """An input or output file is wrong, or cannot be read or written. line: number of the wrong line."""
+
+    def __init__(self, message: str, line: int | None = None):
+        self.line = line
+        super().__init__(message)
 
 
 def read_requests(path: pathlib.Path, done: Collection[str] = ()) -> Iterator[BatchRequest]:
@@ -81,8 +98,11 @@ def read_requests(path: pathlib.Path, done: Collection[str] = ()) -> Iterator[Ba
             yield request
 
 
-def check_requests(path: pathlib.Path) -> set[str]:
+def check_requests(path: pathlib.Path, *, url: str | None = None, most: int | None = None) -> set[str]:
     """Check every line of an input file, and return the custom_ids.
+
+    url:  that all lines must have. None: any.
+    most: requests of a file. None: any number.
 
     Raises BatchFileError with the number of the first wrong line, before anything runs. What a line asks for may still
     be wrong: its answer is an error then.
@@ -92,16 +112,21 @@ def check_requests(path: pathlib.Path) -> set[str]:
         request = _parse(path, number, line)
         where = f"{path}, line {number}"
         if not 0 < len(request.custom_id) <= MAX_ID:
-            raise BatchFileError(f"{where}: custom_id must have 1 to {MAX_ID} characters")
+            raise BatchFileError(f"{where}: custom_id must have 1 to {MAX_ID} characters", number)
         if (first := seen.setdefault(request.custom_id, number)) != number:
-            raise BatchFileError(f"{where}: custom_id {request.custom_id!r} is also that of line {first}")
+            raise BatchFileError(f"{where}: custom_id {shown(request.custom_id)} is also that of line {first}", number)
+        if url is not None and request.url != url:
+            raise BatchFileError(f"{where}: url {shown(request.url)} is not the endpoint of the batch, {url}", number)
+        if most is not None and len(seen) > most:
+            raise BatchFileError(f"{where}: a batch has at most {most:,} requests: divide the file", number)
         try:
             detached = msgspec.json.decode(request.body, type=_Detached)
         except msgspec.DecodeError:
-            raise BatchFileError(f"{where}: body must be a JSON object") from None
+            raise BatchFileError(f"{where}: body must be a JSON object", number) from None
         for name in detached.__struct_fields__:
             if getattr(detached, name):
-                raise BatchFileError(f"{where}: body has {name}: true, but a batch has whole answers: leave it out")
+                said = f"body has {name}: true, but a batch has whole answers: leave it out"
+                raise BatchFileError(f"{where}: {said}", number)
     if not seen:
         raise BatchFileError(f"{path} has no requests")
     return set(seen)
@@ -124,7 +149,7 @@ def _parse(path: pathlib.Path, number: int, line: bytes) -> BatchRequest:
         return msgspec.json.decode(line, type=BatchRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         form = '{"custom_id": "...", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
-        raise BatchFileError(f"{path}, line {number}: {error}. A line is {form}") from None
+        raise BatchFileError(f"{path}, line {number}: {error}. A line is {form}", number) from None
 
 
 @dataclasses.dataclass
@@ -133,8 +158,9 @@ class ResultFile:
 
     path: pathlib.Path
     done: set[str]  # custom_ids of the lines that are there
+    failed: int     # lines that are errors
+    size: int       # bytes of complete lines
     _file: int      # descriptor
-    _size: int      # bytes of complete lines
 
     def append(self, result: BatchResult) -> None:
         """Append a line. Raises BatchFileError if it cannot be written whole; then nothing is added."""
@@ -145,10 +171,11 @@ class ResultFile:
                 left = left[os.write(self._file, left) :]
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._size)
+                os.ftruncate(self._file, self.size)
             reason = f"{self.path} cannot be written: {error.strerror}. {len(self.done)} answers are in it"
             raise BatchFileError(f"{reason}: run the same command again to go on") from None
-        self._size += len(line)
+        self.size += len(line)
+        self.failed += result.response.status_code >= HTTPStatus.BAD_REQUEST
         self.done.add(result.custom_id)
 
     def sync(self) -> None:
@@ -173,28 +200,35 @@ def open_results(path: pathlib.Path, expected: Collection[str]) -> Generator[Res
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise BatchFileError(f"{path} is being written by another run-batch") from None
-        done, size = _finished(path, expected)
+        results = ResultFile(path, set(), 0, 0, file)
+        _read_finished(results, expected)
         with contextlib.suppress(OSError):
-            os.ftruncate(file, size)
-        yield ResultFile(path, done, file, size)
+            os.ftruncate(file, results.size)
+        yield results
     finally:
         os.close(file)
 
 
-def _finished(path: pathlib.Path, expected: Collection[str]) -> tuple[set[str], int]:
-    """Return the custom_ids of the complete lines of an output file, and the bytes of these lines."""
-    done: set[str] = set()
-    size = 0
-    for number, line in _lines(path):
+def _read_finished(results: ResultFile, expected: Collection[str]) -> None:
+    """Count the complete lines of an output file."""
+    for number, line in _lines(results.path):
         if not line.endswith(b"\n"):
             break  # the process was killed while it wrote this line
-        size += len(line)
+        results.size += len(line)
         try:
-            custom_id = msgspec.json.decode(line, type=_Done).custom_id
+            line_done = msgspec.json.decode(line, type=_Done)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            custom_id = ""  # which no request has
-        if custom_id not in expected or custom_id in done:
+            line_done = _Done("")  # which no request has
+        custom_id = line_done.custom_id
+        if custom_id not in expected or custom_id in results.done:
             what = "is not an answer to the input file" if custom_id not in expected else "is there twice"
-            raise BatchFileError(f"{path}, line {number} {what}: name another output file")
-        done.add(custom_id)
-    return done, size
+            raise BatchFileError(f"{results.path}, line {number} {what}: name another output file", number)
+        results.done.add(custom_id)
+        results.failed += line_done.failed
+
+
+def split_results(path: pathlib.Path, answers: pathlib.Path, errors: pathlib.Path) -> None:
+    """Copy the lines of an output file that are answers to one file, and those that are errors to another."""
+    with answers.open("wb") as right, errors.open("wb") as wrong:
+        for _, line in _lines(path):
+            (wrong if msgspec.json.decode(line, type=_Done).failed else right).write(line)

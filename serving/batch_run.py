@@ -1,31 +1,30 @@
 """Runs the requests of a batch file through the application, without a socket."""
 
 import asyncio
-import functools
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from http import HTTPStatus
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.routing import Route
 from starlette.types import Message
 
-from jpaged.serving.application import ROUTES
 from jpaged.serving.batch_files import BatchRequest, BatchResult, ResultFile
 from jpaged.serving.error_responses import APIError, error_body
 
 SYNC_SECONDS = 1.0  # between two times that the output file is written to the disk
 
 
-@functools.cache
-def batch_urls() -> frozenset[str]:
+def batch_urls(app: Starlette) -> frozenset[str]:
     """Return the paths that a batch may use: those of routes that only take a POST."""
-    return frozenset(route.path for route in ROUTES if route.methods == {"POST"} and "{" not in route.path)
+    routes = (route for route in app.routes if isinstance(route, Route))
+    return frozenset(route.path for route in routes if route.methods == {"POST"} and "{" not in route.path)
 
 
 async def run_requests(
-    app: Starlette,
+    ask: Callable[[BatchRequest], Awaitable[tuple[int, str, bytes]]],
     requests: Iterator[BatchRequest],
     results: ResultFile,
     *,
@@ -34,6 +33,7 @@ async def run_requests(
 ) -> int:
     """Run requests, at most `max_inflight` at a time, and append each answer when it is complete.
 
+    ask:    runs one request, as `answer` does.
     update: called with the status of each answer. Returns the number of answers that are errors. Raises BatchFileError
     if an answer cannot be written; the requests that still run are aborted.
     """
@@ -44,7 +44,7 @@ async def run_requests(
         # All workers take from one iterator, so the file is read as it is needed.
         nonlocal failed, synced
         for request in requests:
-            status, request_id, body = await answer(app, request)
+            status, request_id, body = await ask(request)
             results.append(BatchResult.of(request.custom_id, status, request_id, body))
             failed += status >= 400
             if time.monotonic() - synced > SYNC_SECONDS:
@@ -64,7 +64,7 @@ async def run_requests(
 
 async def answer(app: Starlette, request: BatchRequest) -> tuple[int, str, bytes]:
     """Run one request. Returns the status, the id of the request, and the answer's body as JSON."""
-    if request.url not in (urls := batch_urls()):
+    if request.url not in (urls := batch_urls(app)):
         message = f"url {request.url!r} is not served in a batch: use {', '.join(sorted(urls))}"
         status, error = error_body(APIError(HTTPStatus.NOT_FOUND, message, param="url"))
         return status, uuid.uuid4().hex, msgspec.json.encode(error)

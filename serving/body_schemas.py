@@ -3,7 +3,7 @@
 import msgspec
 
 from jpaged.errors import RequestError
-from jpaged.serving import messages_schema, pooling_schema, request_schema, responses_schema
+from jpaged.serving import file_objects, messages_schema, pooling_schema, request_schema, responses_schema
 from jpaged.serving.pooling_schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from jpaged.serving.request_schema import ChatRequest, CompletionRequest, SizeLimits
 
@@ -18,6 +18,7 @@ _BY_TASK: dict[str, dict[str, type[SizeLimits]]] = {
     "classify": {"messages": ClassifyRequest, "input": ClassifyRequest, **_SCORES},
 }
 _STRUCTS = vars(request_schema) | vars(pooling_schema) | vars(responses_schema) | vars(messages_schema)
+_STRUCTS |= vars(file_objects)
 
 
 def body_schema(name: str, raw: bytes) -> type[SizeLimits]:

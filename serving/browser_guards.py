@@ -81,8 +81,10 @@ class RequireJson:
     Other clients than browsers may leave the header out. A browser sends Origin with such a request.
     """
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, forms: frozenset[str] = frozenset()):
+        """forms: paths that also take multipart/form-data, except from a browser: a page may send a form unasked."""
         self._app = app
+        self._forms = forms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request: pass it on, or answer 415."""
@@ -95,7 +97,7 @@ class RequireJson:
         if compressed:
             named = shown(encoding.decode("latin-1"))
             message = f"Content-Encoding {named}: compressed bodies are not read, send the body as it is"
-        elif _may_be_json(scope["headers"]):
+        elif _may_be_json(scope["headers"]) or (scope["path"] in self._forms and _is_form(scope["headers"])):
             await self._app(scope, receive, send)
             return
         error = APIError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
@@ -103,6 +105,14 @@ class RequireJson:
         if compressed:
             response.headers["accept-encoding"] = "identity"  # RFC 9110, 15.5.16
         await response(scope, receive, send)
+
+
+def _is_form(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return True for a form that no browser sends."""
+    fields = list(headers)
+    types = [value for name, value in fields if name == b"content-type"]
+    is_form = len(types) == 1 and types[0].partition(b";")[0].strip().lower() == b"multipart/form-data"
+    return is_form and not any(name == b"origin" for name, _ in fields)
 
 
 def _may_be_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:

@@ -31,6 +31,11 @@ class EngineClient(Generates, Protocol):
         ...
 
     @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of requests that run at a time on each engine."""
+        ...
+
+    @property
     def pooling(self) -> PooledModel | None:
         """Task, size and labels of a pooling engine; None if the engine generates."""
         ...

@@ -30,7 +30,8 @@ class Intake:
 class CountRequests:
     """ASGI middleware: counts the requests that ask for work, and answers 503 to them while the server drains.
 
-    Those are all but GET and HEAD, outside `OPEN_PATHS` and `exempt`. Responses may be cancelled and deleted.
+    Those are all but GET and HEAD, outside `OPEN_PATHS` and `exempt`. Responses and files may be deleted, and responses
+    and batches be cancelled.
     """
 
     def __init__(self, app: ASGIApp, intake: Intake, exempt: frozenset[str]):
@@ -54,6 +55,7 @@ class CountRequests:
 
 
 def _ends_work(scope: Scope) -> bool:
-    """Return True if the request cancels or deletes a response."""
+    """Return True if the request cancels a response or a batch, or deletes a response or a file."""
     path = scope["path"]
-    return path.startswith(f"{RESPONSES}/") and (scope["method"] == "DELETE" or path.endswith("/cancel"))
+    is_stored = path.startswith((f"{RESPONSES}/", "/v1/files/", "/v1/batches/"))
+    return is_stored and (scope["method"] == "DELETE" or path.endswith("/cancel"))

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import msgspec
 from starlette.routing import Route
 
+from jpaged.serving import file_objects as files
 from jpaged.serving import messages_objects as messages
 from jpaged.serving import pooling_schema as pooling
 from jpaged.serving import request_schema as generating
@@ -21,7 +22,7 @@ from jpaged.snapshot import EngineSnapshot
 from jpaged.version import __version__
 
 REFERENCE = "#/components/schemas/{name}"
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+JSON, EVENTS, TEXT, FORM = "application/json", "text/event-stream", "text/plain", "multipart/form-data"
 ERRORS = {
     "400": "The request is not valid. `param` names the field.",
     "401": "The key is missing or wrong.",
@@ -37,6 +38,7 @@ class Operation:
     """The bodies of one route. None: there is none, or it is not described.
 
     events: of the stream that `"stream": true` asks for.
+    form:   the request is a form with these fields, and not JSON.
     error:  body of an answer with an error status.
     query:  schemas of the query parameters. All of them are optional.
     """
@@ -46,6 +48,7 @@ class Operation:
     events: tuple[type[msgspec.Struct], ...] = ()
     error: type[msgspec.Struct] = answers.ErrorBody
     query: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
+    form: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +93,15 @@ _INPUT_ITEMS = {
     "after": {"type": "string"},
 }
 
+_PAGE = {"after": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}}
+_FILES = {
+    "after": {"type": "string"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 10_000},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "purpose": {"type": "string"},
+}
+_UPLOAD = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}}
+
 # By path, or by method and path where the methods of a path differ.
 OPERATIONS = {
     "/v1/completions": Operation(generating.CompletionRequest, answers.Completion, (answers.Completion,)),
@@ -119,6 +131,14 @@ OPERATIONS = {
     "/v1/messages/count_tokens": Operation(
         CountTokensRequest, messages.TokenCount, error=messages.MessageErrorBody
     ),
+    "post /v1/files": Operation(response=files.FileObject, form=_UPLOAD),
+    "/v1/files": Operation(response=files.FileList, query=_FILES),
+    "/v1/files/{file_id}": Operation(response=files.FileObject),
+    "delete /v1/files/{file_id}": Operation(response=files.DeletedFile),
+    "post /v1/batches": Operation(files.CreateBatch, files.BatchObject),
+    "/v1/batches": Operation(response=files.BatchList, query=_PAGE),
+    "/v1/batches/{batch_id}": Operation(response=files.BatchObject),
+    "/v1/batches/{batch_id}/cancel": Operation(response=files.BatchObject),
     "/v1/models": Operation(response=answers.ModelList),
     "/v1/models/{model}": Operation(response=answers.ModelCard),
     "/load": Operation(response=answers.ServerLoad),
@@ -177,6 +197,9 @@ def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
         made["parameters"] = parameters
     if method == "post" and about.request is not None:
         made["requestBody"] = {"required": True, "content": {JSON: {"schema": _reference(about.request)}}}
+    elif about.form:
+        form = {"type": "object", "properties": dict(about.form), "required": list(about.form)}
+        made["requestBody"] = {"required": True, "content": {FORM: {"schema": form}}}
     elif path == "/invocations":
         bodies = [_reference(one.request) for one in dict.fromkeys(OPERATIONS.values()) if one.request]
         made["requestBody"] = {"required": True, "content": {JSON: {"schema": {"anyOf": bodies}}}}

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import pathlib
 import sys
 from typing import Annotated
@@ -57,7 +58,7 @@ class RunBatch(ChatFlags):
         from jpaged.serving.app_options import AppOptions
         from jpaged.serving.application import create_app
         from jpaged.serving.batch_files import check_requests, open_results, read_requests
-        from jpaged.serving.batch_run import run_requests
+        from jpaged.serving.batch_run import answer, run_requests
         from jpaged.serving.generation import Server
 
         names = self.served_model_name or (options["model"],)
@@ -81,8 +82,9 @@ class RunBatch(ChatFlags):
 
                 async def work() -> int:
                     async with app.router.lifespan_context(app):  # it closes the engine at its end
+                        ask = functools.partial(answer, app)
                         return await run_requests(
-                            app, requests, results, max_inflight=limit, update=lambda _: bar.update(1)
+                            ask, requests, results, max_inflight=limit, update=lambda _: bar.update(1)
                         )
 
                 failed = asyncio.run(work())

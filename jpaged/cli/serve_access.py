@@ -95,6 +95,10 @@ class AccessFlags:
     profile_dir: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Folder for profiles. With an admin key it adds /admin/profile/start and /admin/profile/stop."""
 
+    batch_folder: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Keep files and batches of clients in this folder: adds /v1/files and /v1/batches. One server uses a folder at a
+    time. Default: no such routes."""
+
     ssl_keyfile: File = None
     """Private key for TLS, in PEM format. Not needed if the file of --ssl-certfile contains it."""
 
@@ -114,6 +118,7 @@ class AccessFlags:
         """
         from jpaged.serving.app_options import AppOptions, CrossOrigin
         from jpaged.serving.browser_guards import LOOPBACK_HOSTS, is_loopback
+        from jpaged.serving.file_store import FileStore
         from jpaged.serving.keys import ADMIN_VARIABLES, API_VARIABLES, check_apart, read_keys
 
         api_keys = read_keys("api_key", self.api_key, self.api_key_file, API_VARIABLES, os.environ)
@@ -136,7 +141,8 @@ class AccessFlags:
         if self.profile_dir is not None and not admin_keys:
             raise RequestError("profile_dir", str(self.profile_dir), "goes together with an admin key")
         origins = CrossOrigin(self.allowed_origins, self.allowed_methods, self.allowed_headers, self.allow_credentials)
-        return AppOptions(api_keys, admin_keys, hosts, origins, root, self.profile_dir)
+        files = FileStore(self.batch_folder) if self.batch_folder is not None else None
+        return AppOptions(api_keys, admin_keys, hosts, origins, root, self.profile_dir, files=files)
 
     def tls(self) -> "TlsOptions":
         """Return the options of TLS."""

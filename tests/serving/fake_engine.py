@@ -71,6 +71,7 @@ class FakeEngine:
     full: bool = False  # `generate` refuses all requests
     is_ready: bool = True
     num_engines: int = 1
+    max_num_seqs: int = 8
     fails_at: int | None = None  # step at which `generate` raises EngineError
     max_model_len: int = 4096
     default_sampling_params: SamplingParams = dataclasses.field(default_factory=SamplingParams)

@@ -2,6 +2,7 @@
 
 import asyncio
 import codecs
+import functools
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from jpaged.errors import RequestError
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.batch_files import BatchFileError, BatchResult, check_requests, open_results, read_requests
-from jpaged.serving.batch_run import run_requests
+from jpaged.serving.batch_run import answer, run_requests
 from jpaged.serving.generation import Server
 from jpaged.serving.keys import read_key_file
 
@@ -51,7 +52,8 @@ def run(app, source, target, max_inflight: int = 4) -> int:
     expected = check_requests(source)
     with open_results(target, expected) as results:
         requests = read_requests(source, frozenset(results.done))
-        work = run_requests(app, requests, results, max_inflight=max_inflight, update=lambda _: None)
+        ask = functools.partial(answer, app)
+        work = run_requests(ask, requests, results, max_inflight=max_inflight, update=lambda _: None)
         return asyncio.run(work)
 
 
