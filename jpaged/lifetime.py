@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from jpaged.errors import EngineError
 
@@ -47,6 +47,8 @@ def close_when_collected(owner: object, close: Callable[[], None]) -> "weakref.f
     def run() -> None:
         if made_in.is_another:
             return
+        if _users.ending:
+            _kept.append(close)
         began = threading.Event()
 
         def close_inside() -> None:
@@ -107,7 +109,7 @@ class _DeviceUsers:
     def check(self) -> None:
         """End this thread if the interpreter ends and the thread is inside `using_device`."""
         if self.ending and self._depths[threading.get_ident()]:
-            raise SystemExit  # of a thread: it ends without a traceback
+            end_thread()
 
     def wait_for_end(self) -> None:
         """Wait until no other thread is inside."""
@@ -136,7 +138,7 @@ def using_device() -> Iterator[None]:
         except RuntimeError as error:
             if "interpreter shutdown" not in str(error):
                 raise
-            raise SystemExit from None  # Python starts no threads then
+            end_thread()  # Python starts no threads then
 
 
 @contextlib.contextmanager
@@ -148,6 +150,19 @@ def not_using_device() -> Iterator[None]:
     finally:
         _users.step_in(depth)
     _users.check()
+
+
+def end_thread() -> NoReturn:
+    """End a daemon thread, without a traceback, because the interpreter ends.
+
+    Its frames are kept: a thread that frees an array while the interpreter ends aborts the process.
+    """
+    error = SystemExit()
+    _kept.append(error)
+    raise error
+
+
+_kept: list[object] = []
 
 
 def stop_if_ending() -> None:

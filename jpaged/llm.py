@@ -31,7 +31,7 @@ from jpaged.frontend.pausing import WAKE_TAGS, check_level, wake_tags
 from jpaged.frontend.progress import Progress, UseTqdm
 from jpaged.frontend.prompts import one_each, prompt_list, with_prompt_index
 from jpaged.frontend.tracing import refuse_tracing
-from jpaged.lifetime import call_at_exit, close_when_collected, using_device
+from jpaged.lifetime import call_at_exit, close_when_collected, end_thread, using_device
 from jpaged.outputs import (
     ClassificationOutput,
     CompletionOutput,
@@ -495,7 +495,7 @@ class LLM(EngineAccess):
         """Raise KeyboardInterrupt after Ctrl-C, and SystemExit if the program ends."""
         interrupt.check()
         if self._interpreter_ends:
-            raise SystemExit  # ends the daemon thread that runs this call, without a traceback
+            end_thread()
 
     def _answer_inspections(self, index: int) -> None:
         inspections = self._inspections[index]
