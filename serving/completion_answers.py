@@ -1,10 +1,11 @@
 """Makes the choices of a completion: the answer, and what the request wants of its prompt."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, cast
 
 from jpaged.outputs import CompletionOutput, RequestOutput
-from jpaged.serving.echo import EchoedPrompt, echoed_prompt, prompt_logprob_pieces
+from jpaged.serving.echo import EchoedPrompt, Entries, echoed_prompt, prompt_logprob_pieces
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.generation import Update
 from jpaged.serving.json_pieces import Pieces, plain_pieces
@@ -28,35 +29,33 @@ class CompletionAnswers:
         self._prompt_ids: dict[int, Pieces] = {}
         self._prompt_logprobs: dict[int, Pieces] = {}
 
-    @property
-    def has_opening(self) -> bool:
-        """True if a stream begins with an event for the prompt."""
-        return bool(self._body.echo or self._body.return_token_ids)
-
-    async def opening(self, index: int, prompt: int, final: RequestOutput) -> CompletionChoice:
-        """Return the first event of choice `index` of a stream: its prompt."""
-        choice = CompletionChoice(index=index, text="", finish_reason=None)
-        if self._body.echo:
+    async def first(self, new: Update, prompt: int, final: RequestOutput) -> CompletionChoice:
+        """Return the choice of the first stream event of an answer. It has what the request wants of its prompt."""
+        if not self._body.echo:
+            choice = self.part(new, prompt)
+        else:
             echoed = await self._echo(prompt, final)
-            choice.text = echoed.text
-            if echoed.logprobs is not None and self._body.logprobs is not None:
-                choice.logprobs = await completion_logprob_pieces(
-                    echoed.token_ids, echoed.logprobs, echoed.offsets,
-                    as_ids=bool(self._body.return_tokens_as_token_ids), first_text=echoed.first_text,
-                )  # fmt: skip
+            choice = self._shown(new, echoed.text + new.text)
+            if self._body.logprobs is not None:
+                offsets = self._offsets(len(new.token_ids), new.text_offsets, new.num_characters, prompt)
+                choice.logprobs = await self._joined_logprobs(prompt, new.token_ids, new.logprobs or [], offsets)
         await self._add_prompt(choice, prompt, final)
         return choice
 
     def part(self, new: Update, prompt: int) -> CompletionChoice:
-        """Return the choice of a stream event after the opening."""
-        choice = CompletionChoice(index=new.choice, text=new.text, finish_reason=new.finish_reason)
-        if new.finish_reason is not None:
-            choice.stop_reason = new.stop_reason
+        """Return the choice of a later stream event."""
+        choice = self._shown(new, new.text)
         if new.logprobs is not None and new.token_ids:
             offsets = self._offsets(len(new.token_ids), new.text_offsets, new.num_characters, prompt)
             choice.logprobs = completion_logprobs(
                 new.token_ids, new.logprobs, offsets, as_ids=bool(self._body.return_tokens_as_token_ids)
             )
+        return choice
+
+    def _shown(self, new: Update, text: str) -> CompletionChoice:
+        choice = CompletionChoice(index=new.choice, text=text, finish_reason=new.finish_reason)
+        if new.finish_reason is not None:
+            choice.stop_reason = new.stop_reason
         if self._body.return_token_ids:
             choice.token_ids = new.token_ids
         return choice
@@ -81,13 +80,19 @@ class CompletionAnswers:
         return choice
 
     async def _whole_logprobs(self, output: CompletionOutput, prompt: int) -> CompletionLogprobs | None:
-        echoed = self._echoed.get(prompt)
-        token_ids, logprobs = output.token_ids, output.logprobs or []
+        logprobs = output.logprobs or []
         shown = None if output.text_offsets is None else output.text_offsets[: len(logprobs)]
         offsets = self._offsets(len(logprobs), shown, len(output.text), prompt)
+        return await self._joined_logprobs(prompt, output.token_ids, logprobs, offsets)
+
+    async def _joined_logprobs(
+        self, prompt: int, token_ids: list[int], logprobs: Sequence[Entries], offsets: list[int]
+    ) -> CompletionLogprobs | None:
+        """Return the log-probabilities of an echoed prompt and of tokens after it. offsets: one per later token."""
+        echoed = self._echoed.get(prompt)
         if echoed is not None and echoed.logprobs is not None:
             token_ids = echoed.token_ids + token_ids
-            logprobs = echoed.logprobs + logprobs
+            logprobs = [*echoed.logprobs, *logprobs]
             offsets = echoed.offsets + offsets
         if not logprobs:
             return None

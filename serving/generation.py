@@ -9,7 +9,6 @@ from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
@@ -17,6 +16,7 @@ from jpaged.errors import MAX_INTEGER, LogitsError, RequestError, shown
 from jpaged.frontend.tokenising import TokeniserThreads
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
+from jpaged.serving import json_pieces
 from jpaged.serving.engine_client import EngineClient
 from jpaged.serving.error_responses import APIError
 from jpaged.serving.output_format import structured_outputs
@@ -166,7 +166,7 @@ class StreamFields:
             raise RequestError("stream_options", {}, "only goes with stream=true")
         return cls(
             total=bool(options.include_usage),
-            continuous=bool(options.continuous_usage_stats),
+            continuous=bool(options.include_usage and options.continuous_usage_stats),  # as in vLLM
             padded=bool(options.include_obfuscation),
         )
 
@@ -179,7 +179,7 @@ class StreamFields:
     def pad(self, event: Padded) -> Padded:
         """Return an event with its padding: the texts of all events then have lengths that are multiples of PADDING."""
         if self.padded:
-            size = len(msgspec.json.encode(event.choices, enc_hook=_length_only))
+            size = sum(map(len, json_pieces.encode(event.choices)))
             event.obfuscation = secrets.token_hex(PADDING)[: PADDING - size % PADDING]
         return event
 
@@ -277,10 +277,6 @@ def _usage(finals: dict[int, RequestOutput], completion: int) -> Usage:
     prompt = sum(len(final.prompt_token_ids) for final in finals.values())
     cached = sum(final.num_cached_tokens for final in finals.values())
     return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
-
-
-def _length_only(value: Any) -> None:
-    """Encode log-probabilities of a prompt as null: their size does not depend on the answer."""
 
 
 def _token_id(key: str) -> int:

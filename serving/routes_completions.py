@@ -98,11 +98,11 @@ async def _events(
     async with aclosing(generation.updates(outputs, n, progress)) as updates:
         async for new in updates:
             prompt = new.choice // n
-            if answers.has_opening and new.choice not in opened:
+            if new.choice in opened:
+                choice = answers.part(new, prompt)
+            else:
                 opened.add(new.choice)
-                choice = await answers.opening(new.choice, prompt, progress.last[prompt])
-                yield fields.pad(Completion(**shared, choices=[choice], **fields.usage(progress)))
-            choice = answers.part(new, prompt)
+                choice = await answers.first(new, prompt, progress.last[prompt])
             if choice.text or choice.logprobs is not None or choice.finish_reason or choice.token_ids:
                 yield fields.pad(Completion(**shared, choices=[choice], **fields.usage(progress)))
     if fields.total:
