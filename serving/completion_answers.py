@@ -72,6 +72,7 @@ class CompletionAnswers:
         if self._body.return_token_ids:
             choice.token_ids = output.token_ids
         await self._add_prompt(choice, prompt, final)
+        choice.prompt_logprobs = None
         if self._body.prompt_logprobs is not None and final.prompt_logprobs is not None:
             if prompt not in self._prompt_logprobs:
                 self._prompt_logprobs[prompt] = await prompt_logprob_pieces(final.prompt_logprobs)

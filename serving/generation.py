@@ -41,6 +41,7 @@ class Server:
 
     engine: EngineClient
     model_names: tuple[str, ...]      # names that requests may use; answers show the first
+    root: str | None = None           # folder or hub id of the model, for /v1/models. None: the first name
     template_kwargs: tuple[str, ...] = DEFAULT_TEMPLATE_KWARGS  # variables of the chat template that requests may set
     # Chat template, and formats of tool calls and reasoning.
     chat: ChatFormats = dataclasses.field(default_factory=ChatFormats)

@@ -49,7 +49,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET  # at the end of an answer: the stop string or token, or None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # of a whole answer; None: not asked for
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -160,7 +160,7 @@ class ChatCompletion(AnyChatCompletion, kw_only=True):
     object: str = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # vLLM's
+    prompt_logprobs: PromptLogprobs | None = None  # vLLM's; None: not asked for
 
 
 class FunctionCallDelta(msgspec.Struct):
@@ -214,10 +214,11 @@ class ChatCompletionChunk(AnyChatCompletion, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct):
-    """Number of tokens of a request without output tokens."""
+    """Number of tokens of a request without output tokens. `completion_tokens` is vLLM's."""
 
     prompt_tokens: int
     total_tokens: int
+    completion_tokens: int = 0
 
 
 class Embedding(msgspec.Struct):
@@ -228,13 +229,15 @@ class Embedding(msgspec.Struct):
     object: str = "embedding"
 
 
-class EmbeddingList(msgspec.Struct):
-    """Response of POST /v1/embeddings."""
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    """Response of POST /v1/embeddings. `id` and `created` are vLLM's."""
 
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingUsage
+    id: str
     object: str = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
 
 
 class Classification(msgspec.Struct, kw_only=True):
@@ -408,14 +411,34 @@ class ErrorBody(msgspec.Struct):
     error: ErrorFields
 
 
+class ModelPermission(msgspec.Struct, kw_only=True):
+    """vLLM's entry of `permission`. All its values are constants: the keys of the server decide who may do what."""
+
+    id: str
+    object: str = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model that is served. `max_model_len` is vLLM's addition."""
+    """A model that is served. The fields from `root` on are vLLM's. root: the folder or hub id that was loaded."""
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "jpaged"
+    root: str
+    parent: str | None = None
     max_model_len: int
+    permission: list[ModelPermission]
 
 
 class ModelList(msgspec.Struct):

@@ -50,7 +50,11 @@ async def answer_embedding(request: Request, body: EmbeddingRequest) -> Response
         )
     head, finals = await _pooled(request, body, params)
     data = await _vectors(finals, lambda index, values: Embedding(index, encode(values)))
-    return JSONPieces(EmbeddingList(cast(Any, data), head.model, pooled.usage(finals)))
+    return JSONPieces(
+        EmbeddingList(
+            id=head.id, created=head.created, model=head.model, data=cast(Any, data), usage=pooled.usage(finals)
+        )
+    )
 
 
 async def pooling(request: Request) -> Response:

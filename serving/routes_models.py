@@ -10,7 +10,7 @@ from jpaged.errors import RequestError
 from jpaged.serving.error_responses import speaks_anthropic
 from jpaged.serving.generation import Server
 from jpaged.serving.messages_objects import ModelInfo, ModelInfoList
-from jpaged.serving.response_schema import ModelCard, ModelList
+from jpaged.serving.response_schema import ModelCard, ModelList, ModelPermission
 
 MAX_PAGE, DEFAULT_PAGE = 1_000, 20  # models, as in Anthropic's API
 
@@ -61,7 +61,13 @@ def _info(server: Server, name: str) -> ModelInfo:
 
 
 def _card(server: Server, name: str) -> ModelCard:
-    return ModelCard(id=name, created=server.created, max_model_len=server.engine.max_model_len)
+    return ModelCard(
+        id=name,
+        created=server.created,
+        root=server.model_names[0] if server.root is None else server.root,
+        max_model_len=server.engine.max_model_len,
+        permission=[ModelPermission(id=f"modelperm-{name}", created=server.created)],
+    )
 
 
 def _json(data: msgspec.Struct) -> Response:

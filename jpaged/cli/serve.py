@@ -175,7 +175,10 @@ class Serve(ChatFlags):
 
             engine = AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
             client = engine if tracer is None else traced(engine, tracer)
-            server = Server(engine=client, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
+            server = Server(
+                engine=client, model_names=names, root=options["model"], chat=chat,
+                template_kwargs=self.chat_template_kwargs,
+            )  # fmt: skip
             return create_app(server, app_options), engine
 
         return load

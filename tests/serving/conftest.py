@@ -39,7 +39,7 @@ def host() -> Iterator[tuple[Host, str]]:
 
 @pytest.fixture
 def url(engine, host) -> str:
-    host[0].app = create_app(Server(engine=engine, model_names=("echo", "alias")))
+    host[0].app = create_app(Server(engine=engine, model_names=("echo", "alias"), root="a/checkpoint"))
     return host[1]
 
 

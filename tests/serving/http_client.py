@@ -25,8 +25,8 @@ def events(response: httpx.Response) -> list[str]:
     return data[:-1]
 
 
-def strict(model, raw: str, extras: Collection[str] = ("stop_reason",)):
-    """Validate as the client's own type. Unknown fields fail, except `extras`: by default vLLM's `stop_reason`."""
+def strict(model, raw: str, extras: Collection[str] = ("stop_reason", "prompt_logprobs")):
+    """Validate as the client's own type. Unknown fields fail, except `extras`: by default vLLM's."""
     made = model.model_validate_json(raw, strict=True)
 
     def no_extras(value):

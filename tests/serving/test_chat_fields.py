@@ -26,6 +26,7 @@ def test_the_prompt_in_the_answer(chat_url, engine):
     assert answer["prompt_logprobs"][1][str(prompt[1])]["logprob"] == -0.5
     assert bytes(answer["choices"][0]["token_ids"]) == b"<u"
     del fields["prompt_logprobs"]
+    assert chat(chat_url, **fields)["prompt_logprobs"] is None
     first, *others = chunks(chat_url, **fields)
     assert (bytes(first["prompt_token_ids"]), first["prompt_text"].encode()) == (prompt, prompt)
     assert all("prompt_token_ids" not in chunk for chunk in others)

@@ -105,6 +105,7 @@ def test_prompt_logprobs_have_vllms_format(url):
     ]  # fmt: skip
     assert made["logprobs"] is None
     assert made["text"] == "a"
+    assert complete(url, prompt="ab", max_tokens=1)["choices"][0]["prompt_logprobs"] is None
 
 
 def test_token_ids(url):

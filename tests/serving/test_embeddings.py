@@ -26,7 +26,8 @@ def test_the_client_gets_the_numbers_back(client, engine, encoding):
         values = np.frombuffer(base64.b64decode(values), "<f4").tolist()
     assert values == third(97, 98)
     assert (data.index, data.object, answer.object, answer.model) == (0, "embedding", "list", "echo")
-    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (2, 2)
+    assert answer.usage.to_dict() == {"prompt_tokens": 2, "total_tokens": 2, "completion_tokens": 0}
+    assert answer.id.startswith("embd-")
     assert engine.seen_pooling == [PoolingParams(task="embed")]
 
 

@@ -23,7 +23,12 @@ def test_models(client, url):
     assert [model.id for model in client.models.list()] == ["echo", "alias"]
     assert client.models.retrieve("alias").id == "alias"
     raw = httpx.get(f"{url}/v1/models/echo").text
-    assert Model.model_validate_json(raw, strict=True).model_extra == {"max_model_len": 4096}
+    extra = Model.model_validate_json(raw, strict=True).model_extra
+    permission = extra.pop("permission")
+    assert extra == {"max_model_len": 4096, "root": "a/checkpoint", "parent": None}
+    assert [(one["object"], one["allow_sampling"], one["is_blocking"]) for one in permission] == [
+        ("model_permission", True, False)
+    ]
     with pytest.raises(openai.NotFoundError, match="nobody"):
         client.models.retrieve("nobody")
 

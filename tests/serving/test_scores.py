@@ -46,7 +46,7 @@ def test_one_text_against_several_and_pairs(url, names):
     made = answer(url, "/score", **{one: "ab", other: ["cd", "ef"]})
     assert [entry["score"] for entry in made["data"]] == [cosine("ab", "cd"), cosine("ab", "ef")]
     assert [(entry["index"], entry["object"]) for entry in made["data"]] == [(0, "score"), (1, "score")]
-    assert made["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+    assert made["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "completion_tokens": 0}
     made = answer(url, "/v1/score", **{one: ["ab", "xy"], other: ["cd", "ef"]})
     assert [entry["score"] for entry in made["data"]] == [cosine("ab", "cd"), cosine("xy", "ef")]
 

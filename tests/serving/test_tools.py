@@ -19,7 +19,7 @@ from tests.serving.tool_definitions import OFFERED, PARAMETERS, TEMPLATES
 from tests.support.tool_calls import RECORDED, reader
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
-REASONING = {"stop_reason", "reasoning", "reasoning_content"}
+REASONING = {"stop_reason", "prompt_logprobs", "reasoning", "reasoning_content"}
 
 
 @pytest.fixture

@@ -105,7 +105,13 @@ ROUTES = [
     Route("DELETE", "/v1/responses/[^/]+", Deleted),
     Route("GET", "/v1/responses/[^/]+/input_items", ResponseItemList),
 ]
-KNOWN_EXTRAS = {"Model.max_model_len", "CompletionChoice.stop_reason", "Choice.stop_reason"}
+KNOWN_EXTRAS = {
+    *(f"Model.{name}" for name in ("max_model_len", "root", "parent", "permission")),
+    *(f"{choice}.stop_reason" for choice in ("CompletionChoice", "Choice")),
+    *(f"{answer}.prompt_logprobs" for answer in ("CompletionChoice", "ChatCompletion")),
+    *(f"CreateEmbeddingResponse.{name}" for name in ("id", "created")),
+    "Usage.completion_tokens",
+}
 
 
 class Tour(StrictChecks):
